@@ -81,7 +81,7 @@ def test_w8a8_is_exact_in_bytes(rows, out, columns, prologue):
 def bytes_or_skip():
     kernels = kernels_or_skip()
     if not kernels.multiplies_bytes:
-        pytest.skip("no AVX512_VNNI here")
+        pytest.skip("no product of bytes on this CPU")
     return kernels
 
 

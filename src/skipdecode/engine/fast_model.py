@@ -199,5 +199,5 @@ def open_model(model: Any, quantization: Quantization | None = None) -> FastMode
     if kernels is None:
         raise UnfitModelError(reason)
     if quantization == "w8a8" and not kernels.multiplies_bytes:
-        raise UsageError("w8a8 weights need a CPU that multiplies bytes (AVX512_VNNI): give int8 weights")
+        raise UsageError("w8a8 weights need a CPU with AVX512_VNNI, or with AVX2 and no AVX-512: give int8 weights")
     return FastModel(model, kernels, quantization)

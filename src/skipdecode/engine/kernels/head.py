@@ -145,7 +145,7 @@ class NativeHead:
 
     For up to 32 rows that need a few top tokens only (greedy, top-k), the head first uses an 8-bit copy of its weight.
     If that leaves too many candidates, the head uses the weight. The copy is made at first use, for weights of 8 MiB or
-    more on a CPU that multiplies bytes (AVX512_VNNI). It adds half of the weight's memory (a quarter in fp32). It is
+    more on a CPU with AVX512_VNNI. It adds half of the weight's memory (a quarter in fp32). It is
     made again after the weight was changed.
 
     Attributes
@@ -166,7 +166,7 @@ class NativeHead:
         self._short: ShortHead | None = None if before is None else before._short
         plain = not isinstance(spec.weight, QuantizedWeight) and spec.activation == "none"
         self._part: _PartHead | None = None
-        self._can = plain and kernels.multiplies_bytes and spec.weight.shape[1] <= 2**15
+        self._can = plain and kernels.finds_likeliest and spec.weight.shape[1] <= 2**15
         self.fell_back = False
 
     @property

@@ -101,13 +101,16 @@ class NativeKernels:
     Attributes
     ----------
     multiplies_bytes : bool
-        Whether this CPU multiplies bytes (AVX512_VNNI), which w8a8 weights need.
+        Whether this CPU multiplies bytes, which w8a8 weights need (AVX512_VNNI, or AVX2 without AVX-512).
+    finds_likeliest : bool
+        Whether an 8-bit copy of a head finds the most probable tokens (AVX512_VNNI).
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         library = load_library()
         self._round = dtype != torch.float32
         self.multiplies_bytes = bool(library.skipdecode_multiplies_bytes())
+        self.finds_likeliest = hasattr(library, "skipdecode_likeliest")
         self._linear, self._stack = library.skipdecode_linear, library.skipdecode_stack
         for function in (self._linear, self._stack):
             function.argtypes, function.restype = [ctypes.c_void_p], None

@@ -283,3 +283,11 @@ void linear_share(const LinearArgs& a, const Team& team) {
     default: return linear<kFloat32, false>(a, team);
   }
 }
+
+extern "C" int32_t skipdecode_multiplies_bytes() {
+#if defined(HAS_W8A8)
+  return 1;
+#else
+  return 0;
+#endif
+}

@@ -150,14 +150,6 @@ void with_team(Work work) {
 
 }  // namespace
 
-extern "C" int32_t skipdecode_multiplies_bytes() {
-#if defined(__AVX512VNNI__)
-  return 1;
-#else
-  return 0;
-#endif
-}
-
 extern "C" void skipdecode_linear(const LinearArgs* a) {
   with_team([a](const Team& team) { linear_share(*a, team); });
 }

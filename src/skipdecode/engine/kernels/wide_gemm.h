@@ -19,20 +19,20 @@ constexpr int64_t kWideFrom = 48;   // activation rows that repay the turning
 constexpr int64_t kWideRows = 512;  // activation rows packed at a time
 constexpr int kTileVectors = LANES == 16 ? 3 : 2;  // as many sums of 6 rows as registers hold
 
-// out[r * V + v]: the sums of M activation rows with V vectors of weight rows. w: [vector, chain, part] vectors; x: M rows, `ldx`
-// floats apart, of [chain, part] words; both in the order in which chains are added. `ahead`: floats from the weights that are
-// read to those that are fetched.
+// out[r * V + v]: the sums of M activation rows with V vectors of weight rows. w: [vector, chain, part] vectors, or those of a
+// block of kVectors side by side: [block, part, vector]; x: M rows, `ldx` floats apart, of [chain, part] words; chains in the
+// order in which they are added. `ahead`: floats from the weights that are read to those that are fetched.
 template <class T, int M, int V>
 __attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx, int64_t parts, int64_t ahead, vf* out) {
-  const int64_t apart = T::kChains * parts * LANES;
+  const int64_t apart = T::kVectors > 1 ? LANES : T::kChains * parts * LANES;
   vf held[4][M * V];  // sums of 1, 2, 4 and 8 chains that wait for as many
   for (int order = 0; order < T::kChains; order++, x += parts) {
     vf acc[M][V] = {};
-    for (int64_t i = 0; i < parts; i++, w += LANES) {
+    for (int64_t i = 0; i < parts; i++, w += T::kVectors * LANES) {
       vf part[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
-        part[v] = load(w + v * apart);
+        part[v] = T::weights(load(w + v * apart));
         if (T::kFetches) __builtin_prefetch(w + v * apart + ahead, 0, 2);
       }
 #pragma GCC unroll 8
@@ -55,9 +55,10 @@ __attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx,
 // Weights that lie in rows.
 template <class F>
 struct Turned {
-  static constexpr int kChains = LANES, kRows = 6, kLeastVectors = 2, kBehind = 0;
+  static constexpr int kChains = LANES, kVectors = 1, kRows = 6, kLeastVectors = 2, kBehind = 0;
   static constexpr bool kFetches = false;  // by the tile; the rows are fetched while tiles of those before them run
   static int64_t parts(const LinearArgs& a) { return parts_of(a.k, kStep) * F::kParts; }
+  INLINE vf weights(vf w) { return w; }
   INLINE vf add_product(vf w, vf x, vf sum) { return F::add_product(w, x, sum); }
   INLINE vf output(vf sum, const float*) { return sum; }
 
@@ -113,19 +114,39 @@ struct Turned {
   }
 };
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (LANES == 8 && defined(__AVX2__))
 #define HAS_W8A8 1
 // Bytes: weights as 128 more than they are, in blocks of 16 rows ([part, row, 4 columns], see quantize.py); activations rounded
-// to 127ths of their row's largest. Behind a packed row lie its scale and 128 times its sum.
+// to 127ths of their row's largest. Behind a packed row lie its scale and what its sums have too much.
 struct Bytes {
-  static constexpr int kChains = 1, kRows = 4, kLeastVectors = 1, kBehind = LANES;
+  static constexpr int kChains = 1, kVectors = 16 / LANES, kRows = 4, kLeastVectors = kVectors, kBehind = LANES;
   static constexpr bool kFetches = true;
   static int64_t parts(const LinearArgs& a) { return a.ldw / 4; }
+#if LANES == 16
+  INLINE vf weights(vf w) { return w; }
   INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
+  INLINE vi whole_numbers(vf v) { return (vi)_mm512_cvtps_epi32((__m512)v); }
+  INLINE void put_bytes(float* out, vi codes) { _mm_storeu_si128((__m128i*)out, _mm512_cvtsepi32_epi8((__m512i)codes)); }
+  constexpr static int32_t kTooMuch = 128;  // weights are multiplied as they lie
+#else
+  INLINE vf weights(vf w) { return (vf)((vu)w ^ 0x80808080u); }
+  // Two products of at most 127 * 127 fit 16 bits.
+  INLINE vf add_product(vf w, vf x, vf sum) {
+    const __m256i signs = _mm256_sign_epi8((__m256i)w, (__m256i)x), pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)x), signs);
+    return (vf)((vi)sum + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  INLINE vi whole_numbers(vf v) { return (vi)_mm256_cvtps_epi32((__m256)v); }
+  INLINE void put_bytes(float* out, vi codes) {
+    const __m256i c = (__m256i)codes;
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(c), _mm256_extracti128_si256(c, 1));
+    _mm_storel_epi64((__m128i*)out, _mm_packs_epi16(words, words));
+  }
+  constexpr static int32_t kTooMuch = 0;
+#endif
   INLINE vf output(vf sum, const float* behind) {
     int32_t more;
     memcpy(&more, behind + 1, 4);
-    return (vf)_mm512_cvtepi32_ps((__m512i)((vi)sum - more)) * behind[0];
+    return __builtin_convertvector((vi)sum - more, vf) * behind[0];
   }
 
   struct Plain {
@@ -140,17 +161,21 @@ struct Bytes {
     const Stats stats = row_stats(a, x);
     pack<Plain>(a, x, row, LANES, 0, whole, stats);
     if (whole < a.k) pack_tail<Plain>(a, x, row + whole, LANES, stats);
-    __m512 most = _mm512_setzero_ps();
-    for (int64_t i = 0; i < count; i++) most = _mm512_max_ps(most, _mm512_abs_ps((__m512)scratch[i]));
-    const float largest = std::max(_mm512_reduce_max_ps(most), 1e-30f);
-    const __m512 scale = _mm512_set1_ps(127.0f / largest);
-    __m512i sum = _mm512_setzero_si512();
+    vf most{};
     for (int64_t i = 0; i < count; i++) {
-      const __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)scratch[i], scale));
-      sum = _mm512_add_epi32(sum, codes);
-      _mm_storeu_si128((__m128i*)(out + i * 4), _mm512_cvtsepi32_epi8(codes));
+      const vf size = bits((vu)scratch[i] & 0x7fffffffu);
+      most = size > most ? size : most;
     }
-    const int32_t more = 128 * _mm512_reduce_add_epi32(sum);
+    float largest = 1e-30f;
+    for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]);
+    vi sums{};
+    for (int64_t i = 0; i < count; i++) {
+      const vi codes = whole_numbers(scratch[i] * (127.0f / largest));
+      sums += codes;
+      put_bytes(out + i * LANES / 4, codes);
+    }
+    int32_t more = 0;
+    for (int i = 0; i < LANES; i++) more += kTooMuch * sums[i];
     out[parts(a)] = largest / 127.0f;
     memcpy(out + parts(a) + 1, &more, 4);
   }
@@ -168,17 +193,18 @@ INLINE void fetch_part(const LinearArgs& a, int64_t n, int64_t rows, int64_t par
   for (int64_t i = lines * part / of; i < lines * next / of; i++) __builtin_prefetch(begin + i * 64, 0, 2);
 }
 
-// How a team shares a product out: so many threads side by side over the weight rows, the others over the activation rows.
-INLINE int64_t threads_across(int64_t vectors, int64_t tiles, int64_t size) {
+// How a team shares a product out: so many threads side by side over the blocks of weight rows, the others over the activation rows.
+INLINE int64_t threads_across(int64_t blocks, int64_t tiles, int64_t size) {
   int64_t best = size, least = INT64_MAX;
   for (int64_t across = size; across > 0; across--) {
-    const int64_t down = size / across, work = parts_of(vectors, across) * parts_of(tiles, down);
+    const int64_t down = size / across, work = parts_of(blocks, across) * parts_of(tiles, down);
     if (size % across == 0 && work < least) best = across, least = work;
   }
   return best;
 }
 
-// Where a tile's outputs are: of the activation rows y and the packed ones x, `rows` of them, and of the weight rows from n on.
+// Where a tile's outputs are: of the activation rows y and the packed ones x, `rows` of them, and of the weight rows from n on,
+// `vectors` of which the matrix has.
 struct Corner {
   const float *w, *x;
   float* y;
@@ -219,7 +245,7 @@ INLINE int64_t tile_rows(int64_t left) {
 template <class T>
 void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& team) {
   static thread_local std::vector<vf> memory, rows;
-  const int64_t size = T::kChains * T::parts(a) + T::kBehind, vectors = parts_of(a.n, LANES);
+  const int64_t size = T::kChains * T::parts(a) + T::kBehind, blocks = parts_of(a.n, T::kVectors * LANES);
   // Of few rows, each thread packs all for itself, which is cheaper than a barrier.
   const bool share = team.size > 1 && m >= kShareFrom;
   const int64_t room = (m + T::kRows) * size;
@@ -227,19 +253,20 @@ void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const T
   float* packed = share ? team.shared(room) : (float*)rows.data();
   for (int64_t c = share ? team.id : 0; c < m; c += share ? team.size : 1) T::pack_row(a, x + c * a.ldx, packed + c * size, memory);
   if (share) team.wait();
-  const int64_t across = threads_across(vectors, parts_of(m, T::kRows), team.size), down = team.size / across;
-  const int64_t mine = team.id % across, begin = vectors * mine / across, count = vectors * (mine + 1) / across - begin;
+  const int64_t across = threads_across(blocks, parts_of(m, T::kRows), team.size), down = team.size / across;
+  const int64_t mine = team.id % across, begin = blocks * mine / across, count = blocks * (mine + 1) / across - begin;
   const int64_t first = m * (team.id / across) / down, last = m * (team.id / across + 1) / down;
-  const int64_t strips = parts_of(count, kTileVectors);
+  const int64_t strips = parts_of(count, kTileVectors / T::kVectors);
   for (int64_t s = 0; s < strips; s++) {
-    const int64_t from = begin + count * s / strips, width = begin + count * (s + 1) / strips - from, n = from * LANES;
+    const int64_t from = begin + count * s / strips, width = (begin + count * (s + 1) / strips - from) * T::kVectors;
+    const int64_t n = from * T::kVectors * LANES, vectors = std::min(width, parts_of(a.n - n, LANES));
     const float* w = T::strip(a, n, std::max<int64_t>(width, T::kLeastVectors), memory);
     for (int64_t c = first, next; c < last; c = next) {
       const int64_t left = last - c, rows = tile_rows<T>(left);
       next = std::min(last, c + rows);
       if (!T::kFetches) fetch_part(a, n + width * LANES, kTileVectors * LANES, c - first, next - first, last - first);
       const int64_t ahead = c == first ? width * a.ldw * LANES / 4 : 0;
-      const Corner at{w, packed + c * size, y + c * a.ldy, n, left, width, ahead};
+      const Corner at{w, packed + c * size, y + c * a.ldy, n, left, vectors, ahead};
       if (rows == 4) tile_of<T, 4>(a, at);
       else if constexpr (T::kRows == 6) tile_of<T, 6>(a, at);
       else if (rows == 2) tile_of<T, 2>(a, at);
