@@ -118,7 +118,7 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     rows = [{"colour": c, "thing": t} for c in ("red", "blue") for t in "abcdefgh"]
     file = write_rows(tmp_path / "rows.jsonl", [*rows, {"colour": "Red", "thing": " a"}])
     out = tmp_path / "out"
-    asked = ["--prompts", file, "--prompt-template", "{colour} {thing}\\n", "--self-tokens", "200"]
+    asked = ["--prompts", file, "--prompt-template", "{colour} {thing}\\n", "--self-tokens", "400"]
     assert main(["tune", model, "--self", *asked, *PACE, "--out", str(out), "--nominal-speedup", "2"]) == 0
     assert "1 repeated" in capsys.readouterr().err
     found = [*read_rows(out / TRAIN_FILE), *read_rows(out / DEV_FILE)]
