@@ -111,16 +111,14 @@ class Sampler:
 
 def _nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Logits and positions of the fewest most probable tokens that reach `top_p` together, the best first."""
-    near = torch.arange(len(logits))
+    near, total = torch.arange(len(logits)), logits.logsumexp(0)
     if len(logits) > _NEAR:
-        near = (logits >= logits.topk(_NEAR).values[-1]).nonzero()[:, 0]
+        top = logits.topk(_NEAR).values
+        if (top - total).exp().sum() >= top_p:
+            near = (logits >= top[-1]).nonzero()[:, 0]
     best, order = logits[near].sort(descending=True, stable=True)
-    probs = (best - logits.logsumexp(0)).exp()
+    probs = (best - total).exp()
     reached = probs.cumsum(0)
-    if len(near) < len(logits) and not reached[-1] >= top_p:
-        near, (best, order) = torch.arange(len(logits)), logits.sort(descending=True, stable=True)
-        probs = best.softmax(0)
-        reached = probs.cumsum(0)
     # A token stays if those before it do not reach p yet. The first stays even if p is 0 in fp32.
     count = max(1, int((reached - probs < top_p).sum()))
     return best[:count], near[order[:count]]
