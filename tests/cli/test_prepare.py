@@ -10,7 +10,7 @@ import pytest
 
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
-from skipdecode.models.fit import FIT_FILE
+from skipdecode.models.fit import FIT_FILE, Fit
 from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.cost import CostModel
 from tuning_data import LAYERS, records, save_model, write_jsonl
@@ -42,14 +42,15 @@ def said(capsys: Any, command: list[str]) -> dict[str, Any]:
 
 
 def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: Any) -> None:
-    fitted = said(capsys, arguments(place, "--minutes", "0"))
+    rank = ("--fit-rank", "4")
+    fitted = said(capsys, arguments(place, "--minutes", "0", *rank))
     assert {row["minutes"] for row in fitted["rows"]} == {0.0}
     assert any(row["full_depth"] and row["kept"] == pytest.approx(1) for row in fitted["rows"])
-    assert (place / "out" / "fit" / FIT_FILE).is_file()
+    assert Fit.load(place / "out" / "fit" / FIT_FILE).about["rank"] == 4
     took = fitted["seconds"]["fit"]
 
     minutes = f"{took / 60 + 0.08:.3f}"
-    tuned = said(capsys, arguments(place, "--minutes", minutes))
+    tuned = said(capsys, arguments(place, "--minutes", minutes, *rank))
     assert tuned["seconds"]["fit"] == took  # the fit is taken over
     assert tuned["minutes"] == pytest.approx(float(minutes))
     assert len({row["minutes"] for row in tuned["rows"]}) == 2
@@ -60,10 +61,10 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     model = tuned["next"][0].split()[2]
     assert load_model(model).schedule.name == "calibrated-1.3x-wall"
 
-    assert said(capsys, arguments(place, "--minutes", minutes)) == tuned  # nothing is done again
-    assert said(capsys, arguments(place, "--minutes", str(took / 60)))["minutes"] == 0  # none are left
+    assert said(capsys, arguments(place, "--minutes", minutes, *rank)) == tuned  # nothing is done again
+    assert said(capsys, arguments(place, "--minutes", str(took / 60), *rank))["minutes"] == 0  # none are left
 
-    assert main(arguments(place, "--minutes", "0", "--seed", "1")) == 2
+    assert main(arguments(place, "--minutes", "0", "--seed", "1", *rank)) == 2
     assert "seed" in capsys.readouterr().err
 
 

@@ -86,7 +86,10 @@ class FitOptions(Options):
 
     fit_rank: int = option("rank of the bridges over skipped layers; 0 leaves a bias alone", default=128, least=0)
     fit_taps: int = option(
-        "tokens before its own that a map of a prompt's keys and values sees", default=0, least=0, most=2
+        "tokens before its own that a map of a prompt's keys and values sees; 1 loses less, but vLLM accepts 0 only",
+        default=0,
+        least=0,
+        most=2,
     )
     fit_records: int = option("most records for the fit: those to learn from, then others", default=256, least=8)
     fit_tokens: int = option(

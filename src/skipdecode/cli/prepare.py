@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from skipdecode.calibration.settings import OrderMethod
+from skipdecode.calibration.settings import FitOptions, OrderMethod
 from skipdecode.cli import calibrate, eval, tune
 from skipdecode.cli.arguments import command_line, flag
 from skipdecode.cli.columns import figures
@@ -66,7 +66,7 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, SelfGeneratedOptions, LearningOptions, MetricOptions):
+class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, MetricOptions):
     """Options of `skipdecode prepare`."""
 
     EXCLUDES: ClassVar = LearningOptions.EXCLUDES | {"self": ("train", "dev")}
@@ -180,6 +180,7 @@ def _calibration(config: Config, data: Mapping[str, Any]) -> calibrate.Config:
     """The options of calibrate."""
     return calibrate.Config(
         **_common(config),
+        **config.part(FitOptions).__dict__,
         **{name: data[name] for name in _FORM},
         data=data["train"],
         out=str(Path(config.out) / "fit"),
