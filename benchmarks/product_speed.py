@@ -1,8 +1,9 @@
-"""Whether prompts and wide steps run at the speed of this machine's products: bf16, and bytes against bytes (w8a8).
+"""Whether prompts and wide steps run at the speed of this machine's products: bf16, fp32, and bytes (w8a8).
 
-One prompt of each length at full depth, and decode steps of a batch, in alternation with the bf16 product of 512 rows:
-the better of torch's `F.linear` (on the model's own matrices, and on one of 1024 x 1024) and of the package's kernels.
-Ratios are formed within a round; medians of them count.
+One prompt of each length at full depth, and decode steps of a batch, in alternation with products of 512 rows in bf16
+and fp32: of each the better of torch's `F.linear` (on the model's own matrices, and on one of 1024 x 1024) and of the
+package's kernels. Prompts are compared with the faster of the two types. Ratios are formed within a round; medians of
+them count.
 
     python benchmarks/product_speed.py --out results/product-smollm2-135m-cpu.json
 """
@@ -32,6 +33,8 @@ from skipdecode.performance.machine import measure_products
 from skipdecode.performance.timing import Shape, step_seconds
 
 ROWS = 512
+TYPES = ("bfloat16", "float32")
+WEIGHTS = (*TYPES, "w8a8")
 Side = tuple[str, str, int]
 """What is timed, the weights, and tokens or rows."""
 
@@ -71,20 +74,22 @@ def linear_rate(fast: FastModel) -> float:
 
 def sides_of(options: argparse.Namespace) -> tuple[ModelGeometry, dict[Side, Callable[[], float]]]:
     """What takes turns: an operation of each product, a prompt and a decode step, all in seconds."""
-    model = unwrap(load_model(options.model, dtype="bfloat16", require_tokenizer=False).model)
+    loaded = {name: unwrap(load_model(options.model, dtype=name, require_tokenizer=False).model) for name in TYPES}
+    model = loaded["bfloat16"]
     geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
-    models = {"bfloat16": open_model(model), "w8a8": open_model(model, "w8a8")}
+    models = {name: open_model(each) for name, each in loaded.items()} | {"w8a8": open_model(model, "w8a8")}
     full = Schedule.full(geometry.num_layers)
     sides: dict[Side, Callable[[], float]] = {
-        ("product", "bfloat16", ROWS): lambda: 1 / max(linear_rate(models["bfloat16"]), measure_products("bfloat16")),
-        ("product", "w8a8", ROWS): lambda: 1 / measure_products("w8a8"),
+        ("product", name, ROWS): lambda name=name: 1 / max(linear_rate(models[name]), measure_products(name))
+        for name in TYPES
     }
+    sides["product", "w8a8", ROWS] = lambda: 1 / measure_products("w8a8")
     for name, fast in models.items():
         for tokens in options.tokens:
             call = prompt_call(fast, tokens)
             sides["prompt", name, tokens] = lambda call=call: min(timed(call) for _ in range(3))
         for batch in options.batches:
-            step = Backend(model, fast), full, Shape(batch, options.prompt, 9)
+            step = Backend(loaded.get(name, model), fast), full, Shape(batch, options.prompt, 9)
             sides["decode step", name, batch] = lambda step=step: statistics.median(step_seconds(*step))
     return geometry, sides
 
@@ -98,23 +103,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     watch = Stopwatch[Side, float](sides)
     for _ in range(options.rounds):
         watch.lap(lambda side: sides[side]())
-    rows = []
+    rates = {name: 1e-9 / watch.seconds(("product", name, ROWS), float) for name in WEIGHTS}
+    best, rows = max(TYPES, key=rates.__getitem__), []
     for kind, sizes in (("prompt", options.tokens), ("decode step", options.batches)):
-        for side in ((kind, name, size) for size in sizes for name in ("bfloat16", "w8a8")):
-            rows.append(row(watch, side, prompt_flops(geometry, side[2]) if kind == "prompt" else None))
+        for side in ((kind, name, size) for size in sizes for name in WEIGHTS):
+            rows.append(row(watch, side, best, prompt_flops(geometry, side[2]) if kind == "prompt" else None))
             print(json.dumps(rows[-1]), flush=True)
-    rates = {name: 1e-9 / watch.seconds(("product", name, ROWS), float) for name in ("bfloat16", "w8a8")}
     return {"products_gflop_s": rates, "rows": rows}
 
 
-def row(watch: Stopwatch[Side, float], side: Side, flops: float | None) -> dict[str, Any]:
-    """The row of a prompt, with its operations, or of a decode step."""
+def row(watch: Stopwatch[Side, float], side: Side, best: str, flops: float | None) -> dict[str, Any]:
+    """The row of a prompt, with its operations and their share of the faster type's product, or of a decode step."""
     what, weights, size = side
     seconds = watch.seconds(side, float)
     found = {"what": what, "weights": weights, "batch" if flops is None else "tokens": size, "seconds": seconds}
     if flops is not None:
-        share = watch.ratio(("product", "bfloat16", ROWS), side, float) or 0.0
-        found |= {"gflop_s": flops / seconds / 1e9, "of_bf16_product": flops * share}
+        share = watch.ratio(("product", best, ROWS), side, float) or 0.0
+        found |= {"gflop_s": flops / seconds / 1e9, "of_best_product": flops * share}
     return found | {"over_bf16": watch.ratio((what, "bfloat16", size), side, float)}
 
 
