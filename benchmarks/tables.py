@@ -131,6 +131,16 @@ def serve_peers(document: Row) -> Table:
     return table(found.values(), columns + [(f"{count} at a time", given(str(count), "")) for count in streams])
 
 
+def serve_load(document: Row) -> Table:
+    """Throughput of each schedule, with percentiles of first token and between chunks in milliseconds."""
+    lines = [["schedule", "tokens/s"]]
+    lines[0] += [f"{what}, {q}, ms" for what in ("first token", "between tokens") for q in ("p50", "p99")]
+    for name, row in document["schedules"].items():
+        waits = [row[field][q] for field in ("first_token_s", "between_chunks_s") for q in ("p50", "p99")]
+        lines.append([name, f"{row['tokens_per_s']:.1f}", *(f"{1000 * seconds:.0f}" for seconds in waits)])
+    return lines
+
+
 def exact_head(document: Row) -> Table:
     """What the 8-bit copy of the head gains in decoding."""
     columns: list[Column] = [
@@ -383,6 +393,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "requests": ("quality-table", requests),
     "exact-head": ("head", exact_head),
     "same-tokens": ("head", same_tokens),
+    "serve-load": ("serve-load", serve_load),
     "serve-peers": ("serve-peers", serve_peers),
     "vllm": ("vllm-speed", vllm),
 }
