@@ -128,7 +128,8 @@ def serve_peers(document: Row) -> Table:
         group[str(row["streams"])] = figures + failed
     streams = sorted({row["streams"] for row in document["rows"]})
     columns: list[Column] = [("load", "{load}"), ("server", "{peer}")]
-    return table(found.values(), columns + [(f"{count} at a time", given(str(count), "")) for count in streams])
+    by_load = sorted(found.values(), key=lambda group: group["load"], reverse=True)
+    return table(by_load, columns + [(f"{count} at a time", given(str(count), "")) for count in streams])
 
 
 def serve_load(document: Row) -> Table:
