@@ -59,7 +59,7 @@ TASKS = {
     "cnn_dm": Task("full-a", 1.9, SUMMARY, ["--self-records", "320", "--self-tokens", "96"]),
     "tldr": Task("full-a", 1.85, SUMMARY, ["--self-records", "320", "--self-tokens", "80"]),
 }
-METHODS = {"fitted": [], "without fits": ["--no-fit"]}
+METHODS = {"fitted": [], "fitted, one tap": ["--fit-taps", "1"], "without fits": ["--no-fit"]}
 
 
 def checkpoint(task: str, options: argparse.Namespace) -> str | Path:
@@ -128,7 +128,7 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="directory with e2e/train.jsonl, e2e/test.jsonl")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["fitted", "without fits"])
     parser.add_argument("--minutes", nargs="+", type=float, default=[0.0, 10.0])
     parser.add_argument("--checkpoint", help="in place of the one of each task")
     parser.add_argument("--target", type=float, help="request speed-up, in place of the one of each task")
