@@ -56,10 +56,10 @@ def test_nucleus_of_a_large_vocabulary_is_transformers(scale):
     values = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * scale
     want = hf.TopPLogitsWarper(0.6)(torch.tensor([[1]]), values[None])[0].softmax(0)
     row = Sampler(Sampling(top_p=0.6, temperature=1.0, seed=1), (1,))
-    got = torch.bincount(torch.tensor([row.pick(values) for _ in range(5_000)]), minlength=len(values)) / 5_000
+    got = torch.bincount(torch.tensor([row.pick(values) for _ in range(20_000)]), minlength=len(values)) / 20_000
     assert (int((want > 0).sum()) > 512) == (scale < 1)
     assert not got[want == 0].any()
-    assert (got - want).abs().sum() < 0.4
+    assert (got - want).abs().sum() < 0.2
 
 
 def test_repetition_penalty_is_transformers_over_prompt_and_output():

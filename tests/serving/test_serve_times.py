@@ -91,6 +91,7 @@ def test_a_stream_s_times_are_the_client_s(path, busy, capsys):
         seconds, count = totals(service, "inter_token_seconds")
         assert seconds == about(decode)
         assert NEW - 4 < count < NEW
+        until(lambda: metric(service, "request_seconds_count"))
         until(lambda: lines.extend(logged(capsys, path)) or lines)  # the log's line comes after the answer's end
         line = lines[0]
         assert line["first_token_s"] == about(first)
