@@ -120,26 +120,29 @@ def quantized(document: Row) -> Table:
 
 def serve_peers(document: Row) -> Table:
     """Tokens a second of each server, with the 99th percentiles of first token and between tokens, by streams."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in document["rows"]:
         figures = f"{row['tokens_per_s']:.0f}; {row['ttft_ms']['p99']:.0f}; {row['itl_ms']['p99']:.0f}"
         failed = f" ({row['failed']} failed)" if row["failed"] else ""
-        group = found.setdefault((row["load"], row["peer"]), {"load": row["load"], "peer": row["peer"]})
+        of_load = found.setdefault(row["load"], {})
+        group = of_load.setdefault(row["peer"], {"load": row["load"], "peer": row["peer"]})
         group[str(row["streams"])] = figures + failed
     streams = sorted({row["streams"] for row in document["rows"]})
     columns: list[Column] = [("load", "{load}"), ("server", "{peer}")]
-    by_load = sorted(found.values(), key=lambda group: group["load"], reverse=True)
-    return table(by_load, columns + [(f"{count} at a time", given(str(count), "")) for count in streams])
+    rows = [group for of_load in found.values() for group in of_load.values()]
+    return table(rows, columns + [(f"{count} at a time", given(str(count), "")) for count in streams])
 
 
 def serve_load(document: Row) -> Table:
     """Throughput of each schedule, with percentiles of first token and between chunks in milliseconds."""
-    lines = [["schedule", "tokens/s"]]
-    lines[0] += [f"{what}, {q}, ms" for what in ("first token", "between tokens") for q in ("p50", "p99")]
-    for name, row in document["schedules"].items():
-        waits = [row[field][q] for field in ("first_token_s", "between_chunks_s") for q in ("p50", "p99")]
-        lines.append([name, f"{row['tokens_per_s']:.1f}", *(f"{1000 * seconds:.0f}" for seconds in waits)])
-    return lines
+
+    def waited(field: str, quantile: str) -> Callable[[Row], str]:
+        return lambda row: f"{1000 * row[field][quantile]:.0f}"
+
+    columns: list[Column] = [("schedule", "{name}"), ("tokens/s", "{tokens_per_s:.1f}")]
+    for what, field in (("first token", "first_token_s"), ("between tokens", "between_chunks_s")):
+        columns += [(f"{what}, {quantile}, ms", waited(field, quantile)) for quantile in ("p50", "p99")]
+    return table([{"name": name, **row} for name, row in document["schedules"].items()], columns)
 
 
 def exact_head(document: Row) -> Table:
