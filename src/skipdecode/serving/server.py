@@ -60,9 +60,10 @@ def open_socket(binding: Binding) -> socket.socket:
 def make_server(service: Service, binding: Binding, keys: ApiKeys | None = None) -> uvicorn.Server:
     """A uvicorn server; its `run` returns once it is stopped."""
     app = create_app(service, keys=keys, local_only=is_loopback(binding.host), cors=binding.cors)
+    _log_to_stderr(binding.log_level)
     config = uvicorn.Config(
         app,
-        log_config=_log_config(binding.log_level),
+        log_config=None,
         access_log=False,
         server_header=False,
         limit_concurrency=binding.max_connections,
@@ -114,14 +115,15 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def _log_config(level: str) -> dict[str, Any]:
-    """For `logging.config.dictConfig` and uvicorn."""
-    handler = {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "json"}
-    plain = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"json": {"()": _JsonFormatter}},
-        "handlers": {"stderr": handler},
-        "loggers": dict.fromkeys(("skipdecode.serve", "uvicorn"), plain),
-    }
+def _log_to_stderr(level: str) -> None:
+    """Send the lines of the server and of uvicorn to stderr.
+
+    `logging.config.dictConfig` would close the handlers of every other package, and with absl's the stream itself.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter())
+    for name in ("skipdecode.serve", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
