@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +26,7 @@ from skipdecode.schedule import Schedule
 from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, listed
 from skipdecode.vllm.projection import KeyProjection, LayerBridge
 from skipdecode.vllm.step_rows import ALL, NONE, StepRows
+from skipdecode.vllm.taps import TapMemory, TapRows
 
 __all__ = ["ARCHITECTURES", "Architecture", "LayerGates", "check_architecture", "check_projects", "find_layers"]
 
@@ -136,6 +138,8 @@ class LayerGates:
         For the layers that some schedule projects.
     bridges : dict of int to LayerBridge
         For the layers that have one.
+    memory : TapMemory or None
+        For a fit whose maps of prompts take taps.
     finished : bool
         Whether the last layer's gate was passed since the step began.
     """
@@ -146,6 +150,7 @@ class LayerGates:
         self.pieces = LayerPieces(vllm_config, axis)
         self.projections: dict[int, KeyProjection] = {}
         self.bridges: dict[int, LayerBridge] = {}
+        self.memory: TapMemory | None = None
         self._axis = axis
         self.keep: Tensor | None = None
         self._replayed = False
@@ -172,7 +177,14 @@ class LayerGates:
             base: Any = type(layer)
             layer.__class__ = with_mixin(_Gated, base)
 
-    def begin(self, step: StepRows, keep: Tensor | None, device: torch.device, slots: dict[int, Tensor]) -> None:
+    def begin(
+        self,
+        step: StepRows,
+        keep: Tensor | None,
+        device: torch.device,
+        slots: dict[int, Tensor],
+        taps: TapRows | None = None,
+    ) -> None:
         """Start a step; `end` must follow.
 
         Parameters
@@ -182,6 +194,8 @@ class LayerGates:
             back. If the step itself has all layers run all rows or none, a graph is captured, and each replay reads it.
         slots : dict of int to Tensor
             Where the rows that a layer projects are stored, by layer.
+        taps : TapRows or None
+            Where the states before each row are; None in a step that vLLM makes up.
         """
         self.step, self.finished = step, False
         self.keep, self._replayed = keep, keep is not None and not step.parts
@@ -190,6 +204,8 @@ class LayerGates:
         self._slots = slots
         texts = {"schedules": step.schedules, "starts": step.starts}
         self._texts = {name: torch.from_numpy(of).to(device) for name, of in texts.items() if of is not None}
+        if self.memory is not None:
+            self.memory.begin(taps, device)
         self._done = set()
         whole = self._axis == 0 and not self._replayed and not self.pieces.eager
         self._blocks = self._blocks_of(step) if whole else {}
@@ -213,6 +229,8 @@ class LayerGates:
 
     def end(self) -> None:
         """The step is over, by an exception too."""
+        if self.memory is not None:
+            self.memory.end()
         self.step = self._passing = self.keep = None
         self._waiting = []
 
@@ -256,6 +274,9 @@ class LayerGates:
         projection = self.projections[index]
         if self._texts and projection.given is not None:
             given |= {name: of[rows] for name, of in self._texts.items()}
+            if self.memory is not None:
+                whole = states if self._holds == ALL else self._waiting
+                given["before"] = self.memory.before(index, partial(_summed, whole))[rows]
         keys, values = self.pieces(type(projection).forward, projection, given)
         if index in self._slots:
             projection.store(keys, values, self._slots[index])
@@ -379,6 +400,12 @@ def _names(layer: Any) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(getattr(layer, "forward_native", layer.forward)).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _summed(states: list[Any]) -> Tensor:
+    """The text's states (rows, width) of a layer's two."""
+    hidden = states[0] if len(states) < 2 or states[1] is None else states[0] + states[1]
+    return hidden.view(-1, hidden.shape[-1])  # type: ignore[no-any-return]
 
 
 def _selection(rows: Any, device: torch.device) -> Any:

@@ -95,7 +95,7 @@ def _activate(vllm_config: Any) -> None:
     layers = model.hf_text_config.num_hidden_layers
     settings.schedules[0].check_fits(layers)
     check_projects(settings.schedules, model.architecture, model.quantization)
-    checkpoint_fit(model, settings.schedules)  # refuses one that cannot be used
+    checkpoint_fit(model)  # refuses one that cannot be used
     if (refusal := _refusal(vllm_config)) is not None:
         raise SkipDecodeError(refusal)
     _change(vllm_config, settings)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipdecode.errors import FitError, UnsupportedFeatureError
+from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.fit import FIT_FILE, Bridge, Fit, PromptMap, normed
 from skipdecode.schedule import Schedule
 
@@ -29,24 +29,19 @@ __all__ = [
 ]
 
 
-def checkpoint_fit(model: Any, schedules: Sequence[Schedule]) -> Fit | None:
+def checkpoint_fit(model: Any) -> Fit | None:
     """The fit beside the weights of a checkpoint's directory (vLLM's `model_config`); None where there is none.
 
     Raises
     ------
     FitError
-        The fit is broken, for another model, or maps prompts of a schedule from several tokens.
+        The fit is broken or for another model.
     """
     file = Path(str(model.model)) / FIT_FILE
     if not file.is_file():
         return None
     fit, config = Fit.load(file), model.hf_text_config
     fit.check_sizes(config.num_hidden_layers, config.hidden_size, f"fit {file}")
-    if fit.taps and any(s.projected and s.prompt_layers() in fit.prompt_sets for s in schedules):
-        raise FitError(
-            f"fit {file}: its keys and values of prompts see {fit.taps} tokens before their own, which vLLM does not "
-            "keep between parts of a prompt: fit with --fit-taps 0"
-        )
     return fit
 
 
@@ -130,10 +125,12 @@ class KeyProjection(nn.Module):
         positions: Tensor | None = None,
         schedules: Tensor | None = None,
         starts: Tensor | None = None,
+        before: Tensor | None = None,
     ) -> Any:
         """Keys and values (rows, heads, head size) of states (rows, width); the states stay as they are.
 
-        Where there are maps, `schedules` and `starts` (rows,) say which row has which, as `StepRows` has them.
+        Where there are maps, `schedules` and `starts` (rows,) say which row has which, as `StepRows` has them, and
+        `before` has the states before each row, as `TapMemory.before` gives them, for maps with taps.
         """
         states = hidden_states if residual is None else hidden_states + residual
         made = None
@@ -141,7 +138,7 @@ class KeyProjection(nn.Module):
             made = states if self.norm is None else self.norm(states)
             made = nn.functional.linear(made, self.weight, self.bias)
         if self.given is not None:
-            made = self.given(states, schedules, starts, made)
+            made = self.given(states, schedules, starts, made, before)
         keys, values = made.chunk(2, -1)  # type: ignore[union-attr]
         keys = keys.contiguous()
         if self.key_norm is not None:
@@ -179,10 +176,16 @@ class _KeyMaps(nn.Module):
         self.own = given.own
         self.register_buffer("which", torch.tensor(given.which, device=like.device))
 
-    def forward(self, states: Tensor, schedules: Any, starts: Any, own: Tensor | None) -> Tensor:
-        """Keys and values side by side, (rows, width), of states; `own` is what the layer itself makes of them."""
+    def forward(self, states: Tensor, schedules: Any, starts: Any, own: Tensor | None, before: Tensor | None) -> Tensor:
+        """Keys and values side by side, (rows, width), of states; `own` is what the layer itself makes of them.
+
+        `before` has the states before each row, for maps with taps.
+        """
         weight, bias, first, places = (self.get_buffer(name) for name in ("weight", "bias", "first", "which"))
-        made = nn.functional.linear(normed(states).to(states.dtype), weight.flatten(0, 1)).view(-1, *bias.shape) + bias
+        features = normed(states).to(states.dtype).view(-1, states.shape[-1])
+        if before is not None:
+            features = torch.cat((features, before), -1)
+        made = nn.functional.linear(features, weight.flatten(0, 1)).view(-1, *bias.shape) + bias
         made = torch.where(starts[:, None, None], first, made)
         which = places[schedules]
         chosen = made.gather(1, which.clamp(min=0)[:, None, None].expand(-1, 1, made.shape[2])).squeeze(1)

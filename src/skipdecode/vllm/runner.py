@@ -29,6 +29,7 @@ from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.projection import KeyProjection, checkpoint_fit, given_keys, layer_bridges
 from skipdecode.vllm.settings import Mode, PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
+from skipdecode.vllm.taps import TapMemory, TapRows, stops_of, tap_rows
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -121,10 +122,11 @@ class Skipping:
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
-        self._fit = checkpoint_fit(vllm_config.model_config, settings.schedules)
+        self._fit = checkpoint_fit(vllm_config.model_config)
         bridged = frozenset(map(int, () if self._fit is None else self._fit.bridges))
         self._limits = LayerLimits(settings.schedules, bridged)
         self.step: StepRows | None = None
+        self._taps: TapRows | None = None
         most_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.graphs = DepthGraphs(settings.schedules, most_rows, device, bridged)
 
@@ -144,6 +146,8 @@ class Skipping:
         self.gates.projections = {
             i: KeyProjection(layers[i], before, given.get(i), _shard()) for i in projected & set(layers)
         }
+        if self._fit is not None and self._fit.taps and given:
+            self.gates.memory = TapMemory(self._fit.taps, stops_of(self._settings.schedules, list(given)))
         self.gates.bridges = layer_bridges(self._fit, layers, self._config.model_config.dtype, self._device)
         # Those that vLLM compiles.
         self._graphs = [module for module in model.modules() if "do_not_compile" in module.__dict__]
@@ -200,11 +204,14 @@ class Skipping:
         if (np.diff(order) < 0).any():
             _permute(input_batch, order)
             batch = StepBatch(*(getattr(batch, name)[order] for name in ("start", "rows", "prompt", "schedule")))
-        self.step = self._limits.step(batch)
+        self.step, memory = self._limits.step(batch), self.gates.memory
+        if memory is not None and self.step is not None and self.step.schedules is not None:
+            table = input_batch.block_table[0]
+            self._taps = tap_rows(batch, memory.taps, table.block_table.np, table.block_size)
 
     def begin(self, context: Any) -> bool:
         """Get ready for the forward to come; returns whether it calls layers by the gates."""
-        step, self.step = self.step, None
+        (step, self.step), (taps, self._taps) = (self.step, None), (self._taps, None)
         # Without metadata it is a dummy run, of which `order` knows nothing.
         if step is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
             return False
@@ -223,7 +230,7 @@ class Skipping:
         slots = self._metadata.projected_slots(step, context.slot_mapping)
         if keep is None:
             self._metadata.fill(step, context.attn_metadata, context.slot_mapping)
-        self.gates.begin(step, keep, self._device, slots)
+        self.gates.begin(step, keep, self._device, slots, taps)
         context.skip_compiled = True  # vLLM's own switch: the loop over the layers runs in Python.
         return True
 

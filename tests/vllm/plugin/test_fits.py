@@ -39,10 +39,10 @@ SCHEDULES = {
 }
 
 
-def save_fitted(folder: Path, model_type: str = "llama", **changes: Any) -> Any:
+def save_fitted(folder: Path, model_type: str = "llama", taps: int = 0, **changes: Any) -> Any:
     """A tiny checkpoint with bridges, and maps for two prompt sets; returns the transformers model with its fit."""
     model = save_tiny(folder, SCHEDULES["paper"], model_type, **changes)
-    random_fit(model, [LOWER, GAPS]).save(folder / FIT_FILE)
+    random_fit(model, [LOWER, GAPS], taps=taps).save(folder / FIT_FILE)
     keep_fit(model, Fit.load(folder / FIT_FILE))
     return model
 
@@ -55,7 +55,7 @@ def options(**more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("llama")
-    return folder, save_fitted(folder)
+    return folder, save_fitted(folder, taps=2)
 
 
 @pytest.fixture(scope="module", params=["eager", "compiled"])
@@ -117,7 +117,8 @@ def test_preempted_texts_and_shared_prefixes(checkpoint: Any):
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "opt", "qwen3", "qwen2", "granite", "mixtral", "olmo2"])
 def test_family(tmp_path: Path, model_type: str):
-    model = save_fitted(tmp_path, model_type, **({"use_sliding_window": False} if model_type == "qwen2" else {}))
+    taps = int(model_type in ("gemma3_text", "opt", "qwen3"))
+    model = save_fitted(tmp_path, model_type, taps, **({"use_sliding_window": False} if model_type == "qwen2" else {}))
     texts, new = prompts((9, 4, 17, 40)), (20, 30, 7, 16)
     names = ["paper", "no-warm-up", *([] if model_type in ("mixtral", "olmo2") else ["split", "gaps"])]
     expected = {name: reference(model, SCHEDULES[name], texts, new) for name in names}
