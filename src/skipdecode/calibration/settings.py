@@ -86,8 +86,9 @@ class FitOptions(Options):
 
     fit_rank: int = option("rank of the bridges over skipped layers; 0 leaves a bias alone", default=128, least=0)
     fit_taps: int = option(
-        "tokens before its own that a map of a prompt's keys and values sees; 1 loses less, but vLLM accepts 0 only",
-        default=0,
+        "tokens before its own that a map of a prompt's keys and values sees; 1 loses less than 0, and takes two "
+        "projections a layer",
+        default=1,
         least=0,
         most=2,
     )
