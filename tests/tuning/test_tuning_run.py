@@ -141,7 +141,7 @@ def test_a_fit_is_trained_and_saved_with_the_weights_it_was_trained_with(tmp_pat
     """Parts that no token needs stay as they were; the best step's fit is saved, not the last one's."""
     first = random_fit(tuning_model(), [LOWER]).half().float().state_dict()
     base = save_model(tmp_path / "base")
-    changes = kind | {"fit": True, "steps": 9, "learning_rate": 1e-2}
+    changes = kind | {"fit": True, "steps": 9, "learning_rate": 1e-2, "fit_learning_rate": 1e-2}
     changed = {}
     for name, train_fit in (("trained", True), ("frozen", False)):
         result = tune(tmp_path / name, changes=changes | {"train_fit": train_fit}, base=base)
@@ -155,6 +155,16 @@ def test_a_fit_is_trained_and_saved_with_the_weights_it_was_trained_with(tmp_pat
     assert {f"bridges.{layer}.{part}" for layer in skipped for part in ("down", "up", "bias")} <= changed["trained"]
     assert {"maps.0.5.weight", "maps.0.5.bias", "maps.0.5.first"} <= changed["trained"]
     assert not changed["frozen"]
+
+
+def test_a_fit_learns_at_a_rate_of_its_own(tmp_path: Path) -> None:
+    first, base = random_fit(tuning_model(), [LOWER]).state_dict(), save_model(tmp_path / "base")
+    moved = []
+    for rate in (1e-2, 1e-4):
+        changes = {"fit": True, "steps": 3, "learning_rate": 1e-2, "fit_learning_rate": rate}
+        tune(tmp_path / str(rate), changes=changes, base=base)
+        moved.append(max((now - first[key]).abs().max() for key, now in fitted(tmp_path / str(rate)).items()))
+    assert moved[1] < moved[0] / 10
 
 
 def test_the_same_seed_gives_the_same_result_and_another_one_does_not(tmp_path: Path) -> None:

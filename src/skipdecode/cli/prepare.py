@@ -59,7 +59,9 @@ _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _NOT_KEPT = ("minutes", "out", "json", "resume")
 _LEAST_MINUTES = 0.02
 _HELD_OUT = 256  # self-generated records, at most
-_PACE, _DEV_RECORDS, _CANDIDATES = 25, 64, 3
+_PACE, _DEV_RECORDS, _CANDIDATES = 50, 64, 3
+_BATCH, _RATE, _FULL_RATE = 8, 1e-3, 1e-4
+"""Of tuning: records in a step, and learning rates of an adapter and of all weights."""
 _NEIGHBOURS = {"milder": 0.5, "faster": 1.25}
 """Other schedules that are evaluated, with their share of the target's nominal gain."""
 C = TypeVar("C")
@@ -95,7 +97,11 @@ class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, Metr
     order_records: int = option("records on which drop orders and prompt sets are compared", default=8, least=1)
     fit: bool = option("fit bridges over skipped layers, and keys and values of prompts", default=True)
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
-    learning_rate: float = option("peak learning rate of tuning", default=3e-4, above=0)
+    learning_rate: float | None = option(
+        f"peak learning rate of tuning (default: {_RATE:g}, with --full {_FULL_RATE:g}); that of the fit is 5e-5",
+        default=None,
+        above=0,
+    )
     seed: int = option("seed of all random choices", default=0, least=0)
     json: bool = option("print one JSON document", default=False)
 
@@ -199,6 +205,7 @@ def _calibration(config: Config, data: Mapping[str, Any]) -> calibrate.Config:
 
 def _tuning(config: Config, data: Mapping[str, Any], minutes: float, place: Path) -> tune.Config:
     """The options of tune, which starts from the fit; self-generated answers are distilled from full depth."""
+    rate = config.learning_rate or (_FULL_RATE if config.full else _RATE)
     return tune.Config(
         **_common(config),
         **{name: data[name] for name in ("train", "dev", *_FORM)},
@@ -206,7 +213,8 @@ def _tuning(config: Config, data: Mapping[str, Any], minutes: float, place: Path
         schedule=str(Path(config.out) / "fit" / "schedule.json"),
         minutes=minutes,
         distill_weight=1.0 if config.self else 0.0,
-        learning_rate=config.learning_rate,
+        learning_rate=rate,
+        batch_size=_BATCH,
         full=config.full,
         merge=config.ref.adapter is not None and not config.full,
         eval_every=_PACE,

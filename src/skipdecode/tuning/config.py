@@ -60,6 +60,9 @@ class TuneConfig(Options):
         "numbers of the saved adapter; float16 halves the file and keeps more digits than bfloat16", default="float32"
     )
     train_fit: bool = option("train the fit of the schedule or checkpoint too, if there is one", default=True)
+    fit_learning_rate: float = option(
+        "peak learning rate of the fit, whose maps a rate for adapters destroys in a few steps", default=5e-5, above=0
+    )
     merge: bool = option("save the model with the adapter merged in, instead of the adapter alone", default=False)
 
     distill_weight: float = option(

@@ -12,6 +12,7 @@ from torch import nn
 
 from skipdecode.common.environment import multiplies_bf16
 from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.models.fit import fit_state
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
@@ -47,11 +48,16 @@ def add_lora(model: Any, config: TuneConfig) -> Any:
 
 
 def make_optimizer(model: nn.Module, config: TuneConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable weights, with weight decay on matrices only."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    """AdamW over the trainable weights, with weight decay on matrices only.
+
+    The `share` of a parameter group multiplies the learning rate of a step.
+    """
+    weights, fitted = fit_state({name: p for name, p in model.named_parameters() if p.requires_grad})
+    trainable = [*weights.values(), *fitted.values()]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in part.values() if (p.dim() >= 2) == decays], "weight_decay": decay, "share": share}
+        for part, share in ((weights, 1.0), (fitted, config.fit_learning_rate / config.learning_rate))
+        for decays, decay in ((True, config.weight_decay), (False, 0.0))
     ]
     # One pass over the weights where there is a kernel for it: a quarter of the unfused update's time on a CPU.
     fused = all(p.device.type in ("cpu", "cuda") for p in trainable)

@@ -57,7 +57,7 @@ class TrainStep:
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepReport:
         """Step once on this process's `batches`; no update is made if loss or gradient is not finite."""
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["share"]
         device = self._accelerator.device
         counts = torch.tensor([[b.response_tokens, b.tokens] for b in batches], device=device).sum(0)
         response, tokens = self._accelerator.reduce(counts, reduction="sum").tolist()
