@@ -59,7 +59,7 @@ TASKS = {
     "cnn_dm": Task("full-a", 1.9, SUMMARY, ["--self-records", "320", "--self-tokens", "96"]),
     "tldr": Task("full-a", 1.85, SUMMARY, ["--self-records", "320", "--self-tokens", "80"]),
 }
-METHODS = {"fitted": [], "fitted, one tap": ["--fit-taps", "1"], "without fits": ["--no-fit"]}
+METHODS = {"fitted": [], "fitted, no tap": ["--fit-taps", "0"], "without fits": ["--no-fit"]}
 
 
 def checkpoint(task: str, options: argparse.Namespace) -> str | Path:
