@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
-from skipdecode.models.fit import Bridge
+from skipdecode.models.fit import Bridge, prompt_features
 from skipdecode.vllm.gates import LayerGates, check_projects
 from skipdecode.vllm.plugin import layers_of_stages
 from skipdecode.vllm.projection import LayerBridge
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
+from skipdecode.vllm.taps import TapMemory, tap_rows
 from tiny import LAYERS, SCHEDULES
 
 LOADED = [
@@ -257,3 +258,30 @@ def test_stages_share_the_expected_work():
     assert sum(parts) == LAYERS
     assert parts == [6, 2]
     assert layers_of_stages(schedule, LAYERS) == [1] * LAYERS
+
+
+@given(st.integers(1, 2), st.integers(9, 30), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_states_before_rows_come_from_the_step_the_chunk_before_and_shared_blocks(
+    taps: int, length: int, chunks: list[tuple[int, int]]
+) -> None:
+    """Two prompts with one block in common, in chunks: each row gets the states of the tokens before its own."""
+    block, width, prompts = 4, 3, np.array([length, length + 5])
+    states = [torch.randn(n, width) for n in prompts]
+    states[1][:block] = states[0][:block]
+    blocks = np.stack([np.arange(1, 21), np.arange(21, 41)]).astype(np.int32)
+    blocks[1, 0] = blocks[0, 0]
+    memory, done = TapMemory(taps, {5: (5,)}), np.array([0, block])
+    for asked in [(block + 1, 2), *chunks, *[(9, 9)] * 4]:
+        rows = np.minimum(asked, prompts - done)
+        batch = StepBatch(done, rows, prompts, np.zeros(2, np.int64))
+        memory.begin(tap_rows(batch, taps, blocks, block), torch.device("cpu"))
+        here = torch.cat([s[at : at + n] for s, at, n in zip(states, done, rows, strict=True)])
+        found = memory.before(5, lambda here=here: here)
+        memory.end()
+        wanted = [
+            prompt_features(s[None], None, None, taps)[0][0, at : at + n, width:]
+            for s, at, n in zip(states, done, rows, strict=True)
+        ]
+        torch.testing.assert_close(found, torch.cat(wanted))
+        done = done + rows
