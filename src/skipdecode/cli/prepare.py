@@ -59,8 +59,8 @@ _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _NOT_KEPT = ("minutes", "out", "json", "resume")
 _LEAST_MINUTES = 0.02
 _HELD_OUT = 256  # self-generated records, at most
-_PACE, _DEV_RECORDS, _CANDIDATES = 50, 64, 3
-_BATCH, _RATE, _FULL_RATE = 8, 1e-3, 1e-4
+_PACE, _DEV_RECORDS, _CANDIDATES = 75, 64, 3
+_BATCH, _RATE, _FULL_RATE = 4, 1e-3, 1e-4
 """Of tuning: records in a step, and learning rates of an adapter and of all weights."""
 _NEIGHBOURS = {"milder": 0.5, "faster": 1.25}
 """Other schedules that are evaluated, with their share of the target's nominal gain."""
