@@ -57,7 +57,7 @@ TASKS = {
         ["--self-records", "260", "--self-tokens", "96", "--test-records", "32"],
     ),
     "cnn_dm": Task("full-a", 1.9, SUMMARY, ["--self-records", "320", "--self-tokens", "96"]),
-    "tldr": Task("full-a", 1.85, SUMMARY, ["--self-records", "320", "--self-tokens", "80"]),
+    "tldr": Task("full-a", 1.85, SUMMARY, ["--self-records", "320", "--self-tokens", "80", "--test-records", "128"]),
 }
 METHODS = {"fitted": [], "fitted, no tap": ["--fit-taps", "0"], "without fits": ["--no-fit"]}
 
@@ -81,8 +81,11 @@ def minutes_of(name: str | Path) -> dict[str, Any]:
 
 def prepared(task: str, method: str, minutes: float, options: argparse.Namespace) -> dict[str, Any]:
     """What `skipdecode prepare` says of a task."""
-    target, more = options.target or TASKS[task].target, TASKS[task].options
+    target, more = options.target or TASKS[task].target, list(TASKS[task].options)
     out = options.work / f"{task}-{method.replace(' ', '-')}-{target:g}x"
+    if options.answers:
+        more[more.index("--self-records") + 1] = str(options.answers)
+        out = out.with_name(f"{out.name}-{options.answers}")
     files = []
     if task != "chat":
         files = [
@@ -96,7 +99,7 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
     if code:
         sys.exit(code)
     found: dict[str, Any] = json.loads(said.getvalue())
-    return found
+    return found | {"answers": sum(1 for _ in (out / "answers" / "self.jsonl").open(encoding="utf-8"))}
 
 
 def rows(task: str, method: str, minutes: float, found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -109,6 +112,7 @@ def rows(task: str, method: str, minutes: float, found: dict[str, Any]) -> list[
         {
             "task": task,
             "method": method,
+            "answers": found["answers"],
             "minutes": row["minutes"],
             "schedule": row["name"],
             "role": "full" if row["full_depth"] else row["name"].partition(", ")[2] or "target",
@@ -132,6 +136,7 @@ def main() -> None:
     parser.add_argument("--minutes", nargs="+", type=float, default=[0.0, 10.0])
     parser.add_argument("--checkpoint", help="in place of the one of each task")
     parser.add_argument("--target", type=float, help="request speed-up, in place of the one of each task")
+    parser.add_argument("--answers", type=int, help="prompts to answer at full depth, in place of each task's")
     parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
     options = parser.parse_args()
