@@ -41,18 +41,19 @@ def quality_figure(table: dict[str, Any]) -> Any:
 
 
 def minutes_figure(result: dict[str, Any]) -> Any:
-    """What the target of each task keeps of full depth after minutes of preparation, with its speed-up of requests."""
+    """What the target of each task keeps of full depth after minutes of preparation, a chart for each task."""
     targets = [row for row in result["rows"] if row["role"] == "target"]
-    lines = grouped(targets, lambda row: f"{row['task']}, {row['method']}")
-    series = [
-        Series(
-            f"{name}, {rows[-1]['request_speedup']:.2f}x", [Point(row["minutes"], 100 * row["kept"]) for row in rows]
-        )
-        for name, rows in lines.items()
-    ]
-    return chart_figure(
-        [Chart(series, "minutes of preparation", "kept of full depth, %", level=(100, 100, 100, "full depth"))]
-    )
+    full = (100.0, 100.0, 100.0, "full depth")
+    charts = []
+    for task, rows in grouped(targets, lambda row: str(row["task"])).items():
+        series = [
+            Series(method, [Point(row["minutes"], 100 * row["kept"]) for row in found])
+            for method, found in grouped(rows, lambda row: str(row["method"])).items()
+        ]
+        speeds = sorted(row["request_speedup"] for row in rows)
+        title = f"{task}, {speeds[0]:.1f}x to {speeds[-1]:.1f}x"
+        charts.append(Chart(series, "minutes of preparation", "kept of full depth, %", title, level=full))
+    return chart_figure(charts, columns=2)
 
 
 def main() -> int:

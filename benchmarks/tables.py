@@ -348,7 +348,7 @@ def ready(document: Row) -> Table:
     columns: list[Column] = [
         ("task", "{task}"),
         ("method", "{method}"),
-        ("answers", lambda row: row.get("answers") or "-"),
+        ("answers", lambda row: str(row["answers"] or "-")),
         ("minutes", lambda row: f"{row['cpu_minutes']:.1f}" + ("" if row["minutes"] else ", no tuning")),
         ("schedule", "{role}"),
         ("request", times("request_speedup")),
