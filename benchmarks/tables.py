@@ -344,19 +344,25 @@ def fitted(document: Row) -> Table:
 
 
 def ready(document: Row) -> Table:
-    """What `skipdecode prepare` keeps, by task, method and minutes."""
+    """What `skipdecode prepare` keeps, by task, method and minutes: the target with its neighbours, in one line."""
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in document["rows"]:
+        found = lines.setdefault((row["task"], row["method"], row["minutes"]), {})
+        found[row["role"]] = f"{row['kept']:.1%} at {row['request_speedup']:.2f}x"
+        if row["role"] == "target":
+            found.update(row)
     columns: list[Column] = [
         ("task", "{task}"),
         ("method", "{method}"),
         ("answers", lambda row: str(row["answers"] or "-")),
         ("minutes", lambda row: f"{row['cpu_minutes']:.1f}" + ("" if row["minutes"] else ", no tuning")),
-        ("schedule", "{role}"),
-        ("request", times("request_speedup")),
-        ("kept", "{kept:.1%}"),
-        ("names and numbers copied", lambda row: "-" if row["copied"] is None else f"{row['copied']:.0f}%"),
-        ("perplexity ratio", given("perplexity_ratio", ".2f")),
+        ("milder", "{milder}"),
+        ("target", "{target}"),
+        ("faster", "{faster}"),
+        ("names and numbers copied, target", lambda row: "-" if row["copied"] is None else f"{row['copied']:.0f}%"),
+        ("perplexity ratio, target", given("perplexity_ratio", ".2f")),
     ]
-    return table((row for row in document["rows"] if row["role"] != "full"), columns)
+    return table(lines.values(), columns)
 
 
 def exact(document: Row) -> Table:
