@@ -98,7 +98,8 @@ class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, Metr
     fit: bool = option("fit bridges over skipped layers, and keys and values of prompts", default=True)
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
     learning_rate: float | None = option(
-        f"peak learning rate of tuning (default: {_RATE:g}, with --full {_FULL_RATE:g}); that of the fit is 5e-5",
+        f"peak learning rate of tuning (default: {_RATE:g}, with --full {_FULL_RATE:g}); that of the fit is "
+        f"{tune.Config.fit_learning_rate:g}",
         default=None,
         above=0,
     )

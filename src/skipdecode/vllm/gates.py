@@ -195,7 +195,7 @@ class LayerGates:
         slots : dict of int to Tensor
             Where the rows that a layer projects are stored, by layer.
         taps : TapRows or None
-            Where the states before each row are; None in a step that vLLM makes up.
+            Where the states before each row are; see `TapMemory.begin`.
         """
         self.step, self.finished = step, False
         self.keep, self._replayed = keep, keep is not None and not step.parts

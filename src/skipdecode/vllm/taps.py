@@ -93,13 +93,14 @@ class TapMemory:
         self._written: dict[tuple[int, ...], Tensor] = {}
         self._found: dict[tuple[int, ...], Tensor] = {}
         self._step: dict[str, Tensor] | None = None
+        self._most = 0  # places that the step needs
 
     def begin(self, rows: TapRows | None, device: torch.device) -> None:
-        """Start a step; None: one that vLLM makes up, in which no token has another before it."""
+        """Start a step; None: one that projects nothing, or that vLLM makes up (states before rows are zeros)."""
         self._step = None
         if rows is not None:
             self._step = {name: torch.from_numpy(of).to(device) for name, of in vars(rows).items()}
-        self._most = 1 if rows is None else 1 + max(rows.places.max(initial=0), rows.kept_at.max(initial=0))
+            self._most = 1 + max(rows.places.max(initial=0), rows.kept_at.max(initial=0))
 
     def before(self, layer: int, states: Callable[[], Tensor]) -> Tensor:
         """The normed states before each row, (rows, taps * width), at a layer; `states` gives those of all rows."""

@@ -52,10 +52,10 @@ def options(**more: Any) -> dict[str, Any]:
     return {"additional_config": {"skipdecode": {"schedules": rest}}} | more
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module", params=[0, 2], ids=["no tap", "two taps"])
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     folder = tmp_path_factory.mktemp("llama")
-    return folder, save_fitted(folder, taps=2)
+    return folder, save_fitted(folder, taps=request.param)
 
 
 @pytest.fixture(scope="module", params=["eager", "compiled"])
