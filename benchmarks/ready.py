@@ -54,7 +54,7 @@ TASKS = {
         "smollm2-135m",
         1.25,
         ("instructions", "1 / perplexity"),
-        ["--self-records", "260", "--self-tokens", "96", "--test-records", "32"],
+        ["--self-records", "260", "--self-tokens", "96", "--test-records", "64"],
     ),
     "cnn_dm": Task("full-a", 1.9, SUMMARY, ["--self-records", "320", "--self-tokens", "96"]),
     "tldr": Task("full-a", 1.85, SUMMARY, ["--self-records", "320", "--self-tokens", "80", "--test-records", "128"]),
@@ -86,6 +86,9 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
     if options.answers:
         more[more.index("--self-records") + 1] = str(options.answers)
         out = out.with_name(f"{out.name}-{options.answers}")
+    if options.distill_weight is not None:
+        more.append(f"--distill-weight={options.distill_weight:g}")
+        out = out.with_name(f"{out.name}-distilled-{options.distill_weight:g}")
     files = []
     if task != "chat":
         files = [
@@ -137,6 +140,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="in place of the one of each task")
     parser.add_argument("--target", type=float, help="request speed-up, in place of the one of each task")
     parser.add_argument("--answers", type=int, help="prompts to answer at full depth, in place of each task's")
+    parser.add_argument("--distill-weight", type=float, help="as of prepare")
     parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
     options = parser.parse_args()

@@ -53,9 +53,11 @@ def main() -> None:
     parser.add_argument("checkpoints", nargs="+", help="directories, or names of models")
     parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
     parser.add_argument("--records", type=int, default=96)
+    parser.add_argument("--schedules", nargs="+", type=Path, help=f"files, in place of those of {ADAPTER}")
     options = parser.parse_args()
     asked, rows = questions(options.data, options.records), []
-    schedules = sorted(ModelRef(ADAPTER).recipe.tuned_under, key=lambda s: (-len(s.prompt_layers()), s.nominal_speedup))
+    given = [Schedule.load(path) for path in options.schedules or ()] or ModelRef(ADAPTER).recipe.tuned_under
+    schedules = sorted(given, key=lambda s: (-len(s.prompt_layers()), s.nominal_speedup))
     for name in tqdm(options.checkpoints, unit="checkpoint"):
         model = LLM(name, dtype="bfloat16")
         for schedule in schedules:

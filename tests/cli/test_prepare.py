@@ -42,7 +42,7 @@ def said(capsys: Any, command: list[str]) -> dict[str, Any]:
 
 
 def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: Any) -> None:
-    rank = ("--fit-rank", "4")
+    rank = ("--fit-rank", "4", "--distill-weight", "0.5")
     fitted = said(capsys, arguments(place, "--minutes", "0", *rank))
     assert {row["minutes"] for row in fitted["rows"]} == {0.0}
     assert any(row["full_depth"] and row["kept"] == pytest.approx(1) for row in fitted["rows"])
@@ -60,6 +60,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert (place / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
     model = tuned["next"][0].split()[2]
     assert load_model(model).schedule.name == "calibrated-1.3x-wall"
+    assert json.loads((Path(model) / "recipe.json").read_text())["options"]["distill_weight"] == 0.5
 
     assert said(capsys, arguments(place, "--minutes", minutes, *rank)) == tuned  # nothing is done again
     assert said(capsys, arguments(place, "--minutes", str(took / 60), *rank))["minutes"] == 0  # none are left

@@ -103,6 +103,13 @@ class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, Metr
         default=None,
         above=0,
     )
+    distill_weight: float | None = option(
+        "weight of the KL to full depth in the loss of tuning; cross-entropy on the responses has the rest "
+        "(default: 1 with --self, 0 without)",
+        default=None,
+        least=0,
+        most=1,
+    )
     seed: int = option("seed of all random choices", default=0, least=0)
     json: bool = option("print one JSON document", default=False)
 
@@ -207,13 +214,14 @@ def _calibration(config: Config, data: Mapping[str, Any]) -> calibrate.Config:
 def _tuning(config: Config, data: Mapping[str, Any], minutes: float, place: Path) -> tune.Config:
     """The options of tune, which starts from the fit; self-generated answers are distilled from full depth."""
     rate = config.learning_rate or (_FULL_RATE if config.full else _RATE)
+    weight = float(config.self) if config.distill_weight is None else config.distill_weight
     return tune.Config(
         **_common(config),
         **{name: data[name] for name in ("train", "dev", *_FORM)},
         out=str(place),
         schedule=str(Path(config.out) / "fit" / "schedule.json"),
         minutes=minutes,
-        distill_weight=1.0 if config.self else 0.0,
+        distill_weight=weight,
         learning_rate=rate,
         batch_size=_BATCH,
         full=config.full,
