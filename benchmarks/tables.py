@@ -321,13 +321,15 @@ def chat(document: Row) -> Table:
 
 def names(document: Row) -> Table:
     """Names from outside the training records that come through, by checkpoint and prompts' layers."""
-    speedups = sorted({round(row["nominal_speedup"]) for row in document["rows"]})
     found: dict[tuple[str, int], dict[str, Any]] = {}
+    speedups = set[int]()
     for row in document["rows"]:
-        group = found.setdefault((row["checkpoint"], row["prompt_layers"]), dict(row))
-        group[f"{round(row['nominal_speedup'])}x"] = row["share"]
+        checkpoint, prompt_layers, speedup = checkpoint_and_schedule(row)
+        found.setdefault((checkpoint, prompt_layers), dict(row))[f"{speedup}x"] = row["share"]
+        speedups.add(speedup)
     columns: list[Column] = [("checkpoint", "{checkpoint}"), ("prompt layers", "{prompt_layers}")]
-    return table(found.values(), columns + [(f"{speedup}x", given(f"{speedup}x", ".0%")) for speedup in speedups])
+    columns += [(f"{speedup}x", given(f"{speedup}x", ".0%")) for speedup in sorted(speedups)]
+    return table(found.values(), columns)
 
 
 def fitted(document: Row) -> Table:
