@@ -89,6 +89,9 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
     if options.distill_weight is not None:
         more.append(f"--distill-weight={options.distill_weight:g}")
         out = out.with_name(f"{out.name}-distilled-{options.distill_weight:g}")
+    if options.sampled_speedups:
+        more += ["--sampled-speedups", *map(str, options.sampled_speedups)]
+        out = out.with_name("-".join([out.name, "sampled", *map(str, options.sampled_speedups)]))
     files = []
     if task != "chat":
         files = [
@@ -141,6 +144,7 @@ def main() -> None:
     parser.add_argument("--target", type=float, help="request speed-up, in place of the one of each task")
     parser.add_argument("--answers", type=int, help="prompts to answer at full depth, in place of each task's")
     parser.add_argument("--distill-weight", type=float, help="as of prepare")
+    parser.add_argument("--sampled-speedups", nargs="+", help="as of prepare")
     parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
     options = parser.parse_args()

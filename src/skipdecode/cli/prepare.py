@@ -110,6 +110,12 @@ class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, Metr
         least=0,
         most=1,
     )
+    sampled_speedups: tuple[float, ...] = option(
+        "nominal speed-ups that are tuned too, in half of the steps, so that one checkpoint serves them beside the "
+        "target; 1: full depth (default: none)",
+        default=(),
+        least=1,
+    )
     seed: int = option("seed of all random choices", default=0, least=0)
     json: bool = option("print one JSON document", default=False)
 
@@ -222,6 +228,7 @@ def _tuning(config: Config, data: Mapping[str, Any], minutes: float, place: Path
         schedule=str(Path(config.out) / "fit" / "schedule.json"),
         minutes=minutes,
         distill_weight=weight,
+        **_sampled(config),
         learning_rate=rate,
         batch_size=_BATCH,
         full=config.full,
@@ -233,6 +240,14 @@ def _tuning(config: Config, data: Mapping[str, Any], minutes: float, place: Path
         resume=True,
         json=True,
     )
+
+
+def _sampled(config: Config) -> dict[str, Any]:
+    """The curriculum: the target alone, or as often as all of --sampled-speedups together."""
+    if not (others := config.sampled_speedups):
+        return {}
+    target = Schedule.load(Path(config.out) / "fit" / "schedule.json").nominal_speedup
+    return {"curriculum": "sampled", "sampled_speedups": (*others, *[target] * len(others))}
 
 
 def _common(config: Config) -> dict[str, Any]:

@@ -18,12 +18,37 @@ __all__ = ["WORDS", "invented_names", "renamed", "repeated", "with_invented_name
 
 _WORD = r"[A-ZÀ-ÖØ-Þ][\w'’-]+"
 _VALUE = re.compile(rf"(?<!\w)(?:{_WORD}(?: {_WORD})*|\d[\d.,]*\d)(?!\w)")
-WORDS = (
-    "al an bel bo cas cor da dor el fen gar hol is ka lan lo mar mer nor o pel qui ra ros sa ston tam ul ver",
-    "Amber Broad Crown Dusty Elm Fallen Grand Hidden Ivory King's Little Market North Orange Quiet Red Silver",
-    "Arch Barn Corner Dove Fountain Garden Horse Inn Ladder Moon Oak Parrot Room Ship Tower Vine Wagon Yard",
+_ONSETS = (
+    "b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sh sk sl sn sp st str sw t th tr tw v w wh y z"
 )
-"""Made-up names: syllables, first words, last words."""
+_RHYMES = (
+    "a aff air al am an and ant ar ash ast ay e ea eck ed eft el em en end er ess et ew i ick id ig ill im in ing "
+    "ip ish ist o oad oast ob ock ol om on ong oo op or oss ot ound ow u uck ud um un ung up ur us ut"
+)
+_FIRST = (
+    "Amber Autumn Best Big Black Blue Bold Brave Broad Brown Busy Calm Chosen City Clear Clever Cold Country Cozy "
+    "Crown Curious Daily Dancing Deep Double Dusty Eastern Elm Empty Endless Evening Fair Fallen Famous Fine Five "
+    "Flying Forest Fresh Friendly Garden Giant Glad Good Grand Great Green Grey Half Happy Hidden High Honest Hot "
+    "Hungry Ivory Jade Kind King's Large Last Laughing Little Local Long Lost Lucky Magic Market Midnight Modern "
+    "Morning Mountain Narrow New Nine North Oak Ocean Old Olive Open Orange Painted Pearl Pink Plain Proud Purple "
+    "Queen's Quick Quiet Rainy Red Rich River Rocky Round Royal Running Salty Sandy Secret Seven Shady Sharp Short "
+    "Silent Silver Simple Six Sleepy Slow Small Smiling Soft South Spring Stone Strong Summer Sunny Sweet Swift "
+    "Tall Three Tiny Town Two Upper Urban Valley Velvet Village Warm West White Wide Wild Winter Wise Wooden Yellow "
+    "Young"
+)
+_LAST = (
+    "Angel Apple Arch Arrow Badger Bakery Bank Barn Barrel Basket Beach Bear Bell Bird Boat Bottle Bowl Box Bread "
+    "Brother Brush Butcher Button Cabin Camp Castle Cat Cave Chair Chapel Cherry Circle Clock Cloud Coach Coast "
+    "Coin Cook Corner Cottage Court Cow Crab Cross Cup Deer Desk Diner Dock Dog Door Dove Dragon Duck Eagle Farm "
+    "Feather Fern Field Fire Fish Flag Flower Fork Fountain Fox Frog Garden Glass Goat Goose Grape Grill Hall Hand "
+    "Harbour Hare Hat Hill Hook Horn Horse House Hut Inn Jar Key Kitchen Knife Ladder Lake Lamb Lamp Leaf Lemon "
+    "Lily Lion Lock Lodge Loft Maple Mask Mill Mirror Monk Moon Mouse Nest Net Nut Oak Oven Owl Palace Palm Pan "
+    "Parrot Path Pear Pepper Pig Pine Pipe Plate Plum Pony Pool Pot Queen Rabbit Ram Ring Road Robin Room Rope Rose "
+    "Salmon Salt Ship Shop Spoon Star Station Stove Swan Table Tavern Temple Tiger Tower Tree Turtle Vine Wagon "
+    "Wall Well Whale Wheel Wind Window Wolf Yard"
+)
+WORDS = (" ".join(a + b for a in _ONSETS.split() for b in _RHYMES.split()), _FIRST, _LAST)
+"""Of made-up names: syllables, first words, last words. Few of them would be learned by heart."""
 
 
 def repeated(record: Record, fields: Sequence[str]) -> list[str]:
@@ -53,9 +78,9 @@ def renamed(text: str, others: Mapping[str, str]) -> str:
 
 
 def with_invented_names(
-    records: Sequence[Record], template: Template, fields: Sequence[str], seed: int
+    records: Sequence[Record], template: Template, fields: Sequence[str], seed: int, copies: int = 1
 ) -> list[Record]:
-    """The records, and those that repeat names or numbers of the fields once more with invented ones.
+    """The records, and `copies` of those that repeat names or numbers of the fields, each with other invented ones.
 
     Raises
     ------
@@ -66,7 +91,9 @@ def with_invented_names(
         raise UsageError(f"--augment-names {wrong[0]}: accepted are {', '.join(template.fields)}")
     draw, more = random.Random(seed), []
     for record in records:
-        if others := invented_names(repeated(record, fields), draw):
+        found = repeated(record, fields)
+        for _ in range(copies if found else 0):
+            others = invented_names(found, draw)
             values = {name: renamed(value, others) for name, value in record.values.items()}
             texts = tuple(renamed(text, others) for text in record.references)
             more.append(replace(record, prompt=template.render(values), values=values, references=texts))
@@ -76,8 +103,8 @@ def with_invented_names(
 def _name(value: str, draw: random.Random, words: Sequence[str]) -> str:
     syllables, before, after = (part.split() for part in words)
     made = "".join(draw.choices(syllables, k=draw.randint(2, 3))).capitalize()
-    first, last = draw.choice([*before, made]), draw.choice([*after, made])
-    name = draw.choice([made, last, f"{first} {last}", f"{first} {last}"])
+    first, last = draw.choice(before), draw.choice(after)
+    name = draw.choice([made, last, f"{first} {made}", f"{first} {last}"])
     return f"The {name}" if value.startswith("The ") else name
 
 

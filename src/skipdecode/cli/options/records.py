@@ -59,8 +59,8 @@ class LearningOptions(RecordOptions):
     """Records that a model learns from."""
 
     augment_names: tuple[str, ...] = option(
-        "prompt fields whose names and numbers are repeated in the response: such records are used a second time with "
-        "invented names, so that the model learns to copy names",
+        "prompt fields whose names and numbers are repeated in the response: such records are used again with invented "
+        "names (by tune three times, each time with others), so that the model learns to copy names",
         default=(),
     )
 
@@ -94,13 +94,14 @@ def read_files(options: RecordOptions, template: Template, **limits: int | None)
     }
 
 
-def augmented(options: LearningOptions, template: Template, file: RecordFile, seed: int) -> RecordFile:
-    """The records of a file, and those that repeat names of --augment-names once more with invented names."""
+def augmented(options: LearningOptions, template: Template, file: RecordFile, seed: int, copies: int = 1) -> RecordFile:
+    """The records of a file, and copies with invented names of those that repeat names of --augment-names."""
     from skipdecode.data.names import with_invented_names
 
     if not options.augment_names:
         return file
-    return replace(file, records=tuple(with_invented_names(file.records, template, options.augment_names, seed)))
+    records = with_invented_names(file.records, template, options.augment_names, seed, copies)
+    return replace(file, records=tuple(records))
 
 
 def encode_file(
