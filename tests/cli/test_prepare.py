@@ -12,6 +12,7 @@ from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.models.fit import FIT_FILE, Fit
 from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.ref import ModelRef
 from skipdecode.performance.cost import CostModel
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
@@ -42,7 +43,7 @@ def said(capsys: Any, command: list[str]) -> dict[str, Any]:
 
 
 def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: Any) -> None:
-    rank = ("--fit-rank", "4", "--distill-weight", "0.5")
+    rank = ("--fit-rank", "4", "--distill-weight", "0.5", "--sampled-speedups", "1")
     fitted = said(capsys, arguments(place, "--minutes", "0", *rank))
     assert {row["minutes"] for row in fitted["rows"]} == {0.0}
     assert any(row["full_depth"] and row["kept"] == pytest.approx(1) for row in fitted["rows"])
@@ -61,6 +62,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     model = tuned["next"][0].split()[2]
     assert load_model(model).schedule.name == "calibrated-1.3x-wall"
     assert json.loads((Path(model) / "recipe.json").read_text())["options"]["distill_weight"] == 0.5
+    assert {schedule.nominal_speedup > 1 for schedule in ModelRef(model).recipe.tuned_under} == {True, False}
 
     assert said(capsys, arguments(place, "--minutes", minutes, *rank)) == tuned  # nothing is done again
     assert said(capsys, arguments(place, "--minutes", str(took / 60), *rank))["minutes"] == 0  # none are left

@@ -48,6 +48,21 @@ def test_made_up_names_stand_in_prompt_and_response_alike() -> None:
     assert not set(names) & set(names.values())
 
 
+def test_every_copy_has_other_names() -> None:
+    place = record("name[The Mill], near[Mill Lane]", "The Mill near Mill Lane.")
+    records = with_invented_names([place, record("eatType[pub]", "A pub.")], TEMPLATE, ["mr"], seed=0, copies=3)
+    assert len(records) == 2 + 3
+    assert len({(one.prompt, one.references) for one in records}) == 5
+    assert all(name in one.references[0] for one in records[2:] for name in repeated(one, ["mr"]))
+    assert all(len(repeated(one, ["mr"])) == 2 for one in records[2:])
+
+
+def test_made_up_names_are_of_many_words() -> None:
+    draw = random.Random(0)
+    names = {name for _ in range(1000) for name in invented_names(["Bo"], draw).values()}
+    assert len({word for name in names for word in name.split()}) > 600
+
+
 def test_a_record_without_names_is_learned_once_and_an_unknown_field_refused() -> None:
     plain = record("eatType[pub]", "A pub.")
     assert with_invented_names([plain], TEMPLATE, ["mr"], seed=0) == [plain]
