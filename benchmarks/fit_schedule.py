@@ -1,0 +1,63 @@
+"""The fit of one schedule: bridges, and keys and values of prompts, from records with responses.
+
+    python benchmarks/fit_schedule.py runs/tuned order.json --nominal-speedup 3 --seq-len 41 --prompt-layers 10 \\
+      --task e2e --data answers.jsonl --augment-names mr --out runs/fit
+
+`skipdecode calibrate` fits what it finds; this script fits the paper's schedule of a nominal speed-up with the drop
+order of a given schedule and the lowest layers for prompts. The fit and the schedule go to --out, for
+`skipdecode tune --schedule`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fitted import batches_of
+from shared import script_parser
+
+from skipdecode import Schedule
+from skipdecode.calibration.fitting import Fitter
+from skipdecode.calibration.settings import FitOptions
+from skipdecode.data.names import with_invented_names
+from skipdecode.data.prompts import encode_examples, read_file
+from skipdecode.data.tasks import load_task
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.loading.base_weights import base_sample
+from skipdecode.models.loading.hub import load_model
+from skipdecode.tuning.collate import padding
+
+
+def main() -> None:
+    """Fit and write."""
+    parser = script_parser(__doc__, result="directory for the fit and the schedule")
+    parser.add_argument("checkpoint")
+    parser.add_argument("order", type=Path, help="schedule whose drop order is taken")
+    parser.add_argument("--prompt-layers", type=int, required=True)
+    parser.add_argument("--nominal-speedup", type=float, required=True)
+    parser.add_argument("--seq-len", type=int, required=True)
+    parser.add_argument("--task", required=True)
+    parser.add_argument("--data", required=True, help="JSONL file of records with responses")
+    parser.add_argument("--records", type=int, default=300)
+    parser.add_argument("--augment-names", nargs="*", default=[], help="as of skipdecode tune, one copy each")
+    parser.add_argument("--fit-taps", type=int, default=0)
+    given = parser.parse_args()
+    order, name = Schedule.load(given.order), f"{given.task}-{given.nominal_speedup:g}x-p{given.prompt_layers}"
+    budgets = Schedule.from_speedup(order.num_layers, given.nominal_speedup, given.seq_len).budgets
+    schedule = Schedule(order.num_layers, order.drop_order, budgets, 1, range(given.prompt_layers), name)
+    loaded, template = load_model(given.checkpoint, dtype="float32"), load_task(given.task).template()
+    file = read_file(given.data, template, limit=given.records, skip_bad=True)
+    file = replace(file, records=tuple(with_invented_names(file.records, template, given.augment_names, seed=5)))
+    tokenizer: Any = loaded.tokenizer
+    examples, _ = encode_examples(file, template, tokenizer, max_length=None, skip_bad=True)
+    batches = batches_of([(list(one.prompt), list(one.response)) for one in examples], padding(tokenizer))
+    fit = Fitter(loaded.model, batches, FitOptions(fit_taps=given.fit_taps)).fit([schedule])
+    fit.about["base"] = base_sample(loaded.model)
+    given.out.mkdir(parents=True, exist_ok=True)
+    fit.save(given.out / FIT_FILE)
+    schedule.save(given.out / "schedule.json")
+
+
+if __name__ == "__main__":
+    main()
