@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fitted import batches_of, chat_texts, read_rows
+from fitted import batches_of, chat_texts, read_rows, save_fit
 from shared import script_parser
 
 from skipdecode import Schedule
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.common.progress import progress_bar
-from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import padding
 
@@ -51,11 +49,7 @@ def main() -> None:
     chosen = FitOptions(fit_rank=options["fit_rank"], fit_taps=options["fit_taps"])
     with progress_bar(loaded.num_layers, "layer", name="fitting") as bar, torch.inference_mode():
         fit = Fitter(loaded.model, batches_of(texts, padding(tokenizer)), chosen, bar.update).fit(schedules)
-    fit.about["base"] = base_sample(loaded.model)
-    given.out.mkdir(parents=True, exist_ok=True)
-    fit.save(given.out / FIT_FILE)
-    for schedule in schedules:
-        schedule.save(given.out / f"{schedule.name}.json")
+    save_fit(given.out, loaded.model, fit, schedules)
 
 
 if __name__ == "__main__":

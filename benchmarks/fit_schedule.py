@@ -4,8 +4,8 @@
       --task e2e --data answers.jsonl --augment-names mr --out runs/fit
 
 `skipdecode calibrate` fits what it finds; this script fits the paper's schedule of a nominal speed-up with the drop
-order of a given schedule and the lowest layers for prompts. The fit and the schedule go to --out, for
-`skipdecode tune --schedule`.
+order of a given schedule and the lowest layers for prompts. The fit, which has no tap, and the schedule go to --out,
+for `skipdecode tune --schedule`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fitted import batches_of
+from fitted import batches_of, save_fit
 from shared import script_parser
 
 from skipdecode import Schedule
@@ -23,8 +23,6 @@ from skipdecode.calibration.settings import FitOptions
 from skipdecode.data.names import with_invented_names
 from skipdecode.data.prompts import encode_examples, read_file
 from skipdecode.data.tasks import load_task
-from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import padding
 
@@ -41,7 +39,6 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="JSONL file of records with responses")
     parser.add_argument("--records", type=int, default=300)
     parser.add_argument("--augment-names", nargs="*", default=[], help="as of skipdecode tune, one copy each")
-    parser.add_argument("--fit-taps", type=int, default=0)
     given = parser.parse_args()
     order, name = Schedule.load(given.order), f"{given.task}-{given.nominal_speedup:g}x-p{given.prompt_layers}"
     budgets = Schedule.from_speedup(order.num_layers, given.nominal_speedup, given.seq_len).budgets
@@ -52,11 +49,8 @@ def main() -> None:
     tokenizer: Any = loaded.tokenizer
     examples, _ = encode_examples(file, template, tokenizer, max_length=None, skip_bad=True)
     batches = batches_of([(list(one.prompt), list(one.response)) for one in examples], padding(tokenizer))
-    fit = Fitter(loaded.model, batches, FitOptions(fit_taps=given.fit_taps)).fit([schedule])
-    fit.about["base"] = base_sample(loaded.model)
-    given.out.mkdir(parents=True, exist_ok=True)
-    fit.save(given.out / FIT_FILE)
-    schedule.save(given.out / "schedule.json")
+    fit = Fitter(loaded.model, batches, FitOptions(fit_taps=0)).fit([schedule])
+    save_fit(given.out, loaded.model, fit, [schedule])
 
 
 if __name__ == "__main__":

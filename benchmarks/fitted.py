@@ -51,6 +51,7 @@ from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
 from skipdecode.models.carried import FIT_FILE, bundled_schedules
 from skipdecode.models.fit import Bridge, Fit, keep_fit, normed
+from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.tuning.collate import Batch, collate, padding
 
@@ -250,6 +251,15 @@ def batches_of(texts: Sequence[Text], pad: int) -> list[Batch]:
     groups = [examples[first : first + BATCH] for first in range(0, len(examples), BATCH)]
     random.Random(0).shuffle(groups)
     return [collate(group, pad) for group in groups]
+
+
+def save_fit(out: Path, model: Any, fit: Fit, schedules: Iterable[Schedule]) -> None:
+    """Write a fit, with a sample of its weights, and its schedules by their names."""
+    fit.about["base"] = base_sample(model)
+    out.mkdir(parents=True, exist_ok=True)
+    fit.save(out / FIT_FILE)
+    for schedule in schedules:
+        schedule.save(out / f"{schedule.name}.json")
 
 
 def timed_fit(

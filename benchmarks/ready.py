@@ -90,8 +90,8 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
         more.append(f"--distill-weight={options.distill_weight:g}")
         out = out.with_name(f"{out.name}-distilled-{options.distill_weight:g}")
     if options.sampled_speedups:
-        more += ["--sampled-speedups", *map(str, options.sampled_speedups)]
-        out = out.with_name("-".join([out.name, "sampled", *map(str, options.sampled_speedups)]))
+        more += ["--sampled-speedups", *options.sampled_speedups]
+        out = out.with_name("-".join([out.name, "sampled", *options.sampled_speedups]))
     files = []
     if task != "chat":
         files = [

@@ -4,8 +4,8 @@
       --out results/unseen-names-e2e-smollm2-135m.json
 
 E2E's 18 test names are all among the 34 of its training records, so its scores do not tell. Greedy, bf16; a name counts
-where it stands in the answer letter for letter. None of the words are those of
-`skipdecode.data.names`, which tuning may have seen.
+where it stands in the answer letter for letter. No first or last word
+is one of `skipdecode.data.names`, which tuning may have seen.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from skipdecode.data.tasks import load_task
 from skipdecode.models.loading.ref import ModelRef
 
 ADAPTER = "e2e-smollm2-135m"  # whose schedules are run
-WORDS = (
+_LINES = (
     "bar cu den fil go har im jo kel len mo ner or pin ran ser tor un vi wen yar zel",
     "Ancient Bright Copper Distant Early Frozen Gentle Humble Iron Jolly Lonely Merry Noble Patient Rustic Violet",
     "Anvil Bridge Candle Drum Falcon Gate Heron Island Kettle Lantern Meadow Needle Orchard Pebble Quill Saddle",
 )
+WORDS = [line.split() for line in _LINES]
 
 
 def questions(data: Path, records: int) -> list[tuple[str, list[str]]]:

@@ -63,7 +63,7 @@ _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"
 _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings"})
 _SOME_POSITIONS = 64  # until the responses are read
-_INVENTED = 3  # copies of a record with invented names; with one, half of the names that training lacks get lost
+_INVENTED = 3  # copies of a record with invented names; with one, more of the names that training lacks get lost
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 # Self-generated data can only teach what full depth does; milder schedules lose very little there.
 _SELF_DEFAULTS = {"distill_weight": 1.0, "curriculum": "sampled", "sampled_speedups": (1.0, 1.25)}

@@ -47,7 +47,7 @@ _LAST = (
     "Salmon Salt Ship Shop Spoon Star Station Stove Swan Table Tavern Temple Tiger Tower Tree Turtle Vine Wagon "
     "Wall Well Whale Wheel Wind Window Wolf Yard"
 )
-WORDS = (" ".join(a + b for a in _ONSETS.split() for b in _RHYMES.split()), _FIRST, _LAST)
+WORDS = ([a + b for a in _ONSETS.split() for b in _RHYMES.split()], _FIRST.split(), _LAST.split())
 """Of made-up names: syllables, first words, last words. Few of them would be learned by heart."""
 
 
@@ -63,7 +63,9 @@ def repeated(record: Record, fields: Sequence[str]) -> list[str]:
     return [value for value in found if 2 * sum(value in text for text in texts) >= max(1, len(texts))]
 
 
-def invented_names(values: Iterable[str], draw: random.Random, words: Sequence[str] = WORDS) -> dict[str, str]:
+def invented_names(
+    values: Iterable[str], draw: random.Random, words: Sequence[Sequence[str]] = WORDS
+) -> dict[str, str]:
     """Another name or number for each, the longest first; a number has as many digits."""
     ordered = sorted(set(values), key=lambda value: (-len(value), value))
     return {value: _number(value, draw) if value[0].isdigit() else _name(value, draw, words) for value in ordered}
@@ -100,8 +102,8 @@ def with_invented_names(
     return [*records, *more]
 
 
-def _name(value: str, draw: random.Random, words: Sequence[str]) -> str:
-    syllables, before, after = (part.split() for part in words)
+def _name(value: str, draw: random.Random, words: Sequence[Sequence[str]]) -> str:
+    syllables, before, after = words
     made = "".join(draw.choices(syllables, k=draw.randint(2, 3))).capitalize()
     first, last = draw.choice(before), draw.choice(after)
     name = draw.choice([made, last, f"{first} {made}", f"{first} {last}"])
