@@ -33,24 +33,26 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("order", type=Path, help="schedule whose drop order is taken")
     parser.add_argument("--prompt-layers", type=int, required=True)
-    parser.add_argument("--nominal-speedup", type=float, required=True)
+    parser.add_argument("--nominal-speedups", type=float, nargs="+", required=True)
     parser.add_argument("--seq-len", type=int, required=True)
     parser.add_argument("--task", required=True)
     parser.add_argument("--data", required=True, help="JSONL file of records with responses")
     parser.add_argument("--records", type=int, default=300)
     parser.add_argument("--augment-names", nargs="*", default=[], help="as of skipdecode tune, one copy each")
     given = parser.parse_args()
-    order, name = Schedule.load(given.order), f"{given.task}-{given.nominal_speedup:g}x-p{given.prompt_layers}"
-    budgets = Schedule.from_speedup(order.num_layers, given.nominal_speedup, given.seq_len).budgets
-    schedule = Schedule(order.num_layers, order.drop_order, budgets, 1, range(given.prompt_layers), name)
-    loaded, template = load_model(given.checkpoint, dtype="float32"), load_task(given.task).template()
+    task, order, schedules = load_task(given.task), Schedule.load(given.order), []
+    for speedup in given.nominal_speedups:
+        name = f"{task.name}-{speedup:g}x-p{given.prompt_layers}"
+        budgets = Schedule.from_speedup(order.num_layers, speedup, given.seq_len).budgets
+        schedules.append(Schedule(order.num_layers, order.drop_order, budgets, 1, range(given.prompt_layers), name))
+    loaded, template = load_model(given.checkpoint, dtype="float32"), task.template()
     file = read_file(given.data, template, limit=given.records, skip_bad=True)
     file = replace(file, records=tuple(with_invented_names(file.records, template, given.augment_names, seed=5)))
     tokenizer: Any = loaded.tokenizer
     examples, _ = encode_examples(file, template, tokenizer, max_length=None, skip_bad=True)
     batches = batches_of([(list(one.prompt), list(one.response)) for one in examples], padding(tokenizer))
-    fit = Fitter(loaded.model, batches, FitOptions(fit_taps=0)).fit([schedule])
-    save_fit(given.out, loaded.model, fit, [schedule])
+    fit = Fitter(loaded.model, batches, FitOptions(fit_taps=0)).fit(schedules)
+    save_fit(given.out, loaded.model, fit, schedules)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""What only a CUDA device can show: transformers' path decodes there, and the fast engine refuses with one line."""
+"""What only a CUDA device can show: transformers' path decodes there, fits are made, trained and used there, and the
+fast engine refuses with one line."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from skipdecode.engine import GatedEngine, Request
 from skipdecode.performance.machine import measure_bandwidth
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model
+from tuning_data import records, save_model, write_jsonl
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,5 +44,23 @@ def test_verbs_take_transformers_path(tmp_path: Any, capsys: Any):
     assert "decoding through transformers: the fast engine runs on CPUs" in capsys.readouterr().err
     assert main([*generate, "--engine", "fast"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("give --engine auto")
-    assert main(["bench", model, "--device", "cuda", "--engines", "gated", "--prompt", "6", "--new", "9"]) == 0
+    assert (
+        main(
+            ["bench", model, "--device", "cuda", "--engines", "gated", "--nominal", "2", "--prompt", "6", "--new", "9"]
+        )
+        == 0
+    )
     assert measure_bandwidth("cuda") > 1e9
+
+
+def test_prepare_fits_tunes_and_evaluates(tmp_path: Path, capsys: Any):
+    save_model(tmp_path / "model")
+    for name, count in (("train", 24), ("dev", 8)):
+        write_jsonl(tmp_path / f"{name}.jsonl", records(count))
+    files = [f"--{name}={tmp_path / name}.jsonl" for name in ("train", "dev")]
+    form = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
+    rest = ["--target-speedup", "1.3", "--minutes", "0.5", "--fit-rank", "4", "--out", str(tmp_path / "out"), "--json"]
+    assert main(["prepare", str(tmp_path / "model"), *files, *form, *rest]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dev_loss"]
+    assert {row["minutes"] for row in found["rows"]} == {0.0, 0.5}

@@ -283,6 +283,19 @@ def test_the_checkpoints_stay_until_the_result_is_recorded(tmp_path: Path) -> No
     assert (result.steps, losses(tmp_path)) == (8, seen)
 
 
+def test_attention_of_cudnn_is_off_while_tuning_and_on_again_afterwards(tmp_path: Path) -> None:
+    allowed, before = [], torch.backends.cuda.cudnn_sdp_enabled()
+
+    class Watched(list[Example]):
+        def __getitem__(self, index: Any) -> Any:
+            allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return super().__getitem__(index)
+
+    tune(tmp_path, train=Watched(TRAIN), changes={"steps": 1})
+    assert set(allowed) == {False}
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
 def test_nan_stops_the_run_before_the_update_and_names_the_records(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=r"at step \d+: stopped before the update"):
         tune(tmp_path, changes={"full": True, "learning_rate": 1e30, "clip": 0, "warmup_fraction": 0})

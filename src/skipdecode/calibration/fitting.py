@@ -99,7 +99,8 @@ class _Sets:
 class _Inputs:
     """Sums of products of a map's inputs (tokens, features), with a 1 behind each; of tokens to learn from and others.
 
-    A batch's products are fp32 and their sums fp64. All maps of one set of inputs share them.
+    A batch's products are fp32 on the model's device, their sums fp64 on the CPU: not every device has fp64. All maps
+    of one set of inputs share the sums.
     """
 
     def __init__(self, features: int) -> None:
@@ -108,7 +109,7 @@ class _Inputs:
 
     def add(self, inputs: Tensor, held_out: bool, times: int = 1) -> None:
         """Take in the inputs of a batch (tokens, features + 1), each as if it came so many times."""
-        self.gram[int(held_out)] += (inputs.T @ inputs).double().mul_(times)
+        self.gram[int(held_out)] += _products(inputs, inputs).mul_(times)
         self.tokens += times * len(inputs)
 
     def solve(self, cross: Tensor, least: int) -> tuple[Tensor, Tensor]:
@@ -157,6 +158,11 @@ class _Inputs:
     def _center(gram: Tensor, cross: Tensor) -> tuple[Tensor, Tensor]:
         """Means of inputs and targets."""
         return gram[-1, :-1] / gram[-1, -1], cross[-1] / gram[-1, -1]
+
+
+def _products(inputs: Tensor, targets: Tensor) -> Tensor:
+    """Sums over tokens of the products of inputs and targets, (features, outputs)."""
+    return (inputs.T @ targets).cpu().double()
 
 
 def _about(gram: Tensor, cross: Tensor, center: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -240,8 +246,8 @@ class _Sweep:
             x = functional.pad(seen[chosen], (0, 1), value=1.0)
             if known is None:
                 inputs.add(x, held_out)
-            cross[int(held_out)] += (x.T @ keys[number][chosen].float()).double()
-            first.append(keys[number][begins])
+            cross[int(held_out)] += _products(x, keys[number][chosen].float())
+            first.append(keys[number][begins].cpu())
         weight, bias = inputs.solve(cross, least=features // _LEAST_TOKENS)
         return PromptMap(weight.float(), bias.float(), torch.cat(first).float().mean(0))
 
@@ -257,7 +263,7 @@ class _Sweep:
     def _advance_answers(self, index: int, after: list[Tensor]) -> None:
         out = Counter(_below(depth, index) for depth in self._depths if index in depth)
         if out:
-            self._bridges[index] = self._bridge(out, after)
+            self._bridges[index] = self._bridge(out, after).to(self._plain.device)
         moved = {_NOTHING: after}
         for depth in self._depths:
             # Above its last bridge nobody asks for a depth's states.
@@ -290,7 +296,7 @@ class _Sweep:
                 states = self._states[gone][number][:, start:][chosen].float()
                 x = torch.cat((normed(states) * weight, weight), 1)
                 inputs.add(x, held_out, times)
-                cross[int(held_out)] += (x.T @ ((goal - states) * weight)).double().mul_(times)
+                cross[int(held_out)] += _products(x, (goal - states) * weight).mul_(times)
         if rank == 0:
             mean = (cross.sum(0)[-1] / inputs.gram.sum(0)[-1, -1]).float()
             return Bridge(mean.new_zeros(0, self._width), mean.new_zeros(self._width, 0), mean)

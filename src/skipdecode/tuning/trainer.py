@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 from accelerate.utils import gather_object, set_seed
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from skipdecode.common.allocator import keep_freed_memory, return_freed_memory
 from skipdecode.common.files import copy_files
@@ -44,6 +45,8 @@ from skipdecode.tuning.step import StepReport, TrainStep
 __all__ = ["DIVERGED_FILE", "TuneResult", "Tuner"]
 
 DIVERGED_FILE = "diverged.json"
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Without cuDNN's, whose gradients can be NaN under a mask (PyTorch 2.11 on an H200; pytorch issue 196678)."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,9 @@ class Tuner:
         else:
             self._checkpoints.remove()
         try:
-            self._train_all()
-            result = self._result()
+            with sdpa_kernel(_ATTENTION):
+                self._train_all()
+                result = self._result()
         finally:
             self._attachment.detach()
             self._trained_fit.close()
