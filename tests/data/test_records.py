@@ -44,6 +44,7 @@ def bad_row(tmp_path: Path, line: bytes) -> str:
 
 def test_text_file_is_one_prompt_a_line_and_blank_lines_are_none(tmp_path: Path):
     found = records_of(tmp_path / "in.txt", "\ufefffirst\r\n\n  zweite – Zeile \n\t\n{last}".encode())
+    assert records_of(tmp_path / "json.txt", b'{"prompt": "one"}')[0].prompt == '{"prompt": "one"}'
     assert [(r.index, r.line, r.id, r.prompt) for r in found] == [
         (0, 1, 1, "first"),
         (1, 3, 3, "  zweite – Zeile "),
@@ -51,7 +52,7 @@ def test_text_file_is_one_prompt_a_line_and_blank_lines_are_none(tmp_path: Path)
     ]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json", ".in", ""])
 def test_jsonl_takes_ids_and_falls_back_to_line_numbers(tmp_path: Path, suffix: str):
     rows = [{"id": "a", "prompt": "one"}, {"id": 7, "text": "two"}, {"mr": "name[X]"}, {"id": None, "input": "four"}]
     source = PromptSource.open(write_rows(tmp_path / f"in{suffix}", rows))

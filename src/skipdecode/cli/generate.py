@@ -79,7 +79,7 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
     )
     format: str = option(
         "format of the input; auto: CSV with a header for .csv and .tsv; JSONL for .jsonl, .ndjson, .json, and for "
-        "standard input that starts with {; else one prompt per line",
+        "what starts with { and is not named .txt; else one prompt per line",
         default="auto",
         choices=("auto", *FORMATS, "txt"),
     )

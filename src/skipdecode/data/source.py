@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from skipdecode.common.files import is_stream
 from skipdecode.common.jsonl import BOM, Row, decoded
 from skipdecode.common.rows import Input, format_of, read_rows
 from skipdecode.data.forms import PromptForm
@@ -47,8 +46,8 @@ class PromptSource:
     def open(cls, path: str, format: str | None = None) -> Self:
         """A file, a pipe, or standard input (``-``).
 
-        The default `format` follows from the ending (.jsonl, .ndjson, .json, .csv, .tsv); standard input and pipes
-        whose first character is ``{`` are JSONL; anything else is text with one prompt per line.
+        The default `format` follows from the ending (.jsonl, .ndjson, .json, .csv, .tsv, .txt); with any other, and
+        from standard input, what begins with ``{`` is JSONL, and anything else is text with one prompt per line.
 
         Raises
         ------
@@ -57,8 +56,9 @@ class PromptSource:
         """
         opened = Input.open(path)
         if format is None:
-            is_json = is_stream(path) and opened.start().removeprefix(BOM).lstrip().startswith(b"{")
-            format = format_of(path) or ("jsonl" if is_json else "txt")
+            is_json = opened.start().removeprefix(BOM).lstrip().startswith(b"{")
+            text = Path(path).suffix.lower() == ".txt" or not is_json
+            format = format_of(path) or ("txt" if text else "jsonl")
         return cls(opened, format)
 
     @classmethod
