@@ -7,7 +7,7 @@ and references were there, and end tokens end nothing. Schedules of the same dep
 order of layers, so they are timed once. All of them and full depth take turns on each batch, several times over; the
 median of a batch counts (`skipdecode.evaluation.speed`, which evaluations use too, on fewer records). This is for
 tables of several evaluations: one machine, one session, all depths in turn. Nothing else should run meanwhile. A file
-that has all depths already is left alone.
+that has all depths already is left alone. A fit of --model takes its time too: give schedules of its drop order.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkipDecodeError as e:
         print(f"schedule_speed: {e}", file=sys.stderr)
         return 1
-    methods = [Method(source), *(Method(source, any_order(work)) for work in works)]
+    order = max((s["drop_order"] for s in given if s is not None), key=len)
+    methods = [Method(source), *(Method(source, with_order(work, order)) for work in works)]
     methods += [Method(Backend(loaded.model))] if options.transformers else []
     prompts, lengths = records_of(runs[0].path, options.limit)
     size = options.batch_size
@@ -83,11 +84,10 @@ def works_of(given: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
     return [json.loads(text) for text in dict.fromkeys(json.dumps(work_of(s)) for s in given if s is not None)]
 
 
-def any_order(work: dict[str, Any]) -> Schedule:
-    """A schedule that does the work."""
-    layers = work["num_layers"]
-    order = work.get("drop_order", range(1, layers - 1))
-    return Schedule(layers, tuple(order), tuple(work["budgets"]), prompt=work["prompt"])
+def with_order(work: dict[str, Any], order: Sequence[int]) -> Schedule:
+    """A schedule that does the work; where the work has no drop order, in this one."""
+    order = work.get("drop_order", order)
+    return Schedule(work["num_layers"], tuple(order), tuple(work["budgets"]), prompt=work["prompt"])
 
 
 def measured(out: Path) -> list[dict[str, Any]]:
