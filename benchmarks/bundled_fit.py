@@ -12,14 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from fitted import batches_of, chat_texts, read_rows, save_fit
 from shared import script_parser
 
 from skipdecode import Schedule
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
-from skipdecode.common.progress import progress_bar
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import padding
 
@@ -47,8 +45,7 @@ def main() -> None:
     texts = chat_texts(tokenizer, read_rows(given.words / "self.jsonl", options["records"]))
     schedules = schedules_of(preset, loaded.num_layers)
     chosen = FitOptions(fit_rank=options["fit_rank"], fit_taps=options["fit_taps"])
-    with progress_bar(loaded.num_layers, "layer", name="fitting") as bar, torch.inference_mode():
-        fit = Fitter(loaded.model, batches_of(texts, padding(tokenizer)), chosen, bar.update).fit(schedules)
+    fit = Fitter(loaded.model, batches_of(texts, padding(tokenizer)), chosen).fit(schedules)
     save_fit(given.out, loaded.model, fit, schedules)
 
 
