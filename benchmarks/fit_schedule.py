@@ -1,10 +1,10 @@
-"""The fit of one schedule: bridges, and keys and values of prompts, from records with responses.
+"""The fit of given schedules: bridges, and keys and values of prompts, from records with responses.
 
-    python benchmarks/fit_schedule.py runs/tuned order.json --nominal-speedup 3 --seq-len 41 --prompt-layers 10 \\
+    python benchmarks/fit_schedule.py runs/tuned order.json --nominal-speedups 3 --seq-len 41 --prompt-layers 10 \\
       --task e2e --data answers.jsonl --augment-names mr --out runs/fit
 
-`skipdecode calibrate` fits what it finds; this script fits the paper's schedule of a nominal speed-up with the drop
-order of a given schedule and the lowest layers for prompts. The fit, which has no tap, and the schedule go to --out,
+`skipdecode calibrate` fits what it finds; this script fits the paper's schedules of nominal speed-ups with the drop
+order of a given schedule and the lowest layers for prompts. The fit, which has no tap, and the schedules go to --out,
 for `skipdecode tune --schedule`.
 """
 

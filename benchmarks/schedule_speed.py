@@ -85,9 +85,11 @@ def works_of(given: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
 
 
 def with_order(work: dict[str, Any], order: Sequence[int]) -> Schedule:
-    """A schedule that does the work; where the work has no drop order, in this one."""
-    order = work.get("drop_order", order)
-    return Schedule(work["num_layers"], tuple(order), tuple(work["budgets"]), prompt=work["prompt"])
+    """A schedule that does the work; where the work has no drop order, in this one and then any."""
+    layers = work["num_layers"]
+    rest = (layer for layer in range(1, layers - 1) if layer not in order)
+    order = work.get("drop_order", (*order, *rest))
+    return Schedule(layers, tuple(order), tuple(work["budgets"]), prompt=work["prompt"])
 
 
 def measured(out: Path) -> list[dict[str, Any]]:

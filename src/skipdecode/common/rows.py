@@ -100,13 +100,17 @@ class Input:
         self._file.seek(0)
         return self._file.read(_START_BYTES)
 
+    def begins_with(self, sign: bytes) -> bool:
+        """Whether the text begins so, behind a byte order mark and blanks."""
+        return self.start().removeprefix(BOM).lstrip().startswith(sign)
+
     def check(self, format: str) -> None:
         """Refuse, with a DataError that says what to do, other kinds of files, by their first bytes."""
         start = self.start()
         for magic, what in _NOT_READ.items():
             if start.startswith(magic):
                 raise DataError(f"{self.name} is {what}")
-        if format == "jsonl" and start.removeprefix(BOM).lstrip().startswith(b"["):
+        if format == "jsonl" and self.begins_with(b"["):
             raise DataError(f"{self.name} is a JSON array: give JSONL, one JSON object a line (jq -c '.[]' makes it)")
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from skipdecode.common.jsonl import BOM, Row, decoded
+from skipdecode.common.jsonl import Row, decoded
 from skipdecode.common.rows import Input, format_of, read_rows
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.records import Record, Reject, read_records, refuse_rejects, usable
@@ -56,9 +56,8 @@ class PromptSource:
         """
         opened = Input.open(path)
         if format is None:
-            is_json = opened.start().removeprefix(BOM).lstrip().startswith(b"{")
-            text = Path(path).suffix.lower() == ".txt" or not is_json
-            format = format_of(path) or ("txt" if text else "jsonl")
+            is_json = opened.begins_with(b"{") and Path(path).suffix.lower() != ".txt"
+            format = format_of(path) or ("jsonl" if is_json else "txt")
         return cls(opened, format)
 
     @classmethod
