@@ -92,6 +92,9 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
     if options.sampled_speedups:
         more += ["--sampled-speedups", *options.sampled_speedups]
         out = out.with_name("-".join([out.name, "sampled", *options.sampled_speedups]))
+    if options.prompt_depths:
+        more += ["--prompt-depths", *options.prompt_depths]
+        out = out.with_name("-".join([out.name, "prompts", *options.prompt_depths]))
     files = []
     if task != "chat":
         files = [
@@ -145,6 +148,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, help="prompts to answer at full depth, in place of each task's")
     parser.add_argument("--distill-weight", type=float, help="as of prepare")
     parser.add_argument("--sampled-speedups", nargs="+", help="as of prepare")
+    parser.add_argument("--prompt-depths", nargs="+", help="as of prepare")
     parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
     options = parser.parse_args()

@@ -43,7 +43,7 @@ def said(capsys: Any, command: list[str]) -> dict[str, Any]:
 
 
 def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: Any) -> None:
-    rank = ("--fit-rank", "4", "--distill-weight", "0.5", "--sampled-speedups", "1")
+    rank = ("--fit-rank", "4", "--distill-weight", "0.5", "--sampled-speedups", "1", "--prompt-depths", "0-3")
     fitted = said(capsys, arguments(place, "--minutes", "0", *rank))
     assert {row["minutes"] for row in fitted["rows"]} == {0.0}
     assert any(row["full_depth"] and row["kept"] == pytest.approx(1) for row in fitted["rows"])
@@ -61,6 +61,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert (place / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
     model = tuned["next"][0].split()[2]
     assert load_model(model).schedule.name == "calibrated-1.3x-wall"
+    assert load_model(model).schedule.prompt_layers() == (0, 1, 2, 3)
     assert json.loads((Path(model) / "recipe.json").read_text())["options"]["distill_weight"] == 0.5
     assert {schedule.nominal_speedup > 1 for schedule in ModelRef(model).recipe.tuned_under} == {True, False}
 
@@ -78,6 +79,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
         (["--dev", ""], "--dev"),
         (["--target-speedup", "1"], "--target-speedup"),
         (["--prompts", "x.jsonl"], "--prompts"),
+        (["--prompt-depths", "99"], "99"),
     ],
 )
 def test_what_cannot_be_done_is_refused_at_once(place: Path, capsys: Any, more: list[str], named: str) -> None:

@@ -26,7 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from skipdecode.calibration.settings import FitOptions, OrderMethod
+from skipdecode.calibration.goal import prompt_sets
+from skipdecode.calibration.settings import CalibrationSettings, FitOptions, OrderMethod
 from skipdecode.cli import calibrate, eval, tune
 from skipdecode.cli.arguments import command_line, flag
 from skipdecode.cli.columns import figures
@@ -95,6 +96,10 @@ class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, Metr
         default="block-influence",
     )
     order_records: int = option("records on which drop orders and prompt sets are compared", default=8, least=1)
+    prompt_depths: tuple[str, ...] = option(
+        "prompt layers to try, as skipdecode calibrate takes them (default: full, and 2/3, 1/2 and 1/3 of the layers)",
+        default=(),
+    )
     fit: bool = option("fit bridges over skipped layers, and keys and values of prompts", default=True)
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
     learning_rate: float | None = option(
@@ -169,6 +174,8 @@ def _checked(config: Config) -> PromptSource | None:
         make_template(config)
     elif (prompts is not None or config.task) and not config.test:
         raise UsageError("--test is missing: with --prompts or --task, name records or prompts to evaluate on")
+    depths = CalibrationSettings(target_speedup=config.target_speedup, prompt_depths=config.prompt_depths)
+    prompt_sets(depths, config.ref.num_layers)
     return prompts
 
 
@@ -211,6 +218,7 @@ def _calibration(config: Config, data: Mapping[str, Any]) -> calibrate.Config:
         held_out=0,  # the evaluation says more
         method=config.method,
         candidates=_CANDIDATES,
+        prompt_depths=config.prompt_depths,
         fit=config.fit,
         resume=True,
         json=True,
