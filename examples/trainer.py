@@ -25,6 +25,7 @@ from skipdecode.models.loading.hub import load_model
 def main(argv: list[str] | None = None) -> Trainer:
     """Train and save; returns the trainer."""
     args = parse(argv)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN under a mask (pytorch issue 196678)
     loaded = load_model(args.model, dtype="float32")
     template = Template(args.prompt_template + "\n", args.response_field)
     examples, _ = encode_examples(read_file(args.train, template), template, loaded.tokenizer)

@@ -27,6 +27,7 @@ from skipdecode.models.loading.hub import load_model
 def main(argv: list[str] | None = None) -> SFTTrainer:
     """Train and save; returns the trainer."""
     args = parse(argv)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN under a mask (pytorch issue 196678)
     loaded = load_model(args.model, dtype="float32")
     records = [json.loads(line) for line in args.train.read_text(encoding="utf-8").splitlines()]
     rows = [{"prompt": r[args.prompt_field] + "\n", "completion": r[args.response_field]} for r in records]

@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 from accelerate.utils import gather_object, set_seed
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from skipdecode.common.allocator import keep_freed_memory, return_freed_memory
 from skipdecode.common.files import copy_files
@@ -45,8 +44,18 @@ from skipdecode.tuning.step import StepReport, TrainStep
 __all__ = ["DIVERGED_FILE", "TuneResult", "Tuner"]
 
 DIVERGED_FILE = "diverged.json"
-_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Without cuDNN's, whose gradients can be NaN under a mask (PyTorch 2.11 on an H200; pytorch issue 196678)."""
+
+
+@contextlib.contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    """Its gradients can be NaN under a mask (PyTorch 2.11 on an H200; pytorch issue 196678)."""
+    kernels: Any = torch.backends.cuda  # has no types
+    before = kernels.cudnn_sdp_enabled()
+    kernels.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        kernels.enable_cudnn_sdp(before)
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ class Tuner:
         else:
             self._checkpoints.remove()
         try:
-            with sdpa_kernel(_ATTENTION):
+            with _without_cudnn_attention():
                 self._train_all()
                 result = self._result()
         finally:
