@@ -97,7 +97,8 @@ class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, Metr
     )
     order_records: int = option("records on which drop orders and prompt sets are compared", default=8, least=1)
     prompt_depths: tuple[str, ...] = option(
-        "prompt layers to try, as skipdecode calibrate takes them (default: full, and 2/3, 1/2 and 1/3 of the layers)",
+        "prompt layers to try, as skipdecode calibrate takes them; in chats more of them keep more of the instructions "
+        "(default: full, and 2/3, 1/2 and 1/3 of the layers)",
         default=(),
     )
     fit: bool = option("fit bridges over skipped layers, and keys and values of prompts", default=True)
