@@ -4,8 +4,8 @@
       --task e2e --data answers.jsonl --augment-names mr --out runs/fit
 
 `skipdecode calibrate` fits what it finds; this script fits the paper's schedules of nominal speed-ups with the drop
-order of a given schedule and the lowest layers for prompts. The fit, which has no tap, and the schedules go to --out,
-for `skipdecode tune --schedule`.
+order of a given schedule and the lowest layers for prompts. The fit and the schedules go to --out, for
+`skipdecode tune --schedule`. --keep-bridges replaces the prompt maps of a tuned checkpoint alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,17 @@ from skipdecode.calibration.settings import FitOptions
 from skipdecode.data.names import with_invented_names
 from skipdecode.data.prompts import encode_examples, read_file
 from skipdecode.data.tasks import load_task
+from skipdecode.models.fit import FIT_FILE, Fit
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import padding
+
+
+def with_bridges(fit: Fit, other: Fit) -> Fit:
+    """A fit's prompt maps with another's bridges."""
+    layers = range(fit.num_layers)
+    bridges = {n: bridge for n in layers if (bridge := other.bridge(n)) is not None}
+    sets = {run: {n: of for n in layers if (of := fit.prompt_map(run, n)) is not None} for run in fit.prompt_sets}
+    return Fit(fit.num_layers, fit.hidden_size, bridges, sets, fit.taps, fit.about)
 
 
 def main() -> None:
@@ -39,6 +48,8 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="JSONL file of records with responses")
     parser.add_argument("--records", type=int, default=300)
     parser.add_argument("--augment-names", nargs="*", default=[], help="as of skipdecode tune, one copy each")
+    parser.add_argument("--fit-taps", type=int, default=0, help="as of skipdecode calibrate")
+    parser.add_argument("--keep-bridges", action="store_true", help="those of the checkpoint, in place of new ones")
     given = parser.parse_args()
     task, order, schedules = load_task(given.task), Schedule.load(given.order), []
     for speedup in given.nominal_speedups:
@@ -51,7 +62,10 @@ def main() -> None:
     tokenizer: Any = loaded.tokenizer
     examples, _ = encode_examples(file, template, tokenizer, max_length=None, skip_bad=True)
     batches = batches_of([(list(one.prompt), list(one.response)) for one in examples], padding(tokenizer))
-    fit = Fitter(loaded.model, batches, FitOptions(fit_taps=0)).fit(schedules)
+    wanted = [replace(schedules[0], budgets=(order.num_layers,))] if given.keep_bridges else schedules
+    fit = Fitter(loaded.model, batches, FitOptions(fit_taps=given.fit_taps)).fit(wanted)
+    if given.keep_bridges:
+        fit = with_bridges(fit, Fit.load(Path(given.checkpoint) / FIT_FILE))
     save_fit(given.out, loaded.model, fit, schedules)
 
 
