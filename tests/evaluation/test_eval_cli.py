@@ -146,6 +146,23 @@ def test_methods_by_name(place: Path, tmp_path: Path, method: str):
     assert load_run(tmp_path / name).data["config"]["method"]["name"] == name
 
 
+def test_schedules_of_the_checkpoint_are_methods_by_name(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    own = replace(Schedule.from_speedup(8, 2, 6), name="mine")
+    save_tiny_model(tmp_path / "tuned")
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    (tmp_path / "tuned" / "config.json").write_text(json.dumps(config | {"skipdecode": own.to_dict()}))
+    call = arguments(place, "--out", str(tmp_path / "out"), "--limit", "2", "--methods")
+    call[1] = str(tmp_path / "tuned")
+    assert main([*call, "full", "mine"]) == 0
+    found = Schedule.from_dict(load_run(tmp_path / "out" / "mine").data["config"]["method"]["schedule"])
+    assert found == own
+    capsys.readouterr()
+    assert main([*call, "yours"]) == 2
+    assert ", mine and schedule files" in capsys.readouterr().err
+
+
 def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     schedule = load_run(place / "skip").data["config"]["method"]["schedule"] | {"name": "mine / 2x"}
     (tmp_path / "mine.json").write_text(json.dumps(schedule))

@@ -77,7 +77,7 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
     )
     methods: tuple[str, ...] = option(
         "several schedules in one run: full, names with nominal speed-up (skipdecode:2) and prompt layers "
-        "(skipdecode:3:15), schedule files (*.json)",
+        "(skipdecode:3:15), schedule files (*.json), names of schedules that the checkpoint was tuned under",
         default=(),
         path=Reads(_schedule_file),
     )
@@ -136,9 +136,9 @@ class MethodChoice(NamedTuple):
 def each_method(options: Config) -> list[MethodChoice]:
     """The methods of --methods, or the single method of the other options.
 
-    A method is ``full``, ``even:3`` (a schedule with its nominal speed-up), ``even:3:15`` (also with prompt layers) or
-    a schedule file (*.json). Raises UsageError if a method is unknown, if options exclude each other, or if no method
-    uses --drop-order.
+    A method is ``full``, ``even:3`` (a schedule with its nominal speed-up), ``even:3:15`` (also with prompt layers), a
+    schedule file (*.json) or the name of a schedule of the checkpoint. Raises UsageError if a method is unknown, if
+    options exclude each other, or if no method uses --drop-order.
     """
     wanted = options.methods
     each = [_from_word(replace(options, methods=()), word) for word in wanted] or [MethodChoice(options)]
@@ -151,12 +151,13 @@ def each_method(options: Config) -> list[MethodChoice]:
 
 
 def _from_word(options: Config, word: str) -> MethodChoice:
-    if word.endswith(".json"):
+    own = [name for name in options.ref.schedules if name != "full"] if options.model else []
+    if word in own or word.endswith(".json"):
         return MethodChoice(replace(options, schedule=word, seq_len=None, drop_order=None))
     name, colon, rest = word.partition(":")
     speedup, _, prompt = rest.partition(":")
     if name not in PUBLISHED:
-        accepted = f"{', '.join(PUBLISHED)} and schedule files (*.json)"
+        accepted = f"{', '.join((*PUBLISHED, *own))} and schedule files (*.json)"
         raise UsageError(f"--methods {word}: unknown method {name!r}{near(name, PUBLISHED)}: accepted are {accepted}")
     if not colon:
         if name != "full":
