@@ -67,8 +67,8 @@ def test_what_is_named_twice_is_drawn_twice_as_often_and_prompts_are_sampled_too
 
 
 def test_schedules_that_differ_have_names_that_differ() -> None:
-    # Budgets of their own: at the same speed-up the linear ones are another schedule.
-    curve = Schedule(12, Schedule.even(12, (4,)).drop_order, (6, 6, 6, 6), family="calibrated", speedup=2)
+    # Budgets of their own: what the linear ones are called at the same speed-up, they are called too.
+    curve = Schedule(12, Schedule.even(12, (4,)).drop_order, (7, 6, 6, 6), family="calibrated", speedup=2)
     config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 2, 2, 3), sampled_prompts=("4",))
     curriculum = make_curriculum(curve, config)
     assert curriculum.target == curriculum.goals[0] == curve
@@ -77,6 +77,15 @@ def test_schedules_that_differ_have_names_that_differ() -> None:
     assert len(set(names)) == len(names) == 7
     assert isinstance(curriculum, Sampled)
     assert [schedule.name for schedule in curriculum.others].count("calibrated-sampled-2x") == 2  # named twice
+
+
+def test_the_nominal_speed_up_of_the_target_is_the_target_whatever_its_budgets() -> None:
+    floored = Schedule(12, Schedule.even(12, (4,)).drop_order, (9, 5, 5, 5), family="calibrated")
+    config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 3, *[floored.nominal_speedup] * 2))
+    curriculum = make_curriculum(floored, config)
+    drawn = [curriculum.schedule_at(step) for step in range(400)]
+    assert len(curriculum.goals) == 3
+    assert 160 < drawn.count(floored) < 240  # two of four
 
 
 def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other() -> None:
