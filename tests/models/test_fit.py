@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -371,6 +372,20 @@ def test_too_few_tokens_to_fit_are_refused_before_anything_is_measured(calibrate
     assert main([*command, "--records", "4", "--held-out", "2"]) == 2
     assert "too few to fit" in capsys.readouterr().err
     assert not (tmp_path / "out" / "schedule.json").exists()
+
+
+def test_a_note_says_that_a_tuned_fit_is_left_for_the_one_beside_the_schedule(calibrated, tmp_path, capsys):
+    where, _ = calibrated
+    shutil.copytree(where / "model", tmp_path / "tuned")
+    shutil.copy(where / FIT_FILE, tmp_path / "tuned")
+    shutil.copy(where / "schedule.json", tmp_path / "tuned" / "half.json")
+    call = ["generate", str(tmp_path / "tuned"), "ab", "--max-new-tokens", "2", "--schedule"]
+    assert main([*call, str(where / "schedule.json")]) == 0
+    said = capsys.readouterr().err
+    assert f"fit {where / FIT_FILE}" in said
+    assert f"own fit, {tmp_path / 'tuned' / FIT_FILE}, is not used: copy the schedule beside it" in said
+    assert main([*call, str(tmp_path / "tuned" / "half.json")]) == 0
+    assert "is not used" not in capsys.readouterr().err
 
 
 def test_eval_takes_the_fit_beside_the_schedules_of_its_methods(calibrated):

@@ -117,6 +117,8 @@ class EngineOptions(NamedModel, ThreadOptions):
         loaded = load(self.ref, dtype=self.dtype, device=self.device, engine=self.engine)
         if (fit := fit_of(loaded.model)) is not None:
             note(f"fit {self.ref.fit}: {fit.describe()}")
+            if (own := self.ref.own_fit) not in (None, self.ref.fit):
+                note(f"the checkpoint's own fit, {own}, is not used: copy the schedule beside it to use it")
         return loaded
 
     def engines(self, loaded: LoadedModel, tell: Callable[[str], None] = note) -> Backend:

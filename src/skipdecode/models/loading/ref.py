@@ -167,8 +167,13 @@ class ModelRef:
                 f"the schedules have fits in {found[0].parent} and in {found[1].parent}, and a model uses one: name "
                 "schedules of one directory, or start a command for each"
             )
+        return found[0] if found else self.own_fit
+
+    @property
+    def own_fit(self) -> Path | None:
+        """The file of the fit that lies in the checkpoint's directory; None without one."""
         own = self.folder / FIT_FILE
-        return found[0] if found else own if own.is_file() else None
+        return own if own.is_file() else None
 
     @property
     def folder(self) -> Path:
