@@ -374,7 +374,9 @@ def test_too_few_tokens_to_fit_are_refused_before_anything_is_measured(calibrate
     assert not (tmp_path / "out" / "schedule.json").exists()
 
 
-def test_a_note_says_that_a_tuned_fit_is_left_for_the_one_beside_the_schedule(calibrated, tmp_path, capsys):
+def test_a_note_says_that_a_tuned_fit_is_left_for_the_one_beside_the_schedule(
+    calibrated, tmp_path, capsys, monkeypatch
+):
     where, _ = calibrated
     shutil.copytree(where / "model", tmp_path / "tuned")
     shutil.copy(where / FIT_FILE, tmp_path / "tuned")
@@ -385,6 +387,9 @@ def test_a_note_says_that_a_tuned_fit_is_left_for_the_one_beside_the_schedule(ca
     assert f"fit {where / FIT_FILE}" in said
     assert f"own fit, {tmp_path / 'tuned' / FIT_FILE}, is not used: copy the schedule beside it" in said
     assert main([*call, str(tmp_path / "tuned" / "half.json")]) == 0
+    assert "is not used" not in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "tuned", "ab", "--max-new-tokens", "2", "--schedule", "tuned/half.json"]) == 0
     assert "is not used" not in capsys.readouterr().err
 
 

@@ -117,7 +117,7 @@ class EngineOptions(NamedModel, ThreadOptions):
         loaded = load(self.ref, dtype=self.dtype, device=self.device, engine=self.engine)
         if (fit := fit_of(loaded.model)) is not None:
             note(f"fit {self.ref.fit}: {fit.describe()}")
-            if (own := self.ref.own_fit) not in (None, self.ref.fit):
+            if self.ref.fit is not None and (own := self.ref.own_fit) is not None and not own.samefile(self.ref.fit):
                 note(f"the checkpoint's own fit, {own}, is not used: copy the schedule beside it to use it")
         return loaded
 
