@@ -28,14 +28,6 @@ from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import padding
 
 
-def with_bridges(fit: Fit, other: Fit) -> Fit:
-    """A fit's prompt maps with another's bridges."""
-    layers = range(fit.num_layers)
-    bridges = {n: bridge for n in layers if (bridge := other.bridge(n)) is not None}
-    sets = {run: {n: of for n in layers if (of := fit.prompt_map(run, n)) is not None} for run in fit.prompt_sets}
-    return Fit(fit.num_layers, fit.hidden_size, bridges, sets, fit.taps, fit.about)
-
-
 def main() -> None:
     """Fit and write."""
     parser = script_parser(__doc__, result="directory for the fit and the schedule")
@@ -62,10 +54,12 @@ def main() -> None:
     tokenizer: Any = loaded.tokenizer
     examples, _ = encode_examples(file, template, tokenizer, max_length=None, skip_bad=True)
     batches = batches_of([(list(one.prompt), list(one.response)) for one in examples], padding(tokenizer))
-    wanted = [replace(schedules[0], budgets=(order.num_layers,))] if given.keep_bridges else schedules
-    fit = Fitter(loaded.model, batches, FitOptions(fit_taps=given.fit_taps)).fit(wanted)
+    fitter = Fitter(loaded.model, batches, FitOptions(fit_taps=given.fit_taps))
     if given.keep_bridges:
-        fit = with_bridges(fit, Fit.load(Path(given.checkpoint) / FIT_FILE))
+        fit = fitter.fit([replace(schedules[0], budgets=(order.num_layers,))])  # skips nothing: prompt maps alone
+        fit.bridges = Fit.load(Path(given.checkpoint) / FIT_FILE).bridges
+    else:
+        fit = fitter.fit(schedules)
     save_fit(given.out, loaded.model, fit, schedules)
 
 

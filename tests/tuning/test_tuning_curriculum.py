@@ -67,7 +67,7 @@ def test_what_is_named_twice_is_drawn_twice_as_often_and_prompts_are_sampled_too
 
 
 def test_schedules_that_differ_have_names_that_differ() -> None:
-    # Budgets of their own: what the linear ones are called at the same speed-up, they are called too.
+    # Budgets of their own: the linear ones of the same speed-up would have the same name.
     curve = Schedule(12, Schedule.even(12, (4,)).drop_order, (7, 6, 6, 6), family="calibrated", speedup=2)
     config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 2, 2, 3), sampled_prompts=("4",))
     curriculum = make_curriculum(curve, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -141,7 +142,8 @@ def each_method(options: Config) -> list[MethodChoice]:
     options exclude each other, or if no method uses --drop-order.
     """
     wanted = options.methods
-    each = [_from_word(replace(options, methods=()), word) for word in wanted] or [MethodChoice(options)]
+    own = [name for name in options.ref.schedules if name != "full"] if wanted and options.model else []
+    each = [_from_word(replace(options, methods=()), word, own) for word in wanted] or [MethodChoice(options)]
     if wanted and options.drop_order is not None and all(one.options.drop_order is None for one in each):
         accepted = ", ".join(f"{name}:2" for name in _TAKE_ORDER)
         raise UsageError(f"--drop-order: no method in {' '.join(wanted)} uses it: leave it out, or add {accepted}")
@@ -150,8 +152,7 @@ def each_method(options: Config) -> list[MethodChoice]:
     return each
 
 
-def _from_word(options: Config, word: str) -> MethodChoice:
-    own = [name for name in options.ref.schedules if name != "full"] if options.model else []
+def _from_word(options: Config, word: str, own: Sequence[str]) -> MethodChoice:
     if word in own or word.endswith(".json"):
         return MethodChoice(replace(options, schedule=word, seq_len=None, drop_order=None))
     name, colon, rest = word.partition(":")

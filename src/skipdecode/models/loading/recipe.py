@@ -181,13 +181,13 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
     twice; the first that equals the target is left out. Different schedules have different names. Raises ScheduleError
     for speed-ups and prompt layers that the target's order does not allow.
     """
-    own = target.nominal_speedup
-    asked = [target if speedup == own else target.with_speedup(speedup) for speedup in speedups]
+    nominal = target.nominal_speedup
+    asked = [target if speedup == nominal else target.with_speedup(speedup) for speedup in speedups]
     asked = [target if (one.budgets, one.prompt) == (target.budgets, target.prompt) else one for one in asked]
     if target in asked:
         asked.remove(target)
-    sets = [other for text in prompts if (other := prompt_set(text, target.num_layers)) != target.prompt]
-    split = (one.with_prompt(other) for other in sets for one in (target, *asked) if not one.is_full)
+    sets = [own for text in prompts if (own := prompt_set(text, target.num_layers)) != target.prompt]
+    split = (one.with_prompt(own) for own in sets for one in (target, *asked) if not one.is_full)
     named, found = {target.name: target}, []
     for one in (*asked, *split):
         while named.setdefault(one.name, one) != one:  # such as a name shared by custom and linear budgets
