@@ -60,7 +60,7 @@ WRONG = {
     "serve hollow --flat": "--flat",
     "tune hollow": "--train",
     f"tune hollow {RECORDS}": "--task",
-    f"tune adapter --task e2e {RECORDS}": "--merge",
+    f"tune adapter --task e2e --lora-rank 4 {RECORDS}": "--merge",
     f"tune hollow --prompt-field m --response-field ref {RECORDS}": "'m'; the record has 'mr', 'ref'",
     "calibrate hollow --data rec.jsonl --out new --prompt-field m --response-field ref --nominal-speedup 2": "'m'",
     # Schedules and lengths that do not fit the model.

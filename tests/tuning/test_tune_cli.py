@@ -283,10 +283,26 @@ def test_the_bundled_adapters_are_small_and_came_from_their_presets() -> None:
         assert preset["schedule"] == made["schedule"]
 
 
-def test_an_adapter_can_be_tuned_on_when_it_is_merged(files: Files, tmp_path: Path, capsys: Any) -> None:
-    assert main(arguments(files, tmp_path / "first", "--nominal-speedup", "2")) == 0
+def test_an_adapter_is_tuned_on_from_its_own_weights(files: Files, tmp_path: Path, capsys: Any) -> None:
+    first, on = tmp_path / "first", tmp_path / "on"
+    assert main(arguments(files, first, "--nominal-speedup", "1", "--learning-rate", "0.01")) == 0
     capsys.readouterr()
+    # Taught by itself at full depth, it loses nothing at the first step: student and teacher both have the adapter.
+    more = arguments(files | {"model": str(first)}, on, "--nominal-speedup", "1", "--distill-weight", "1")
+    assert "leave out --lora-rank" in refused(capsys, more)
+    at = more.index("--lora-rank")
+    assert main(more[:at] + more[at + 2 :]) == 0
+    rows = read_log(on / "log.jsonl")
+    best = min(loss for kind, _, loss in curve(first) if kind == "dev")
+    assert curve(on)[0][2] == pytest.approx(best, abs=1e-4)
+    assert next(row["kl"] for row in rows if row["kind"] == "train") < 1e-5
+    config = json.loads((on / "adapter_config.json").read_text())
+    assert (config["r"], config["base_model_name_or_path"]) == (2, str(Path(files["model"]).resolve()))
+    assert load_model(str(on)).schedule.is_full
+
+
+def test_an_adapter_can_be_merged_under_a_fresh_one(files: Files, tmp_path: Path) -> None:
+    assert main(arguments(files, tmp_path / "first", "--nominal-speedup", "2")) == 0
     on_top = files | {"model": str(tmp_path / "first")}
-    assert "add --merge or --full" in refused(capsys, arguments(on_top, tmp_path / "a", "--nominal-speedup", "3"))
     assert main(arguments(on_top, tmp_path / "b", "--nominal-speedup", "3", "--merge")) == 0
     assert load_model(str(tmp_path / "b")).schedule.name == "skipdecode-3x"

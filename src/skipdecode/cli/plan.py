@@ -337,9 +337,8 @@ def _commands(plan: _Plan) -> dict[str, str]:
         return {"next": f"skipdecode generate {model} --schedule {file} {rest}"}
     if plan.tuned:
         return {"next": f"skipdecode generate {model} --schedule {file} --compare {rest}"}
-    merge = "" if config.ref.adapter is None else " --merge"
     data = "--train train.jsonl --dev dev.jsonl --prompt-field prompt --response-field response"
-    tune = f"skipdecode tune {model} --schedule {file} {data} --out tuned{merge}"
+    tune = f"skipdecode tune {model} --schedule {file} {data} --out tuned"
     found = {"next": tune, "then": f"skipdecode generate tuned --compare {rest}"}
     if config.target_speedup is None or config.phase == "decode":
         return found

@@ -1,6 +1,7 @@
 """Fine-tune a model under a schedule, as a LoRA adapter or in all weights.
 
 Each response token runs only the layers of the schedule, so skipped layers cost no time in training either.
+If MODEL is a LoRA adapter, that adapter is trained further; with --merge it is merged, and a fresh one is trained.
 With --self, no responses are needed: prompts come from a file or are sampled from the model, the model answers them at
 full depth, and is then distilled under the schedule and under milder ones. Prompts and answers stay in OUT/self.jsonl,
 those held out in OUT/self-dev.jsonl.
@@ -64,6 +65,7 @@ _PICTURE = "loss.png"
 _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings"})
 _SOME_POSITIONS = 64  # until the responses are read
 _INVENTED = 3  # copies of a record with invented names; with one, more of the names that training lacks get lost
+_FRESH_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 # Self-generated data can only teach what full depth does; milder schedules lose very little there.
 _SELF_DEFAULTS = {"distill_weight": 1.0, "curriculum": "sampled", "sampled_speedups": (1.0, 1.25)}
@@ -92,6 +94,11 @@ class Config(NamedModel, TuneConfig, SelfGeneratedOptions, LearningOptions, Sche
     dev_records: int | None = option(
         "use only the first N lines of --dev; with --self, hold out at most N records", default=256, least=1
     )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the model is an adapter whose own weights are tuned on, on the same base."""
+        return self.ref.adapter is not None and not (self.full or self.merge)
 
 
 def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -134,7 +141,8 @@ def run(config: Config) -> int:
     schedule, origin = _schedule(config, [len(example.response) for example in examples["train"][0]])
     note(f"schedule {schedule.name}: {origin}")
     data = {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made
-    base, processes = base_entry(loaded.model, loaded.path), state.num_processes
+    under = loaded.ref.place.folder() if config.goes_on else loaded.path
+    base, processes = base_entry(loaded.model, under), state.num_processes
     about = {"checkpoint": digest, "base": base, "processes": processes}
     recipe = make_recipe(options, template, schedule, data, environment(), **about)
     if config.resume and (stored := stored_recipe(out)) is not None:
@@ -171,9 +179,10 @@ def _check(config: Config) -> None:
         raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
     if config.tensorboard and find_spec("tensorboard") is None:
         raise MissingExtraError("--tensorboard", "tensorboard")
-    if config.ref.adapter is not None and not (config.full or config.merge):
+    if config.goes_on and (given := [n for n in _FRESH_LORA if getattr(config, n) != getattr(Config, n)]):
         raise UsageError(
-            f"{config.model} is an adapter, and an adapter cannot be the base of another: add --merge or --full"
+            f"{config.model} is an adapter, which is tuned on as it is: leave out {flag(given[0])}, or add --merge, "
+            "which merges it and tunes a fresh one"
         )
     try:
         import skipdecode.tuning.setup  # noqa: F401
@@ -213,11 +222,12 @@ def _tuner(
     from skipdecode.tuning.trainer import Tuner
 
     base = str(loaded.path.resolve()) if Path(config.model).expanduser().is_dir() else config.model
+    base = config.ref.base if config.goes_on else base
     return Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
 
 
 def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
-    """The model, with its adapter merged, and the digest of the loaded files."""
+    """The model, with an adapter that is not tuned on merged, and the digest of the loaded files."""
     import torch
 
     # Trained weights are fp32; mixed precision is for the forward pass. The base of a LoRA keeps its type.
@@ -225,7 +235,7 @@ def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
     loaded = load(config.ref, dtype="auto" if as_stored else "float32")
     digest = checkpoint_digest(loaded)
     _check_fit(config, digest["fit"])
-    if not hasattr(loaded.model, "get_base_model"):
+    if config.goes_on or not hasattr(loaded.model, "get_base_model"):
         return loaded, digest
     return replace(loaded, model=loaded.model.merge_and_unload()), digest
 

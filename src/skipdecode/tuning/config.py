@@ -73,8 +73,8 @@ class TuneConfig(Options):
     )
     temperature: float = option("temperature of both distributions in the distillation term", default=1.0, above=0)
     teacher: Literal["initial", "current"] = option(
-        "who teaches at full depth: the weights before tuning (with LoRA: adapter off; with --full: a frozen copy) "
-        "or the weights of the moment",
+        "who teaches at full depth: the weights before tuning (a fresh LoRA adapter is switched off for it; else a "
+        "frozen copy teaches) or the weights of the moment",
         default="initial",
     )
     teacher_top_k: int = option(

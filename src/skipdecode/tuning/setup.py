@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,23 +17,25 @@ from skipdecode.models.fit import fit_state
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["add_lora", "make_accelerator", "make_optimizer", "process_state"]
+__all__ = ["make_accelerator", "make_optimizer", "process_state", "with_lora"]
 
 
-def add_lora(model: Any, config: TuneConfig) -> Any:
-    """The model with a fresh LoRA adapter in a PEFT wrapper; only the adapter's weights are trainable.
+def with_lora(model: Any, config: TuneConfig) -> Any:
+    """The model with a LoRA adapter in a PEFT wrapper, its own or a fresh one; only the adapter is trainable.
 
     Raises
     ------
     MissingExtraError
         PEFT is not installed.
     UsageError
-        `lora_targets` names modules that the model does not have.
+        The model's own adapter is not a LoRA alone, or `lora_targets` names modules that the model does not have.
     """
     try:
         import peft
     except ImportError:
         raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune") from None
+    if hasattr(model, "get_base_model"):
+        return _own_lora(model, peft.get_peft_model_state_dict(model, save_embedding_layers=False))
     targets = config.lora_targets[0] if config.lora_targets == ("all-linear",) else list(config.lora_targets)
     lora = peft.LoraConfig(
         r=config.rank,
@@ -45,6 +48,20 @@ def add_lora(model: Any, config: TuneConfig) -> Any:
         return peft.get_peft_model(model, lora)
     except ValueError as error:
         raise UsageError(f"--lora-targets {' '.join(config.lora_targets)}: {error}") from None
+
+
+def _own_lora(model: Any, adapter: Collection[str]) -> Any:
+    """A PeftModel whose adapter, tensors of these names, is made trainable, in fp32 as a fresh one."""
+    if foreign := sorted(name for name in adapter if "lora_" not in name):
+        raise UsageError(
+            f"the adapter holds more than LoRA matrices, such as {foreign[0]}, and cannot be tuned on: add --merge, "
+            "which merges it and tunes a fresh one"
+        )
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("lora_" in name)
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    return model
 
 
 def make_optimizer(model: nn.Module, config: TuneConfig) -> torch.optim.AdamW:

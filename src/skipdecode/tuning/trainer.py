@@ -38,7 +38,7 @@ from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.measure import SpeedReport, compare_speed, dev_loss
 from skipdecode.tuning.objective import KeptTeacher, Objective, Teacher
 from skipdecode.tuning.run_log import RunLog
-from skipdecode.tuning.setup import add_lora, make_accelerator, make_optimizer
+from skipdecode.tuning.setup import make_accelerator, make_optimizer, with_lora
 from skipdecode.tuning.step import StepReport, TrainStep
 
 __all__ = ["DIVERGED_FILE", "TuneResult", "Tuner"]
@@ -83,7 +83,7 @@ class Tuner:
     Parameters
     ----------
     model : PreTrainedModel
-        Trained in place; a LoRA adapter is added unless `config.full`.
+        Trained in place. Unless `config.full`, only a LoRA adapter is trained: a PeftModel's own, else a fresh one.
     tokenizer : PreTrainedTokenizerBase
         It pads, and is saved with the model.
     schedule : Schedule
@@ -152,11 +152,12 @@ class Tuner:
         config = self._config
         keep_freed_memory()
         set_seed(config.seed)
-        needs_copy = config.full and config.distill_weight > 0 and config.teacher == "initial"
+        learned = config.full or hasattr(model, "get_base_model")  # the initial weights are among those that change
+        needs_copy = learned and config.distill_weight > 0 and config.teacher == "initial"
         frozen = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        model = model.requires_grad_(True) if config.full else add_lora(model, config)
+        model = model.requires_grad_(True) if config.full else with_lora(model, config)
         self._adapter = None if config.full else model
         self._trained_fit = contextlib.ExitStack()
         if config.train_fit:

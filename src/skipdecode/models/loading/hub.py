@@ -85,8 +85,7 @@ class LoadedModel:
         """One line for users if weights were not tuned under some of the schedules and no fit has maps, else None."""
         from skipdecode.models.fit import fit_of
 
-        merge, fit = self.ref.adapter is not None, fit_of(self.model)
-        return untuned_line(schedules, self.recipe, self.name, merge=merge, fit=fit)
+        return untuned_line(schedules, self.recipe, self.name, fit=fit_of(self.model))
 
 
 def load_model(

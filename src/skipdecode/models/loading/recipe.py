@@ -76,13 +76,11 @@ def untuned_line(
     schedules: Iterable[Schedule],
     recipe: Recipe | None,
     model: str = "MODEL",
-    *,
-    merge: bool = False,
     fit: Fit | None = None,
 ) -> str | None:
     """One line for users if weights were not tuned under some of the schedules and the `fit` has no maps, else None.
 
-    `merge`: the model is an adapter, and an adapter on an adapter is refused. docs/results.md has the measured loss.
+    docs/results.md has the measured loss.
     """
     known = () if recipe is None else recipe.tuned_under
     bare = [s for s in schedules if not s.fits_weights(known) and (fit is None or not fit.serves(s))]
@@ -93,7 +91,7 @@ def untuned_line(
     return (
         f"the weights were not tuned under {names} or a deeper cut{other}: the text breaks (SmolLM2-135M untuned "
         f"keeps 5% of its BLEU on E2E at nominal 2x); repair: skipdecode calibrate {model} makes a schedule with a "
-        f"fit, skipdecode tune {model} --schedule FILE tunes the weights" + (" (with --merge)" if merge else "")
+        f"fit, skipdecode tune {model} --schedule FILE tunes the weights"
     )
 
 
