@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tables import compared_targets
+
 from skipdecode.common.kinds import read_result
 from skipdecode.reporting.charts import Chart, Point, Series, chart_figure, grouped, png
 from skipdecode.reporting.plots import calibration_figure
@@ -41,11 +43,10 @@ def quality_figure(table: dict[str, Any]) -> Any:
 
 
 def minutes_figure(result: dict[str, Any]) -> Any:
-    """What the target of each task keeps of full depth after minutes of preparation, a chart for each task."""
-    targets = [row for row in result["rows"] if row["role"] == "target"]
+    """What each task's target keeps of full depth after minutes of preparation, with a fit and without."""
     full = (100.0, 100.0, 100.0, "full depth")
     charts = []
-    for task, rows in grouped(targets, lambda row: str(row["task"])).items():
+    for task, rows in grouped(compared_targets(result), lambda row: str(row["task"])).items():
         series = [
             Series(method, [Point(row["minutes"], 100 * row["kept"]) for row in found])
             for method, found in grouped(rows, lambda row: str(row["method"])).items()

@@ -355,6 +355,26 @@ def fitted(document: Row) -> Table:
     return lines
 
 
+def compared_targets(document: Row) -> list[Row]:
+    """The targets of `ready` whose task and number of answers were also run without a fit, fitted and not."""
+    targets = [row for row in document["rows"] if row["role"] == "target" and row["answers"]]
+    bare = {(row["task"], row["answers"]) for row in targets if row["method"].startswith("without fits")}
+    return [row for row in targets if (row["task"], row["answers"]) in bare]
+
+
+def ready_minutes(document: Row) -> Table:
+    """What targets keep after minutes of preparation, with a fit and without."""
+    rows = compared_targets(document)
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        found = lines.setdefault((row["task"], row["method"]), dict(row))
+        found[f"{row['minutes']:g}"] = f"{row['kept']:.1%} at {row['request_speedup']:.2f}x"
+    minutes = sorted({row["minutes"] for row in rows})
+    columns: list[Column] = [(name, "{" + name + "}") for name in ("task", "method", "answers")]
+    columns += [(f"{m:g} minutes" if m else "not tuned", given(f"{m:g}", "")) for m in minutes]
+    return table(lines.values(), columns)
+
+
 def ready(document: Row) -> Table:
     """What `skipdecode prepare` keeps, by task, method and minutes: the target with its neighbours, in one line."""
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -406,6 +426,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "exact": ("exact", exact),
     "fitted": ("fitted", fitted),
     "ready": ("ready", ready),
+    "ready-minutes": ("ready", ready_minutes),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),
     "names": ("unseen-names", names),

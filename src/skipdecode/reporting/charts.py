@@ -197,7 +197,10 @@ def chart_figure(charts: Sequence[Chart], *, columns: int = 3, size: tuple[float
     styles = styles_of(charts)
     columns = min(columns, len(charts))
     rows = -(-len(charts) // columns)
-    lines = -(-len(styles) // max(1, columns * 2))
+    # An entry of the legend: a stroke of 40 points and, in the mean, 4.7 points for a letter.
+    entry = 40 + 4.7 * max(map(len, styles), default=0)
+    entries = max(1, min(columns * 2, int(columns * size[0] * 72 / entry)))
+    lines = -(-len(styles) // entries)
     figure = new_figure(columns * size[0], rows * size[1] + (0.2 * lines + 0.2 if len(styles) > 1 else 0))
     with styled():
         places = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -210,7 +213,7 @@ def chart_figure(charts: Sequence[Chart], *, columns: int = 3, size: tuple[float
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 shown.setdefault(label, handle)
         if len(shown) > 1:
-            place = {"loc": "outside lower center", "ncols": columns * 2, "fontsize": 8}
+            place = {"loc": "outside lower center", "ncols": entries, "fontsize": 8}
             figure.legend(list(shown.values()), list(shown), **place)
     return figure
 
