@@ -324,7 +324,7 @@ PLANS = {
                 (),
                 ["full", *files("lower10", 2, 3, 5)],
                 answers="full-b",
-                preset="e2e-smollm2-135m.json",
+                preset="first-e2e-smollm2-135m.json",
                 train="named.jsonl",
                 carries="e2e-p30-3x",
             ),
