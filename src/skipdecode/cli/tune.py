@@ -97,7 +97,7 @@ class Config(NamedModel, TuneConfig, SelfGeneratedOptions, LearningOptions, Sche
 
     @property
     def goes_on(self) -> bool:
-        """Whether the model is an adapter whose own weights are tuned on, on the same base."""
+        """Whether the model is an adapter that is tuned further, on its own base."""
         return self.ref.adapter is not None and not (self.full or self.merge)
 
 
@@ -181,8 +181,8 @@ def _check(config: Config) -> None:
         raise MissingExtraError("--tensorboard", "tensorboard")
     if config.goes_on and (given := [n for n in _FRESH_LORA if getattr(config, n) != getattr(Config, n)]):
         raise UsageError(
-            f"{config.model} is an adapter, which is tuned on as it is: leave out {flag(given[0])}, or add --merge, "
-            "which merges it and tunes a fresh one"
+            f"{config.model} is an adapter, which is tuned further: leave out {flag(given[0])}, or add --merge, which "
+            "merges it and tunes a fresh one"
         )
     try:
         import skipdecode.tuning.setup  # noqa: F401
@@ -227,7 +227,7 @@ def _tuner(
 
 
 def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
-    """The model, with an adapter that is not tuned on merged, and the digest of the loaded files."""
+    """The model, whose adapter is merged unless it is tuned further, and the digest of the loaded files."""
     import torch
 
     # Trained weights are fp32; mixed precision is for the forward pass. The base of a LoRA keeps its type.

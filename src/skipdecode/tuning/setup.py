@@ -54,8 +54,8 @@ def _own_lora(model: Any, adapter: Collection[str]) -> Any:
     """A PeftModel whose adapter, tensors of these names, is made trainable, in fp32 as a fresh one."""
     if foreign := sorted(name for name in adapter if "lora_" not in name):
         raise UsageError(
-            f"the adapter holds more than LoRA matrices, such as {foreign[0]}, and cannot be tuned on: add --merge, "
-            "which merges it and tunes a fresh one"
+            f"the adapter holds more than LoRA matrices, such as {foreign[0]}, and cannot be tuned further: add "
+            "--merge, which merges it and tunes a fresh one"
         )
     for name, weight in model.named_parameters():
         weight.requires_grad_("lora_" in name)

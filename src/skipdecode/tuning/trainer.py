@@ -152,7 +152,7 @@ class Tuner:
         config = self._config
         keep_freed_memory()
         set_seed(config.seed)
-        learned = config.full or hasattr(model, "get_base_model")  # the initial weights are among those that change
+        learned = config.full or hasattr(model, "get_base_model")  # tuning changes the initial weights themselves
         needs_copy = learned and config.distill_weight > 0 and config.teacher == "initial"
         frozen = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
         if config.gradient_checkpointing:
