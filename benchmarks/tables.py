@@ -356,10 +356,10 @@ def fitted(document: Row) -> Table:
 
 
 def compared_targets(document: Row) -> list[Row]:
-    """The targets of `ready` whose task and number of answers were also run without a fit, fitted and not."""
+    """The targets of `ready` whose task and hundreds of answers were also run without a fit, fitted and not."""
     targets = [row for row in document["rows"] if row["role"] == "target" and row["answers"]]
-    bare = {(row["task"], row["answers"]) for row in targets if row["method"].startswith("without fits")}
-    return [row for row in targets if (row["task"], row["answers"]) in bare]
+    bare = {(row["task"], round(row["answers"], -2)) for row in targets if row["method"].startswith("without fits")}
+    return [row for row in targets if (row["task"], round(row["answers"], -2)) in bare]
 
 
 def ready_minutes(document: Row) -> Table:
