@@ -357,9 +357,18 @@ def fitted(document: Row) -> Table:
 
 def compared_targets(document: Row) -> list[Row]:
     """The targets of `ready` whose task and hundreds of answers were also run without a fit, fitted and not."""
+
+    def work(row: Row) -> tuple[str, int]:
+        return row["task"], round(row["answers"], -2)
+
     targets = [row for row in document["rows"] if row["role"] == "target" and row["answers"]]
-    bare = {(row["task"], round(row["answers"], -2)) for row in targets if row["method"].startswith("without fits")}
-    return [row for row in targets if (row["task"], round(row["answers"], -2)) in bare]
+    bare = {work(row) for row in targets if row["method"].startswith("without fits")}
+    return [row for row in targets if work(row) in bare]
+
+
+def kept_at(row: Row) -> str:
+    """What a row of `ready` keeps of full depth, and at which speed-up."""
+    return f"{row['kept']:.1%} at {row['request_speedup']:.2f}x"
 
 
 def ready_minutes(document: Row) -> Table:
@@ -368,7 +377,7 @@ def ready_minutes(document: Row) -> Table:
     lines: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         found = lines.setdefault((row["task"], row["method"]), dict(row))
-        found[f"{row['minutes']:g}"] = f"{row['kept']:.1%} at {row['request_speedup']:.2f}x"
+        found[f"{row['minutes']:g}"] = kept_at(row)
     minutes = sorted({row["minutes"] for row in rows})
     columns: list[Column] = [(name, "{" + name + "}") for name in ("task", "method", "answers")]
     columns += [(f"{m:g} minutes" if m else "not tuned", given(f"{m:g}", "")) for m in minutes]
@@ -380,7 +389,7 @@ def ready(document: Row) -> Table:
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in document["rows"]:
         found = lines.setdefault((row["task"], row["method"], row["minutes"]), {})
-        found[row["role"]] = f"{row['kept']:.1%} at {row['request_speedup']:.2f}x"
+        found[row["role"]] = kept_at(row)
         if row["role"] == "target":
             found.update(row)
     columns: list[Column] = [

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 
 import skipdecode
@@ -300,6 +301,18 @@ def test_an_adapter_is_tuned_on_from_its_own_weights(files: Files, tmp_path: Pat
     config = json.loads((on / "adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (2, str(Path(files["model"]).resolve()))
     assert load_model(str(on)).schedule.is_full
+
+
+def test_an_adapter_with_more_than_lora_matrices_is_refused(files: Files, tmp_path: Path, capsys: Any) -> None:
+    base = load_model(files["model"]).model
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM")
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "more")
+    capsys.readouterr()
+    command = arguments(files | {"model": str(tmp_path / "more")}, tmp_path / "out", "--nominal-speedup", "1")
+    at = command.index("--lora-rank")
+    told = refused(capsys, command[:at] + command[at + 2 :])
+    assert "holds more than LoRA matrices" in told
+    assert "add --merge" in told
 
 
 def test_an_adapter_can_be_merged_under_a_fresh_one(files: Files, tmp_path: Path) -> None:

@@ -221,8 +221,8 @@ def _tuner(
 ) -> Tuner:
     from skipdecode.tuning.trainer import Tuner
 
-    base = str(loaded.path.resolve()) if Path(config.model).expanduser().is_dir() else config.model
-    base = config.ref.base if config.goes_on else base
+    here = not config.goes_on and Path(config.model).expanduser().is_dir()
+    base = str(loaded.path.resolve()) if here else config.ref.base
     return Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
 
 
