@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -311,7 +312,7 @@ def test_every_instruction_can_be_followed_and_noise_does_not() -> None:
         assert sum(followed(noise, checks) for checks in wanted.values()) <= 3
 
 
-def test_a_calibration_needs_no_data(model: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_calibration_needs_no_data(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     size = ["--records", "3", "--held-out", "1", "--method", "block-influence", "--fit-rank", "2", "--json"]
     call = ["calibrate", model, "--nominal-speedup", "2", "--out", str(out), *size]
@@ -325,3 +326,11 @@ def test_a_calibration_needs_no_data(model: str, tmp_path: Path, capsys: Any) ->
     assert "not tuned under" not in told
     assert main([*call, "--resume"]) == 2
     assert "--self" in capsys.readouterr().err
+    # Full depth says the same with a fit, so its words serve a tuning that starts from one.
+    on = tmp_path / "on"
+    on.mkdir()
+    for name in ("self.json", TRAIN_FILE, DEV_FILE):
+        shutil.copy(tuned / name, on)
+    fitted = ["--schedule", str(out / "schedule.json"), "--out", str(on)]
+    assert main(["tune", model, *WORDS, *PACE, *fitted, "--resume"]) == 0
+    assert words(on) == words(tuned)

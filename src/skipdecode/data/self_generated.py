@@ -198,7 +198,7 @@ class SelfGeneratedData:
         depend_on = asdict(self.options) | {
             "prompts": source and source.fingerprint["sha256"],
             "model": self.loaded.name,
-            "checkpoint": checkpoint_digest(self.loaded),
+            "checkpoint": checkpoint_digest(self.loaded) | {"fit": None},  # full depth does not use it
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "template": self.template.to_dict(),
             "seed": self.seed,
