@@ -224,6 +224,12 @@ def test_an_adapter_goes_on_its_base_and_brings_its_own_schedule(tmp_path: Path,
     assert ModelRef(str(tmp_path / "adapter")).config.num_hidden_layers == LAYERS
 
 
+def test_an_adapter_without_its_base_says_where_the_base_is_named(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "adapter", str(tmp_path / "moved"))
+    with pytest.raises(ModelLoadError, match=r"moved' .*adapter/adapter_config\.json, base_model_name_or_path\)$"):
+        load_model(str(tmp_path / "adapter"))
+
+
 def test_an_adapter_of_the_embedded_model_finds_it_by_name(tmp_path: Path) -> None:
     add_model(smollm2.NAME, lambda folder: save_checkpoint(folder, SCHEDULE.to_dict()) and "test")
     tuned = save_adapter(tmp_path / "adapter", smollm2.NAME)

@@ -102,17 +102,13 @@ class ModelRef:
     @cached_property
     def place(self) -> Place:
         """The place of the base model; the embedded model is downloaded first if necessary."""
-        name = self.base
-        if name == smollm2.NAME:
-            return Place(str(smollm2.fetch()), local_only=True)
-        path = Path(name).expanduser()
-        if name and path.is_dir():
-            if not (path / "config.json").is_file():
-                raise ModelLoadError(f"{name} holds no model: a config.json or an {_ADAPTER_FILE} is needed")
-            return Place(str(path), local_only=True)
-        if name and path.exists():
-            raise ModelLoadError(f"{name} is a file: {_ACCEPTED}")
-        return _locate_on_hub(name)
+        try:
+            return _located(self.base)
+        except ModelLoadError as e:
+            if self.adapter is None:
+                raise
+            file = self.adapter / _ADAPTER_FILE
+            raise ModelLoadError(f"{e} (this base model is named in {file}, base_model_name_or_path)") from None
 
     @property
     def config(self) -> Any:
@@ -234,6 +230,19 @@ def model_files(name: str) -> list[Path]:
         return [ref.adapter, *model_files(ref.base)]
     except (ModelLoadError, OSError):  # told when it is loaded
         return [ref.adapter]
+
+
+def _located(name: str) -> Place:
+    if name == smollm2.NAME:
+        return Place(str(smollm2.fetch()), local_only=True)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(f"{name} holds no model: a config.json or an {_ADAPTER_FILE} is needed")
+        return Place(str(path), local_only=True)
+    if name and path.exists():
+        raise ModelLoadError(f"{name} is a file: {_ACCEPTED}")
+    return _locate_on_hub(name)
 
 
 def _locate_on_hub(name: str) -> Place:
