@@ -133,7 +133,22 @@ def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path:
     assert main(command) == 0
     assert main(arguments(files, unbroken, "--nominal-speedup", "2", steps=40)) == 0
     assert curve(killed) == curve(unbroken)
-    assert main(command) == 2  # finished
+
+
+def test_a_run_that_was_cut_off_behind_its_result_is_concluded(files: Files, tmp_path: Path, capsys: Any) -> None:
+    command = arguments(files, tmp_path / "out", "--nominal-speedup", "2", "--resume", "--json")
+    assert main(command) == 0
+    whole = json.loads(capsys.readouterr().out)
+    weights = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
+    (tmp_path / "out" / "loss.png").unlink()
+    (tmp_path / "out" / "checkpoints" / "step-2").mkdir(parents=True)
+    assert main(command) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == whole
+    assert "has a finished run" in told.err
+    assert (tmp_path / "out" / "loss.png").is_file()
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.slow

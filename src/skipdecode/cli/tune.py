@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,10 +54,10 @@ from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, write_recipe
-from skipdecode.tuning.run_log import LOG_FILE, read_log
+from skipdecode.tuning.run_log import CHECKPOINTS, LOG_FILE, read_log
 
 if TYPE_CHECKING:
-    from skipdecode.tuning.trainer import Tuner, TuneResult
+    from skipdecode.tuning.trainer import Tuner
 
 __all__ = ["Config", "prepare_parser", "run"]
 
@@ -147,7 +148,8 @@ def run(config: Config) -> int:
     recipe = make_recipe(options, template, schedule, data, environment(), **about)
     if config.resume and (stored := stored_recipe(out)) is not None:
         check_same_run(stored, recipe)
-        _check_unfinished(out)
+        if stored.get("result") is not None:
+            return _finish_again(config, stored, out)
     tuner = _tuner(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
     state.wait_for_everyone()
     if state.is_main_process:
@@ -155,12 +157,30 @@ def run(config: Config) -> int:
         write_recipe(recipe, out)
     result = tuner.run(resume=config.resume, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out))
     if state.is_main_process:
-        from skipdecode.reporting.charts import save_chart
-        from skipdecode.reporting.plots import loss_chart
-
-        save_chart(loss_chart(read_log(out / LOG_FILE)), out / _PICTURE)
-        print(json.dumps(recipe | {"result": result.to_dict()}) if config.json else _summary(result, schedule, out))
+        _show(config, recipe | {"result": result.to_dict()}, out)
     return 0
+
+
+def _finish_again(config: Config, recipe: dict[str, Any], out: Path) -> int:
+    """What comes after the result of a run, which a kill may have cut off; returns 0."""
+    from skipdecode.tuning.setup import process_state
+
+    if process_state().is_main_process:
+        note(f"{out} has a finished run: its result is shown again")
+        shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+        _show(config, recipe, out)
+    return 0
+
+
+def _show(config: Config, recipe: dict[str, Any], out: Path) -> None:
+    """Draw and print a run by its recipe, which has the result."""
+    from skipdecode.reporting.charts import save_chart
+    from skipdecode.reporting.plots import loss_chart
+
+    save_chart(loss_chart(read_log(out / LOG_FILE)), out / _PICTURE)
+    print(
+        json.dumps(recipe) if config.json else _summary(recipe["result"], Schedule.from_dict(recipe["schedule"]), out)
+    )
 
 
 def _check(config: Config) -> None:
@@ -168,8 +188,6 @@ def _check(config: Config) -> None:
     for name in ("model", "out") if config.self else ("model", "train", "dev", "out"):
         if not getattr(config, name):
             raise UsageError(f"{'MODEL' if name == 'model' else flag(name)} is missing: see skipdecode tune --help")
-    if config.self:  # before texts are generated
-        _check_unfinished(Path(config.out))
     _schedule(config, [_SOME_POSITIONS])  # refuses what does not fit the model
     if config.self:
         self_template(config)
@@ -194,11 +212,6 @@ def _files(config: Config, template: Template) -> dict[str, RecordFile]:
     """The records of --train and --dev; each file is read once."""
     found = read_files(config, template, train=config.train_records, dev=config.dev_records)
     return found | {"train": augmented(config, template, found["train"], config.seed, _INVENTED)}
-
-
-def _check_unfinished(out: Path) -> None:
-    if (stored_recipe(out) or {}).get("result") is not None:
-        raise UsageError(f"{out} has a finished run: there is nothing to resume")
 
 
 def _self_generated(config: Config, prompts: PromptSource | None) -> tuple[Config, Template, dict[str, Any]]:
@@ -265,15 +278,15 @@ def _schedule(config: Config, lengths: Sequence[int]) -> ScheduleChoice:
     return choose_schedule(config, layers, carried=carried, own=own, default_seq_len=longest)
 
 
-def _summary(result: TuneResult, schedule: Schedule, out: Path) -> str:
+def _summary(result: Mapping[str, Any], schedule: Schedule, out: Path) -> str:
     lines = [
         f"tuned for {schedule.name} (nominal {schedule.nominal_speedup:.2f}x): {out}",
-        f"dev cross-entropy {result.best_dev_loss:.4f} at step {result.best_step} of {result.steps}",
-        f"{result.tokens_per_s:.0f} tokens/s over {result.tokens} tokens in {result.precision}",
+        "dev cross-entropy {best_dev_loss:.4f} at step {best_step} of {steps}".format_map(result),
+        "{tokens_per_s:.0f} tokens/s over {tokens} tokens in {precision}".format_map(result),
     ]
-    if result.speed is not None:
+    if (speed := result["speed"]) is not None:
         lines.append(
-            f"forward and backward on the same batches: {result.speed.tokens_per_s:.0f} tokens/s, "
-            f"{result.speed.full_depth_tokens_per_s:.0f} at full depth ({result.speed.ratio:.2f}x)"
+            "forward and backward on the same batches: {tokens_per_s:.0f} tokens/s, {full_depth_tokens_per_s:.0f} at "
+            "full depth ({ratio:.2f}x)".format_map(speed)
         )
     return "\n".join(lines)

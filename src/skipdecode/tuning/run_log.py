@@ -1,4 +1,4 @@
-"""A run's log: JSON lines as it goes, and TensorBoard on request."""
+"""A run's log: JSON lines as it goes, and TensorBoard on request; names of what a run writes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from skipdecode.common.kinds import heading
 from skipdecode.errors import MissingExtraError
 
-__all__ = ["LOG_FILE", "RunLog", "dev_losses", "read_log"]
+__all__ = ["CHECKPOINTS", "LOG_FILE", "RunLog", "dev_losses", "read_log"]
 
-LOG_FILE = "log.jsonl"
+CHECKPOINTS, LOG_FILE = "checkpoints", "log.jsonl"
 
 
 class RunLog:

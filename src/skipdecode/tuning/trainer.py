@@ -37,7 +37,7 @@ from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.measure import SpeedReport, compare_speed, dev_loss
 from skipdecode.tuning.objective import KeptTeacher, Objective, Teacher
-from skipdecode.tuning.run_log import RunLog
+from skipdecode.tuning.run_log import CHECKPOINTS, RunLog
 from skipdecode.tuning.setup import make_accelerator, make_optimizer, with_lora
 from skipdecode.tuning.step import StepReport, TrainStep
 
@@ -107,7 +107,7 @@ class Tuner:
     ) -> None:
         self._tokenizer, self._train, self._dev, self._config = tokenizer, train, dev, config
         self._schedule, self._out, self._base_name = schedule, out, base_name
-        self._checkpoint_dir = out / "checkpoints"
+        self._checkpoint_dir = out / CHECKPOINTS
         self._curriculum = make_curriculum(schedule, config)
         self._accelerator = make_accelerator(config, schedule, fitted=config.train_fit and fit_of(model) is not None)
         self._set_up(model)
