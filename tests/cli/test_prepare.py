@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +59,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert tuned["minutes"] == pytest.approx(float(minutes))
     assert len({row["minutes"] for row in tuned["rows"]}) == 2
     assert len(tuned["kept_by_minutes"]) == 2
-    assert all(speedup >= 1 for speedup in tuned["speedup_that_keeps"].values())
+    assert all(speedup is None or speedup >= 1 for speedup in tuned["speedup_that_keeps"].values())
     assert tuned["dev_loss"]
     assert (place / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
     model = tuned["next"][0].split()[2]
@@ -66,6 +69,18 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert {schedule.nominal_speedup > 1 for schedule in ModelRef(model).recipe.tuned_under} == {True, False}
 
     assert said(capsys, arguments(place, "--minutes", minutes, *rank)) == tuned  # nothing is done again
+    assert main(["report", str(place / "out"), "--out", str(place / "report.html")]) == 0
+    page = (place / "report.html").read_text()
+    assert "calibrated-1.3x-wall" in page
+    assert "tuned-" in page
+    # A kill behind the tuning's result, before the journal has it.
+    journal = place / "out" / "prepare.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    (cut,) = (n for n, line in enumerate(lines) if line.startswith(b'["tune'))
+    journal.write_bytes(b"".join(lines[:cut]))
+    again = said(capsys, arguments(place, "--minutes", minutes, *rank))
+    assert again["dev_loss"] == tuned["dev_loss"]
+    assert [row["scores"] for row in again["rows"]] == [row["scores"] for row in tuned["rows"]]
     assert said(capsys, arguments(place, "--minutes", str(took / 60), *rank))["minutes"] == 0  # none are left
 
     assert main(arguments(place, "--minutes", "0", "--seed", "1", *rank)) == 2
@@ -80,12 +95,65 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
         (["--target-speedup", "1"], "--target-speedup"),
         (["--prompts", "x.jsonl"], "--prompts"),
         (["--prompt-depths", "99"], "99"),
+        (["--sampled-speedups", "50"], "50"),
+        (["--test", "absent.jsonl"], "absent.jsonl"),
+        (["--test", os.devnull], "--test is read several times"),
     ],
 )
 def test_what_cannot_be_done_is_refused_at_once(place: Path, capsys: Any, more: list[str], named: str) -> None:
     assert main([*arguments(place), *more, "--out", str(place / "refused")]) == 2
     assert named in capsys.readouterr().err
     assert not (place / "refused" / "fit").exists()
+
+
+@pytest.mark.parametrize("name", ["train", "dev", "test"])
+def test_a_bad_record_is_refused_before_any_work_or_left_out_everywhere(
+    place: Path, tmp_path: Path, capsys: Any, name: str
+) -> None:
+    rows = records(10, seed=2)
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*rows[:8], {"colour": 3, "ref": "x"}, *rows[8:]])
+    out = tmp_path / "out"
+    command = [*arguments(place, "--minutes", "0"), f"--{name}", str(bad), "--out", str(out), "--no-fit"]
+    assert main(command) == 2
+    assert "bad.jsonl: 1 record cannot be used" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*command, "--bad-records", "skip"]) == 0
+    assert re.search("lines? 9", capsys.readouterr().err)
+
+
+def test_a_bad_prompt_is_refused_unless_it_is_to_be_left_out(place: Path, tmp_path: Path, capsys: Any) -> None:
+    good = write_jsonl(tmp_path / "good.jsonl", [{"colour": "red", "thing": "hat"}])
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"colour": "red", "thing": "hat"}, {"colour": 3}])
+    form = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref", "--test", str(good)]
+    command = ["prepare", str(place / "model"), "--self", "--prompts", str(bad), *form, "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "1 record cannot be used" in capsys.readouterr().err
+
+
+def test_a_model_that_scores_nothing_gets_its_table(place: Path, tmp_path: Path, capsys: Any) -> None:
+    odd = write_jsonl(tmp_path / "odd.jsonl", [{**row, "ref": "日本語"} for row in records(6, seed=4)])
+    command = arguments(place, "--minutes", "0", "--no-fit", "--dev", str(odd), "--out", str(tmp_path / "out"))
+    document = said(capsys, command)
+    assert {row["kept"] for row in document["rows"]} == {None}
+    assert main([word for word in command if word != "--json"]) == 0
+    told = capsys.readouterr().out
+    assert "every score of full depth is 0" in told
+    assert "skipdecode generate" in told
+
+
+def test_other_records_or_weights_are_not_compared_with_earlier_ones(place: Path, tmp_path: Path, capsys: Any) -> None:
+    dev = write_jsonl(tmp_path / "dev.jsonl", records(12, seed=1))
+    model = shutil.copytree(place / "model", tmp_path / "model")
+    more = ("--minutes", "0", "--no-fit", "--dev", str(dev), "--out", str(tmp_path / "out"))
+    command = ["prepare", str(model), *arguments(place, *more)[2:]]
+    said(capsys, command)
+    write_jsonl(dev, records(3, seed=5))
+    assert main(command) == 2
+    assert "files.dev" in capsys.readouterr().err
+    write_jsonl(dev, records(12, seed=1))
+    save_model(model, seed=7)
+    assert main(command) == 2
+    assert "checkpoint" in capsys.readouterr().err
 
 
 def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_continued(

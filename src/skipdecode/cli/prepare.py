@@ -32,33 +32,38 @@ from skipdecode.cli import calibrate, eval, tune
 from skipdecode.cli.arguments import command_line, flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import NamedModel
-from skipdecode.cli.options.records import LearningOptions, make_template, with_self_generated
+from skipdecode.cli.options.records import LearningOptions, make_template, read_files, with_self_generated
 from skipdecode.common.directories import RunDirectory
-from skipdecode.common.files import write_whole
+from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.journal import JOURNAL_KEY, KeptValues
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
+from skipdecode.common.rows import Input
 from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
-from skipdecode.data.source import PromptSource
+from skipdecode.data.source import PromptSource, load_records
+from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import load
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.evaluation.settings import MetricOptions
+from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.reporting.charts import save_chart
 from skipdecode.reporting.kept import kept_chart, kept_columns, rows_of, speedups_that_keep, with_kept
+from skipdecode.reporting.sources import PREPARE_FILE
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.run_log import LOG_FILE, dev_losses
 
 __all__ = ["Config", "run"]
 
-_FILE, _PICTURE, _TASK = "prepare.jsonl", "kept.png", "task.yaml"
+_PICTURE, _TASK = "kept.png", "task.yaml"
 _DIRECTORY = RunDirectory(
     "run of skipdecode prepare",
-    {_FILE: JOURNAL_KEY, f"answers/{ABOUT_FILE}": "settings", f"fit/{calibrate.STORE_FILE}": JOURNAL_KEY},
+    {PREPARE_FILE: JOURNAL_KEY, f"answers/{ABOUT_FILE}": "settings", f"fit/{calibrate.STORE_FILE}": JOURNAL_KEY},
 )
 _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _NOT_KEPT = ("minutes", "out", "json", "resume")
 _LEAST_MINUTES = 0.02
+_SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
 _HELD_OUT = 256  # self-generated records, at most
 _PACE, _DEV_RECORDS, _CANDIDATES = 75, 64, 3
 _BATCH, _RATE, _FULL_RATE = 4, 1e-3, 1e-4
@@ -128,9 +133,10 @@ class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, Metr
 
 def run(config: Config) -> int:
     """Prepare, evaluate and print."""
-    prompts, out = _checked(config), Path(config.out)
+    (prompts, files), out = _checked(config), Path(config.out)
     settings = {name: value for name, value in asdict(config).items() if name not in _NOT_KEPT}
-    with closing(KeptValues(out / _FILE, settings, pieces="stages", remedy="give another --out")) as kept:
+    settings |= {"files": files, "checkpoint": checkpoint_digest(load(config.ref))}
+    with closing(KeptValues(out / PREPARE_FILE, settings, pieces="stages", remedy="give another --out")) as kept:
         document = _prepared(config, prompts, kept)
     save_chart(kept_chart(document["rows"]), out / _PICTURE)
     print(json.dumps(document) if config.json else "\n".join(_lines(document)))
@@ -166,9 +172,9 @@ def _stage(kept: KeptValues, name: str, work: Callable[[], dict[str, Any]]) -> d
     return stage
 
 
-def _checked(config: Config) -> PromptSource | None:
-    """The file of prompts; raises UsageError for wrong options, before any work."""
-    prompts = open_prompts(config)
+def _checked(config: Config) -> tuple[PromptSource | None, dict[str, str]]:
+    """The file of prompts, and the digests of all files; refuses wrong options and records before any work."""
+    prompts, digests = open_prompts(config), {}
     if not config.self:
         if missing := [name for name in ("train", "dev") if not getattr(config, name)]:
             raise UsageError(f"{flag(missing[0])} is missing: give records with responses, or --self")
@@ -177,7 +183,28 @@ def _checked(config: Config) -> PromptSource | None:
         raise UsageError("--test is missing: with --prompts or --task, name records or prompts to evaluate on")
     depths = CalibrationSettings(target_speedup=config.target_speedup, prompt_depths=config.prompt_depths)
     prompt_sets(depths, config.ref.num_layers)
-    return prompts
+    for speedup in config.sampled_speedups:
+        Schedule.from_speedup(config.ref.num_layers, speedup, _SOME_POSITIONS)
+    for name in filter(partial(getattr, config), ("train", "dev", "test")):
+        path = getattr(config, name)
+        if is_stream(path):
+            raise UsageError(f"{flag(name)} is read several times, so it cannot be a pipe: give a file")
+        with closing(Input.open(path)) as file:
+            digests[name] = file.sha256
+    _check_records(config)
+    return prompts, digests | ({} if prompts is None else {"prompts": prompts.fingerprint["sha256"]})
+
+
+def _check_records(config: Config) -> None:
+    """Refuse files with records that cannot be used, as the verbs would after minutes of work."""
+    if config.self and not config.task:
+        if config.test:
+            open_prompts(replace(config, prompts=config.test))
+        return
+    if not config.self:
+        read_files(config, make_template(config), train=None, dev=None)
+    task = load_task(config.task) if config.task else Task(**_records_task(config, 1))
+    load_records(task, config.test or config.dev, skip_bad=config.bad_records == "skip", limit=config.test_records)
 
 
 def _said(run: Callable[[C], int], config: C) -> dict[str, Any]:
@@ -193,7 +220,7 @@ def _said(run: Callable[[C], int], config: C) -> dict[str, Any]:
 
 def _answers(config: Config, prompts: PromptSource | None) -> dict[str, Any]:
     """The files of the model's own answers at full depth, and the options for their prompt and response."""
-    place = replace(config, out=str(Path(config.out) / "answers"), bad_records="skip")
+    place = replace(config, out=str(Path(config.out) / "answers"))
     files = {"train": TRAIN_FILE, "dev": DEV_FILE}
     made, template, _ = with_self_generated(place, load(config.ref), prompts, _HELD_OUT, **files)
     form: dict[str, Any] = dict.fromkeys(_FORM) | {"chat": False}
@@ -282,6 +309,7 @@ def _rows(config: Config, data: Mapping[str, Any], model: str, place: Path) -> l
         "out": str(Path(config.out) / f"eval-{place.name}"),
         "methods": _neighbours(target, place),
         "batch_size": config.batch,
+        "bad_records": config.bad_records,
         "overwrite": True,
         "json": True,
     }
@@ -310,10 +338,16 @@ def _neighbours(target: Schedule, place: Path) -> tuple[str, ...]:
 
 def _task_file(config: Config, most: int) -> str:
     """A task file with the records' prompt and response; `most` is the maximum number of new tokens."""
-    template, path = make_template(config), Path(config.out) / _TASK
-    task = {"name": "records", "prompt": template.prompt, "references": list(template.responses), "chat": template.chat}
-    write_whole(path, json.dumps(task | {"metrics": ["bleu", "rougeL", "chrf"], "max_new_tokens": most}))
+    path = Path(config.out) / _TASK
+    write_whole(path, json.dumps(_records_task(config, most)))
     return str(path)
+
+
+def _records_task(config: Config, most: int) -> dict[str, Any]:
+    """The fields of a task with the records' prompt and response."""
+    template, metrics = make_template(config), ("bleu", "rougeL", "chrf")
+    form = {"prompt": template.prompt, "references": template.responses, "chat": template.chat}
+    return {"name": "records", **form, "metrics": metrics, "max_new_tokens": most}
 
 
 # ---------------------------------------------------------------------- what is shown
@@ -343,13 +377,21 @@ def _document(config: Config, stages: Mapping[str, Any], tuned: Path) -> dict[st
 
 def _lines(document: Mapping[str, Any]) -> list[str]:
     took = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in document["seconds"].items())
-    kept = ", ".join(f"{share:.1%} after {minutes:g}" for minutes, share in document["kept_by_minutes"].items())
-    reach = ", ".join(f"{share} at {speedup:.2f}x" for share, speedup in document["speedup_that_keeps"].items())
-    rows = document["rows"]
+    rows, known = document["rows"], {m: kept for m, kept in document["kept_by_minutes"].items() if kept is not None}
     lines = ["kept: the smallest share of a score at full depth", "", *figures(kept_columns(rows), rows), ""]
-    lines += [f"minutes: {took}", f"target, by minutes: {kept}", f"requests keep {reach}"]
+    lines += [f"minutes: {took}"]
+    if known:
+        kept = ", ".join(f"{share:.1%} after {minutes:g}" for minutes, share in known.items())
+        lines += [f"target, by minutes: {kept}", f"requests keep {_reach(document['speedup_that_keeps'])}"]
+    else:
+        lines += ["every score of full depth is 0, so there is no share to keep: tune the model at full depth first"]
     if len(losses := document["dev_loss"]) > 1:
         (_, before), (minutes, after) = losses[(len(losses) - 1) // 2], losses[-1]
         gain = f"their second half brought {before - after:.3f}"
         lines.append(f"dev loss {after:.3f} after {minutes:.1f} minutes of tuning; {gain}")
     return [*lines, f"next: {document['next'][0]}", f"more minutes: {document['next'][1]}"]
+
+
+def _reach(speedups: Mapping[str, float | None]) -> str:
+    """The speed-up that keeps each share."""
+    return ", ".join(f"{share} at {f'{x:.2f}x' if x else 'no speed-up'}" for share, x in speedups.items())

@@ -42,27 +42,31 @@ def _self_scores(found: Row) -> dict[str, Any]:
 def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows with the share of full depth's scores that each keeps: the smallest over all scores.
 
-    If there are several rows of full depth, a score is compared with the best of them.
+    If there are several rows of full depth, a score is compared with the best of them. Scores that are 0 at full depth
+    do not count; without any other, `kept` is None.
     """
     full = [row["scores"] for row in rows if row["full_depth"]]
     best = {name: max(scores.get(name, 0.0) for scores in full) for name in full[0]}
-    return [{**row, "kept": min(row["scores"][n] / score for n, score in best.items() if score)} for row in rows]
+    best = {name: score for name, score in best.items() if score}
+    return [{**row, "kept": min((row["scores"][n] / score for n, score in best.items()), default=None)} for row in rows]
 
 
-def speedups_that_keep(rows: Sequence[Row]) -> dict[str, float]:
-    """The largest request speed-up that keeps 99%, 98% and 95%: linear between measured ones, from full depth on."""
-    measured = [(1.0, 1.0), *sorted(_points(rows))]
+def speedups_that_keep(rows: Sequence[Row]) -> dict[str, float | None]:
+    """The largest request speed-up that keeps 99%, 98% and 95%, of rows of one checkpoint; None if there is none.
+
+    Linear between measured speed-ups, from the checkpoint's own full depth on, which is the last row of full depth.
+    """
+    own = [(1.0, row["kept"]) for row in rows if row["full_depth"] and row["kept"] is not None][-1:]
+    measured = [*own, *sorted(_points(rows))]
     return {f"{share:.0%}": _speedup_that_keeps(measured, share) for share in _SHARES}
 
 
-def _speedup_that_keeps(measured: Sequence[tuple[float, float]], share: float) -> float:
-    found = 1.0
+def _speedup_that_keeps(measured: Sequence[tuple[float, float]], share: float) -> float | None:
+    found = [speedup for speedup, kept in measured if kept >= share]
     for (slow, more), (fast, less) in pairwise(measured):
-        if less >= share:
-            found = max(found, fast)
-        elif more >= share:
-            found = max(found, slow + (fast - slow) * (more - share) / (more - less))
-    return round(found, 3)
+        if more >= share > less:
+            found.append(slow + (fast - slow) * (more - share) / (more - less))
+    return round(max(found), 3) if found else None
 
 
 def kept_columns(rows: Sequence[Row]) -> dict[str, str]:
@@ -90,5 +94,5 @@ def kept_chart(rows: Sequence[Row]) -> Chart:
 
 def _points(rows: Sequence[Row]) -> Iterator[tuple[float, float]]:
     for row in rows:
-        if row["request_speedup"] is not None and not row["full_depth"]:
+        if row["request_speedup"] is not None and row["kept"] is not None and not row["full_depth"]:
             yield row["request_speedup"], row["kept"]

@@ -13,8 +13,11 @@ from skipdecode.errors import DataError, ScheduleError
 from skipdecode.evaluation.results import OUTPUTS_FILE, RUN_FILE, load_run
 from skipdecode.schedule import Schedule
 
-__all__ = ["SHOWN", "Source", "find_files", "of_kind", "read_source"]
+__all__ = ["PREPARE_FILE", "SHOWN", "Source", "find_files", "of_kind", "read_source"]
 
+PREPARE_FILE = "prepare.jsonl"
+"""The journal of `skipdecode prepare`, whose results are in directories beside it."""
+_PREPARED = ("fit", "eval-*", "tuned-*")
 _WHOLE = (RUN_FILE, "calibration.json", "log.jsonl")
 _NUMBER = (int, float)
 _SPEED = dict.fromkeys(("nominal_speedup", "mean_layers", "decode_tokens_per_s", "decode_speedup"), _NUMBER)
@@ -65,6 +68,8 @@ def find_files(places: Sequence[str]) -> list[Path]:
 
 
 def _inside(directory: Path) -> list[Path]:
+    if (directory / PREPARE_FILE).is_file():
+        return [file for place in _PREPARED for made in sorted(directory.glob(place)) for file in _finished(made)]
     for whole in _WHOLE:
         if (directory / whole).is_file():
             return [directory / whole]
@@ -73,6 +78,13 @@ def _inside(directory: Path) -> list[Path]:
     if not found:
         raise DataError(f"{directory}: holds no result (*.json, *.jsonl, or directories with a {RUN_FILE})")
     return found
+
+
+def _finished(directory: Path) -> list[Path]:
+    try:
+        return _inside(directory)
+    except DataError:  # a stage that was interrupted
+        return []
 
 
 def read_source(path: Path) -> Source:
