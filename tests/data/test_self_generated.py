@@ -334,3 +334,6 @@ def test_a_calibration_needs_no_data(model: str, tuned: Path, tmp_path: Path, ca
     fitted = ["--schedule", str(out / "schedule.json"), "--out", str(on)]
     assert main(["tune", model, *WORDS, *PACE, *fitted, "--resume"]) == 0
     assert words(on) == words(tuned)
+    assert main(["tune", "--recipe", str(on / "recipe.json"), "--out", str(tmp_path / "none")]) == 2
+    assert "started from a fit" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()  # told before anything is said

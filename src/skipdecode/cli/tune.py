@@ -224,6 +224,7 @@ def _self_generated(config: Config, prompts: PromptSource | None) -> tuple[Confi
         loaded = load(config.ref)
         # Refused before texts are generated.
         make_curriculum(_schedule(config, [config.self_tokens]).schedule, config)
+        _check_fit(config, checkpoint_digest(loaded)["fit"])
         files = {"train": TRAIN_FILE, "dev": DEV_FILE}
         config, template, made = with_self_generated(config, loaded, prompts, config.dev_records or 0, **files)
     return config, template, {"self": made}
@@ -248,16 +249,17 @@ def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
     loaded = load(config.ref, dtype="auto" if as_stored else "float32")
     digest = checkpoint_digest(loaded)
     _check_fit(config, digest["fit"])
+    if digest["fit"] is not None:
+        note(f"the fit is {'trained with the weights' if config.train_fit else 'not trained'}")
     if config.goes_on or not hasattr(loaded.model, "get_base_model"):
         return loaded, digest
     return replace(loaded, model=loaded.model.merge_and_unload()), digest
 
 
 def _check_fit(config: Config, fit: str | None) -> None:
-    """Print how the fit is used; refuse a recipe's run without the fit that it started from."""
-    if fit is not None:
-        note(f"the fit is {'trained with the weights' if config.train_fit else 'not trained'}")
-    elif config.recipe is not None and (read_recipe(Path(config.recipe)).get("checkpoint") or {}).get("fit"):
+    """Refuse a recipe's run without the fit that it started from."""
+    before = None if config.recipe is None else read_recipe(Path(config.recipe)).get("checkpoint")
+    if fit is None and (before or {}).get("fit") is not None:
         raise UsageError(
             f"the run of {config.recipe} started from a fit, and there is none: give --schedule with the file beside "
             "the fit"
