@@ -17,6 +17,7 @@ from skipdecode.models.fit import FIT_FILE, Fit
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.performance.cost import CostModel
+from skipdecode.tuning.checkpoint import save_tuned
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 
@@ -67,6 +68,14 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert load_model(model).schedule.prompt_layers() == (0, 1, 2, 3)
     assert json.loads((Path(model) / "recipe.json").read_text())["options"]["distill_weight"] == 0.5
     assert {schedule.nominal_speedup > 1 for schedule in ModelRef(model).recipe.tuned_under} == {True, False}
+
+    # Merged, as docs/vllm.md has it, the checkpoint keeps its fit.
+    loaded = load_model(model, dtype="float32")
+    save_tuned(loaded.model.merge_and_unload(), loaded.tokenizer, loaded.schedule, place / "merged")
+    prompt = ["--no-template", "red car\n", "--max-new-tokens", "12", "--dtype", "float32"]
+    adapter, merged = (said(capsys, ["generate", where, *prompt]) for where in (model, str(place / "merged")))
+    assert merged["text"] == adapter["text"]
+    assert (place / "merged" / FIT_FILE).is_file()
 
     assert said(capsys, arguments(place, "--minutes", minutes, *rank)) == tuned  # nothing is done again
     assert main(["report", str(place / "out"), "--out", str(place / "report.html")]) == 0
