@@ -80,7 +80,9 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert said(capsys, arguments(place, "--minutes", minutes, *rank)) == tuned  # nothing is done again
     assert main(["report", str(place / "out"), "--out", str(place / "report.html")]) == 0
     page = (place / "report.html").read_text()
-    assert "calibrated-1.3x-wall" in page
+    assert "Prepared: out" in page
+    assert "minutes of layer order" in page
+    assert "Loss while tuning" in page
     assert "tuned-" in page
     # A kill behind the tuning's result, before the journal has it.
     journal = place / "out" / "prepare.jsonl"
@@ -148,6 +150,7 @@ def test_a_model_that_scores_nothing_gets_its_table(place: Path, tmp_path: Path,
     told = capsys.readouterr().out
     assert "every score of full depth is 0" in told
     assert "skipdecode generate" in told
+    assert main(["report", str(tmp_path / "out"), "--out", str(tmp_path / "report.html")]) == 0
 
 
 def test_other_records_or_weights_are_not_compared_with_earlier_ones(place: Path, tmp_path: Path, capsys: Any) -> None:

@@ -49,7 +49,7 @@ from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.reporting.charts import save_chart
 from skipdecode.reporting.kept import kept_chart, kept_columns, rows_of, speedups_that_keep, with_kept
-from skipdecode.reporting.sources import PREPARE_FILE
+from skipdecode.reporting.sources import PREPARE_FILE, PREPARED_FILE
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.run_log import LOG_FILE, dev_losses
 
@@ -138,6 +138,7 @@ def run(config: Config) -> int:
     settings |= {"files": files, "checkpoint": checkpoint_digest(load(config.ref))}
     with closing(KeptValues(out / PREPARE_FILE, settings, pieces="stages", remedy="give another --out")) as kept:
         document = _prepared(config, prompts, kept)
+    write_whole(out / PREPARED_FILE, json.dumps(document, indent=1) + "\n")
     save_chart(kept_chart(document["rows"]), out / _PICTURE)
     print(json.dumps(document) if config.json else "\n".join(_lines(document)))
     return 0

@@ -14,6 +14,7 @@ from typing import Any
 from skipdecode.evaluation.compare import Pair
 from skipdecode.evaluation.results import Run
 from skipdecode.reporting.charts import chart_figure, grouped
+from skipdecode.reporting.kept import kept_chart, kept_columns, minutes_chart
 from skipdecode.reporting.page import Card, Picture, Pieces, Sample, Section, render, table
 from skipdecode.reporting.plots import (
     calibration_figure,
@@ -113,6 +114,7 @@ def html_report(
     groups = best_first(groups_of(sources))
     sections = [*map(quality_section, groups), *pair_sections(pairs, sources)]
     sections += map(_sample_section, groups)
+    sections += [_prepared(source) for source in of_kind(sources, "prepared")]
     sections += [_self_generated(source) for source in of_kind(sources, "self-generated")]
     sections += [_bench(source) for source in of_kind(sources, "bench")]
     sections.append(_schedules(sources))
@@ -126,6 +128,19 @@ def _self_generated(source: Source) -> Section:
     """A result of `skipdecode eval --self`."""
     caption = f"{source.data['n']} texts of each schedule; perplexity: of the base model at full depth on these texts"
     return Section(f"Self-generated text: {source.name}", tables=[table(caption, source.data["rows"], SELF_GENERATED)])
+
+
+def _prepared(source: Source) -> Section:
+    """A result of `skipdecode prepare`."""
+    rows = source.data["rows"]
+    charts = [kept_chart(rows), minutes_chart(source.data["kept_by_minutes"])]
+    picture = Picture(
+        partial(chart_figure, charts, columns=2),
+        "The smallest share of a score at full depth: of each schedule by its speed-up, and of the target by the "
+        "minutes of layer order, fit and tuning (0: fit alone)",
+    )
+    kept = table("Kept: the smallest share of a score at full depth", rows, kept_columns(rows))
+    return Section(f"Prepared: {source.name}", pictures=[picture], tables=[kept])
 
 
 # ---------------------------------------------------------------------- speed

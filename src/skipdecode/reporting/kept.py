@@ -9,7 +9,7 @@ from typing import Any
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.reporting.charts import Chart, Point, Series
 
-__all__ = ["kept_chart", "kept_columns", "rows_of", "speedups_that_keep", "with_kept"]
+__all__ = ["kept_chart", "kept_columns", "minutes_chart", "rows_of", "speedups_that_keep", "with_kept"]
 
 _SHARES = (0.99, 0.98, 0.95)
 Row = Mapping[str, Any]
@@ -90,6 +90,12 @@ def kept_chart(rows: Sequence[Row]) -> Chart:
         name = f"{minutes:g} minutes" if minutes else "fit alone"
         series.append(Series(name, [Point(speedup, 100 * kept) for speedup, kept in measured], "-"))
     return Chart(series, "speed-up of requests", "kept of full depth, %")
+
+
+def minutes_chart(kept: Mapping[str, float | None]) -> Chart:
+    """The share that the target keeps after each number of minutes, which are the keys."""
+    points = sorted((float(minutes), 100 * share) for minutes, share in kept.items() if share is not None)
+    return Chart([Series("target", [Point(*point) for point in points], "-")], "minutes", "kept of full depth, %")
 
 
 def _points(rows: Sequence[Row]) -> Iterator[tuple[float, float]]:

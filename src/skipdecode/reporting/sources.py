@@ -13,12 +13,12 @@ from skipdecode.errors import DataError, ScheduleError
 from skipdecode.evaluation.results import OUTPUTS_FILE, RUN_FILE, load_run
 from skipdecode.schedule import Schedule
 
-__all__ = ["PREPARE_FILE", "SHOWN", "Source", "find_files", "of_kind", "read_source"]
+__all__ = ["PREPARED_FILE", "PREPARE_FILE", "SHOWN", "Source", "find_files", "of_kind", "read_source"]
 
-PREPARE_FILE = "prepare.jsonl"
-"""The journal of `skipdecode prepare`, whose results are in directories beside it."""
+PREPARE_FILE, PREPARED_FILE = "prepare.jsonl", "prepared.json"
+"""The journal and the result of `skipdecode prepare`; the results of its stages are in directories beside them."""
 _PREPARED = ("fit", "eval-*", "tuned-*")
-_WHOLE = (RUN_FILE, "calibration.json", "log.jsonl")
+_WHOLE = (RUN_FILE, "calibration.json", "log.jsonl", PREPARED_FILE)
 _NUMBER = (int, float)
 _SPEED = dict.fromkeys(("nominal_speedup", "mean_layers", "decode_tokens_per_s", "decode_speedup"), _NUMBER)
 _NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -31,6 +31,7 @@ _NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "verdicts": {"name": str} | dict.fromkeys(("speedup", "mean_layers", "measured"), _NUMBER),
         "rounds": {"base": _NUMBER, "losses": dict},
     },
+    "prepared": {"": {"kept_by_minutes": dict}, "rows": {"name": str, "minutes": _NUMBER, "scores": dict}},
     "self-generated": {"": {"n": int}, "rows": {"name": str, "perplexity": _NUMBER}},
 }
 """For each kind and list ("" is the document itself), the fields that sections need, with their types."""
@@ -69,7 +70,8 @@ def find_files(places: Sequence[str]) -> list[Path]:
 
 def _inside(directory: Path) -> list[Path]:
     if (directory / PREPARE_FILE).is_file():
-        return [file for place in _PREPARED for made in sorted(directory.glob(place)) for file in _finished(made)]
+        stages = [file for place in _PREPARED for made in sorted(directory.glob(place)) for file in _finished(made)]
+        return [*directory.glob(PREPARED_FILE), *stages]
     for whole in _WHOLE:
         if (directory / whole).is_file():
             return [directory / whole]
