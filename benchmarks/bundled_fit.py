@@ -1,9 +1,10 @@
-"""Makes the bundled fit of smollm2-135m: bridges and prompt maps for the schedules of presets/fit-smollm2-135m.json.
+"""Makes a fit of smollm2-135m: bridges and prompt maps for the schedules of a preset, presets/fit-*.json.
 
     python benchmarks/bundled_fit.py --words runs/chat-words --out src/skipdecode/models/fits
 
 --words has self.jsonl, the model's own conversations (`benchmarks/fitted.py` has the command that writes them). The fit
-and its schedules go to --out. The weights are those that the package fetches.
+and its schedules go to --out. The weights are those that the package fetches. `benchmarks/chat_runs.py` makes the fit
+that the bundled chat adapter starts from, of presets/fit-chat-smollm2-135m.json.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from skipdecode.calibration.settings import FitOptions
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import padding
 
-PRESET = Path(__file__).parents[1] / "presets/fit-smollm2-135m.json"
+PRESETS = Path(__file__).parents[1] / "presets"
 
 
 def schedules_of(preset: dict[str, Any], layers: int) -> list[Schedule]:
@@ -29,7 +30,8 @@ def schedules_of(preset: dict[str, Any], layers: int) -> list[Schedule]:
     found = []
     for name, values in preset["schedules"].items():
         prompt: Any = range(values["prompt"]) if "prompt" in values else "full"
-        found.append(Schedule(layers, values["drop_order"], values["budgets"], 1, prompt, name))
+        labels = {label: values[label] for label in ("family", "speedup") if label in values}
+        found.append(Schedule(layers, values["drop_order"], values["budgets"], 1, prompt, name, **labels))
     return found
 
 
@@ -37,8 +39,9 @@ def main() -> None:
     """Fit and write."""
     parser = script_parser(__doc__, result="directory for the fit and its schedules")
     parser.add_argument("--words", type=Path, required=True, help="directory of self.jsonl")
+    parser.add_argument("--preset", type=Path, default=PRESETS / "fit-smollm2-135m.json")
     given = parser.parse_args()
-    preset = json.loads(PRESET.read_text(encoding="utf-8"))
+    preset = json.loads(given.preset.read_text(encoding="utf-8"))
     options = preset["options"]
     loaded = load_model(options["model"], dtype="float32")
     tokenizer: Any = loaded.tokenizer

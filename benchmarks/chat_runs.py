@@ -3,11 +3,11 @@
     python benchmarks/chat_runs.py --runs runs
     python benchmarks/chat_runs.py --runs runs --checkpoint chat-smollm2-135m --schedules a.json b.json
 
-Four commands of the package: `tune --self` for a single step, which has the model draw prompts and answer them;
-`calibrate` on these words, for the order in which layers go; `tune --self` again, on the same words under that order,
-one static set of layers for prompts and answers; and `eval --self` twice, on prompts drawn anew and on those of
-`tasks/chat_prompts.txt`. Then requests of the lengths of these texts are timed one at a time. What is finished is left
-alone. On two cores about an hour, evaluation and times ten minutes of it.
+Four commands: `tune --self` for a single step, which has the model draw prompts and answer them; `bundled_fit.py` on
+these words, for the fit of presets/fit-chat-smollm2-135m.json; `tune --self` again, on the same words under the
+schedules of this fit; and `eval --self` twice, on prompts drawn anew and on those of `tasks/chat_prompts.txt`. Then
+requests of the lengths of these texts are timed one at a time. What is finished is left alone. On two cores about an
+hour and a half, evaluation and times a quarter of an hour of it.
 """
 
 from __future__ import annotations
@@ -32,37 +32,31 @@ from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, speed_entries, time_equal_lengths
 
 MODEL = "smollm2-135m"
-WORDS = ("--self", "--self-records", "700", "--self-tokens", "128")
-PACE = ("--batch-size", "8", "--learning-rate", "1e-3", "--lora-rank", "16", "--adapter-dtype", "float16")
-RECORDS = ("--dev-records", "32", "--eval-every", "57", "--checkpoint-every", "30", "--compare-batches", "0")
-SAMPLED = ("--curriculum", "sampled", "--sampled-speedups", "1", "1.3", "1.3", "1.6", "1.6")
-ORDER = ("--nominal-speedup", "1.6", "--least", "15", "--records", "16", "--held-out", "16", "--candidates", "3")
-LAYERS, TARGET = 30, 1.6
-DEPTHS = (1.2, 1.3, 1.45, 1.6)
+FIT = Path(__file__).parents[1] / "presets/fit-chat-smollm2-135m.json"
+TARGET = "chat-1.3x.json"
+WORDS = ("--self", "--self-records", "1200", "--self-tokens", "96", "--self-temperature", "0", "--dev-records", "128")
+PACE = ("--batch-size", "4", "--learning-rate", "1e-3", "--lora-rank", "6", "--adapter-dtype", "float16")
+PAUSES = ("--eval-every", "200", "--checkpoint-every", "50", "--compare-batches", "0")
+SAMPLED = ("--sampled-speedups", "1", "1.3", "1.3", "1.3", "1.5", "1.5")
+DEPTHS = (1.2, 1.3, 1.4, 1.5)
 TIMED = 16
 
 
 def tuned(runs: Path) -> Path:
     """The checkpoint, made where it is not there."""
-    words, order, out = runs / "chat-words", runs / "chat-calibration", runs / "chat-self"
+    words, fit, out = runs / "chat-answers", runs / "chat-fit", runs / "chat-self"
     if is_tuned(out):
         return out
-    tune = ["skipdecode", "tune", MODEL, *WORDS, *PACE, *RECORDS]
+    tune = ["skipdecode", "tune", MODEL, *WORDS, *PACE, *PAUSES]
     if not is_tuned(words):
         call(*tune, "--steps", "1", "--out", words, "--resume")
-    target = runs / f"chat-{TARGET:g}x.json"
-    if not target.exists():
-        fields = ("--chat", "--prompt-field", "prompt", "--response-field", "response", "--batch-size", "8")
-        head = ("skipdecode", "calibrate", MODEL, "--data", words / "self.jsonl")
-        call(*head, *fields, *ORDER, "--out", order, "--resume")
-        learned = Schedule.load(str(order / "schedule.json")).drop_order
-        depth = round(LAYERS / TARGET)
-        flat = Schedule.constant(LAYERS, depth, drop_order=learned, prompt="max_exit", name=target.stem)
-        flat.save(target)
+    if not (fit / TARGET).exists():
+        script = Path(__file__).with_name("bundled_fit.py")
+        call(sys.executable, script, "--words", words, "--preset", FIT, "--out", fit)
     out.mkdir(exist_ok=True)
     for file in ("self.json", "self.jsonl", "self-dev.jsonl"):  # it goes on with these words
         shutil.copy(words / file, out)
-    call(*tune, *SAMPLED, "--schedule", target, "--steps", "170", "--out", out, "--resume")
+    call(*tune, *SAMPLED, "--schedule", fit / TARGET, "--steps", "800", "--out", out, "--resume")
     return out
 
 

@@ -58,7 +58,7 @@ class Task(NamedTuple):
 
 TASKS = {
     "e2e": Task("e2e-smollm2-135m", "e2e-5x", 60, 160),
-    "chat": Task("chat-smollm2-135m", "chat-1.6x", 128, 48),
+    "chat": Task("chat-smollm2-135m", "chat-1.5x", 128, 48),
     "cnn_dm": Task("", None, 96, 32),  # of --cnn-dm, under its own schedule
 }
 OTHERS = ("transformers", "prompt-lookup", "early-exit")
