@@ -149,7 +149,9 @@ def run(config: Config) -> int:
     if config.resume and (stored := stored_recipe(out)) is not None:
         check_same_run(stored, recipe)
         if stored.get("result") is not None:
-            return _finish_again(config, stored, out)
+            if state.is_main_process:
+                _finish_again(config, stored, out)
+            return 0
     tuner = _tuner(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
     state.wait_for_everyone()
     if state.is_main_process:
@@ -161,15 +163,11 @@ def run(config: Config) -> int:
     return 0
 
 
-def _finish_again(config: Config, recipe: dict[str, Any], out: Path) -> int:
-    """What comes after the result of a run, which a kill may have cut off; returns 0."""
-    from skipdecode.tuning.setup import process_state
-
-    if process_state().is_main_process:
-        note(f"{out} has a finished run: its result is shown again")
-        shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-        _show(config, recipe, out)
-    return 0
+def _finish_again(config: Config, recipe: dict[str, Any], out: Path) -> None:
+    """What comes after the result of a run, which a kill may have cut off."""
+    note(f"{out} has a finished run: its result is shown again")
+    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+    _show(config, recipe, out)
 
 
 def _show(config: Config, recipe: dict[str, Any], out: Path) -> None:
@@ -178,9 +176,8 @@ def _show(config: Config, recipe: dict[str, Any], out: Path) -> None:
     from skipdecode.reporting.plots import loss_chart
 
     save_chart(loss_chart(read_log(out / LOG_FILE)), out / _PICTURE)
-    print(
-        json.dumps(recipe) if config.json else _summary(recipe["result"], Schedule.from_dict(recipe["schedule"]), out)
-    )
+    schedule = Schedule.from_dict(recipe["schedule"])
+    print(json.dumps(recipe) if config.json else _summary(recipe["result"], schedule, out))
 
 
 def _check(config: Config) -> None:
@@ -189,6 +186,7 @@ def _check(config: Config) -> None:
         if not getattr(config, name):
             raise UsageError(f"{'MODEL' if name == 'model' else flag(name)} is missing: see skipdecode tune --help")
     _schedule(config, [_SOME_POSITIONS])  # refuses what does not fit the model
+    _check_fit(config)
     if config.self:
         self_template(config)
     else:
@@ -224,7 +222,6 @@ def _self_generated(config: Config, prompts: PromptSource | None) -> tuple[Confi
         loaded = load(config.ref)
         # Refused before texts are generated.
         make_curriculum(_schedule(config, [config.self_tokens]).schedule, config)
-        _check_fit(config, checkpoint_digest(loaded)["fit"])
         files = {"train": TRAIN_FILE, "dev": DEV_FILE}
         config, template, made = with_self_generated(config, loaded, prompts, config.dev_records or 0, **files)
     return config, template, {"self": made}
@@ -248,7 +245,6 @@ def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
     as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
     loaded = load(config.ref, dtype="auto" if as_stored else "float32")
     digest = checkpoint_digest(loaded)
-    _check_fit(config, digest["fit"])
     if digest["fit"] is not None:
         note(f"the fit is {'trained with the weights' if config.train_fit else 'not trained'}")
     if config.goes_on or not hasattr(loaded.model, "get_base_model"):
@@ -256,10 +252,10 @@ def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
     return replace(loaded, model=loaded.model.merge_and_unload()), digest
 
 
-def _check_fit(config: Config, fit: str | None) -> None:
+def _check_fit(config: Config) -> None:
     """Refuse a recipe's run without the fit that it started from."""
     before = None if config.recipe is None else read_recipe(Path(config.recipe)).get("checkpoint")
-    if fit is None and (before or {}).get("fit") is not None:
+    if config.ref.fit is None and (before or {}).get("fit") is not None:
         raise UsageError(
             f"the run of {config.recipe} started from a fit, and there is none: give --schedule with the file beside "
             "the fit"
