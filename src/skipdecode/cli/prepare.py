@@ -186,8 +186,9 @@ def _checked(config: Config) -> tuple[PromptSource | None, dict[str, str]]:
     prompt_sets(depths, config.ref.num_layers)
     for speedup in config.sampled_speedups:
         Schedule.from_speedup(config.ref.num_layers, speedup, _SOME_POSITIONS)
-    for name in filter(partial(getattr, config), ("train", "dev", "test")):
-        path = getattr(config, name)
+    for name, path in (("train", config.train), ("dev", config.dev), ("test", config.test)):
+        if not path:
+            continue
         if is_stream(path):
             raise UsageError(f"{flag(name)} is read several times, so it cannot be a pipe: give a file")
         with closing(Input.open(path)) as file:

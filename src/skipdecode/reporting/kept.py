@@ -13,6 +13,7 @@ __all__ = ["kept_chart", "kept_columns", "minutes_chart", "rows_of", "speedups_t
 
 _SHARES = (0.99, 0.98, 0.95)
 _FULL_DEPTH = ("base", "full")
+_KEPT = "kept of full depth, %"
 Row = Mapping[str, Any]
 
 
@@ -58,7 +59,7 @@ def speedups_that_keep(rows: Sequence[Row]) -> dict[str, float | None]:
     Linear between measured speed-ups, from the checkpoint's own full depth on, which is the last row of full depth.
     """
     own = [(1.0, row["kept"]) for row in rows if row["full_depth"] and row["kept"] is not None][-1:]
-    measured = [*own, *sorted(_points(rows))]
+    measured = [*own, *sorted(point for point in _points(rows) if point[0] > 1)]
     return {f"{share:.0%}": _speedup_that_keeps(measured, share) for share in _SHARES}
 
 
@@ -90,13 +91,13 @@ def kept_chart(rows: Sequence[Row]) -> Chart:
         measured = sorted(_points([row for row in rows if row["minutes"] == minutes]))
         name = f"{minutes:g} minutes" if minutes else "fit alone"
         series.append(Series(name, [Point(speedup, 100 * kept) for speedup, kept in measured], "-"))
-    return Chart(series, "speed-up of requests", "kept of full depth, %")
+    return Chart(series, "speed-up of requests", _KEPT)
 
 
 def minutes_chart(kept: Mapping[str, float | None]) -> Chart:
     """The share that the target keeps after each number of minutes, which are the keys."""
     points = sorted((float(minutes), 100 * share) for minutes, share in kept.items() if share is not None)
-    return Chart([Series("target", [Point(*point) for point in points], "-")], "minutes", "kept of full depth, %")
+    return Chart([Series("target", [Point(*point) for point in points], "-")], "minutes", _KEPT)
 
 
 def _points(rows: Sequence[Row]) -> Iterator[tuple[float, float]]:
