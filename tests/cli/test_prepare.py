@@ -14,6 +14,7 @@ import pytest
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.models.fit import FIT_FILE, Fit
+from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.performance.cost import CostModel
@@ -75,7 +76,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
 
     # Merged, as docs/vllm.md has it, the checkpoint keeps its fit.
     loaded = load_model(model, dtype="float32")
-    save_tuned(loaded.model.merge_and_unload(), loaded.tokenizer, loaded.schedule, place / "merged")
+    save_tuned(merge_adapter(loaded.model), loaded.tokenizer, loaded.schedule, place / "merged")
     prompt = ["--no-template", "red car\n", "--max-new-tokens", "12", "--dtype", "float32"]
     adapter, merged = (said(capsys, ["generate", where, *prompt]) for where in (model, str(place / "merged")))
     assert merged["text"] == adapter["text"]

@@ -221,13 +221,19 @@ def test_a_tuned_directory_loads_and_carries_the_schedule(tmp_path: Path) -> Non
     assert "checkpoints" not in left
 
 
-def test_an_adapter_is_small_loads_on_its_base_and_merges(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base")
-    changes = {"lora_rank": 2, "learning_rate": 1e-2}
+@pytest.mark.parametrize(
+    ("options", "changes"), [({}, {}), ({"tie_word_embeddings": True}, {"lora_targets": ("lm_head",)})], ids=str
+)
+def test_an_adapter_is_small_loads_on_its_base_and_merges(tmp_path: Path, options: Any, changes: Any) -> None:
+    base = save_model(tmp_path / "base", **options)
+    changes = {"lora_rank": 2, "learning_rate": 1e-2, **changes}
     for name, more in (("adapter", {}), ("merged", {"merge": True})):
         config = TuneConfig(**(BASICS | changes | more))
         model = load_model(str(base)).model
-        Tuner(model, TOKENIZER, TRAIN, DEV, TARGET, config, tmp_path / name, base_name=str(base)).run()
+        result = Tuner(model, TOKENIZER, TRAIN, DEV, TARGET, config, tmp_path / name, base_name=str(base)).run()
+        assert dev_loss_of(load_model(str(tmp_path / name)).model, TARGET) == pytest.approx(
+            result.best_dev_loss, abs=1e-4
+        )
     adapter, merged = load_model(str(tmp_path / "adapter")), load_model(str(tmp_path / "merged"))
     assert adapter.schedule == merged.schedule == TARGET
     assert not (tmp_path / "adapter" / "model.safetensors").exists()

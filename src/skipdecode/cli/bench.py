@@ -26,6 +26,7 @@ from skipdecode.common.options import Reads, Writes, option
 from skipdecode.data.prompts import context_length
 from skipdecode.errors import UsageError
 from skipdecode.models.families import layers_in
+from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.performance.bench.workload import ENGINES, GEOMETRIES, Workload, build
@@ -137,8 +138,7 @@ def _model(config: Config, ref: ModelRef | None) -> Any:
         model = build(str(config.geometry), getattr(torch, config.dtype), choose_device(config.device))
         _check_fits(config, model.config)
         return model
-    model = load_model(ref, dtype=config.dtype, device=config.device, require_tokenizer=False).model
-    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    return merge_adapter(load_model(ref, dtype=config.dtype, device=config.device, require_tokenizer=False).model)
 
 
 # ---------------------------------------------------------------------- report

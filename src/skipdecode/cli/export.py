@@ -15,6 +15,7 @@ from skipdecode.cli.options import NamedModel, ScheduleOptions, choose_schedule
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
+from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.gguf_file import KINDS, check_architecture
 from skipdecode.models.loading.hub import DTYPES, LoadedModel, load_model
 
@@ -71,10 +72,8 @@ def _load(config: Config) -> LoadedModel:
 
     stored = config.ref.config.dtype or torch.float32
     dtype = stored if config.dtype == "auto" else getattr(torch, config.dtype)
-    merge = config.ref.adapter is not None
-    first = torch.float32 if merge else dtype
+    first = dtype if config.ref.adapter is None else torch.float32
     loaded = load_model(
         config.ref, dtype=str(first).removeprefix("torch."), device="cpu", require_tokenizer=config.format == "gguf"
     )
-    model = loaded.model.merge_and_unload() if merge else loaded.model
-    return replace(loaded, model=model.to(dtype))
+    return replace(loaded, model=merge_adapter(loaded.model).to(dtype))

@@ -46,6 +46,7 @@ from skipdecode.data.self_generated import (
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.loading import load
 from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe, stored_recipe
@@ -247,9 +248,7 @@ def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
     digest = checkpoint_digest(loaded)
     if digest["fit"] is not None:
         note(f"the fit is {'trained with the weights' if config.train_fit else 'not trained'}")
-    if config.goes_on or not hasattr(loaded.model, "get_base_model"):
-        return loaded, digest
-    return replace(loaded, model=loaded.model.merge_and_unload()), digest
+    return loaded if config.goes_on else replace(loaded, model=merge_adapter(loaded.model)), digest
 
 
 def _check_fit(config: Config) -> None:

@@ -18,6 +18,8 @@ from skipdecode.engine.generate import Around, GenerateEngine, no_context
 from skipdecode.engine.scheduler import PROMPT_TOKENS, REFILL_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.ref import one_line
 from skipdecode.schedule import Schedule
 
 __all__ = ["Backend", "GenerateBackend", "end_tokens", "open_engines", "open_fast"]
@@ -166,14 +168,14 @@ def _merged_copy(model: Any) -> Any:
     """A copy of the base model with a PEFT adapter added to its weights."""
     if unwrap(model).device.type != "cpu":  # `unwrap` refuses prompt learning, which has no weights to merge.
         return unwrap(model)  # which the fast engine refuses: no copy is made for it
-    twin = copy.deepcopy(model)
-    merge = getattr(twin, "merge_and_unload", None)
-    if merge is None:
-        raise UnfitModelError("its adapter cannot be merged into the weights")
     try:
-        return merge()
-    except (ValueError, TypeError, NotImplementedError) as e:
-        raise UnfitModelError(f"its adapter cannot be merged into the weights ({e})") from None
+        twin = copy.deepcopy(model)
+    except RuntimeError as e:  # of PEFT's matrices that are views of others, such as with `ensure_weight_tying`
+        raise UnfitModelError(f"its adapter cannot be copied to be merged ({one_line(e)})") from None
+    try:
+        return merge_adapter(twin)
+    except UsageError as e:
+        raise UnfitModelError(str(e)) from None
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -24,9 +24,10 @@ from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import OutputError
 from skipdecode.models.carried import SCHEDULE_FILE, carry
 from skipdecode.models.fit import FIT_FILE, Fit, fit_of, fit_state, keep_fit
+from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.schedule import Schedule
 
-__all__ = ["Checkpoints", "merge_adapter", "save_tuned"]
+__all__ = ["Checkpoints", "merge_saved", "save_tuned"]
 
 _KEEP = 2
 _ADAPTER, _FITTED = "adapter.safetensors", "fit.safetensors"
@@ -207,7 +208,7 @@ def save_tuned(
     os.replace(partial, directory)
 
 
-def merge_adapter(model: Any, directory: Path) -> Any:
+def merge_saved(model: Any, directory: Path) -> Any:
     """The plain model with the adapter that `save_tuned` wrote to `directory` merged in, and the fit beside it.
 
     `model` is the PeftModel it came from, whose own adapter weights and fit are replaced.
@@ -218,4 +219,4 @@ def merge_adapter(model: Any, directory: Path) -> Any:
     peft.set_peft_model_state_dict(model, load_file(directory / _PEFT_WEIGHTS))
     if (file := directory / FIT_FILE).is_file():
         keep_fit(model, Fit.load(file))
-    return model.merge_and_unload()
+    return merge_adapter(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -45,7 +46,9 @@ def with_lora(model: Any, config: TuneConfig) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        return peft.get_peft_model(model, lora)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge_adapter` unties them
+            return peft.get_peft_model(model, lora)
     except ValueError as error:
         raise UsageError(f"--lora-targets {' '.join(config.lora_targets)}: {error}") from None
 

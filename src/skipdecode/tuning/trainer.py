@@ -31,7 +31,7 @@ from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.fit import fit_of, trainable_fit
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.checkpoint import Checkpoints, merge_adapter, save_tuned
+from skipdecode.tuning.checkpoint import Checkpoints, merge_saved, save_tuned
 from skipdecode.tuning.collate import Batch, GroupedBatches, collate, padding
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
@@ -332,7 +332,7 @@ class Tuner:
         if self._accelerator.is_main_process:
             best = self._checkpoint_dir / "best"
             if self._config.merge:
-                merged = merge_adapter(self._adapter, best)
+                merged = merge_saved(self._adapter, best)
                 best = self._checkpoint_dir / "merged"
                 save_tuned(merged, self._tokenizer, self._schedule, best)
             copy_files(best, self._out)
