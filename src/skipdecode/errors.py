@@ -23,7 +23,8 @@
     ├── OutputError            a path that the results cannot be written to
     └── MissingExtraError      an optional dependency is not installed
 
-There is one warning: `UntunedScheduleWarning`. Messages are one line: what was wrong, what is accepted, what to do.
+There are two warnings, `UntunedScheduleWarning` and `DepthWarning`. Messages are one line: what was wrong, what is
+accepted, what to do.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = [
     "AlreadyAttachedError",
     "AttachError",
     "DataError",
+    "DepthWarning",
     "DivergedError",
     "FetchError",
     "FitError",
@@ -183,3 +185,7 @@ class MissingExtraError(SkipDecodeError, ImportError):
 
 class UntunedScheduleWarning(UserWarning):
     """A schedule with weights that were not tuned under it, or under fewer layers: the text degrades."""
+
+
+class DepthWarning(UserWarning):
+    """Tokens of a forward run other layers than the schedule may suggest: all are prompt, or a turn on a used cache."""

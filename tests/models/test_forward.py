@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from oracle import layer_list, oracle_logits, position_ids
 from skipdecode import Schedule, attach
-from skipdecode.errors import UnsupportedFeatureError
+from skipdecode.errors import DepthWarning, UnsupportedFeatureError
 from skipdecode.models.families import FAMILIES
 from tiny import LAYERS, VOCAB, shared_model, tiny_model
 
@@ -186,7 +187,7 @@ def test_what_a_schedule_cannot_give_is_refused_by_name(options, names):
     with attach(model, PAPER):
         with pytest.raises(UnsupportedFeatureError, match=names):
             model(input_ids=ids, **options)
-        model(input_ids=ids)
+        model(input_ids=ids, prompt_length=8)
 
 
 @both
@@ -198,6 +199,64 @@ def test_prompt_length_with_use_cache_returns_a_cache_that_goes_on(schedule: Sch
         out = model(input_ids=ids[:, :15], prompt_length=5, use_cache=True)
         last = model(input_ids=ids[:, 15:], past_key_values=out.past_key_values).logits
     assert torch.allclose(torch.cat([out.logits, last], 1), forced, atol=1e-4)
+
+
+FULL_DEPTH = {
+    "plain": {},
+    "without a cache": {"use_cache": False},
+    "with a mask": {"attention_mask": torch.ones(2, 16)},
+}
+NO_PROMPT_ALONE = {
+    "labels": {"labels": torch.full((2, 16), 5)},
+    "prompt_length": {"prompt_length": 8},
+    "the start of a loop": {"use_cache": True},
+}
+
+
+@pytest.mark.parametrize("options", FULL_DEPTH.values(), ids=FULL_DEPTH)
+@torch.no_grad()
+def test_a_forward_of_prompt_alone_says_once_that_it_runs_full_depth(options):
+    """A tool that reads `model(ids).logits`, such as a scorer of texts, would measure full depth without knowing it."""
+    model = tiny_model("llama")
+    ids, _, _ = ragged_batch()
+    with attach(model, PAPER) as attachment:
+        with pytest.warns(DepthWarning, match="prompt_length"):
+            first = model(input_ids=ids, **options).logits
+        model(input_ids=ids, **options)  # as warnings are errors in the tests, this is silent
+        with attachment.paused():
+            assert torch.equal(first, model(input_ids=ids, **options).logits)
+    with attach(model, PAPER), pytest.warns(DepthWarning):
+        model(input_ids=ids, **options)
+
+
+@pytest.mark.parametrize("options", NO_PROMPT_ALONE.values(), ids=NO_PROMPT_ALONE)
+@torch.no_grad()
+def test_a_forward_that_can_run_the_schedule_does_not_warn(options):
+    ids, _, _ = ragged_batch()
+    model = tiny_model("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DepthWarning)
+        with attach(model, PAPER) as attachment:
+            model(input_ids=ids, **options)
+            model(input_ids=ids, past_key_values=attachment.new_cache())
+            model.generate(input_ids=ids, max_new_tokens=2, do_sample=False)
+            model.generate(input_ids=ids, max_new_tokens=2, do_sample=False, use_cache=False)
+            with attachment.paused():
+                model(input_ids=ids)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule.full(LAYERS), replace(PAPER, prompt="max_exit"), replace(PAPER, prompt=tuple(range(LAYERS - 1)))],
+    ids=["full depth", "max_exit", "prompts skip a layer"],
+)
+def test_a_forward_of_prompt_alone_does_not_warn_if_it_is_what_the_schedule_says(schedule: Schedule):
+    model = tiny_model("llama")
+    ids, _, _ = ragged_batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DepthWarning)
+        with attach(model, schedule):
+            model(input_ids=ids, use_cache=False)
 
 
 def test_foreign_cache_is_refused():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer, set_seed
 
 from oracle import layer_list, oracle_logits
 from skipdecode import Schedule, attach
-from skipdecode.errors import UnsupportedFeatureError
+from skipdecode.errors import DepthWarning, UnsupportedFeatureError
 from tiny import LAYERS, VOCAB, ragged_prompts, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
@@ -144,14 +147,15 @@ def test_a_second_turn_runs_the_last_set_and_keeps_nestedness(schedule: Schedule
     with attach(model, schedule):
         turn = model.generate(input_ids=first, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
         text = torch.cat([turn.sequences, more], 1)
-        again = model.generate(
-            input_ids=text,
-            past_key_values=turn.past_key_values,
-            max_new_tokens=6,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        with pytest.warns(DepthWarning, match="second turn"):
+            again = model.generate(
+                input_ids=text,
+                past_key_values=turn.past_key_values,
+                max_new_tokens=6,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
     final = again.sequences
     # 4 prompt columns, 5 generated (the fifth is fed with the new turn, at its own position), then the last set.
     active = torch.zeros(LAYERS, final.shape[1], dtype=torch.bool)
@@ -188,11 +192,28 @@ def test_rows_that_end_early_have_the_same_second_turn_as_alone(schedule: Schedu
             )
             return again.sequences[:, text.shape[1] :]
 
-        together = two_turns(ids, mask)
-        alone = torch.cat(
+        with pytest.warns(DepthWarning):
+            together = two_turns(ids, mask)
+        alone = torch.cat(  # without a second warning
             [two_turns(ids[r, mask[r].bool()][None], torch.ones(1, int(mask[r].sum()))) for r in range(3)]
         )
     assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("name", ["constant of max_exit", "the same text goes on"])
+def test_a_second_turn_that_runs_the_layers_of_a_fresh_cache_does_not_warn(name: str):
+    more = [11, 12, 13] if name == "constant of max_exit" else []
+    schedule = replace(Schedule.constant(LAYERS, 5), prompt="max_exit") if more else PAPER
+    model = tiny_model("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DepthWarning)
+        with attach(model, schedule):
+            options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+            turn = model.generate(input_ids=torch.tensor([[5, 6, 7, 8]]), **options)
+            text = torch.cat([turn.sequences, torch.tensor([more], dtype=torch.long)], 1)
+            again = model.generate(input_ids=text, past_key_values=turn.past_key_values, **options)
+            if more:
+                assert torch.equal(again.sequences, model.generate(input_ids=text, **options).sequences)
 
 
 @both

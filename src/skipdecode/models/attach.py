@@ -13,6 +13,7 @@ from torch import Tensor
 from skipdecode.errors import (
     AlreadyAttachedError,
     AttachError,
+    DepthWarning,
     ScheduleError,
     UnsupportedFeatureError,
     UntunedScheduleWarning,
@@ -21,10 +22,18 @@ from skipdecode.models.cache import SkipCache
 from skipdecode.models.carried import of_model, tuned_under
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.fit import Fit, fit_of
-from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats, foreign_cache
+from skipdecode.models.forward import (
+    ALL_PROMPT,
+    SECOND_TURN,
+    CallArguments,
+    ForwardSlot,
+    GenerationOptions,
+    GenerationStats,
+    foreign_cache,
+)
 from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
 from skipdecode.models.loading.recipe import Recipe, untuned_line
-from skipdecode.models.plan import PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
+from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.schedule import Schedule
 
 __all__ = ["Attachment", "attach", "detach"]
@@ -97,9 +106,15 @@ class Attachment:
       same cache) cannot run layers that those tokens skipped. It and all later tokens run the schedule's last set.
     * With `labels`, or with `prompt_length=` (a number of columns, or one per row): teacher-forced, without a cache.
       Response token j runs `schedule.layers(j)`. The forward is differentiable.
-    * With neither: all tokens are prompt.
+    * With neither: all tokens are prompt. If prompts run full depth, this is the model without a schedule.
 
     Not thread-safe: one forward at a time per model.
+
+    Warns
+    -----
+    DepthWarning
+        Once for each kind: a forward of the third form while prompts run full depth, except at the start of a loop that
+        passes `use_cache=True`; and a second turn on a cache whose tokens run other layers than in a fresh cache.
 
     Attributes
     ----------
@@ -122,8 +137,9 @@ class Attachment:
         self.fit = fit_of(model) if fit is None else fit
         self.schedule = of_model(model) if schedule is None else schedule
         self._arguments = CallArguments(self._model)
-        self._uncached_prompt: int | None = None
+        self._prompt_columns: int | None = None  # within generate
         self._paused = False
+        self._warned: set[str] = set()
         self._counts = (0, 0, 0)
         self._install()
 
@@ -235,6 +251,8 @@ class Attachment:
             return None
         self._gate_state.text = text_columns(call.get("attention_mask"), columns)
         forced = call.get("labels") is not None or (prompt_length is not None and not call.get("use_cache"))
+        if not forced and self._prompt_columns is None and not call.get("use_cache"):
+            self._warn_of_full_depth()
         if not forced and self._arguments.wants_cache(call):
             return self._plan_cached(call, prompt_length, columns)
         if forced:
@@ -242,6 +260,15 @@ class Attachment:
         else:
             self._plan_uncached(columns)
         return None
+
+    def _warn_of_full_depth(self) -> None:
+        if len(self._schedule.prompt_layers()) == len(self._layers):
+            self._warn_once(ALL_PROMPT)
+
+    def _warn_once(self, line: str) -> None:
+        if line not in self._warned:
+            self._warned.add(line)
+            warnings.warn(line, DepthWarning, stacklevel=2)
 
     def _plan_teacher_forced(self, call: dict[str, Any], prompt_length: int | Tensor | None, columns: int) -> None:
         call["use_cache"] = False
@@ -253,7 +280,7 @@ class Attachment:
         self._gate_state.plan = StepPlan.of_rows(self._schedule, positions)
 
     def _plan_uncached(self, columns: int) -> None:
-        prompt = columns if self._uncached_prompt is None else self._uncached_prompt
+        prompt = columns if self._prompt_columns is None else self._prompt_columns
         self._set_columns([max(PROMPT, i - prompt) for i in range(columns)])
 
     def _plan_cached(
@@ -261,7 +288,7 @@ class Attachment:
     ) -> tuple[SkipCache, list[int]] | None:
         cache = call.get("past_key_values")
         if cache is None:
-            cache = call["past_key_values"] = self.new_cache()
+            cache = call["past_key_values"] = self.new_cache(self._prompt_columns)
         elif not isinstance(cache, SkipCache):
             if self._schedule.is_full:
                 return None
@@ -274,6 +301,8 @@ class Attachment:
                 "where the prompt ends, with prompt_length=… in the call or in new_cache"
             )
         positions = cache.next_positions(columns)
+        if cache.fed is not None and columns > 1 and self._schedule.prompt_layers() != self._schedule.layers(AFTER):
+            self._warn_once(SECOND_TURN)
         self._gate_state.text = text_columns(call.get("attention_mask"), columns)
         self._set_columns(positions)
         return cache, positions
@@ -312,26 +341,27 @@ class Attachment:
         self._counts = (0, 0, 0)
         kwargs.pop("cache_implementation", None)
         if not options.uses_cache():
-            with self._prompt_without_cache(prompt):
+            with self._prompt_of(prompt):
                 result = plain(**kwargs)
             held = (0, 0)
         else:
             cache = kwargs["past_key_values"] = kwargs.get("past_key_values") or self.new_cache()
             if cache.fed is None:
                 cache.prompt_length = prompt
-            result = plain(**kwargs)
+            with self._prompt_of(prompt):
+                result = plain(**kwargs)
             cache.begin_response()
             held = cache.kv_bytes(), cache.kv_bytes_full()
         self.last_run = GenerationStats(*self._counts, *held)
         return result
 
     @contextlib.contextmanager
-    def _prompt_without_cache(self, columns: int) -> Iterator[None]:
-        self._uncached_prompt = columns
+    def _prompt_of(self, columns: int) -> Iterator[None]:
+        self._prompt_columns = columns
         try:
             yield
         finally:
-            self._uncached_prompt = None
+            self._prompt_columns = None
 
     def _refuse_generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedFeatureError(

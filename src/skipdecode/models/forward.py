@@ -13,7 +13,24 @@ from torch import Tensor
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 
-__all__ = ["CallArguments", "ForwardSlot", "GenerationOptions", "GenerationStats", "foreign_cache"]
+__all__ = [
+    "ALL_PROMPT",
+    "SECOND_TURN",
+    "CallArguments",
+    "ForwardSlot",
+    "GenerationOptions",
+    "GenerationStats",
+    "foreign_cache",
+]
+
+ALL_PROMPT = (
+    "this forward runs full depth, because all tokens are prompt: give prompt_length=… or labels so that a response "
+    "runs the schedule, or use_cache=True to begin a decoding loop (said once)"
+)
+SECOND_TURN = (
+    "a second turn on a used cache runs the schedule's last set of layers, and its prompt would run other layers in a "
+    "fresh cache: leave the cache out if the text of a fresh run is needed (said once)"
+)
 
 _NO_STATES = "skipped layers have nothing to report; leave it out, or use attachment.paused()"
 _ROLLBACK = "it rolls the cache back, and skipped layers have nothing to roll back to"
