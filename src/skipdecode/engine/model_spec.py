@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from skipdecode.engine.kernels.memory import huge_pages
 from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Prologue
 from skipdecode.errors import UnfitModelError
+from skipdecode.models.windows import layer_windows
 
 __all__ = ["READERS", "Reader", "read_model", "weights_of"]
 
@@ -44,8 +45,6 @@ class Reader:
         In a layer: the module with `head_dim`, `scaling` and perhaps `q_norm` and `k_norm`.
     gamma_offset : int
         Added to the weights of the norms.
-    slides : bool
-        Whether all layers have the config's sliding window if the config has no layer types.
     """
 
     body: str = "model"
@@ -61,7 +60,6 @@ class Reader:
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     gamma_offset: int = 0
-    slides: bool = False
 
 
 READERS: dict[str, Reader] = {
@@ -86,7 +84,7 @@ READERS: dict[str, Reader] = {
     ),
     "granite": Reader(),
     "llama": Reader(),
-    "mistral": Reader(slides=True),
+    "mistral": Reader(),
     "opt": Reader(
         body="model.decoder",
         norm="final_layer_norm",
@@ -97,7 +95,7 @@ READERS: dict[str, Reader] = {
         mlp_in=("fc1",),
         mlp_out="fc2",
     ),
-    "phi3": Reader(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",), slides=True),
+    "phi3": Reader(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",)),
     "qwen2": Reader(),
     "qwen3": Reader(),
 }
@@ -200,7 +198,6 @@ def _attention(
 ) -> AttentionSpec:
     heads, dim = config.num_attention_heads, attention.head_dim
     types = getattr(config, "layer_types", None)
-    slides = types[index] == "sliding_attention" if types else reader.slides
     cos, sin = rotary.get(types[index] if types else None) or rotary.get(None, (None, None))
     if cos is not None and 2 * cos.shape[1] != dim:
         raise UnfitModelError("it rotates only a part of each head")
@@ -210,7 +207,7 @@ def _attention(
         kv_heads=(columns // dim - heads) // 2,
         head_dim=dim,
         scale=attention.scaling,
-        window=(getattr(config, "sliding_window", None) or 0) if slides else 0,
+        window=layer_windows(config)[index] or 0,
         cos=cos,
         sin=sin,
         q_gamma=_gamma(reader, q),

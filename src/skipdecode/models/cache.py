@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.plan import cached_positions
+from skipdecode.models.windows import layer_windows
 
 __all__ = ["SkipCache"]
 
@@ -33,7 +35,10 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     """
 
     def __init__(self, config: Any, prompt_length: int | None = None) -> None:
-        super().__init__(config=config)
+        super().__init__()
+        # A layer of transformers with a window of 1 keeps all tokens and says that it keeps none: it is one that grows.
+        windows = [window if window != 1 else None for window in layer_windows(config.get_text_config(decoder=True))]
+        self.layers = [DynamicLayer() if n is None else DynamicSlidingWindowLayer(sliding_window=n) for n in windows]
         self.prompt_length = prompt_length
         self._projecting = False
         self._projected = 0  # columns of this forward that the current layer has projected

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from skipdecode.errors import AttachError, UnsupportedModelError
 
@@ -24,26 +24,34 @@ class Family:
         Attribute path from the causal LM to its list of decoder layers.
     returns_tuple : bool
         Whether a layer returns a tuple whose first element is the hidden states, instead of the hidden states.
+    windows : {"none", "all", "types"}
+        The layers that have the config's `sliding_window`, if it is set: none, all, or those of its `layer_types`.
+    needs_window : bool
+        With "types": whether the class needs a window even if no layer has one.
     """
 
     layers: str = "model.layers"
     returns_tuple: bool = False
+    windows: Literal["none", "all", "types"] = "none"
+    needs_window: bool = False
 
 
 _BLOCKS = Family("transformer.h")
 _TUPLE_BLOCKS = Family("transformer.h", returns_tuple=True)
+_WINDOWED = Family(windows="all")
+_MIXED = Family(windows="types", needs_window=True)
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family(),
     "bloom": _TUPLE_BLOCKS,
     "codegen": _TUPLE_BLOCKS,
     "cohere": Family(),
-    "cohere2": Family(),
-    "exaone4": Family(),
+    "cohere2": _MIXED,
+    "exaone4": Family(windows="types"),
     "falcon": _TUPLE_BLOCKS,
     "gemma": Family(),
-    "gemma2": Family(),
-    "gemma3_text": Family(),
+    "gemma2": _MIXED,
+    "gemma3_text": _MIXED,
     "glm": Family(),
     "glm4": Family(),
     "gpt2": _BLOCKS,
@@ -54,25 +62,25 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(),
     "helium": Family(),
     "llama": Family(),
-    "ministral": Family(),
-    "mistral": Family(),
-    "mixtral": Family(),
+    "ministral": _MIXED,
+    "mistral": _WINDOWED,
+    "mixtral": _WINDOWED,
     "nemotron": Family(),
     "olmo": Family(),
     "olmo2": Family(),
-    "olmo3": Family(),
+    "olmo3": _MIXED,
     "opt": Family("model.decoder.layers"),
     "persimmon": Family(),
     "phi": Family(),
-    "phi3": Family(),
-    "qwen2": Family(),
-    "qwen2_moe": Family(),
-    "qwen3": Family(),
-    "qwen3_moe": Family(),
+    "phi3": _WINDOWED,
+    "qwen2": Family(windows="types"),
+    "qwen2_moe": _MIXED,
+    "qwen3": Family(windows="types"),
+    "qwen3_moe": _WINDOWED,
     "seed_oss": Family(),
-    "smollm3": Family(),
+    "smollm3": Family(windows="types"),
     "stablelm": Family(),
-    "starcoder2": Family(),
+    "starcoder2": _WINDOWED,
 }
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from skipdecode.engine.kv import KVLayout
 from skipdecode.models.families import decoder_layers, family_of
+from skipdecode.models.windows import layer_windows
 from skipdecode.schedule import Schedule
 
 __all__ = ["ModelGeometry"]
@@ -76,8 +77,7 @@ class ModelGeometry:
         experts = [sum(p.numel() for n, p in x.named_parameters() if ".experts." in f".{n}") for x in layers]
         named = (getattr(config, name, None) for name in ("num_local_experts", "num_experts"))
         count = int(next(filter(None, named))) if any(experts) else 0
-        cache = DynamicCache(config=config)
-        windows = {i: cache.layers[i].sliding_window for i, slides in enumerate(cache.is_sliding) if slides}
+        windows = {layer: window for layer, window in enumerate(layer_windows(config)) if window is not None}
         sizes = {"head_params": _head_params(model, layers), "params": model.num_parameters()}
         kv_heads, head_dim = _kv_shape(model, layers)
         return cls(

@@ -14,11 +14,12 @@ from typing import Any
 from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import FIT_FILE, of_adapter, of_config
-from skipdecode.models.families import layers_in
+from skipdecode.models.families import FAMILIES, layers_in
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.hub_probe import ask_hub
 from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
 from skipdecode.models.loading.store import find_model
+from skipdecode.models.windows import drop_unread, layer_windows
 from skipdecode.schedule import Schedule
 
 __all__ = ["ModelRef", "Place", "model_files", "one_line", "told"]
@@ -217,6 +218,9 @@ class ModelRef:
         classes = config.architectures or []
         if config.model_type not in CAUSAL_LM or (classes and not set(classes) & set(CAUSAL_LM.values())):
             raise ModelLoadError(f"{where} holds {', '.join(classes) or config.model_type}: {needed}")
+        if config.model_type in FAMILIES:
+            layer_windows(config)
+            drop_unread(config)
         return config
 
 

@@ -1,0 +1,180 @@
+"""Windows and types of layers in a config: every engine computes what the model's class computes without a cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import skipdecode
+from checkpoints import byte_tokenizer
+from engine_tools import decode
+from oracle import active_tokens, oracle_logits
+from skipdecode import Schedule, attach
+from skipdecode.engine import FastEngine, GatedEngine
+from skipdecode.engine.model_spec import READERS
+from skipdecode.errors import UnfitModelError, UnsupportedModelError
+from skipdecode.models.families import FAMILIES
+from tiny import LAYERS, tiny_model
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOW = 6
+SCHEDULE = Schedule.from_speedup(LAYERS, 2, 8)
+PROMPT = tuple(3 + 7 * i % 90 for i in range(19))
+NEW = 8
+EDITS: dict[str, dict[str, Any]] = {
+    "types full": {"layer_types": [FULL] * LAYERS},
+    "types alternate": {"layer_types": [SLIDING, FULL] * (LAYERS // 2)},
+    "window": {"sliding_window": WINDOW},
+    "types full and window": {"layer_types": [FULL] * LAYERS, "sliding_window": WINDOW},
+    "both": {"layer_types": [SLIDING, FULL] * (LAYERS // 2), "sliding_window": WINDOW},
+    "both, late": {"layer_types": [FULL] * 5 + [SLIDING] * 3, "sliding_window": WINDOW},
+    "both, allowed": {
+        "layer_types": [SLIDING, FULL] * (LAYERS // 2),
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+    },
+    "both, forbidden": {
+        "layer_types": [SLIDING, FULL] * (LAYERS // 2),
+        "sliding_window": WINDOW,
+        "use_sliding_window": False,
+    },
+    "window 1": {"sliding_window": 1},
+    "both of 1": {"layer_types": [SLIDING, FULL] * (LAYERS // 2), "sliding_window": 1},
+    "window 0": {"sliding_window": 0},
+    "window -1": {"sliding_window": -1},
+    "no window": {"sliding_window": None},
+    "window of 0 that no layer has": {"layer_types": [FULL] * LAYERS, "sliding_window": 0},
+    "chunks": {"layer_types": ["chunked_attention", FULL] * (LAYERS // 2), "attention_chunk_size": WINDOW},
+    "a chunk size": {"attention_chunk_size": WINDOW},
+    "linear": {"layer_types": ["linear_attention", FULL] * (LAYERS // 2)},
+}
+QUICK = [
+    ("gemma3_text", "both, late"),
+    ("gemma3_text", "no window"),
+    ("llama", "both"),
+    ("llama", "types full and window"),
+    ("llama", "window"),
+    ("llama", "window 0"),
+    ("mistral", "both of 1"),
+    ("mistral", "window 1"),
+    ("mistral", "window -1"),
+    ("phi3", "both"),
+    ("phi3", "no window"),
+    ("phi3", "types full and window"),
+    ("phi3", "window 0"),
+    ("qwen2", "both"),
+    ("qwen2", "both, forbidden"),
+    ("qwen2", "chunks"),
+    ("qwen2", "types full and window"),
+    ("qwen2", "window of 0 that no layer has"),
+    ("granite", "both"),
+]
+
+
+def check(model: Any, tokens: list[int], schedule: Schedule) -> None:
+    """The tokens are the most probable ones of the model's class, without a cache."""
+    text = torch.tensor([[*PROMPT, *tokens]])
+    active = active_tokens(schedule, len(PROMPT), text.shape[1])
+    logits = oracle_logits(model, text, torch.ones_like(text), active)[0, len(PROMPT) - 1 : -1]
+    picked = logits[torch.arange(len(tokens)), text[0, len(PROMPT) :]]
+    torch.testing.assert_close(picked, logits.max(-1).values, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def generated(model: Any, schedule: Schedule) -> list[int]:
+    with attach(model, schedule):
+        text = model.generate(input_ids=torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
+    return text[0, len(PROMPT) :].tolist()
+
+
+@torch.no_grad()
+def walk(family: str, edit: dict[str, Any]) -> None:
+    try:
+        model = tiny_model(family, **edit)
+    except KeyError:
+        pytest.skip("the class cannot be made with this config")
+    for schedule in (Schedule.full(LAYERS), SCHEDULE):
+        try:
+            tokens = generated(model, schedule)
+        except UnsupportedModelError:
+            check_refused(model, schedule)
+            return
+        check(model, tokens, schedule)
+        assert tokens == decode(GatedEngine(model, schedule), [PROMPT], NEW)[0][0]
+        if family in READERS:
+            check(model, decode(FastEngine(model, schedule), [PROMPT], NEW)[0][0], schedule)
+
+
+def check_refused(model: Any, schedule: Schedule) -> None:
+    """Every engine names the setting."""
+    with pytest.raises(UnsupportedModelError, match=r"sliding_window|layer_types"):
+        decode(GatedEngine(model, schedule), [PROMPT], NEW)
+    with pytest.raises((UnsupportedModelError, UnfitModelError)):
+        FastEngine(model, schedule)
+
+
+REFUSED = {
+    "mistral": ["window 0", "window -1"],
+    "qwen2": ["both, forbidden", "chunks", "linear", "window 0"],
+    "gemma3_text": ["no window", "window 0"],
+}
+
+
+@pytest.mark.parametrize("name", ["both", "types full and window", "window"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@torch.no_grad()
+def test_a_loaded_model_is_its_class_on_every_engine_and_for_other_tools(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    """Also transformers' own generate, whose cache follows the config."""
+    saved(tmp_path, family, EDITS[name])
+    loaded = skipdecode.load(tmp_path)
+    rows = {
+        engine: skipdecode.LLM(loaded, engine=engine).generate(["ab" * 10], max_new_tokens=NEW)[0].tokens
+        for engine in ("transformers", "fast")
+    }
+    prompt = torch.tensor([loaded.tokenizer("ab" * 10).input_ids])
+    text = prompt
+    for _ in range(NEW):
+        text = torch.cat([text, loaded.model(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    theirs = loaded.model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    right = text[0, prompt.shape[1] :].tolist()
+    assert rows == {"transformers": right, "fast": right}
+    assert theirs[0, prompt.shape[1] :].tolist() == right
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in REFUSED.items() for name in names])
+def test_a_config_that_the_class_cannot_compute_is_refused_before_weights_are_loaded(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, family, EDITS[name])
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UnsupportedModelError, match=r"sliding_window|layer_types"):
+        skipdecode.load(tmp_path)
+
+
+def saved(folder: Path, family: str, edit: dict[str, Any]) -> None:
+    """A checkpoint whose config.json is edited after it was written."""
+    model = tiny_model(family, vocab_size=259)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | edit))
+
+
+@pytest.mark.parametrize(("family", "name"), QUICK)
+def test_engines_compute_what_the_class_computes_or_name_the_reason(family: str, name: str) -> None:
+    walk(family, EDITS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_engines_compute_what_the_class_computes_in_every_family(family: str, name: str) -> None:
+    walk(family, EDITS[name])
