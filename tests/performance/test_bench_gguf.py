@@ -54,7 +54,7 @@ def test_sizes_are_those_of_the_weights_in_the_file(kind: str, tmp_path: Path):
     [
         ("opt", {}),
         ("mistral", {}),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
     ],
 )
 def test_what_llama_cpp_would_run_otherwise_is_refused(family: str, changes: dict[str, Any], tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -11,12 +12,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from skipdecode.errors import OutputError, WriteError
+from skipdecode.errors import OutputError, SkipDecodeError, WriteError
 
-__all__ = ["cache_dir", "check_place", "copy_files", "is_stream", "linked", "open_stream", "replaced", "write_whole"]
+__all__ = [
+    "cache_dir",
+    "check_place",
+    "copy_files",
+    "give_usual_mode",
+    "is_stream",
+    "linked",
+    "open_stream",
+    "replaced",
+    "write_whole",
+    "writing",
+]
 
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _MOST_LINKS = 40
+_FULL = re.compile(r"os error \d|No space left|File too large|quota exceeded|PytorchStreamWriter", re.IGNORECASE)
 
 
 def cache_dir() -> Path:
@@ -114,14 +127,20 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp creates private files; these get the usual permissions.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
+        give_usual_mode(Path(temporary))
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def give_usual_mode(path: Path) -> None:
+    """Give a file, or the files of a directory, the permissions of a new file; some libraries write private files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in (path, *path.rglob("*")):
+        if file.is_file():
+            file.chmod(0o666 & ~mask)
 
 
 def write_whole(path: Path | str, data: str | bytes) -> None:
@@ -133,4 +152,39 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
         with open_stream(path) if is_stream(path) else replaced(Path(path)) as file:
             file.write(data.encode() if isinstance(data, str) else data)
     except OSError as e:
-        raise WriteError(f"cannot write {path}: {e.strerror or e}") from None
+        raise _write_error(path, e, len(data)) from None
+
+
+@contextlib.contextmanager
+def writing(path: Path, needed: int = 0) -> Iterator[None]:
+    """Raise WriteError, with the file, its size and the room left, if a library cannot write.
+
+    safetensors, tokenizers and torch report a full disk by errors of many classes.
+
+    Parameters
+    ----------
+    path : Path
+        The file that the error names.
+    needed : int
+        Its bytes, if they are known.
+    """
+    try:
+        yield
+    except SkipDecodeError:
+        raise
+    except Exception as e:
+        if not isinstance(e, OSError) and _FULL.search(str(e)) is None:
+            raise
+        raise _write_error(path, e, needed) from e
+
+
+def _write_error(path: Path | str, error: Exception, needed: int) -> WriteError:
+    """With the bytes that are needed and free there, if the disk is full."""
+    reason = str(getattr(error, "strerror", None) or error)
+    if _FULL.search(reason) is not None:
+        folder = next(each for each in Path(path).absolute().parents if each.is_dir())
+        size = f"{needed / 1e6:.1f} MB are needed and " if needed else ""
+        reason += (
+            f": {size}{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there; make room, or choose another place"
+        )
+    return WriteError(f"cannot write {path}: {reason}")

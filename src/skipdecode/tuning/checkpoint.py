@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
-from skipdecode.common.progress import note, without_foreign_bars
+from skipdecode.common.files import writing
+from skipdecode.common.progress import note
 from skipdecode.errors import OutputError
 from skipdecode.models.carried import SCHEDULE_FILE, carry
 from skipdecode.models.fit import FIT_FILE, Fit, fit_of, fit_state, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.saving import save_model, save_tokenizer
 from skipdecode.schedule import Schedule
 
 __all__ = ["Checkpoints", "merge_saved", "save_tuned"]
@@ -86,7 +88,8 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._accelerator.wait_for_everyone()
-        self._accelerator.save_state(str(partial))
+        with writing(final):
+            self._accelerator.save_state(str(partial))
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
             shutil.rmtree(final, ignore_errors=True)
@@ -193,15 +196,14 @@ def save_tuned(
         state = model.state_dict() if state_dict is None else state_dict
         dtype = getattr(torch, adapter_dtype)
         adapter = {name: tensor.to(dtype) for name, tensor in state.items() if "lora_" in name}
-        model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
+        with writing(directory / _PEFT_WEIGHTS, sum(tensor.nbytes for tensor in adapter.values())):
+            model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
+        save_tokenizer(tokenizer, partial, shown=directory)
         schedule.save(partial / SCHEDULE_FILE)
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
     else:
         model.config.skipdecode = schedule.to_dict()
-        with without_foreign_bars():
-            model.save_pretrained(partial, state_dict=state_dict)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
+        save_model(model, tokenizer, partial, state_dict=state_dict, shown=directory)
     if (fit := fit_of(model)) is not None:
         fit.save(partial / FIT_FILE, fitted or None)
     shutil.rmtree(directory, ignore_errors=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from skipdecode.common.progress import without_foreign_bars
+from skipdecode.common.files import write_whole, writing
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.models.carried import drop_schedule
 from skipdecode.models.families import decoder_layers, find_family
@@ -25,6 +25,7 @@ from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import RECIPE_FILE, stored_recipe
 from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.saving import save_model
 from skipdecode.schedule import Schedule
 
 __all__ = ["check_exportable", "cut_model", "save_checkpoint", "save_gguf"]
@@ -80,19 +81,16 @@ def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path) ->
     """
     drop_schedule(loaded.model.config)
     with _whole(directory) as partial:
-        with without_foreign_bars():
-            loaded.model.save_pretrained(partial)
-        if loaded.tokenizer is not None:
-            loaded.tokenizer.save_pretrained(partial)
+        save_model(loaded.model, loaded.tokenizer, partial, shown=directory)
         if (recipe := stored_recipe(loaded.path)) is not None:
             recipe |= {"schedule": None, "exported": {"model": loaded.name, "schedule": schedule.to_dict()}}
-            (partial / RECIPE_FILE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+            write_whole(partial / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
 
 
 def save_gguf(loaded: LoadedModel, directory: Path, kind: str) -> Path:
     """Write a model that `cut_model` has cut, with its tokenizer, as a file for llama.cpp; returns the file."""
     name = f"{Path(loaded.name).resolve().name}-{kind}.gguf"
-    with _whole(directory) as partial:
+    with _whole(directory) as partial, writing(directory / name):
         write_gguf(loaded.model, partial / name, kind, loaded.tokenizer)
     return directory / name
 

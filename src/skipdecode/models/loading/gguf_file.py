@@ -25,6 +25,13 @@ _ARCHITECTURES = {
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
 }
+# Types of rotary positions that llama.cpp scales in the same way, and the entries that it reads.
+_ROPE_ENTRIES = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
 _BLOCK = 32
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -76,8 +83,11 @@ def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> Gguf
         _write_tokenizer(writer, tokenizer, config.vocab_size)
     matrix = gguf.GGMLQuantizationType[kind.upper()]
     outer = gguf.GGMLQuantizationType.Q8_0 if kind.startswith("q4") else matrix
+    if _rope(config)["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _frequency_factors(model).numpy())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     layers = head = 0
-    for name, tensor in _tensors(model, gguf.get_tensor_name_map(number, config.num_hidden_layers)):
+    for name, tensor in _tensors(model, gguf.get_tensor_name_map(number, config.num_hidden_layers), tied):
         kind_of = outer if name.startswith(("token_embd.", "output.")) else matrix
         if tensor.dim() < 2:
             kind_of = gguf.GGMLQuantizationType.F32
@@ -86,7 +96,7 @@ def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> Gguf
         data = gguf.quants.quantize(tensor.float().numpy(), kind_of)
         writer.add_tensor(name, data, raw_dtype=kind_of)
         layers += data.nbytes if name.startswith("blk.") else 0
-        outputs = ("output_norm.", "token_embd." if config.tie_word_embeddings else "output.")
+        outputs = ("output_norm.", "token_embd." if tied else "output.")
         head += data.nbytes if name.startswith(outputs) else 0
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -97,26 +107,51 @@ def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> Gguf
 
 def check_architecture(config: Any) -> str:
     """GGUF's architecture for a transformers config; raises UsageError if llama.cpp has no match for the model."""
-    rope = getattr(config, "rope_parameters", None) or {}
+    scaling = _rope(config)["rope_type"]
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
         config.model_type == "mistral" and getattr(config, "sliding_window", None)
     )
     if config.model_type not in _ARCHITECTURES:
         reason = f"a model of type {config.model_type!r}"
-    elif rope.get("rope_type", "default") != "default":
-        reason = "a model with scaled rotary positions"
+    elif not _is_scaled_alike(config):
+        reason = f"a model of type {config.model_type!r} with rotary positions of type {scaling!r} and these settings"
     elif sliding:
         reason = "a model with sliding-window attention"
     else:
         return _ARCHITECTURES[config.model_type][0]
     raise UsageError(
         f"{reason} cannot be written for llama.cpp here: accepted are models of type "
-        f"{', '.join(sorted(_ARCHITECTURES))} with full attention and plain rotary positions; take another format or "
-        "engine"
+        f"{', '.join(sorted(_ARCHITECTURES))} with full attention, and rotary positions of type default, linear, yarn "
+        "or (llama and mistral) llama3; write --format hf, and convert that with llama.cpp's convert_hf_to_gguf.py"
     )
 
 
+def _rope(config: Any) -> dict[str, Any]:
+    """The settings of rotary positions."""
+    return {"rope_type": "default"} | (getattr(config, "rope_parameters", None) or {})
+
+
+def _is_scaled_alike(config: Any) -> bool:
+    """Whether llama.cpp scales rotary positions as the model does."""
+    rope = _rope(config)
+    known = _ROPE_ENTRIES.get(rope["rope_type"], set()) | {"rope_type", "type", "rope_theta"}
+    has_factors = _ARCHITECTURES[config.model_type][0] == "llama"
+    return known.issuperset(rope) and None not in rope.values() and (rope["rope_type"] != "llama3" or has_factors)
+
+
+def _frequency_factors(model: Any) -> Tensor:
+    """By which llama.cpp divides the rotary frequencies of each head, (pairs,) in fp32."""
+    import torch
+
+    scaled = type(model.model.rotary_emb)(model.config).inv_freq  # of a loaded model it may be of another type
+    steps = torch.arange(len(scaled), dtype=torch.float32) / len(scaled)
+    factors: Tensor = model.config.rope_parameters["rope_theta"] ** -steps / scaled
+    return factors
+
+
 def _write_sizes(writer: Any, config: Any) -> None:
+    from gguf import RopeScalingType
+
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -127,7 +162,13 @@ def _write_sizes(writer: Any, config: Any) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = _rope(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
 
@@ -171,13 +212,13 @@ def _split_name(backend: Any) -> str:
     )
 
 
-def _tensors(model: Any, names: Any) -> Iterator[tuple[str, Tensor]]:
-    """GGUF's names and the tensors under them."""
+def _tensors(model: Any, names: Any, tied: bool) -> Iterator[tuple[str, Tensor]]:
+    """GGUF's names and the tensors under them. A tied output embedding is stored once."""
     config = model.config
     pairs = _ARCHITECTURES[config.model_type][1]
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name == "lm_head.weight" and tied:
             continue
         parts = name.split(".")
         count = heads.get(parts[-2])

@@ -178,6 +178,10 @@ def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:
             ignore_mismatched_sizes=True,  # refused below, by name
             **place.options,
         )
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        # The file has a head, whatever its config says: readers of what is saved from here must not leave it out.
+        model.config.tie_word_embeddings = False
     model.to(device)
     _check_tensors(
         place.where,

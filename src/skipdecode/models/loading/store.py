@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from skipdecode.common.files import cache_dir
 from skipdecode.common.progress import note
-from skipdecode.errors import FetchError
+from skipdecode.errors import FetchError, WriteError
 
 __all__ = ["SOURCE_FILE", "CachedModel", "add_model", "cached_models", "find_model"]
 
@@ -79,10 +79,11 @@ def add_model(name: str, build: Callable[[Path], str]) -> Path:
         with _locked(root / f".{name}.lock", name):
             if not final.is_dir():
                 _build(name, final, build)
-    except OSError as e:
+    except (OSError, WriteError) as e:
+        reason = getattr(e, "strerror", None) or e
         raise FetchError(
-            f"{name} cannot be stored in {root}: {e.strerror or e}; make room there, or set SKIPDECODE_CACHE to a "
-            "directory you can write to"
+            f"{name} cannot be stored in {root}: {reason}; make room there, or set SKIPDECODE_CACHE to a directory you "
+            "can write to"
         ) from e
     return final
 

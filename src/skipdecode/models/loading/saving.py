@@ -1,0 +1,116 @@
+"""Writes a model and its tokenizer so that transformers 4 reads the same model as transformers 5, without a word.
+
+transformers 5 stores rotary positions under one new name, and names classes and entries of a tokenizer that version 4
+does not know. Version 4 then takes its defaults: other positions, another start token. The old names are written too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.files import give_usual_mode, write_whole, writing
+from skipdecode.common.progress import note, without_foreign_bars
+
+__all__ = ["save_model", "save_tokenizer", "with_old_names"]
+
+_CONFIG, _WEIGHTS, _TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+# Entries of rotary positions that are not in version 4's `rope_scaling`, and the names that GPT-NeoX has for them.
+_BESIDE_SCALING = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+_PHI3_SCALING = {"rope_type", "short_factor", "long_factor", "original_max_position_embeddings"}
+
+
+def save_model(
+    model: Any, tokenizer: Any, directory: Path, *, state_dict: Mapping[str, Any] | None = None, shown: Path
+) -> None:
+    """Write a transformers causal LM and its tokenizer, if there is one, into a directory.
+
+    Parameters
+    ----------
+    state_dict : mapping, optional
+        The weights, where they are not the model's own.
+    shown : Path
+        The directory that error messages name, where `directory` is a temporary one.
+
+    Raises
+    ------
+    WriteError
+        The directory cannot be written, such as because the disk is full.
+    """
+    weights = {id(each): each for each in (model.state_dict() if state_dict is None else state_dict).values()}
+    needed = sum(each.nbytes for each in weights.values())
+    with writing(shown / _WEIGHTS, needed), without_foreign_bars():
+        model.save_pretrained(directory, state_dict=state_dict)
+    _edit(directory / _CONFIG, with_old_names)
+    save_tokenizer(tokenizer, directory, shown=shown)
+
+
+def save_tokenizer(tokenizer: Any, directory: Path, *, shown: Path) -> None:
+    """Write a tokenizer, if there is one, and give all files of the directory their usual permissions."""
+    if tokenizer is not None:
+        with writing(shown / _TOKENIZER):
+            tokenizer.save_pretrained(directory)
+        if hasattr(tokenizer, "backend_tokenizer"):
+            _edit(directory / "tokenizer_config.json", _in_plain_class)
+    give_usual_mode(directory)
+
+
+def with_old_names(config: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a config.json, and beside them the names under which transformers 4 reads the same values.
+
+    A note says so if version 4 has no names for these values.
+    """
+    family, old = config["model_type"], {}
+    if family == "qwen3_moe" and "num_local_experts" in config:
+        old["num_experts"] = config["num_local_experts"]
+    if rope := config.get("rope_parameters"):
+        main, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+        old |= _old_rope(config, main)
+        if local is not None and family == "gemma3_text":
+            old["rope_local_base_freq"] = local["rope_theta"]
+        if local is not None and not _is_plain(local, main if family != "gemma3_text" else local):
+            note("transformers 4 has no names for the rotary positions of sliding layers in this config.json")
+    return config | old
+
+
+def _is_plain(rope: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether rotary positions are not scaled, and have the base of the other ones."""
+    return bool(rope["rope_type"] == "default" and rope["rope_theta"] == other["rope_theta"])
+
+
+def _old_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Version 4's entries for the rotary positions of all layers, or of those with full attention."""
+    is_neox = config["model_type"] == "gpt_neox"
+    old = {old if is_neox else name: rope[name] for name, old in _BESIDE_SCALING.items() if name in rope}
+    if rope["rope_type"] == "default":
+        return old
+    scaling = {name: value for name, value in rope.items() if name not in _BESIDE_SCALING}
+    if rope["rope_type"] == "longrope":
+        # Version 4 reads this from the config itself, and there computes the factor from it.
+        length = old["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+        if config["model_type"] == "phi3" and scaling.keys() <= _PHI3_SCALING:
+            scaling = {"type": "longrope"} | {name: rope[name] for name in ("short_factor", "long_factor")}
+        elif (factor := rope.get("factor")) is not None:
+            grows = max(math.log(factor), 0.0)
+            scaling.setdefault("attention_factor", math.sqrt(1 + grows / math.log(length)))
+    return old | {"rope_scaling": scaling}
+
+
+def _in_plain_class(config: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a tokenizer_config.json for the class that takes everything from tokenizer.json.
+
+    Version 4 lacks version 5's name of this class, and its other classes put start and end tokens of their own.
+    """
+    config.pop("backend", None)
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    return config | {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def _edit(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace the entries of a JSON file."""
+    changed = change(json.loads(file.read_text(encoding="utf-8")))
+    write_whole(file, json.dumps(changed, indent=2, sort_keys=True) + "\n")
