@@ -82,6 +82,49 @@ def test_only_records_within_the_limit_are_refused(tmp_path: Path):
         load_records(apart, data, limit=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.csv", "prompt;note\nab;x, y\n"),
+        ("x.csv", '"prompt";"note, if any"\r\n"ab";"x, y"\r\n'),
+        ("x.csv", 'prompt,note\rab,"x, y"\r'),
+        ("x.csv", "prompt;note\rab;x, y"),
+        ("x.tsv", "prompt\tnote\rab\tx, y\r"),
+    ],
+)
+def test_semicolons_and_line_ends_of_old_spreadsheets_are_read(tmp_path: Path, name: str, content: str):
+    ((line, row),) = read_rows(written(tmp_path / name, content))
+    assert (line, list(row.values())) == (2, ["ab", "x, y"])
+
+
+def test_a_semicolon_in_a_comma_separated_header_is_text(tmp_path: Path):
+    assert list(read_rows(written(tmp_path / "x.csv", "a;b,c\n1;2,3\n"))) == [(2, {"a;b": "1;2", "c": "3"})]
+    assert list(read_rows(written(tmp_path / "y.csv", "text\n1;2\n"))) == [(2, {"text": "1;2"})]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+def test_old_line_ends_of_other_files_are_refused_by_name(tmp_path: Path, name: str):
+    lines = b'{"prompt": "a"}\r{"prompt": "b"}\r'
+    with pytest.raises(DataError, match="CR alone"):
+        PromptSource.open(str(written(tmp_path / name, lines)))
+    whole = written(tmp_path / name, lines.replace(b"\r", b"\r\n"))
+    assert PromptSource.open(str(whole)).count() == 2
+
+
+def test_empty_cells_are_a_record_and_a_blank_line_is_none(tmp_path: Path):
+    one = written(tmp_path / "x.csv", 'prompt\nab\n""\n\ncd\n')
+    assert list(read_rows(one)) == [(2, {"prompt": "ab"}), (3, {"prompt": ""}), (5, {"prompt": "cd"})]
+    two = written(tmp_path / "y.csv", "a,b\n,\n1,2\n")
+    assert [line for line, _ in read_rows(two)] == [2, 3]
+
+
+def test_a_header_without_rows_is_told(tmp_path: Path):
+    for name, what in (("x.csv", "behind its header"), ("x.txt", "not blank")):
+        file = written(tmp_path / name, "prompt,note\n" if name == "x.csv" else "\n")
+        with pytest.raises(DataError, match=what):
+            PromptSource.open(str(file)).count()
+
+
 @pytest.mark.parametrize("header", ["a,,b\n1,2,3\n", "a,a\n1,2\n", '"a"b,c\n1,2\n'])
 def test_a_header_that_does_not_name_each_column_is_refused(tmp_path: Path, header: str):
     with pytest.raises(DataError) as refused:

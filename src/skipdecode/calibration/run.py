@@ -160,6 +160,7 @@ def calibrate_model(
 
         def meters(fit: Fit | None) -> tuple[LossMeter, LossMeter | None]:
             found = meters_of(fit)
+            bar.unpause()  # after the influence of layers, or a fit
             return found["learn"], found.get("held out")
 
         counts = trials(settings, goal, fitter is not None), meters(None)

@@ -5,10 +5,13 @@ Reading is a generator: memory does not grow with the file. Other kinds of files
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
+import io
+import itertools
 import os
-import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -76,7 +79,7 @@ class Input:
     def open(cls, path: str | Path) -> Self:
         """Open a file, a pipe or standard input (``-``); the latter two are copied to a temporary file.
 
-        Raises DataError if it cannot be read.
+        Raises DataError if it cannot be read, is a device, or is a stream with a line longer than MAX_LINE_BYTES.
         """
         name = "standard input" if str(path) == "-" else str(path)
         try:
@@ -84,7 +87,7 @@ class Input:
                 return cls(name, Path(path).open("rb"))
             copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             with nullcontext(sys.stdin.buffer) if str(path) == "-" else Path(path).open("rb") as stream:
-                shutil.copyfileobj(stream, copy)
+                _spool(stream, copy, name)
         except OSError as e:
             raise DataError(f"cannot read the input {path}: {e.strerror or e}") from None
         return cls(name, copy)
@@ -110,6 +113,8 @@ class Input:
         for magic, what in _NOT_READ.items():
             if start.startswith(magic):
                 raise DataError(f"{self.name} is {what}")
+        if format not in _DELIMITERS and _has_old_ends(start):
+            raise DataError(f"{self.name} has lines that end with CR alone: convert them (tr '\\r' '\\n')")
         if format == "jsonl" and self.begins_with(b"["):
             raise DataError(f"{self.name} is a JSON array: give JSONL, one JSON object a line (jq -c '.[]' makes it)")
 
@@ -122,8 +127,10 @@ class Input:
         """The records in one of `FORMATS`; see `read_rows`."""
         if format == "jsonl":
             return ((line, object_of(raw)) for line, raw in self.lines())
+        start = self.start()
         self._file.seek(0)
-        return _csv_rows(self._file, _DELIMITERS[format], self.name)
+        lines = _old_lines(self._file) if _has_old_ends(start) else self._file
+        return _csv_rows(lines, _semicolon_or(_DELIMITERS[format], start), self.name)
 
     def close(self) -> None:
         """Close the file; a temporary copy is deleted."""
@@ -147,10 +154,54 @@ def read_rows(path: str | Path | Input) -> Iterator[tuple[int, Row]]:
         yield from opened.rows(format)
 
 
-def _csv_rows(file: IO[bytes], delimiter: str, name: str) -> Iterator[tuple[int, Row]]:
+def _spool(stream: IO[bytes], copy: IO[bytes], name: str) -> None:
+    """Copy a stream that has an end, as a pipe and a terminal have; DataError for what has none."""
+    with contextlib.suppress(io.UnsupportedOperation):  # no open file
+        kind = os.fstat(stream.fileno())
+        endless = stat.S_ISCHR(kind.st_mode) and not (stream.isatty() or kind.st_rdev == os.stat(os.devnull).st_rdev)
+        if endless or stat.S_ISBLK(kind.st_mode):
+            raise DataError(f"{name} is a device, which is not read as records: give a file or a pipe")
+    for number in itertools.count(1):
+        line = stream.readline(MAX_LINE_BYTES)
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            raise DataError(f"{name}: longer than {MAX_LINE_BYTES // 2**20} MiB, nothing more is read", number)
+        if not line:
+            return
+        copy.write(line)
+
+
+def _has_old_ends(start: bytes) -> bool:
+    """Whether lines end with CR alone, as spreadsheets once wrote them, by the first bytes of a file."""
+    return b"\r" in start.rstrip() and b"\n" not in start
+
+
+def _semicolon_or(delimiter: str, start: bytes) -> str:
+    """The delimiter of a CSV file by its first bytes: a semicolon if only with it the header has several columns."""
+    lines = start.removeprefix(BOM).decode("utf-8", "replace").lstrip().splitlines()[:1]
+
+    def columns(delimiter: str) -> int:
+        try:
+            return len(next(csv.reader(lines, delimiter=delimiter, strict=True), []))
+        except csv.Error:
+            return 0
+
+    return ";" if columns(delimiter) < 2 <= columns(";") else delimiter
+
+
+def _old_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Lines that end with CR."""
+    rest = b""
+    while piece := file.read(2**20):
+        *lines, rest = (rest + piece).split(b"\r")
+        yield from (line + b"\r" for line in lines)
+    if rest:
+        yield rest
+
+
+def _csv_rows(lines: Iterable[bytes], delimiter: str, name: str) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(MAX_LINE_BYTES)
     # Bytes that are not UTF-8 become surrogates: only the records with them have errors.
-    texts = (raw.decode("utf-8", "surrogateescape") for raw in _without_mark(file))
+    texts = (raw.decode("utf-8", "surrogateescape") for raw in _without_mark(lines))
     reader = csv.reader(texts, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
@@ -164,8 +215,8 @@ def _csv_rows(file: IO[bytes], delimiter: str, name: str) -> Iterator[tuple[int,
                 raise DataError(f"{name}: no header of a {delimiter!r}-separated file: {e}", line) from None
             row: Row = DataError(f"not CSV: {e}")
         else:
-            if not any(fields):
-                continue
+            if not fields or (header is None and not any(fields)):
+                continue  # a blank line; where there is a header, empty cells are a record
             if header is None:
                 header = [field.strip() for field in fields]
                 if not all(map(is_text, header)):
