@@ -99,6 +99,15 @@ def test_a_prompt_is_a_text_a_chat_or_a_record(llm: LLM):
     assert llm.generate([], 4) == []
 
 
+def test_a_chat_may_have_calls_and_names(llm: LLM, capsys: Any):
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    chat = [*CHAT, {"role": "assistant", "tool_calls": [call]}, {"role": "user", "name": "Ann", "content": "you"}]
+    for prompts in (chat, [chat], {"messages": chat}):
+        assert [out.prompt for out in llm.generate(prompts, 1)] == ["<user>hi<assistant><user>you<assistant>"]
+    told = capsys.readouterr().err
+    assert (told.count("'name'"), told.count("'tool_calls'")) == (1, 1)
+
+
 def test_a_stop_text_ends_and_cuts(llm: LLM):
     (whole,) = llm.generate("hello", 12)
     end = whole.text[3:5]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.progress import note
+from skipdecode.data.chats import MESSAGE_FIELDS
 from skipdecode.data.detokenizer import TextStream, TokenTexts
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
@@ -142,6 +143,7 @@ class LLM:
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
         self._engines: list[Engine] = []
         self._warned: set[Schedule] = set()
+        self._told: set[str] = set()
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -277,7 +279,7 @@ class LLM:
         )
         records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(prompts)]
         context = context_length(self.loaded.model.config)
-        return PromptEncoder(self.tokenizer, context, template=form.template).encode(records)
+        return PromptEncoder(self.tokenizer, context, template=form.template, told=self._told).encode(records)
 
     def _prepared(
         self,
@@ -350,5 +352,5 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed: list[Any] = list(prompts)
-    is_chat = bool(listed) and all(isinstance(p, Mapping) and p.keys() == {"role", "content"} for p in listed)
+    is_chat = bool(listed) and all(isinstance(p, Mapping) and {"role"} < p.keys() <= MESSAGE_FIELDS for p in listed)
     return [listed] if is_chat else listed

@@ -90,6 +90,25 @@ def test_chats_stay_chats_and_a_template_of_chats_goes_through_both(capsysbinary
     assert found == ["<user>Say this.<assistant>", "<user>hi<assistant>"]
 
 
+@pytest.mark.parametrize("verb", ["generate", "chats", "tune", "serve"])
+def test_a_broken_chat_template_is_told_before_any_work(capsys: Any, tmp_path: Path, verb: str) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    row = {"prompt": "a", "response": "b", "messages": [{"role": "user", "content": "a"}]}
+    data = write_rows(tmp_path / "in.jsonl", [row])
+    learn = ["--train", data, "--dev", data, "--prompt-field", "prompt", "--response-field", "response", "--chat"]
+    command = {
+        "generate": ["generate", model, "hello", "--chat"],
+        "chats": ["generate", model, "--input", data, "--field", "messages", "--output", str(tmp_path / "out.jsonl")],
+        "tune": ["tune", model, *learn, "--out", str(tmp_path / "out"), "--nominal-speedup", "2"],
+        "serve": ["serve", model, "--port", "0"],
+    }[verb]
+    assert main(command) == 2
+    assert "the model's chat template is broken: line 2: " in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out.jsonl").exists()
+    assert main(["generate", model, "hello", "--max-new-tokens", "1"]) == 0
+
+
 def test_a_template_of_several_fields_wants_them_all(capsysbinary: Any, tmp_path: Path) -> None:
     model = tuned(tmp_path / "two", "{colour} {thing}:")
     rows = write_rows(tmp_path / "in.jsonl", [{"colour": "red", "thing": "car"}, {"prompt": "car"}, {"colour": "red"}])

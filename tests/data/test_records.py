@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -13,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from checkpoints import byte_tokenizer
+from skipdecode.cli import main
 from skipdecode.common import jsonl
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record, SeenIds, Template
 from skipdecode.data.source import PromptSource
-from skipdecode.errors import DataError, UsageError
-from textgen_tools import write_rows
+from skipdecode.errors import DataError, ModelLoadError, UsageError
+from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
 
 
 def records_of(path: Path, data: bytes) -> list[Record]:
@@ -149,6 +152,15 @@ def test_bad_row_keeps_its_id(tmp_path: Path):
     assert next(source.records()).id == "k"
 
 
+def test_a_bad_row_without_an_id_does_not_take_that_of_another(tmp_path: Path, capsys: Any):
+    rows = [{"id": 2, "prompt": "a"}, {"prompt": ""}, {"prompt": "c"}, {"id": "k", "prompt": "x" * CONTEXT}]
+    out = tmp_path / "out.jsonl"
+    command = ["generate", save_tiny_model(tmp_path / "model"), "--max-new-tokens", "1", "--output", str(out)]
+    assert main([*command, "--input", write_rows(tmp_path / "in.jsonl", rows)]) == 1
+    assert [(row["id"], row.get("line")) for row in read_rows(out)] == [(2, None), (None, 2), (3, None), ("k", 4)]
+    assert "have the id of an earlier row" not in capsys.readouterr().err
+
+
 def test_endless_line_is_a_bad_row_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
     found = records_of(tmp_path / "in.txt", b"ok\n" + b"x" * 2500 + b"\nalso ok\n")
@@ -167,6 +179,39 @@ def test_json_array_is_refused(tmp_path: Path):
 def test_unreadable_input_is_one_line(tmp_path: Path, name: str):
     with pytest.raises(DataError, match="cannot read the input"):
         PromptSource.open(str(tmp_path / name))
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs devices")
+def test_a_device_is_refused_before_it_is_read():
+    for name in ("/dev/zero", "/dev/urandom"):
+        with pytest.raises(DataError, match="is a device"):
+            PromptSource.open(name)
+    with Path("/dev/zero").open() as zero, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", zero)
+        with pytest.raises(DataError, match="is a device"):
+            PromptSource.open("-")
+    with pytest.raises(DataError, match="no prompts"):
+        PromptSource.open("/dev/null").count()
+
+
+def test_a_line_of_a_pipe_that_never_ends_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skipdecode.common.rows.MAX_LINE_BYTES", 1000)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def feed() -> None:
+        with contextlib.suppress(BrokenPipeError), pipe.open("wb", buffering=0) as out:
+            out.write(b"ok\n")
+            while True:
+                out.write(b"x" * 4096)
+
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
+    with pytest.raises(DataError) as refused:
+        PromptSource.open(str(pipe))
+    assert refused.value.line == 2
+    feeder.join(10)
+    assert not feeder.is_alive()
 
 
 # ---------------------------------------------------------------------- counting
@@ -249,6 +294,126 @@ def test_template_troubles_stay_with_their_row():
     assert "has no chat template" in encoded(CHAT, template=False).error
     with pytest.raises(UsageError, match="no chat template: give --no-chat"):
         PromptEncoder(byte_tokenizer(chat=False), None, chat=True)
+
+
+# ---------------------------------------------------------------------- fields of a record
+
+
+TOOLS = (
+    "{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+    {"role": "tool", "name": "add", "content": "2"},
+]
+
+
+def prompts_of(rows: list[Any], template: str = TOOLS, *, form: PromptForm | None = None, **options: Any) -> list[str]:
+    """The prompts, or the errors, of records."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    form = form or PromptForm()
+    encoder = PromptEncoder(tokenizer, None, template=form.template, **options)
+    return [p.error or p.text for p in encoder.encode([form.record(row) for row in rows])]
+
+
+def test_a_chat_goes_into_its_template_with_calls_names_and_tools():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    row = {"messages": CALLED, "tools": tools}
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOLS.replace("{{ m.role }}", "{{ m.role }}{{ m.name }}")
+    (text,) = prompts_of([row], tokenizer.chat_template)
+    plain = [{k: v for k, v in m.items() if v is not None} | {"content": m["content"] or ""} for m in CALLED]
+    assert text == tokenizer.apply_chat_template(plain, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert all(part in text for part in ("[add]", "<tooladd>2", '"type": "function"'))
+
+
+def test_fields_that_are_not_in_the_prompts_are_named_once(capsys: Any):
+    rows = [{"messages": CALLED}, {"messages": CALLED, "score": 1}, {"question": "q", "context": "c", "id": 1, "x": ""}]
+    assert prompts_of([*rows, *rows]) == [*["<user>1+1?<assistant>[add]<tool>2<assistant>"] * 2, "q"] * 2
+    told = capsys.readouterr().err
+    assert [told.count(repr(name)) for name in ("name", "score", "context")] == [1, 1, 1]
+    assert not any(repr(name) in told for name in ("tool_calls", "messages", "question", "id", "x"))
+    assert prompts_of([{"messages": CALLED[:1], "tools": [CALL]}], "{{ messages[0].content }}") == ["1+1?"]
+    assert "'tools'" in capsys.readouterr().err
+    prompts_of([{"q": "q", "context": "c"}], form=PromptForm("q"))  # chosen by the user
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tool_calls", "add"), ("tool_calls", [1]), ("tools", "add"), ("tools", [1]), ("tools", {"a": 1})],
+)
+def test_calls_and_tools_that_no_template_takes_are_refused(field: str, value: Any):
+    message = CALLED[0] | ({field: value} if field == "tool_calls" else {})
+    (error,) = prompts_of([{"messages": [message]} | ({field: value} if field == "tools" else {})])
+    assert f"{field!r}" in error
+    assert "give a list of objects" in error
+
+
+def test_an_instruction_and_its_input_are_one_prompt(capsys: Any):
+    rows = [{"instruction": "To French", "input": "dog"}, {"instruction": "Sing", "input": ""}, {"input": "dog"}]
+    assert prompts_of(rows) == ["To French\n\ndog", "Sing", "dog"]
+    tuned = PromptForm(template=Template("Q: {prompt}\nA:", "answer"))
+    assert prompts_of(rows, form=tuned)[0] == "Q: To French\n\ndog\nA:"
+    assert capsys.readouterr().err == ""
+    assert prompts_of(rows[:1], form=PromptForm("input")) == ["dog"]
+
+
+def test_a_system_field_is_the_system_message_of_a_chat(capsys: Any):
+    chat = {"messages": CHAT, "system": "be brief"}
+    assert prompts_of([chat], system="be kind") == ["<system>be brief<user>hi<assistant>"]
+    assert prompts_of([{"prompt": "hi", "system": "be brief"}], chat=True) == ["<system>be brief<user>hi<assistant>"]
+    assert capsys.readouterr().err == ""
+    own = [{"role": "system", "content": "own"}, *CHAT]
+    assert prompts_of([{"prompt": "hi", "system": "no"}]) == ["hi"]
+    assert "'system'" in capsys.readouterr().err
+    assert prompts_of([{"messages": own, "system": "no"}]) == ["<system>own<user>hi<assistant>"]
+    assert "'system'" in capsys.readouterr().err
+
+
+def test_an_answer_at_the_end_of_a_chat_is_not_in_the_prompt(capsys: Any):
+    answer = {"role": "assistant", "content": "hello"}
+    rows = [{"messages": [*CHAT, answer]}, {"messages": [*CHAT, answer, *CHAT]}, {"messages": [answer]}]
+    first, second, third = prompts_of(rows)
+    assert first == "<user>hi<assistant>"
+    assert second == "<user>hi<assistant>hello<user>hi<assistant>"
+    assert "no message before it" in third
+    assert capsys.readouterr().err.count("the answer at the end of 'messages'") == 1
+
+
+def start_tokenizer() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def test_a_prompt_that_begins_with_the_start_token_has_one():
+    records = [Record(i, i + 1, i, text) for i, text in enumerate(["hi", "<s>hi", "<s><s>hi", " <s>hi", CHAT])]
+    found = [p.token_ids for p in PromptEncoder(start_tokenizer(), None).encode(records)]
+    assert found[0] == found[1] == [1, *byte_tokenizer()("hi").input_ids]
+    assert [ids.count(1) for ids in found] == [1, 1, 2, 2, 0]
+
+
+def test_a_template_that_is_no_program_is_an_error_of_the_model():
+    broken = "{% for m in messages %}{{ m.content }"
+    with pytest.raises(ModelLoadError, match="template is broken: line 1"):
+        prompts_of([{"messages": CHAT}], broken)
+    with pytest.raises(ModelLoadError, match="template is broken"):
+        prompts_of([], broken, chat=True)
+    assert prompts_of([{"prompt": "hi"}], broken) == ["hi"]
+
+
+def test_of_named_templates_the_default_one_is_used():
+    named = {"default": "A{{ messages[0].content }}", "tool_use": "B"}
+    assert prompts_of([{"messages": CHAT}, {"prompt": "x"}], named, chat=True) == ["Ahi", "Ax"]
+    with pytest.raises(UsageError, match="'tool_use'"):
+        prompts_of([], {"tool_use": "B"}, chat=True)
+    assert prompts_of([{"prompt": "hi"}], {"tool_use": "B"}) == ["hi"]
 
 
 # ---------------------------------------------------------------------- memory

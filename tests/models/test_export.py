@@ -209,6 +209,17 @@ def test_a_gguf_file_has_the_model_and_its_tokenizer(tuned: Path, exported: Any)
         torch.testing.assert_close(back(ids).logits, model(ids).logits, atol=0.05, rtol=0)
 
 
+def test_a_gguf_file_has_all_chat_templates_of_a_tokenizer(tuned: Path):
+    gguf = pytest.importorskip("gguf")
+    (tuned.parent / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    file = tuned.parent / "base" / "tokenizer_config.json"
+    templates = [{"name": name, "template": name + CHAT_TEMPLATE} for name in ("default", "tool_use")]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": templates}))
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(gguf_of(tuned, "f16")).fields.items()}
+    assert fields["tokenizer.chat_template"].startswith("default")
+    assert fields["tokenizer.chat_template.tool_use"].startswith("tool_use")
+
+
 def test_llama_cpp_gives_the_text_of_the_schedule(tuned: Path, exported: Any):
     cyllama = pytest.importorskip("cyllama")
     model, tokenizer = exported

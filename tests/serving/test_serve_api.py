@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from checkpoints import byte_tokenizer
 from serve_tools import (
     CONTEXT,
     NESTED,
@@ -20,11 +21,14 @@ from serve_tools import (
     offline,
     running,
     streamed_text,
+    tiny_served_model,
     tiny_service,
     until,
 )
 from skipdecode.engine import Sampling
 from skipdecode.engine.requests import row_seed
+from skipdecode.errors import ModelLoadError
+from skipdecode.serving.service import open_service
 from tiny import LAYERS
 
 NEW = 24
@@ -315,6 +319,8 @@ def test_special_tokens_of_tokenize():
             found(messages=MESSAGES) == found(messages=MESSAGES, add_special_tokens=False) == found(prompt=RENDERED)[1:]
         )
         assert found(messages=MESSAGES, add_special_tokens=True) == found(prompt=RENDERED)
+        assert found(prompt="<s>a") == [1, 67]
+        assert found(prompt="<s>a", add_special_tokens=False) == [1, 67]
 
 
 def test_models_without_a_fast_path_are_served_too():
@@ -459,6 +465,32 @@ CHAT_CLIENTS = {
     "tools": [],
     "user": "someone",
 }
+
+
+@pytest.mark.parametrize("bad", ["", "x" * CONTEXT])
+def test_a_bad_prompt_of_a_list_is_named_by_its_index(client, bad):
+    for prompt, where in ((["a", "b", bad], "prompt[2]: "), (bad, "the prompt has ")):
+        error = client.post(COMPLETIONS, json={"prompt": prompt}).json()["error"]
+        assert error["message"].startswith(where)
+        assert error["param"] == "prompt"
+
+
+def test_a_completion_that_begins_with_the_start_token_has_one():
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    model = tiny_served_model()
+    with running(open_service(model, tokenizer, name="tiny")) as client:
+        for prompt in ("ab", "<s>ab"):
+            assert post(client, COMPLETIONS, greedy(prompt=prompt, max_tokens=1))["usage"]["prompt_tokens"] == 3
+
+
+def test_a_broken_chat_template_is_found_at_start():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }"
+    with pytest.raises(ModelLoadError, match="template is broken"):
+        open_service(tiny_served_model(), tokenizer, name="tiny")
+    tokenizer.chat_template = "{{ raise_exception('other roles, please') }}"
+    open_service(tiny_served_model(), tokenizer, name="tiny")  # it may take other chats
 
 
 def test_what_clients_send_of_themselves_changes_nothing(client):

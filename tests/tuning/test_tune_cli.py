@@ -13,14 +13,18 @@ from typing import Any
 
 import peft
 import pytest
+from transformers import GenerationConfig
 
 import skipdecode
+from checkpoints import chatml_tokenizer
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.engine.opening import end_tokens
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.tuning.run_log import read_log
+from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 Files = dict[str, str]
@@ -69,6 +73,51 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert "100%" not in printed.err
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merged"])
+def test_the_tuned_folder_ends_where_the_learned_answers_end(tmp_path: Path, capsys: Any, kind: str) -> None:
+    tokenizer, model, out = chatml_tokenizer(), tiny_model("llama", vocab_size=261), tmp_path / "out"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.generation_config.eos_token_id = 2
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    data = str(write_jsonl(tmp_path / "train.jsonl", records(4)))
+    command = ["tune", str(tmp_path / "model"), "--train", data, "--dev", data, "--out", str(out), "--steps", "1"]
+    fields = ["--prompt-field", "thing", "--response-field", "ref", "--chat", "--nominal-speedup", "2"]
+    pace = ["--batch-size", "2", "--compare-batches", "0", "--lora-rank", "2"]
+    assert main([*command, *fields, *pace, *(["--merge"] if kind == "merged" else [])]) == 0
+    assert "'<|im_end|>'" in capsys.readouterr().err
+    loaded = load_model(str(out))
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [2, end]
+    assert end_tokens(loaded.model, loaded.tokenizer) == {2, end}
+    assert main(["export", str(out), "--out", str(tmp_path / "x"), "--schedule", _full(tmp_path)]) == 0
+    assert GenerationConfig.from_pretrained(tmp_path / "x").eos_token_id == [2, end]
+
+
+def _full(folder: Path) -> str:
+    file = folder / "full.json"
+    file.write_text(Schedule.full(LAYERS).to_json())
+    return str(file)
+
+
+@pytest.mark.parametrize("named_in", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("verb", ["tune", "calibrate"])
+def test_an_end_token_that_only_a_config_names_is_learned(
+    files: Files, tmp_path: Path, verb: str, named_in: str
+) -> None:
+    model = save_model(tmp_path / "model")
+    ends = {"tokenizer_config.json": None, "generation_config.json": None, "config.json": None, named_in: [2, 5]}
+    for name, tokens in ends.items():
+        entries = json.loads((model / name).read_text())
+        entries = {k: v for k, v in entries.items() if not k.startswith(("eos", "pad"))}
+        (model / name).write_text(json.dumps(entries | ({} if tokens is None else {"eos_token_id": tokens})))
+    own = files | {"model": str(model)}
+    calibrate = ["calibrate", own["model"], "--data", own["train"], "--out", str(tmp_path / "out"), "--records", "4"]
+    calibrate += ["--held-out", "0", "--no-fit", "--prompt-field", "thing", "--response-field", "ref"]
+    tune = arguments(own, tmp_path / "out", steps=1)
+    assert main([*(tune if verb == "tune" else calibrate), "--nominal-speedup", "2"]) == 0
+    assert load_model(str(model)).tokenizer.eos_token == "</s>"
 
 
 def test_a_run_by_the_clock_ends_in_time_with_its_learning_rate_at_the_end(files: Files, tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
-from checkpoints import byte_tokenizer
+from checkpoints import CHATML, byte_tokenizer, chatml_tokenizer
 from skipdecode.data.prompts import Example, encode_examples, read_file
 from skipdecode.data.records import Template
 from skipdecode.errors import DataError, UsageError
@@ -93,6 +94,57 @@ def test_chat_prompts_go_through_the_tokenizers_template(tmp_path: Path) -> None
     path = write_jsonl(tmp_path / "a.jsonl", records(1))
     (example,), _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
     assert tokenizer.decode(example.prompt) == f"<s>user: {records(1)[0]['thing']}</s>bot:"
+
+
+PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+NO_END = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + PROMPT
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'user' %}[Q] {{ m.content }} [/Q]"
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
+OTHER_START = CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")
+
+
+@pytest.mark.parametrize(
+    ("template", "response"),
+    [
+        (CHATML, "a {ref}<|im_end|>"),
+        (SPACED, " a {ref} </s>"),
+        (OTHER_START, "a {ref}<|im_end|>"),
+        (NO_END, "a {ref}</s>"),
+        ({"default": CHATML, "tool_use": NO_END}, "a {ref}<|im_end|>"),
+    ],
+    ids=["ChatML", "spaces", "another start", "no end", "named"],
+)
+def test_a_learned_answer_is_what_the_chat_template_writes(tmp_path: Path, template: Any, response: str) -> None:
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = template
+    path = write_jsonl(tmp_path / "a.jsonl", [{"thing": "car", "ref": "a {ref}"}])
+    (example,), _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
+    assert tokenizer.decode(example.response) == response
+    assert tokenizer.convert_ids_to_tokens(example.response[-1]) in ("<|im_end|>", "</s>")
+    (plain,), _ = load_examples(path, Template("{thing}", "ref"), tokenizer)
+    assert tokenizer.decode(plain.response) == "a {ref}</s>"
+
+
+def test_an_answer_is_tokenized_behind_its_prompt(tmp_path: Path) -> None:
+    """Some tokenizers put a space before a text, which the template does not have before an answer."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
+    path = write_jsonl(tmp_path / "a.jsonl", [{"thing": "car", "ref": "xyz"}])
+    (example,), _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
+    assert tokenizer.decode(example.response) == "xyz</s>"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_blank_prompt_is_bad(tmp_path: Path, chat: bool) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('colour,thing,ref\nred,car,x\n"  ",,y\n,car,z\n')
+    template = Template("{colour} {thing}\n", "ref", chat=chat)
+    with pytest.raises(DataError, match=r"line 3: empty prompt"):
+        load_examples(path, template, byte_tokenizer())
+    examples, rejects = load_examples(path, template, byte_tokenizer(), skip_bad=True)
+    assert (len(examples), [reject.line for reject in rejects]) == (2, [3])
 
 
 def test_the_field_that_may_be_cut_makes_room_for_the_response(tmp_path: Path) -> None:

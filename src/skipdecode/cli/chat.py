@@ -36,6 +36,7 @@ from skipdecode.cli.options import (
 from skipdecode.common.jsonl import decoded, read_lines
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
+from skipdecode.data.chats import chat_fault
 from skipdecode.data.prompts import context_length
 from skipdecode.data.records import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
@@ -92,10 +93,9 @@ def _open(config: Config, choice: ScheduleChoice) -> LLM:
     from skipdecode.llm import LLM
 
     loaded = config.load()
-    if getattr(loaded.tokenizer, "chat_template", None) is None:
+    if (fault := chat_fault(loaded.tokenizer)) is not None:
         raise UsageError(
-            f"{config.model} has no chat template: use skipdecode generate, or give an instruction-tuned model "
-            "such as smollm2-135m"
+            f"{config.model}: {fault}: use skipdecode generate, or give an instruction-tuned model such as smollm2-135m"
         )
     note(schedule_line(choice.schedule, choice.origin))
     recipe = loaded.recipe

@@ -24,6 +24,7 @@ from skipdecode.cli.options import MODEL, EngineOptions
 from skipdecode.common.environment import environment
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.data.chats import chat_fault
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length, prompt_room
 from skipdecode.engine.base import EngineStats
@@ -138,7 +139,7 @@ def _settings(config: Config) -> list[_Setting]:
 def _prompts(config: Config, loaded: LoadedModel, *kinds: str) -> list[EncodedPrompt]:
     """The built-in prompts of these kinds, in the template that the checkpoint was tuned on, else as chats."""
     form = choose_form(loaded.recipe)
-    chat = form.template is None and getattr(loaded.tokenizer, "chat_template", None) is not None
+    chat = form.template is None and chat_fault(loaded.tokenizer) is None
     listed = json.loads(resources.files("skipdecode.cli").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
     wanted = [p for p in listed if p["kind"] in kinds]
     ask = {"record": _INSTRUCTION if chat else "", "chat": ""}

@@ -2,10 +2,14 @@
 
 Prompts are arguments, lines of a text file, or records of a JSONL or CSV file. A tuned checkpoint has the prompt
 template that it was tuned on. The template is used for records that have its fields, and for plain texts if it has one
-field; --prompt-template, --task and --no-template change this. An output record has the id of its prompt (field "id",
-else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop); the order is that of the input.
-For an input record that cannot be used, a message names the line, the output has {"id", "line", "error"}, and the exit
-code is 1.
+field; --prompt-template, --task and --no-template change this. Without a template, --field selects the prompt (default:
+prompt, messages, text, instruction with input, input, question or mr). The chat template gets all fields of messages,
+and the record's system and tools; an answer at the end of messages is left out. A note names, once, fields of records
+that are not in the prompts.
+
+An output record has the id of its prompt (field "id", else the line number), "text", "new_tokens" and "finish_reason"
+(eos, length or stop); the order is that of the input. For an input record that cannot be used, a message names the
+line, the output has {"id", "line", "error"} (id is null if the record has none), and the exit code is 1.
 
 With --output FILE, finished records are kept in FILE.partial: after a kill or Ctrl-C, the same command continues.
 """
@@ -84,7 +88,8 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
         choices=("auto", *FORMATS, "txt"),
     )
     field: str | None = option(
-        "field with the prompt (default: that of the template, else prompt, messages, text, input, question or mr)",
+        "field with the prompt (default: that of the template, else prompt, messages, text, instruction with input, "
+        "input, question or mr)",
         default=None,
     )
     prompt_template: str | None = option(

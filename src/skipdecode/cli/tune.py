@@ -1,6 +1,8 @@
 """Fine-tune a model under a schedule, as a LoRA adapter or in all weights.
 
-Each response token runs only the layers of the schedule, so skipped layers cost no time in training either.
+Each response token runs only the layers of the schedule, so skipped layers cost no time in training either. A response
+ends with the tokenizer's end token; with --chat, with the token that the chat template writes behind an answer. The
+generation config of the output names this token, so that generation stops there.
 If MODEL is a LoRA adapter, that adapter is trained further; with --merge it is merged, and a fresh one is trained.
 With --self, no responses are needed: prompts come from a file or are sampled from the model, the model answers them at
 full depth, and is then distilled under the schedule and under milder ones. Prompts and answers stay in OUT/self.jsonl,
@@ -48,7 +50,7 @@ from skipdecode.engine.loading import load
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.hub import LoadedModel, name_ends
 from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe, stored_recipe
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
@@ -140,6 +142,7 @@ def run(config: Config) -> int:
         template, made = make_template(config), {}
     loaded, digest = _load(config)
     examples = {name: encode_file(config, template, loaded, name, file) for name, file in files.items()}
+    _name_ends(loaded, examples["train"][0])
     schedule, origin = _schedule(config, [len(example.response) for example in examples["train"][0]])
     note(f"schedule {schedule.name}: {origin}")
     data = {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made
@@ -162,6 +165,13 @@ def run(config: Config) -> int:
     if state.is_main_process:
         _show(config, recipe | {"result": result.to_dict()}, out)
     return 0
+
+
+def _name_ends(loaded: LoadedModel, examples: Sequence[Example]) -> None:
+    """Have the tuned model's generation config name the tokens that end the learned responses."""
+    if new := name_ends(loaded.model, {example.response[-1] for example in examples}):
+        words = ", ".join(map(repr, loaded.tokenizer.convert_ids_to_tokens(new)))  # type: ignore[union-attr]
+        note(f"responses end with {words}, which the generation config did not name: the tuned model's names it")
 
 
 def _finish_again(config: Config, recipe: dict[str, Any], out: Path) -> None:

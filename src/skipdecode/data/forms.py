@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skipdecode.common.jsonl import kind_of
+from skipdecode.data.chats import checked_chat, checked_tools
 from skipdecode.data.records import Message, Parts, Record, Template, checked_text, read_records
 from skipdecode.data.tasks import load_task
 from skipdecode.errors import DataError, UsageError
@@ -16,22 +17,25 @@ from skipdecode.models.loading.recipe import Recipe
 
 __all__ = ["PROMPT_FIELDS", "PromptForm", "choose_form", "recipe_template"]
 
-PROMPT_FIELDS = ("prompt", "messages", "text", "input", "question", "mr")
+PROMPT_FIELDS = ("prompt", "messages", "text", "instruction", "input", "question", "mr")
 # A field of these may be the value of a template's only field; the others belong to records of another form.
-_TEXT_FIELDS = PROMPT_FIELDS[:4]
+_TEXT_FIELDS = PROMPT_FIELDS[:5]
+_INSTRUCTION = "instruction", "input"
+"""Two fields of one prompt, as Alpaca's records have them."""
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 class PromptForm:
     """The prompt of a record to generate from: one field, as it stands or in a template; or the fields of the template.
 
-    The template renders a record that has all its fields; a chat stays a chat. A plain text is the value of a
-    template's only field.
+    The template renders a record that has all its fields; a chat stays a chat, without the answer at its end. A plain
+    text is the value of a template's only field.
 
     Parameters
     ----------
     name : str, optional
         The field. Default: those of the template, or else the first of `PROMPT_FIELDS` that a record has (with a
-        template: of the first four).
+        template: of the first five). An `input` follows its `instruction` after an empty line.
     template : Template, optional
         Goes to `PromptEncoder` too. Default: prompts stay as they are.
     remark : str, optional
@@ -56,18 +60,28 @@ class PromptForm:
             values = template.values(row)
             if not any(value.strip() for value in values.values()):
                 raise DataError(f"field {template.fields[0]!r} is empty")
-            return template.render(values), values, ()
-        prompt = self._prompt(row)
+            return Parts(template.render(values), values)
+        name = self._field(row)
+        prompt, for_chat = self._prompt(name, row), _for_chat(row)
+        left_out = () if self.name is not None else _unused(name, row, for_chat)
+        if not isinstance(prompt, str) and row.get("tools"):
+            for_chat["tools"] = checked_tools(row["tools"])
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            *prompt, _ = prompt
+            left_out = (*left_out, f"the answer at the end of {name!r}")
+            if not prompt:
+                raise DataError(f"field {name!r} has an answer, and no message before it")
         if template is None or not isinstance(prompt, str):
-            return prompt, {}, ()
+            return Parts(prompt, for_chat=for_chat, left_out=left_out)
         values = template.values_of_text(prompt)
-        return template.render(values), values, ()
+        return Parts(template.render(values), values, (), for_chat, left_out)
 
     def _fills(self, row: Mapping[str, Any], template: Template) -> bool:
         """Whether the template renders a row: the row has fields of it that are not chats."""
         return self.name is None and any(f in row and not isinstance(row[f], list) for f in template.fields)
 
-    def _prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
+    def _field(self, row: Mapping[str, Any]) -> str:
+        """The field that is the prompt."""
         fields = PROMPT_FIELDS if self.template is None else (*_TEXT_FIELDS, *self.template.fields)
         name = self.name or next((f for f in fields if f in row), None)
         if name is None and self.template is not None:
@@ -76,21 +90,37 @@ class PromptForm:
             raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
         if name not in row:
             raise DataError(f"field {name!r} is missing")
+        return name
+
+    def _prompt(self, name: str, row: Mapping[str, Any]) -> str | list[Message]:
         value = row[name]
         if not isinstance(value, str | list):
             raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
         if not (value.strip() if isinstance(value, str) else value):
             raise DataError(f"field {name!r} is empty")
-        if isinstance(value, str):
-            return checked_text(f"field {name!r}", value)
-        return [_message(f"message {number} of field {name!r}", m) for number, m in enumerate(value, 1)]
+        if isinstance(value, list):
+            return checked_chat(name, value)
+        more = row.get("input") if self.name is None and name == "instruction" else None
+        if isinstance(more, str) and more.strip():
+            value = f"{value}\n\n{more}"
+        return checked_text(f"field {name!r}", value)
 
 
-def _message(where: str, message: Any) -> Message:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
-    return {"role": checked_text(where, role), "content": checked_text(where, content)}
+def _for_chat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The system message and the tools of a record."""
+    system, tools = row.get("system"), row.get("tools")
+    found: dict[str, Any] = {}
+    if isinstance(system, str) and system.strip():
+        found["system"] = checked_text("field 'system'", system)
+    if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
+        found["tools"] = tools
+    return found
+
+
+def _unused(name: str, row: Mapping[str, Any], for_chat: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields with content that do not go into the prompt, which is the field `name`."""
+    used = {"id", *for_chat, *(_INSTRUCTION if name == "instruction" else (name,))}
+    return tuple(repr(field) for field, value in row.items() if field not in used and value not in _NOTHING)
 
 
 def choose_form(

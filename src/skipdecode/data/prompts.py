@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import is_stream
+from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, read_rows
+from skipdecode.data.chats import chat_fault, render_chat, response_ids, token_ids, unused_fields
 from skipdecode.data.records import (
-    Message,
     Record,
     Reject,
     Template,
@@ -38,7 +39,6 @@ __all__ = [
     "encode_prompts",
     "prompt_room",
     "read_file",
-    "response_ids",
 ]
 
 _TOKENIZE_AT_ONCE = 1000
@@ -78,11 +78,15 @@ class PromptEncoder:
         A system message for every chat that has none.
     template : Template, optional
         The template of the records: whether plain prompts are chats, and which field may be cut.
+    told : set of str, optional
+        Fields that a note has named because they are not in the prompts: each is named once. Default: none yet.
 
     Raises
     ------
     UsageError
         `chat` is set and the tokenizer has no chat template.
+    ModelLoadError
+        `chat` is set and the chat template is no valid program; `encode` raises it at the first chat.
     """
 
     def __init__(
@@ -93,14 +97,16 @@ class PromptEncoder:
         chat: bool = False,
         system: str | None = None,
         template: Template | None = None,
+        told: set[str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._context = context
+        self._told = set() if told is None else told
         self._template = template
         self._chat = chat or (template is not None and template.chat)
         self._system = system
-        if self._chat and tokenizer.chat_template is None:
-            raise UsageError("the model's tokenizer has no chat template: give --no-chat and no --system")
+        if self._chat and (fault := chat_fault(tokenizer)) is not None:
+            raise UsageError(f"{fault}: give --no-chat and no --system")
 
     def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
         """One result for each record, in order; errors are part of the results.
@@ -110,40 +116,52 @@ class PromptEncoder:
         """
         found = [self._rendered(record) for record in records]
         for is_chat in (False, True):
-            rows = [n for n, p in enumerate(found) if p.error is None and self._is_chat(p.record.prompt) == is_chat]
+            rows = [n for n, p in enumerate(found) if p.error is None and self._is_chat(p.record) == is_chat]
             ids = self._token_ids([found[n].text for n in rows], is_chat) if rows else []
-            for number, token_ids in zip(rows, ids, strict=True):
-                found[number] = self._checked(records[number], *self._cut(found[number], token_ids, most))
+            for number, row in zip(rows, ids, strict=True):
+                found[number] = self._checked(records[number], *self._cut(found[number], row, most))
         return found
 
-    def _is_chat(self, prompt: str | list[Message]) -> bool:
-        return self._chat or not isinstance(prompt, str)
+    def _is_chat(self, record: Record) -> bool:
+        return self._chat or not isinstance(record.prompt, str)
 
     def _rendered(self, record: Record) -> EncodedPrompt:
-        try:
-            text = "" if record.error else checked_text("the rendered prompt", self._text(record.prompt))
-            error = record.error
-        except DataError as e:
-            text, error = "", str(e)
+        text, error = "", record.error
+        if error is None:
+            try:
+                text = checked_text("the rendered prompt", self._text(record))
+            except DataError as e:
+                error = str(e)
         return EncodedPrompt(record, text, [], None, error)
 
-    def _text(self, prompt: str | list[Message]) -> str:
-        if isinstance(prompt, str) and not self._chat:
-            return prompt
-        if self._tokenizer.chat_template is None:
+    def _text(self, record: Record, prompt: str | None = None) -> str:
+        """The text of a record, or of the record with another prompt."""
+        words, extra = record.prompt if prompt is None else prompt, record.for_chat
+        if isinstance(words, str) and not self._chat:
+            self._tell({*record.left_out, *map(repr, extra)})
+            return words
+        if getattr(self._tokenizer, "chat_template", None) is None:
             raise DataError("the record is a chat, but the model's tokenizer has no chat template")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self._system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._system}, *messages]
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
-            raise DataError(f"the chat template refuses the record: {' '.join(str(e).split())}") from e
+        messages = [{"role": "user", "content": words}] if isinstance(words, str) else words
+        unused = set[str]()
+        if messages[0]["role"] == "system":
+            unused = {"system"} & extra.keys()
+        elif (system := extra.get("system", self._system)) is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        text = render_chat(self._tokenizer, messages, tools := extra.get("tools", ()))
+        unused |= unused_fields(self._tokenizer, messages, tools, text)
+        self._tell({*record.left_out, *map(repr, unused)})
+        return text
+
+    def _tell(self, left_out: set[str]) -> None:
+        """Name fields of records that are not in the prompts, each once."""
+        if new := sorted(left_out - self._told):
+            self._told.update(new)
+            note(f"fields of the records that are not in the prompts: {', '.join(new)}")
 
     def _token_ids(self, texts: list[str], is_chat: bool) -> list[list[int]]:
         # A rendered chat already has its special tokens.
-        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=not is_chat, verbose=False).input_ids
-        return ids
+        return token_ids(self._tokenizer, texts, special=not is_chat)
 
     def _checked(self, record: Record, text: str, token_ids: list[int]) -> EncodedPrompt:
         room = None if self._context is None else self._context - len(token_ids)
@@ -173,7 +191,7 @@ class PromptEncoder:
             keep -= len(shorter) - most
             if keep < 1:
                 return prompt.text, token_ids
-            text = self._text(template.render({**values, template.truncate: value[: ends[keep - 1][1]]}))
+            text = self._text(prompt.record, template.render({**values, template.truncate: value[: ends[keep - 1][1]]}))
             (shorter,) = self._token_ids([text], self._chat)
         return text, shorter
 
@@ -193,12 +211,6 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
             "give fewer"
         )
     return room
-
-
-def response_ids(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of responses: tokenized without the prompt, with the end token if the tokenizer has one."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [[*ids, *end] for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
 
 # ---------------------------------------------------------------------- records to learn from
@@ -248,7 +260,9 @@ def read_file(path: str | Path, template: Template, *, limit: int | None = None,
     opened, rejects, records = Input.open(path), list[Reject](), list[Record]()
     digest = opened.sha256
     for record in usable(read_records(islice(read_rows(opened), limit), template), rejects):
-        if len(record.references) == 1:
+        if record.is_blank:
+            rejects.append(Reject(record.line, "empty prompt: every field of it is blank"))
+        elif len(record.references) == 1:
             records.append(record)
         else:
             few = "empty response: there is nothing to learn"
@@ -278,7 +292,7 @@ def encode_examples(
     rejects = list(file.rejects)
     for at in range(0, len(file.records), _TOKENIZE_AT_ONCE):
         chunk = file.records[at : at + _TOKENIZE_AT_ONCE]
-        responses = response_ids([record.references[0] for record in chunk], tokenizer)
+        responses = response_ids([record.references[0] for record in chunk], tokenizer, chat=template.chat)
         for prompt, response in zip(encoder.encode(chunk), responses, strict=True):
             try:
                 examples.append(_example(encoder, prompt, response, max_length))

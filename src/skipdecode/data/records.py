@@ -35,10 +35,19 @@ __all__ = [
     "usable",
 ]
 
-Message = dict[str, str]
-#: Prompt, values of the template's fields, responses.
-Parts = tuple[str | list[Message], Mapping[str, str], tuple[str, ...]]
+Message = dict[str, Any]
+"""A message of a chat: ``role``, ``content``, and other fields that a chat template may use."""
 _REJECTS_SHOWN, _FIELDS_SHOWN, _CHARACTERS_SHOWN = 5, 20, 80
+
+
+class Parts(NamedTuple):
+    """What a form selects of a record; the fields are those of `Record`."""
+
+    prompt: str | list[Message]
+    values: Mapping[str, str] = {}
+    references: tuple[str, ...] = ()
+    for_chat: Mapping[str, Any] = {}
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,12 @@ class Record:
         The fields that a template put into the prompt, as text.
     references : tuple of str
         Texts that may follow the prompt, none empty; the first is the response that is learned.
+    for_chat : mapping
+        The record's `system` and `tools`, which only a chat template uses.
+    left_out : tuple of str
+        Fields of the record that are not in the prompt, where the user has not chosen the prompt's field.
+    has_id : bool
+        Whether `id` is the record's own, not the line number.
     """
 
     index: int
@@ -68,6 +83,14 @@ class Record:
     error: str | None = None
     values: Mapping[str, str] = field(default_factory=dict)
     references: tuple[str, ...] = ()
+    for_chat: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    has_id: bool = True
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether a template made the prompt of blank fields only."""
+        return bool(self.values) and not any(value.strip() for value in self.values.values())
 
 
 class Form(Protocol):
@@ -81,23 +104,24 @@ class Form(Protocol):
 def read_records(rows: Iterable[tuple[int, Row]], form: Form) -> Iterator[Record]:
     """The records of numbered lines, with the prompt that `form` selects, or an `error` if they cannot be used."""
     for index, (line, row) in enumerate(rows):
-        name: str | int = line
+        own: str | int | None = None
         try:
             if isinstance(row, DataError):
-                name = _id({"id": row.id}, line)
+                own = _id({"id": row.id})
                 raise row
-            name = _id(row, line)
-            prompt, values, references = form.read(row)
+            own = _id(row)
+            parts, error = form.read(row), None
         except DataError as e:
-            yield Record(index, line, name, "", str(e))
-        else:
-            yield Record(index, line, name, prompt, None, values, references)
+            parts, error = Parts(""), str(e)
+        found = {**parts._asdict(), "error": error, "has_id": own is not None}
+        yield Record(index, line, line if own is None else own, **found)
 
 
-def _id(row: Mapping[str, Any], line: int) -> str | int:
-    found = row.get("id", line)
+def _id(row: Mapping[str, Any]) -> str | int | None:
+    """The record's own id, if it has one."""
+    found = row.get("id")
     if found is None or found == "":
-        return line
+        return None
     if isinstance(found, bool) or not isinstance(found, str | int):
         raise DataError(f"field 'id' is {kind_of(found)}: give text or a whole number")
     return checked_text("field 'id'", found) if isinstance(found, str) else found
@@ -151,7 +175,8 @@ class SeenIds:
     def watch(self, records: Iterable[Record]) -> Iterator[Record]:
         """The records, as they come."""
         for record in records:
-            self._hashes.append(_id_hash(record))
+            if record.has_id or record.error is None:
+                self._hashes.append(_id_hash(record))
             yield record
 
     def repeated(self, again: Iterable[Record]) -> str:
@@ -239,7 +264,7 @@ class Template:
         name = _found(row, self.responses)
         texts = row[name] if isinstance(row[name], list) else [row[name]]
         responses = (_as_text(name, text).strip() for text in texts)
-        return self.render(values), values, tuple(text for text in responses if text)
+        return Parts(self.render(values), values, tuple(text for text in responses if text))
 
     def values_of_text(self, text: str) -> dict[str, str]:
         """A plain text as the value of the only field; from a rendered prompt, the value is extracted.

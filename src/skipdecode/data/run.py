@@ -134,8 +134,9 @@ class _Run:
         bad = [prompt for prompt in prompts if prompt.error is not None]
         for prompt in bad:
             report(prompt)
-            error = {"id": prompt.record.id, "line": prompt.record.line, "error": prompt.error}
-            self.writer.put(prompt.record.index, error, bad=True)
+            record = prompt.record  # its line number might be the id of another record
+            error = {"id": record.id if record.has_id else None, "line": record.line, "error": prompt.error}
+            self.writer.put(record.index, error, bad=True)
         self.summary.rows += len(bad)
         self.summary.bad_rows += len(bad)
         parts: dict[Schedule | None, list[EncodedPrompt]] = {}

@@ -22,6 +22,7 @@ from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import check_streams
+from skipdecode.data.chats import chat_fault, render_chat
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.output import open_writer
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length
@@ -104,8 +105,7 @@ def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
         return None
     check_streams([options.prompts])
     source = PromptSource.open(options.prompts)
-    if next(source.records(), None) is None:
-        raise DataError(f"no prompts in {source.name}: it has no line that is not blank")
+    source.check_filled()
     return source
 
 
@@ -117,7 +117,7 @@ def forget_prompts(directory: Path) -> None:
 
 def default_template(tokenizer: Any, template: Template | None = None) -> Template:
     """`template`, or plain prompts: as chats if the model has a chat template."""
-    return template or Template("{prompt}", "response", chat=tokenizer.chat_template is not None)
+    return template or Template("{prompt}", "response", chat=chat_fault(tokenizer) is None)
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,7 @@ class SelfGeneratedData:
         head = found = ""
         if self.template.chat and self.template.prompt == "{prompt}":
             messages = [{"role": "user", "content": _USER}]
-            tokenizer: Any = self.loaded.tokenizer
-            head, found, _ = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_USER)
+            head, found, _ = render_chat(self.loaded.tokenizer, messages, answer=False).partition(_USER)
         if not (head and found):
             raise UsageError(
                 f"{self.loaded.name} has no chat template, or was not tuned on chats, so it draws no prompts: give "

@@ -89,10 +89,19 @@ class PromptSource:
         # Lines of JSON are counted without parsing.
         rows = sum(1 for _ in (self._input.lines() if self.format == "jsonl" else self._rows(form or PromptForm())))
         if not rows:
-            raise DataError(f"no prompts in {self.name}: it has no line that is not blank")
+            raise self._empty()
         if not found:
             raise DataError(f"nothing to generate: no row of {self.name} can be used; {wrong}")
         return rows
+
+    def check_filled(self) -> None:
+        """Raise DataError if there is no record."""
+        if next(self.records(), None) is None:
+            raise self._empty()
+
+    def _empty(self) -> DataError:
+        what = "line that is not blank" if self.format in ("jsonl", "txt") else "record behind its header"
+        return DataError(f"no prompts in {self.name}: it has no {what}")
 
     def close(self) -> None:
         """Close the input."""
@@ -153,7 +162,7 @@ def load_records(
     wrong: list[Reject] = []
     end = None
     for record in usable(read_records(rows, task.template()), wrong):
-        if not any(value.strip() for value in record.values.values()):
+        if record.is_blank:
             skipped.append(Reject(record.line, "empty prompt"))
         elif not record.references:
             skipped.append(Reject(record.line, "no reference text"))

@@ -19,6 +19,7 @@ from skipdecode.engine.scheduler import PROMPT_TOKENS, REFILL_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.hub import configured_ends
 from skipdecode.models.loading.ref import one_line
 from skipdecode.schedule import Schedule
 
@@ -180,6 +181,4 @@ def _merged_copy(model: Any) -> Any:
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """End tokens: those of the model's generation config and of the tokenizer."""
-    configured = unwrap(model).generation_config.eos_token_id
-    listed = configured if isinstance(configured, list) else [configured]
-    return frozenset(int(t) for t in (*listed, tokenizer.eos_token_id) if t is not None)
+    return frozenset(t for t in (*configured_ends(model), tokenizer.eos_token_id) if t is not None)

@@ -15,8 +15,9 @@ import numpy as np
 from skipdecode.common.bootstrap import Table
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.data.chats import response_ids
 from skipdecode.data.names import repeated
-from skipdecode.data.prompts import encode_prompts, prompt_room, response_ids
+from skipdecode.data.prompts import encode_prompts, prompt_room
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
@@ -207,7 +208,8 @@ class _Work:
     def reference_tokens(self) -> list[int]:
         """Mean length of each record's references."""
         tokenizer = self.subject.tokenizer
-        return [round(mean(map(len, response_ids(record.references, tokenizer)))) for record in self.records]
+        each = [response_ids(record.references, tokenizer, chat=self.task.chat) for record in self.records]
+        return [round(mean(map(len, ids))) for ids in each]
 
     def score(self, method: Method, metrics: Sequence[Metric], outputs: Outputs) -> Scored:
         """All scores of the method's outputs."""
@@ -282,7 +284,8 @@ class _Work:
 
     def _first_references(self) -> list[list[int]]:
         """Token ids of the first references, cut to the model's context; the last token is not fed."""
-        first = response_ids([record.references[0] for record in self.records], self.subject.tokenizer)
+        texts = [record.references[0] for record in self.records]
+        first = response_ids(texts, self.subject.tokenizer, chat=self.task.chat)
         context = self.subject.context
         if context is None:
             return first

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from skipdecode.common.options import kinds
+from skipdecode.data.chats import chat_fault, token_ids
 from skipdecode.data.detokenizer import Detokenizer, TokenTexts
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import PromptEncoder
@@ -43,6 +44,11 @@ class Preprocessor:
         Its template is what completions' texts go into.
     use_template : bool
         Whether they do, where the request does not say.
+
+    Raises
+    ------
+    ModelLoadError
+        The tokenizer's chat template is no valid program.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class Preprocessor:
         form: PromptForm | None = None,
         use_template: bool = True,
     ) -> None:
+        chat_fault(tokenizer)  # raises at start what every chat would meet
         self.context = context
         self._texts = TokenTexts(copy.deepcopy(tokenizer))
         # Without the context, which binds generation and not /tokenize: `_check_length` knows it.
@@ -87,7 +94,7 @@ class Preprocessor:
         if asked.template and not all(isinstance(source, str) for source in sources):
             message = "only a text goes into the checkpoint's template, no chat and no token ids: leave template out"
             raise ApiError(400, "invalid_value", message, "skipdecode.template")
-        prompts = [self._checked(source, template) for source in sources]
+        prompts = self._all_checked(sources, template)
         schedule = self._catalog.find(asked.schedule, asked.budget, prompts)
         state = RequestState(
             schedule=schedule,
@@ -127,7 +134,7 @@ class Preprocessor:
             raise ApiError(400, "invalid_value", message, _field_of(prompt))
         if special is None:
             return encoded.token_ids
-        return list(self._tokenizer(encoded.text, add_special_tokens=special, verbose=False).input_ids)
+        return token_ids(self._tokenizer, [encoded.text], special=special)[0]
 
     def text(self, tokens: list[int]) -> str:
         """Of token ids, special ones included; raises ApiError for ids that the model does not know."""
@@ -142,6 +149,17 @@ class Preprocessor:
             field = "n" if copies > most or prompts == 1 else "prompt"
             message = f"{prompts} prompts with n={copies} are too many choices: at most {most} together"
             raise ApiError(400, "invalid_value", message, field)
+
+    def _all_checked(self, sources: Sequence[Prompt], template: bool) -> list[list[int]]:
+        """`_checked` of each; an error of one of several names its index."""
+        found = []
+        for index, source in enumerate(sources):
+            try:
+                found.append(self._checked(source, template))
+            except ApiError as e:
+                where = f"prompt[{index}]: " if len(sources) > 1 else ""
+                raise ApiError(e.status_code, e.code, where + e.detail, e.param) from None
+        return found
 
     def _checked(self, prompt: Prompt, template: bool) -> list[int]:
         """Token ids of a prompt that leaves room for an answer."""

@@ -7,7 +7,7 @@ renamed, so a kill leaves what was there before.
 
 The tuned model is a directory that `from_pretrained` loads and that carries the schedule. All weights, or a merged
 adapter: a transformers checkpoint with the schedule in `config.json` (key `skipdecode`). An adapter alone: a PEFT
-directory with the schedule in `skipdecode.json`. The tokenizer lies beside it in both cases.
+directory with the schedule in `skipdecode.json`. Tokenizer and generation config lie beside it in both cases.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from skipdecode.common.files import writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OutputError
 from skipdecode.models.carried import SCHEDULE_FILE, carry
+from skipdecode.models.families import unwrap
 from skipdecode.models.fit import FIT_FILE, Fit, fit_of, fit_state, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.hub import GENERATION_FILE
 from skipdecode.models.loading.saving import save_model, save_tokenizer
 from skipdecode.schedule import Schedule
 
@@ -200,6 +202,8 @@ def save_tuned(
             model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
         save_tokenizer(tokenizer, partial, shown=directory)
         schedule.save(partial / SCHEDULE_FILE)
+        # It may name another end than the base's; unchecked, as transformers saves no config that it finds odd.
+        unwrap(model).generation_config.to_json_file(partial / GENERATION_FILE)
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
     else:
         model.config.skipdecode = schedule.to_dict()

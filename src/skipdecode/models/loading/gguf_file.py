@@ -193,8 +193,9 @@ def _write_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
     text = tokenizer("a").input_ids
     writer.add_add_bos_token(text[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(text[-1] == tokenizer.eos_token_id)
-    if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.chat_template)
+    if (chat := tokenizer.chat_template) is not None:
+        named = isinstance(chat, dict)
+        writer.add_chat_template([{"name": n, "template": text} for n, text in chat.items()] if named else chat)
 
 
 def _split_name(backend: Any) -> str:

@@ -21,9 +21,10 @@ from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.loading.ref import ModelRef, Place, one_line, told
 from skipdecode.schedule import Schedule
 
-__all__ = ["DTYPES", "LoadedModel", "choose_device", "load_model"]
+__all__ = ["DTYPES", "GENERATION_FILE", "LoadedModel", "choose_device", "configured_ends", "load_model", "name_ends"]
 
 _NAMED_TENSORS = 2
+GENERATION_FILE = "generation_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Without one of these files, transformers either fails or makes an empty tokenizer.
 _TOKENIZER_FILES = (
@@ -114,9 +115,29 @@ def load_model(
     if ref.adapter is not None:
         check_base(model, ref.base, ref.adapter, None if recipe is None else recipe.base)
         model = _with_adapter(model, ref.adapter, target)
+        _take_generation_config(unwrap(model), ref.adapter)
         if ref.schedule is not None:
             carry(model, ref.schedule)
+    if tokenizer is not None:
+        _complete(tokenizer, model, ref)
     return LoadedModel(model.eval(), tokenizer, ref)
+
+
+def configured_ends(model: Any) -> list[int]:
+    """The end tokens that the generation config of a model names."""
+    return _listed(unwrap(model).generation_config.eos_token_id)
+
+
+def name_ends(model: Any, ends: Iterable[int]) -> list[int]:
+    """Add end tokens to the generation config of a model; returns those that it did not name."""
+    named = configured_ends(model)
+    if new := sorted(set(ends) - set(named)):
+        unwrap(model).generation_config.eos_token_id = named + new
+    return new
+
+
+def _listed(tokens: Any) -> list[int]:
+    return [int(token) for token in (tokens if isinstance(tokens, list) else [tokens]) if token is not None]
 
 
 # ---------------------------------------------------------------------- parts
@@ -143,9 +164,32 @@ def _tokenizer(ref: ModelRef, required: bool) -> Any | None:
     if error is not None:
         raise ModelLoadError(f"{source.where}: its tokenizer does not load: {one_line(error)}") from error
     tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def _complete(tokenizer: Any, model: Any, ref: ModelRef) -> None:
+    """Name the tokenizer's end token by the configs, and its pad token by the end token, where it names none."""
+    if tokenizer.eos_token is None:
+        ends = configured_ends(model) or _listed(_config_entry(ref, "eos_token_id"))
+        words = (tokenizer.convert_ids_to_tokens(token) for token in ends if 0 <= token < len(tokenizer))
+        tokenizer.eos_token = next((word for word in words if word is not None), None)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+
+
+def _config_entry(ref: ModelRef, name: str) -> Any:
+    """An entry of config.json; a config object has its class's default where the file has none."""
+    stored, _ = type(ref.config).get_config_dict(ref.place.where, **ref.place.options)
+    return stored.get(name, (stored.get("text_config") or {}).get(name))
+
+
+def _take_generation_config(model: Any, adapter: Path) -> None:
+    """The generation config beside an adapter, if there is one, is that of the adapted model."""
+    from transformers import GenerationConfig
+
+    if (adapter / GENERATION_FILE).is_file():
+        with told(str(adapter), "its generation config does not load"):
+            model.generation_config = GenerationConfig.from_pretrained(str(adapter))
 
 
 def _has_tokenizer(folder: Path) -> bool:

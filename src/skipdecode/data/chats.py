@@ -1,0 +1,158 @@
+"""Chats and special tokens: what a tokenizer's chat template renders, and token ids with one start token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skipdecode.common.jsonl import kind_of
+from skipdecode.data.records import Message, checked_text
+from skipdecode.errors import DataError, ModelLoadError
+
+__all__ = [
+    "MESSAGE_FIELDS",
+    "chat_fault",
+    "checked_chat",
+    "checked_tools",
+    "render_chat",
+    "response_ids",
+    "token_ids",
+    "unused_fields",
+]
+
+MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"}
+"""By which a list of messages is told from a list of records."""
+_PROBE = [{"role": "user", "content": "a"}]
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+    """Token ids of texts, with the tokenizer's special tokens where `special`.
+
+    A text that begins with the start token gets no second one.
+    """
+    rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=special, verbose=False).input_ids
+    start, name = tokenizer.bos_token_id, tokenizer.bos_token
+    if not special or start is None:
+        return rows
+    return [
+        ids[1:] if ids[:2] == [start, start] and text.startswith(name) else ids
+        for ids, text in zip(rows, texts, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------------- messages of a record
+
+
+def checked_chat(field: str, messages: Sequence[Any]) -> list[Message]:
+    """The messages of a record, without fields that are null; DataError if one cannot be used."""
+    return [_checked_message(f"message {number} of field {field!r}", m) for number, m in enumerate(messages, 1)]
+
+
+def _checked_message(where: str, message: Any) -> Message:
+    fields = {name: v for name, v in message.items() if v is not None} if isinstance(message, dict) else {}
+    calls = _objects(f"'tool_calls' of {where}", fields["tool_calls"]) if "tool_calls" in fields else []
+    content = fields.setdefault("content", "" if calls else None)
+    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
+        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
+    return fields | {name: checked_text(where, fields[name]) for name in ("role", "content")}
+
+
+def checked_tools(tools: Any) -> list[Any]:
+    """The `tools` of a record; DataError if they are no list of objects."""
+    return _objects("field 'tools'", tools)
+
+
+def _objects(where: str, found: Any) -> list[Any]:
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise DataError(f"{where} is {kind_of(found)}: give a list of objects")
+    return found
+
+
+# ---------------------------------------------------------------------- chat templates
+
+
+def chat_fault(tokenizer: Any) -> str | None:
+    """Why a tokenizer renders no chats, None if it does; of several templates, the one named "default" is used.
+
+    Raises ModelLoadError if the template is no valid program.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        return "the model's tokenizer has no chat template"
+    if isinstance(template, Mapping) and "default" not in template:
+        return f"none of the tokenizer's chat templates is named 'default': there is {', '.join(map(repr, template))}"
+    _rendered(tokenizer, _PROBE, ())  # the template may refuse this chat and take others
+    return None
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] = (), *, answer: bool = True) -> str:
+    """The text of a chat, up to where an answer begins if `answer`.
+
+    Raises
+    ------
+    DataError
+        The template refuses the chat.
+    ModelLoadError
+        The template is no valid program.
+    """
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=answer
+            )
+        )
+    except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
+        reason, jinja = " ".join(str(e).split()), sys.modules.get("jinja2")  # which transformers may do without
+        if jinja is not None and isinstance(e, jinja.TemplateSyntaxError):
+            raise ModelLoadError(f"the model's chat template is broken: line {e.lineno}: {reason}") from e
+        raise DataError(f"the chat template refuses the record: {reason}") from e
+
+
+def unused_fields(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any], text: str) -> set[str]:
+    """Fields of the messages, and `tools`, without which the template renders the same `text`."""
+    names = {name for message in messages for name in message} - {"role", "content"}
+    without = {n: ([{k: v for k, v in m.items() if k != n} for m in messages], tools) for n in names}
+    if tools:
+        without["tools"] = list(messages), ()
+    return {name for name, rest in without.items() if _rendered(tokenizer, *rest) == text}
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any]) -> str | None:
+    try:
+        return render_chat(tokenizer, messages, tools)
+    except DataError:
+        return None
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def response_ids(texts: Sequence[str], tokenizer: Any, *, chat: bool = False) -> list[list[int]]:
+    """Token ids of responses, without the prompt; they end with the end token if the tokenizer has one.
+
+    With `chat`, a response is what the chat template writes for an answer, up to the special token behind it; where
+    there is none, the tokenizer's end token follows.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if not chat:
+        return [[*ids, *end] for ids in token_ids(tokenizer, texts, special=False)]
+    before = render_chat(tokenizer, _PROBE)
+    (head,) = token_ids(tokenizer, [before], special=False)
+    turns = [_turn(tokenizer, before, text) for text in texts]
+    # Behind the prompt, because some tokenizers put a space before a text.
+    behind = token_ids(tokenizer, [before + turn for turn in turns], special=False)
+    alone = token_ids(tokenizer, turns, special=False)
+    rows = [b[len(head) :] if b[: len(head)] == head else a for a, b in zip(alone, behind, strict=True)]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return [row if row and row[-1] in special else [*row, *end] for row in rows]
+
+
+def _turn(tokenizer: Any, before: str, text: str) -> str:
+    """What the template writes for an answer behind the prompt `before`, without white space at its end."""
+    whole = render_chat(tokenizer, [*_PROBE, {"role": "assistant", "content": text}], answer=False)
+    if whole.startswith(before):
+        return whole[len(before) :].rstrip()
+    # The beginning of an answer is written otherwise than that of a finished one.
+    _, found, tail = whole.rpartition(text)
+    return (text + tail if found else text).rstrip()
