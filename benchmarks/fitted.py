@@ -50,9 +50,10 @@ from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
 from skipdecode.models.carried import FIT_FILE, bundled_schedules
-from skipdecode.models.fit import Bridge, Fit, keep_fit, normed
+from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.maps import Bridge, normed
 from skipdecode.tuning.collate import Batch, collate, padding
 
 ORDER = (4, 5, 17, 14, 25, 6, 12, 3, 26, 7, 16, 13, 11, 23, 19)  # calibrated on SmolLM2's own answers (chat_runs.py)

@@ -13,8 +13,7 @@ import yaml
 
 import skipdecode
 from skipdecode.cli import main
-from skipdecode.models.families import FAMILIES, decoder_layers
-from skipdecode.models.gate import projection
+from skipdecode.models.families import FAMILIES, decoder_layers, projection
 from skipdecode.models.loading.store import add_model
 from tiny import LAYERS, tiny_model
 

@@ -26,14 +26,15 @@ from skipdecode.data.prompts import Example
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request
-from skipdecode.errors import FitError, UntunedScheduleWarning, UsageError
+from skipdecode.errors import DepthWarning, FitError, UntunedScheduleWarning, UsageError
 from skipdecode.evaluation.teacher_forced import token_fidelity
 from skipdecode.models.carried import bundled_schedules, schedule_file
 from skipdecode.models.families import FAMILIES
-from skipdecode.models.fit import FIT_FILE, Fit, PromptMap, keep_fit
+from skipdecode.models.fit import FIT_FILE, Fit, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.maps import PromptMap
 from skipdecode.tuning.collate import collate
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, ragged_prompts, shared_model, tiny_model
@@ -133,6 +134,16 @@ def test_the_fast_engine_equals_the_gates(family: str, name: str):
             assert engine.stats.prefix_hit_tokens
 
 
+def test_a_bridge_of_rank_0_is_its_bias_on_both_engines():
+    model = tiny_model("llama").eval()
+    requests = [Request((5, 6, 7), max_new_tokens=NEW), Request((9,), max_new_tokens=NEW)]
+    bare = [row.tokens for row in FastEngine(model, FLAT, max_rows=2).decode(requests)]
+    keep_fit(model, random_fit(model, rank=0))
+    engines = FastEngine(model, FLAT, max_rows=2), GatedEngine(model, FLAT, max_rows=1)
+    fast, gated = ([row.tokens for row in engine.decode(requests)] for engine in engines)
+    assert fast == gated != bare
+
+
 def test_a_schedule_that_a_fit_is_for_is_not_told_as_untuned():
     model = tiny_model("llama")
     fit = random_fit(model, [LOWER])
@@ -160,7 +171,8 @@ def test_chunks_of_a_prompt_and_a_second_turn_take_the_fit(family, taps):
         steps = [model(ids[:, n : n + 1], past_key_values=parts, use_cache=True).logits for n in range(prompt, turn)]
         found = torch.cat([pieces[-1][:, -1:], *steps], 1)
         assert (found - expected).abs().max() < TOLERANCE
-        later = [model(ids[:, turn:], past_key_values=cache, use_cache=True).logits for cache in (whole, parts)]
+        with pytest.warns(DepthWarning):
+            later = [model(ids[:, turn:], past_key_values=cache, use_cache=True).logits for cache in (whole, parts)]
         assert (later[0] - later[1]).abs().max() < TOLERANCE
     active = active_tokens(schedule, prompt, turn)
     oracle = oracle_logits(model, ids[:, :turn], torch.ones_like(ids[:, :turn]), active, fit, schedule, prompt)

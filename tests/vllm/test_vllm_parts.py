@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
-from skipdecode.models.fit import Bridge, prompt_features
+from skipdecode.models.maps import Bridge, prompt_features
 from skipdecode.vllm.gates import LayerGates, check_projects
 from skipdecode.vllm.plugin import layers_of_stages
 from skipdecode.vllm.projection import LayerBridge

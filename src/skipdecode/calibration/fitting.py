@@ -24,9 +24,10 @@ from skipdecode.calibration.settings import FitOptions
 from skipdecode.common.progress import progress_bar
 from skipdecode.errors import FitError
 from skipdecode.models.cache import SkipCache
-from skipdecode.models.families import decoder_layers, find_family, unwrap
-from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, prompt_features
-from skipdecode.models.gate import GateState, calling, gate_layer, gate_of, projection, ungate_layer
+from skipdecode.models.families import decoder_layers, find_family, projection, unwrap
+from skipdecode.models.fit import Fit
+from skipdecode.models.gate import GateState, calling, gate_layer, gate_of, ungate_layer
+from skipdecode.models.maps import Bridge, PromptMap, normed, prompt_features
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import Batch

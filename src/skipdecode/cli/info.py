@@ -46,8 +46,7 @@ def _about(model: str) -> dict[str, Any]:
 
     from skipdecode.engine.model_spec import read_model
     from skipdecode.errors import UnfitModelError
-    from skipdecode.models.families import decoder_layers
-    from skipdecode.models.gate import projection
+    from skipdecode.models.families import decoder_layers, projection
     from skipdecode.models.loading.ref import ModelRef
 
     config = ModelRef(model).config

@@ -173,7 +173,8 @@ def _fit(config: Config, geometry: ModelGeometry) -> Fit | None:
     if file is None:
         return None
     fit = Fit.load(file)
-    fit.check_sizes(geometry.num_layers, geometry.hidden_size, f"fit {file}")
+    keys = 2 * geometry.num_kv_heads * geometry.head_dim
+    fit.check_sizes(geometry.hidden_size, [keys] * geometry.num_layers, f"fit {file}")
     if config.schedule is not None:
         fit.check_prompts(Schedule.load(config.schedule), f"fit {file}")
     return fit

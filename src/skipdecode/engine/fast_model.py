@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.drafts import Planner
@@ -26,7 +27,8 @@ from skipdecode.engine.model_spec import read_model
 from skipdecode.engine.prefix import PrefixKV
 from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UnfitModelError, UsageError
-from skipdecode.models.fit import EPSILON, Fit, fit_of
+from skipdecode.models.fit import Fit, fit_of
+from skipdecode.models.maps import EPSILON
 
 __all__ = ["FastModel", "StepBytes", "open_model"]
 
@@ -176,8 +178,13 @@ def _bridges(fit: Fit, dtype: torch.dtype, ones: Tensor) -> dict[int, tuple[Line
     found = {}
     for layer in range(fit.num_layers):
         if (bridge := fit.bridge(layer)) is not None:
-            down = LinearSpec(bridge.down.detach().to(dtype).contiguous(), None, "rms_norm", ones, eps=EPSILON)
-            found[layer] = down, LinearSpec(bridge.up.detach().to(dtype).contiguous(), bridge.bias)
+            # A bridge of rank 0 is its bias: a row of zeros, for the kernels take no bridge without weights.
+            no_rank = (0, int(not len(bridge.down)))
+            down, up = functional.pad(bridge.down, (0, 0, *no_rank)), functional.pad(bridge.up, no_rank)
+            found[layer] = (
+                LinearSpec(down.detach().to(dtype).contiguous(), None, "rms_norm", ones, eps=EPSILON),
+                LinearSpec(up.detach().to(dtype).contiguous(), bridge.bias),
+            )
     return found
 
 

@@ -11,7 +11,17 @@ from typing import Any, Literal
 
 from skipdecode.errors import AttachError, UnsupportedModelError
 
-__all__ = ["FAMILIES", "Family", "decoder_layers", "family_of", "find_family", "layers_in", "unwrap"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "decoder_layers",
+    "family_of",
+    "find_family",
+    "keys_and_values",
+    "layers_in",
+    "projection",
+    "unwrap",
+]
 
 
 @dataclass(frozen=True)
@@ -147,3 +157,17 @@ def layers_in(config: Any) -> int:
 def decoder_layers(model: Any) -> Any:
     """The list of decoder layers (a ModuleList, first to last) of a supported causal LM."""
     return attrgetter(find_family(model).layers)(model)
+
+
+def projection(layer: Any, name: str) -> Any:
+    """The module of a layer whose path ends in `name`, such as "q_proj"; None if there is none.
+
+    There is none if one module computes queries, keys and values.
+    """
+    return next((module for path, module in layer.named_modules() if path.endswith(name)), None)
+
+
+def keys_and_values(layer: Any) -> int | None:
+    """Columns of a token's keys and values together in a layer; None if it makes them and queries in one product."""
+    found = [projection(layer, name) for name in ("k_proj", "v_proj")]
+    return None if None in found else sum(int(module.out_features) for module in found)

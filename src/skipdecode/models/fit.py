@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,109 +24,28 @@ from torch import Tensor, nn
 from skipdecode.common.files import write_whole
 from skipdecode.errors import FitError
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.families import decoder_layers, keys_and_values, unwrap
+from skipdecode.models.maps import Bridge, PromptMap
 from skipdecode.schedule import Schedule
 
 __all__ = [
-    "EPSILON",
     "FIT_FILE",
     "FIT_FORMAT",
-    "Bridge",
     "Fit",
-    "PromptMap",
     "fit_of",
     "fit_state",
     "keep_fit",
-    "normed",
-    "prompt_features",
     "trainable_fit",
 ]
 
 FIT_FORMAT = 1
 MOST_TAPS = 2
-EPSILON = 1e-6
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NUMBER = r"(0|[1-9]\d{0,5})"
+_NAMES = re.compile(rf"(?:bridges|maps\.{_NUMBER})\.{_NUMBER}\.(\w+)", re.ASCII)
+_PARTS = {Bridge: ("down", "up", "bias"), PromptMap: ("weight", "bias", "first")}
 _KEPT = "_skipdecode_fit"
 _TRAINED = "skipdecode_fit"  # its name among a model's modules while it is trained
-
-
-def normed(hidden: Tensor) -> Tensor:
-    """States (…, hidden_size) divided by their root mean square, in fp32 (fp64 stays)."""
-    hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
-    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + EPSILON)
-
-
-def prompt_features(hidden: Tensor, text: Tensor | None, before: Tensor | None, taps: int) -> tuple[Tensor, Tensor]:
-    """The inputs of a `PromptMap`: normed states, each with those of the `taps` columns before it.
-
-    Parameters
-    ----------
-    hidden : Tensor
-        (rows, columns, hidden_size)
-    text : Tensor or None
-        (rows, columns), bool; False marks padding, which counts as zeros. None: all columns are text.
-    before : Tensor or None
-        (rows, taps, hidden_size), normed states in front of the first column; None: zeros.
-
-    Returns
-    -------
-    (Tensor, Tensor)
-        The features (rows, columns, (taps + 1) * hidden_size), and `before` for the next columns.
-    """
-    states = normed(hidden)
-    if text is not None:
-        states = states * text.unsqueeze(-1)
-    if before is None:
-        before = states.new_zeros(states.shape[0], taps, states.shape[2])
-    longer, columns = torch.cat((before, states), 1), states.shape[1]
-    shifted = [longer[:, taps - tap : taps - tap + columns] for tap in range(taps + 1)]
-    return torch.cat(shifted, -1), longer[:, columns:]
-
-
-class Bridge(nn.Module):
-    """The map that replaces a skipped layer: it adds ``up @ down @ normed(h) + bias`` to a token's state h.
-
-    Parameters
-    ----------
-    down, up : Tensor
-        (rank, hidden_size) and (hidden_size, rank); with rank 0 the bias is all.
-    bias : Tensor
-        (hidden_size,)
-    """
-
-    def __init__(self, down: Tensor, up: Tensor, bias: Tensor) -> None:
-        super().__init__()
-        self.down, self.up, self.bias = (nn.Parameter(t, requires_grad=False) for t in (down, up, bias))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The states (…, hidden_size) after the bridge, in their own dtype."""
-        added = normed(hidden) @ self.down.float().T @ self.up.float().T + self.bias.float()
-        return (hidden.float() + added).to(hidden.dtype)
-
-
-class PromptMap(nn.Module):
-    """Maps prompt tokens to keys and values of a layer that they skip, before rotary positions and a norm of keys.
-
-    Parameters
-    ----------
-    weight : Tensor
-        (keys + values, (taps + 1) * hidden_size): columns of the token's own normed state first, then of the taps.
-    bias, first : Tensor
-        (keys + values,); `first` replaces the map at the first token of a text, whose state is an outlier.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor, first: Tensor) -> None:
-        super().__init__()
-        self.weight, self.bias, self.first = (nn.Parameter(t, requires_grad=False) for t in (weight, bias, first))
-
-    def forward(self, features: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, each (rows, columns, width), from `prompt_features`.
-
-        `is_first` (rows, columns) marks the first tokens of texts.
-        """
-        made = features @ self.weight.float().T + self.bias.float()
-        made = torch.where(is_first[..., None], self.first.float(), made)
-        keys, values = made.chunk(2, -1)
-        return keys, values
 
 
 class Fit(nn.Module):
@@ -144,7 +65,7 @@ class Fit(nn.Module):
     Raises
     ------
     FitError
-        A tensor of a wrong shape, or one that is not finite.
+        A number of layers, columns or taps, a prompt set, or a tensor's place, shape or values are not accepted.
     """
 
     def __init__(
@@ -205,15 +126,37 @@ class Fit(nn.Module):
     def check_fits(self, model: Any, name: object = "the fit") -> None:
         """Raise FitError unless the fit has the model's layers and widths."""
         plain = unwrap(model)
-        self.check_sizes(len(decoder_layers(plain)), plain.config.get_text_config(decoder=True).hidden_size, name)
+        width = plain.config.get_text_config(decoder=True).hidden_size
+        self.check_sizes(width, [keys_and_values(layer) for layer in decoder_layers(plain)], name)
 
-    def check_sizes(self, layers: int, width: int, name: object = "the fit") -> None:
-        """Raise FitError unless the fit is for a model with these numbers of layers and columns."""
-        if (layers, width) != (self.num_layers, self.hidden_size):
+    def check_sizes(self, width: int, keys: Sequence[int | None], name: object = "the fit") -> None:
+        """Raise FitError unless the fit is for a model of these sizes.
+
+        Parameters
+        ----------
+        width : int
+            Columns of a state.
+        keys : sequence of int or None
+            For each layer the columns of a token's keys and values together; None where the layer makes them and the
+            queries in one product, so that they cannot be given.
+        """
+        if (len(keys), width) != (self.num_layers, self.hidden_size):
             raise FitError(
-                f"{name} is for {self.num_layers} layers of {self.hidden_size} columns, but the model has {layers} of "
-                f"{width}: fit this model with skipdecode calibrate"
+                f"{name} is for {self.num_layers} layers of {self.hidden_size} columns, but the model has {len(keys)} "
+                f"of {width}: fit this model with skipdecode calibrate"
             )
+        for layer, made in ((n, made) for maps in self.maps for n, made in maps.items()):  # type: ignore[operator]
+            wanted = keys[int(layer)]
+            if wanted is None:
+                raise FitError(
+                    f"{name} has keys and values of prompts in layer {layer}, but the model makes them and queries in "
+                    "one product: use prompts at full depth or max_exit, or a fit of bridges alone"
+                )
+            if len(made.bias) != wanted:
+                raise FitError(
+                    f"{name} gives {len(made.bias)} columns of keys and values in layer {layer}, but the model has "
+                    f"{wanted} there: fit this model with skipdecode calibrate"
+                )
 
     def check_prompts(self, schedule: Schedule, name: object = "the fit") -> None:
         """Raise FitError if prompts of this schedule need maps, and the fit has maps for other prompt sets only."""
@@ -254,66 +197,81 @@ class Fit(nn.Module):
     def load(cls, path: Path | str) -> Fit:
         """The fit of a file that `save` wrote; a FitError names the file and the fault."""
         try:
+            if not Path(path).is_file():
+                raise OSError("there is no such file")  # a pipe would be waited for
             with safe_open(str(path), "pt") as file:
                 about = json.loads((file.metadata() or {}).get("skipdecode.fit", "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-        except (OSError, SafetensorError, ValueError) as e:
-            raise FitError(f"fit {path}: cannot be read: {e}") from None
+        except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as e:  # RecursionError is the last one
+            raise FitError(f"fit {path}: cannot be read: {_short(e)}") from None
         try:
             return cls._of_tensors(about, tensors)
-        except FitError as e:
-            raise FitError(f"fit {path}: {e}") from None
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise FitError(f"fit {path}: is no fit of format {FIT_FORMAT} ({e!r}): make it with calibrate") from None
+        except (FitError, RecursionError) as e:
+            raise FitError(f"fit {path}: {_short(e)}; make it again with skipdecode calibrate") from None
 
     @classmethod
-    def _of_tensors(cls, about: Any, tensors: dict[str, Tensor]) -> Fit:
-        about = dict(about)
-        if about.pop("format") != FIT_FORMAT:
-            raise FitError(f"format {FIT_FORMAT} is accepted, no other: make it again with skipdecode calibrate")
-        sets = [tuple(map(int, layers)) for layers in about.pop("prompts")]
+    def _of_tensors(cls, about: Any, tensors: Mapping[str, Tensor]) -> Fit:
+        if not isinstance(about, dict) or about.get("format") != FIT_FORMAT:
+            raise FitError(f"is no fit of format {FIT_FORMAT}, the one that is accepted")
+        own: dict[str, Any] = {name: about.get(name) for name in ("num_layers", "hidden_size", "taps")}
+        sets: Any = about.get("prompts")
+        if not _are_lists_of_integers(sets):
+            raise FitError("'prompts' is no list of lists of whole numbers")
         bridges: dict[int, dict[str, Tensor]] = {}
-        maps: dict[tuple[int, ...], dict[int, dict[str, Tensor]]] = {layers: {} for layers in sets}
+        maps: list[dict[int, dict[str, Tensor]]] = [{} for _ in sets]
         for name, tensor in tensors.items():
-            match name.split("."):
-                case "bridges", layer, part:
-                    bridges.setdefault(int(layer), {})[part] = tensor.float()
-                case "maps", number, layer, part:
-                    maps[sets[int(number)]].setdefault(int(layer), {})[part] = tensor.float()
-                case _:
-                    raise FitError(f"tensor {name!r} is not known")
-        num_layers, hidden_size, taps = (about.pop(name) for name in ("num_layers", "hidden_size", "taps"))
+            found = _NAMES.fullmatch(name)
+            number = None if found is None else found[1]
+            if found is None or (number is not None and int(number) >= len(sets)):
+                raise FitError(f"tensor {name!r} is not known")
+            if tensor.dtype not in _TYPES:
+                raise FitError(f"tensor {name!r} is of type {tensor.dtype}: floating-point numbers are accepted")
+            of = bridges if number is None else maps[int(number)]
+            of.setdefault(int(found[2]), {})[found[3]] = tensor.float()
+        made = [{n: _made(PromptMap, f"maps.{i}.{n}", parts) for n, parts in of.items()} for i, of in enumerate(maps)]
+        prompts = dict(zip(map(tuple, sets), made, strict=True))
+        if len(prompts) < len(sets):
+            raise FitError("'prompts' has a set of layers twice")
         return cls(
-            num_layers,
-            hidden_size,
-            {layer: Bridge(**parts) for layer, parts in bridges.items()},
-            {layers: {n: PromptMap(**parts) for n, parts in of.items()} for layers, of in maps.items()},
-            taps,
-            about,
+            **own,
+            bridges={n: _made(Bridge, f"bridges.{n}", parts) for n, parts in bridges.items()},
+            prompts=prompts,
+            about={name: value for name, value in about.items() if name not in (*own, "format", "prompts")},
         )
 
     def _check(self) -> None:
+        for name, least, most in (("num_layers", 1, None), ("hidden_size", 1, None), ("taps", 0, MOST_TAPS)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least or (most is not None and value > most):
+                up_to = "or more" if most is None else f"to {most}"
+                raise FitError(f"{name}={value!r} is not accepted: give a whole number, {least} {up_to}")
+        for layers in self.prompt_sets:
+            if not all(0 <= n < self.num_layers for n in layers) or list(layers) != sorted({*layers}):
+                raise FitError(f"prompt layers {list(layers)}: rising numbers below {self.num_layers} are accepted")
+        base = self.about.get("base")
+        if base is not None and not (isinstance(base, list) and all(map(_is_number, base))):
+            raise FitError("'base', the sample of the model's weights, is not a list of finite numbers")
         width = self.hidden_size
-        if not 0 <= self.taps <= MOST_TAPS:
-            raise FitError(f"taps={self.taps} is not accepted: give 0 to {MOST_TAPS}")
-        shapes: dict[str, tuple[int, ...]] = {}
         for layer, bridge in self.bridges.items():
-            rank = int(bridge.down.shape[0])  # type: ignore[index]
-            shapes[f"bridges.{layer}.down"], shapes[f"bridges.{layer}.up"] = (rank, width), (width, rank)
-            shapes[f"bridges.{layer}.bias"] = (width,)
+            rank = _rows(bridge.down)
+            self._check_tensors(f"bridges.{layer}", bridge, down=(rank, width), up=(width, rank), bias=(width,))
         for number, maps in enumerate(self.maps):
             for layer, made in maps.items():  # type: ignore[operator]
-                rows = len(made.bias)
-                shapes[f"maps.{number}.{layer}.weight"] = rows, (self.taps + 1) * width
-                shapes[f"maps.{number}.{layer}.first"] = (rows,)
-        for name, tensor in self.state_dict().items():
-            layer = name.split(".")[-2]
-            if int(layer) >= self.num_layers:
-                raise FitError(f"tensor {name!r} is of layer {layer}, but the model has {self.num_layers}")
-            if name in shapes and tuple(tensor.shape) != shapes[name]:
-                raise FitError(f"tensor {name!r} is of shape {tuple(tensor.shape)}, {shapes[name]} is needed")
+                rows, columns = _rows(made.bias), (self.taps + 1) * width
+                self._check_tensors(f"maps.{number}.{layer}", made, weight=(rows, columns), bias=(rows,), first=(rows,))
+                if not rows or rows % 2:
+                    raise FitError(f"maps.{number}.{layer} gives {rows} columns: keys, and as many values, are needed")
+
+    def _check_tensors(self, name: str, module: Any, **shapes: tuple[int, ...]) -> None:
+        layer = int(name.rpartition(".")[2])
+        if not 0 <= layer < self.num_layers:
+            raise FitError(f"{name!r} is of layer {layer}, but the model has {self.num_layers}")
+        for part, shape in shapes.items():
+            tensor = getattr(module, part)
+            if tuple(tensor.shape) != shape:
+                raise FitError(f"tensor '{name}.{part}' is of shape {tuple(tensor.shape)}, {shape} is needed")
             if not torch.isfinite(tensor).all():
-                raise FitError(f"tensor {name!r} has numbers that are not finite: fit again, on more tokens")
+                raise FitError(f"tensor '{name}.{part}' has numbers that are not finite")
 
 
 def keep_fit(model: Any, fit: Fit | None) -> None:
@@ -361,3 +319,28 @@ def fit_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 def _narrow(tensor: Tensor) -> Tensor:
     half = tensor.half()
     return half if bool(torch.isfinite(half).all()) else tensor.bfloat16()
+
+
+def _made(kind: Any, name: str, parts: Mapping[str, Tensor]) -> Any:
+    """A map of a fit from its tensors."""
+    if parts.keys() != set(_PARTS[kind]):
+        raise FitError(f"{name!r} has the tensors {', '.join(sorted(parts))}: {', '.join(_PARTS[kind])} are needed")
+    return kind(**parts)
+
+
+def _rows(tensor: Any) -> int:
+    return int(tensor.shape[0]) if tensor.dim() else 0
+
+
+def _are_lists_of_integers(value: Any) -> bool:
+    lists = isinstance(value, list) and all(isinstance(each, list) for each in value)
+    return lists and all(type(number) is int for each in value for number in each)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipdecode.errors import FitError, UnsupportedFeatureError
+from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
-from skipdecode.models.fit import Bridge, Fit, PromptMap, prompt_features
+from skipdecode.models.families import projection
+from skipdecode.models.fit import Fit
+from skipdecode.models.maps import Bridge, PromptMap, prompt_features
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule
 
@@ -27,7 +29,6 @@ __all__ = [
     "calling",
     "gate_layer",
     "gate_of",
-    "projection",
     "text_columns",
     "ungate_layer",
     "with_mixin",
@@ -52,7 +53,7 @@ class GateState:
         self.text: tuple[Tensor, Tensor] | None = None
 
     def take_fit(self, fit: Fit | None, schedule: Schedule, layers: Sequence[nn.Module]) -> None:
-        """Use the parts of a fit for a schedule; raises FitError if keys and values cannot be given to the layers."""
+        """Use the parts of a fit, which is for these layers, for a schedule."""
         numbers, prompt = range(schedule.num_layers), schedule.prompt_layers()
         if fit is None or schedule.is_full:
             self.bridges, self.maps = {}, {}
@@ -61,12 +62,6 @@ class GateState:
         self.taps = fit.taps
         self.bridges = {n: found for n in numbers if (found := fit.bridge(n)) is not None}
         self.maps = {n: made for n in schedule.projected if (made := fit.prompt_map(prompt, n)) is not None}
-        for layer in self.maps:
-            if projection(layers[layer], "k_proj") is None:
-                raise FitError(
-                    f"keys and values of prompts cannot be fitted to {type(layers[layer]).__name__}, which makes them "
-                    "and queries in one product: use prompts at full depth or max_exit, or a fit of bridges alone"
-                )
 
     def passed(self, index: int, hidden: Tensor) -> Tensor:
         """The states (batch, columns, hidden_size), after a layer, of tokens that skip the layer."""
@@ -200,14 +195,6 @@ def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
         out = torch.where(plan.keep.to(out.device).unsqueeze(-1), out, hidden[:, plan.start : plan.count])
     parts = [hidden[:, : plan.start], out, hidden[:, plan.count :]]
     return torch.cat([part for part in parts if part.shape[1]], dim=1)
-
-
-def projection(layer: nn.Module, name: str) -> Any:
-    """The module of a layer whose path ends in `name`, such as "q_proj"; None if there is none.
-
-    There is none if one module computes queries, keys and values.
-    """
-    return next((module for path, module in layer.named_modules() if path.endswith(name)), None)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from skipdecode.errors import UnsupportedFeatureError
-from skipdecode.models.fit import FIT_FILE, Bridge, Fit, PromptMap, normed
+from skipdecode.models.fit import FIT_FILE, Fit
+from skipdecode.models.maps import Bridge, PromptMap, normed
 from skipdecode.schedule import Schedule
 
 __all__ = [
@@ -41,7 +42,8 @@ def checkpoint_fit(model: Any) -> Fit | None:
     if not file.is_file():
         return None
     fit, config = Fit.load(file), model.hf_text_config
-    fit.check_sizes(config.num_hidden_layers, config.hidden_size, f"fit {file}")
+    keys = 2 * model.get_total_num_kv_heads() * model.get_head_size()
+    fit.check_sizes(config.hidden_size, [keys] * config.num_hidden_layers, f"fit {file}")
     return fit
 
 

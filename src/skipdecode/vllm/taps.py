@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skipdecode.models.fit import normed
+from skipdecode.models.maps import normed
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.step_rows import StepBatch
 

@@ -17,6 +17,7 @@ import torch
 
 from skipdecode.engine.kernels.build import load_library
 from skipdecode.engine.kernels.quantize import QuantizedWeight
+from skipdecode.engine.kernels.sizes import check_fit, check_input, check_layers, check_linear
 from skipdecode.engine.kernels.spec import AttentionSpec, FitSpec, LayerSpec, LinearSpec, StackInput
 
 __all__ = ["WEIGHT_DTYPES", "GreedyArgs", "NativeKernels", "NativeStack", "greedy"]
@@ -132,8 +133,9 @@ class NativeKernels:
     def stack(self, layers: list[LayerSpec], fit: FitSpec | None = None) -> NativeStack:
         """A function that runs layers of one geometry on fp32 hidden states, in one parallel region.
 
-        A `fit` replaces layers that rows skip.
+        A `fit` replaces layers that rows skip. Raises UnfitModelError or FitError for sizes that do not fit together.
         """
+        check_layers(layers)
         keep: list[Any] = []
         made = (LayerArgs * len(layers))()
         for args, layer in zip(made, layers, strict=True):
@@ -147,6 +149,7 @@ class NativeKernels:
             args.qkv.ldy, args.out.ldx = args.qkv.n, args.out.k
             args.mlp_in.ldy = args.mlp_out.ldx = args.mlp_in.n
         if fit is not None:
+            check_fit(fit, layers)
             self._add_fit(made, fit, keep)
         return NativeStack(self._stack, made, keep, 0 if fit is None else fit.taps)
 
@@ -165,6 +168,7 @@ class NativeKernels:
 
     def linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
         """`spec` as a C structure; the tensors that it points to are appended to `keep`."""
+        check_linear(spec)
         weight = spec.weight
         vectors = [None if t is None else t.detach().float().contiguous() for t in (spec.bias, spec.gamma, spec.beta)]
         bias, gamma, beta = (None if t is None else t.data_ptr() for t in vectors)
@@ -196,7 +200,9 @@ class NativeStack:
 
     def __call__(self, given: StackInput) -> None:
         args, pages, table = self._args, given.pages, given.table
-        rows = given.hidden.shape[0]
+        rows, first = given.hidden.shape[0], self._layers[0]
+        attention = first.attention
+        check_input(given, args.count, first.qkv.k, attention.kv_heads, attention.dim, args.taps)
         if rows > self._rows:
             self._allocate(rows)
         layer_rows = array("i", chain.from_iterable(given.layers))

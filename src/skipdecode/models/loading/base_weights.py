@@ -141,4 +141,9 @@ def _distance(known: Any, now: list[float]) -> float:
     """Root mean square of the differences over that of the known numbers; infinite if `known` is not such a list."""
     if not isinstance(known, list) or len(known) != len(now) or not all(isinstance(x, int | float) for x in known):
         return math.inf
-    return math.dist(known, now) / (math.hypot(*known) or math.inf)
+    try:
+        away, size = math.dist(known, now), math.hypot(*known)
+    except OverflowError:
+        return math.inf
+    share = away / size if size else away and math.inf
+    return math.inf if math.isnan(share) else share
