@@ -1,7 +1,8 @@
 """The engine on transformers' own forward with gates, for families without a fast path, and as a reference.
 
 A batch has left-padded sequences of one schedule that start together, on one `SkipCache`. Finished sequences leave the
-batch and the cache. This engine is several times slower than `FastEngine`.
+batch and the cache. If a text grows beyond the length at which a model makes all keys anew (Phi-3's long factors), the
+whole batch is computed anew, each sequence with its own factors. This engine is several times slower than `FastEngine`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.rotary import switch_length
 from skipdecode.schedule import Schedule
 
 __all__ = ["GatedEngine", "left_pad"]
@@ -73,6 +75,7 @@ class GatedEngine(Engine):
         accepted = inspect.signature(type(self._model).forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._switch_length = switch_length(self._model)
         self._queues: dict[Schedule, Scheduler] = {}
         self._batch: _Batch | None = None
 
@@ -138,6 +141,7 @@ class GatedEngine(Engine):
         if batch.position:
             for row in batch.rows:
                 row.layers = batch.schedule.layers(batch.position - 1)
+            self._renew(batch)
         logits = self._logits(batch)
         self._count(batch, time.perf_counter() - start)
         predicted = Predicted(logits)
@@ -148,6 +152,15 @@ class GatedEngine(Engine):
         batch.mask = torch.cat((batch.mask, batch.mask.new_ones(len(outputs), 1)), dim=1)
         self._keep([out.finish_reason is None for out in outputs])
         return outputs
+
+    def _renew(self, batch: _Batch) -> None:
+        """Have a forward compute all tokens anew if some text has just outgrown the keys of its earlier tokens."""
+        if self._switch_length is None:
+            return
+        texts = [row.request.prompt + tuple(row.output) for row in batch.rows]
+        if any(len(text) == self._switch_length + 1 for text in texts):
+            batch.ids, batch.mask = left_pad(texts, 0, self._model.device)
+            batch.cache = SkipCache(self._model.config, batch.ids.shape[1] - batch.position)
 
     def _logits(self, batch: _Batch) -> Tensor:
         options: dict[str, Any] = dict(self._options)

@@ -62,7 +62,8 @@ def token_fidelity(
             with attachment.paused():
                 output = model(**batch.call)
         else:
-            output = teacher(**batch.call)
+            with Attachment(teacher, Schedule.full(schedule.num_layers)):
+                output = teacher(**batch.call)
         shallow = model(**batch.call, prompt_length=batch.prompt_lengths)
         pairs = zip(batch.log_probabilities(output), batch.log_probabilities(shallow), strict=True)
         return [

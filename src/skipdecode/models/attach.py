@@ -34,6 +34,7 @@ from skipdecode.models.forward import (
 from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
+from skipdecode.models.rotary import RowRotary
 from skipdecode.schedule import Schedule
 
 __all__ = ["Attachment", "attach", "detach"]
@@ -138,6 +139,7 @@ class Attachment:
         self.schedule = of_model(model) if schedule is None else schedule
         self._arguments = CallArguments(self._model)
         self._prompt_columns: int | None = None  # within generate
+        self._latest: SkipCache | None = None
         self._paused = False
         self._warned: set[str] = set()
         self._counts = (0, 0, 0)
@@ -200,6 +202,7 @@ class Attachment:
         if self._model.__dict__.pop(_MARK, None) is None:
             return
         self._forward.restore()
+        self._rotary.restore()
         for layer in self._layers:
             ungate_layer(layer)
         for name in ("generate", "generate_batch"):
@@ -214,6 +217,7 @@ class Attachment:
         for index, layer in enumerate(self._layers):
             gate_layer(layer, index, self._gate_state)
         self._model.__dict__[_MARK] = self
+        self._rotary = RowRotary(self._model)
         self._forward = ForwardSlot(self._model, self._run_forward)
         # Instance attributes, so that the class and every other model of it stay as they are.
         self._model.__dict__["generate"] = self._generate
@@ -225,6 +229,8 @@ class Attachment:
         """Run the model's own forward under a plan, on a `SkipCache`."""
         call = self._arguments.named(args, kwargs)
         prompt_length = call.pop("prompt_length", None)
+        if self._rotary.active:
+            self._rotary.place(call, self._arguments.columns(call))
         if self._paused:
             return forward(**call)
         try:
@@ -246,6 +252,7 @@ class Attachment:
             check_prompt_length(prompt_length, columns, call.get("past_key_values"))
         past = call.get("past_key_values")
         if past is not None:
+            self._rotary.check_growth(call, past.get_seq_length(), columns)
             return self._plan_cached(call, prompt_length, columns)
         if self._schedule.is_full:
             return None
@@ -300,6 +307,7 @@ class Attachment:
                 f"schedule {self._schedule.name!r} runs more layers on the last prompt token than on the others: say "
                 "where the prompt ends, with prompt_length=… in the call or in new_cache"
             )
+        self._latest = cache
         positions = cache.next_positions(columns)
         if cache.fed is not None and columns > 1 and self._schedule.prompt_layers() != self._schedule.layers(AFTER):
             self._warn_once(SECOND_TURN)
@@ -350,6 +358,7 @@ class Attachment:
                 cache.prompt_length = prompt
             with self._prompt_of(prompt):
                 result = plain(**kwargs)
+            cache = self._latest or cache  # generate may have begun a new one on the way
             cache.begin_response()
             held = cache.kv_bytes(), cache.kv_bytes_full()
         self.last_run = GenerationStats(*self._counts, *held)

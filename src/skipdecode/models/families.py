@@ -38,12 +38,15 @@ class Family:
         The layers that have the config's `sliding_window`, if it is set: none, all, or those of its `layer_types`.
     needs_window : bool
         With "types": whether the class needs a window even if no layer has one.
+    renews_keys : bool
+        Whether the class's `generate` computes the whole text anew where longrope changes to its long factors.
     """
 
     layers: str = "model.layers"
     returns_tuple: bool = False
     windows: Literal["none", "all", "types"] = "none"
     needs_window: bool = False
+    renews_keys: bool = False
 
 
 _BLOCKS = Family("transformer.h")
@@ -82,7 +85,7 @@ FAMILIES: dict[str, Family] = {
     "opt": Family("model.decoder.layers"),
     "persimmon": Family(),
     "phi": Family(),
-    "phi3": _WINDOWED,
+    "phi3": Family(windows="all", renews_keys=True),
     "qwen2": Family(windows="types"),
     "qwen2_moe": _MIXED,
     "qwen3": Family(windows="types"),
