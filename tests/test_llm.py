@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -369,3 +370,28 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path):
 
 def test_one_call_is_enough(llm: LLM, model_dir: str):
     assert skipdecode.generate(model_dir, TEXTS, max_new_tokens=4) == llm.generate(TEXTS, 4)
+
+
+# ---------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("engine", ["fast", "transformers"])
+@pytest.mark.parametrize("second", ["the same LLM", "another LLM of the model"])
+def test_threads_wait_for_each_other(model_dir: str, engine: str, second: str):
+    loaded = skipdecode.load(model_dir, device="cpu")
+    llm = LLM(loaded, engine=engine)
+    models = [llm, llm if second == "the same LLM" else LLM(loaded, engine=engine)]
+    jobs = [(["hello you"] * (1 + i % 3), 4 + i % 5, schedule) for i in range(3) for schedule in ("full", "2x")]
+
+    def work(llm: LLM, job: Any) -> Any:
+        prompts, tokens, schedule = job
+        found = texts(llm.generate(prompts, tokens, schedule=schedule))
+        return found, "".join(llm.stream(prompts[0], tokens)), llm.encode(prompts)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntunedScheduleWarning)
+        alone = [work(llm, job) for job in jobs]
+        with ThreadPoolExecutor(3) as threads:
+            rounds = 2
+            found = list(threads.map(work, models * (len(jobs) * rounds // 2), jobs * rounds))
+    assert found == alone * rounds

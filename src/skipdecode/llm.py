@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from skipdecode.common.progress import note
 from skipdecode.data.chats import MESSAGE_FIELDS
@@ -30,6 +33,7 @@ from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning
 from skipdecode.models.carried import schedule_file
+from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import named_schedules
 from skipdecode.models.loading.ref import ModelRef
@@ -43,7 +47,21 @@ Prompt = str | list[Message] | Mapping[str, Any]
 
 _MOST_IDLE = 4
 """Engines that are kept between calls: one for each drop order, and one for each concurrent stream."""
+_LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""One for each model: its weights, buffers and layers serve one forward at a time."""
+M = TypeVar("M", bound=Callable[..., Any])
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
+
+
+def _one_at_a_time(method: M) -> M:
+    """A method of `LLM` that waits while another thread uses the model."""
+
+    @functools.wraps(method)
+    def waiting(llm: LLM, *args: Any, **keywords: Any) -> Any:
+        with llm._lock:
+            return method(llm, *args, **keywords)
+
+    return cast("M", waiting)
 
 
 @dataclass(frozen=True)
@@ -83,7 +101,8 @@ class Outputs(list[Output]):
 class LLM:
     """A model that is ready to generate text.
 
-    Calls can have different schedules and share the weights. Not safe for concurrent threads.
+    Calls can have different schedules and share the weights. Calls of several threads, also of another LLM of the same
+    loaded model, wait for each other; a stream takes its turn at each piece.
 
     Parameters
     ----------
@@ -139,7 +158,9 @@ class LLM:
         self._schedule = schedule
         self._max_rows = max_rows
         self.schedule_of(schedule)
-        self._source = open_engines(self.loaded.model, engine, note, quantization)
+        self._lock = _LOCKS.setdefault(unwrap(self.loaded.model), threading.RLock())
+        with self._lock:  # the projection weights may be fused
+            self._source = open_engines(self.loaded.model, engine, note, quantization)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
         self._engines: list[Engine] = []
         self._warned: set[Schedule] = set()
@@ -187,6 +208,7 @@ class LLM:
         schedule.check_fits(self.num_layers)
         return schedule
 
+    @_one_at_a_time
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -253,6 +275,7 @@ class LLM:
         outputs.stats = self._summed(engine, start, [row.tokens for row in rows])
         return outputs
 
+    @_one_at_a_time
     def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options: Any) -> TextStream:
         """Generate the text of one prompt as a stream of pieces; `stats` are available at its end.
 
@@ -268,8 +291,10 @@ class LLM:
             how.reader(),
             lambda tokens: self._summed(engine, start, [tokens]),
             lambda: self._drop(engine),
+            self._lock,
         )
 
+    @_one_at_a_time
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
         """Prompts as token ids, with their `room` in the context; a prompt that cannot be used has an `error`."""
         form = choose_form(
@@ -307,7 +332,7 @@ class LLM:
         line = None if exact else self.loaded.untuned_line([asked])
         if line is not None and asked not in self._warned:
             self._warned.add(asked)
-            warnings.warn(line, UntunedScheduleWarning, stacklevel=3)
+            warnings.warn(line, UntunedScheduleWarning, stacklevel=4)
         encoded = self.encode(prompts, template=template)
         for index, prompt in enumerate(encoded):
             if prompt.error is not None:

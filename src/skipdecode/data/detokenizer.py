@@ -6,6 +6,7 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from skipdecode.data.stopping import StopSearch, StopStrings
@@ -153,6 +154,8 @@ class TextStream(Iterator[str]):
         From all tokens to the figures, called at the end.
     failed : callable
         Called if a step raises: the engine must not be used again.
+    turn : context manager
+        Held during each step, and while the stream is closed.
 
     Attributes
     ----------
@@ -174,36 +177,45 @@ class TextStream(Iterator[str]):
         reader: Detokenizer,
         summed: Callable[[list[int]], RunSummary],
         failed: Callable[[], None],
+        turn: AbstractContextManager[object],
     ) -> None:
         self.text, self.tokens = "", list[int]()
         self.finish_reason: FinishReason | None = None
         self.stats: RunSummary | None = None
-        self._engine, self._reader, self._summed, self._failed = engine, reader, summed, failed
+        self._engine, self._reader, self._summed, self._failed, self._turn = engine, reader, summed, failed, turn
         (self._number,) = engine.submit([request], schedule)
         self._open = True
 
     def __next__(self) -> str:
         while self._open:
-            try:
-                outputs = self._engine.step()
-            except BaseException:
-                self._open = False
-                self._failed()
-                raise
-            piece = "".join(self._take(out) for out in outputs)
-            self.text += piece
-            if self.finish_reason is not None:
-                self.close()
+            with self._turn:
+                piece = self._step()
             if piece:
                 return piece
         raise StopIteration
 
+    def _step(self) -> str:
+        try:
+            outputs = self._engine.step()
+        except BaseException:
+            self._open = False
+            self._failed()
+            raise
+        piece = "".join(self._take(out) for out in outputs)
+        self.text += piece
+        if self.finish_reason is not None:
+            self.close()
+        return piece
+
     def close(self) -> None:
         """End the stream now, if it has not ended."""
-        if self._open:
-            self._open = False
-            self._engine.cancel(self._number)
-            self.stats = self._summed(self.tokens)
+        if not self._open:
+            return
+        with self._turn:
+            if self._open:
+                self._open = False
+                self._engine.cancel(self._number)
+                self.stats = self._summed(self.tokens)
 
     def __del__(self) -> None:
         self.close()
