@@ -31,7 +31,7 @@ from skipdecode.engine.loading import load
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
-from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning
+from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import LoadedModel
@@ -115,7 +115,7 @@ class LLM:
         The engine; auto: the fast engine if it supports the model.
     quantization : {"none", "int8", "int4", "w8a8"}
         Quantization of the weights after loading (fast engine, CPUs).
-    dtype, device
+    dtype, device, base
         For a model that is loaded by name: see `skipdecode.load`.
     max_rows : int
         Most prompts that are decoded together.
@@ -142,12 +142,15 @@ class LLM:
         quantization: str = "none",
         dtype: str = "auto",
         device: str | None = None,
+        base: str | Path | None = None,
         max_rows: int = 8,
     ) -> None:
         if not isinstance(model, LoadedModel):
             schedule = schedule_file(schedule) if isinstance(schedule, str) else schedule
             files = (str(schedule),) if isinstance(schedule, str | Path) and os.path.isfile(schedule) else ()
-            model = load(ModelRef(str(model), files), dtype=dtype, device=device, engine=engine)
+            model = load(ModelRef(str(model), files), dtype=dtype, device=device, engine=engine, base=base)
+        elif base is not None:
+            raise UsageError("base is for an adapter that is loaded by name: give it to skipdecode.load")
         self.loaded = model
         if self.loaded.tokenizer is None:
             raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")

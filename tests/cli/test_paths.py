@@ -46,7 +46,6 @@ COMMANDS = {
 }
 MORE = {  # what goes with options that no command above has
     "prompts": ["--self"],
-    "base": ["--self"],
     "drop_order": ["--nominal-speedup", "2"],
     "compare": ["eval", "--compare", "run0"],
 }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import MODEL, ThreadOptions
+from skipdecode.cli.options import BASE, MODEL, ThreadOptions
 from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
@@ -45,6 +45,7 @@ class Config(Workload, ThreadOptions):
     """Options of `skipdecode bench`."""
 
     model: str | None = option(MODEL, positional=True, default=None, path=Reads(model_files))
+    base: str | None = option(BASE, default=None, path=Reads(model_files))
     geometry: str | None = option(
         "in place of a model: these sizes with random weights", default=None, choices=tuple(GEOMETRIES)
     )
@@ -96,7 +97,7 @@ def _checked(config: Config) -> ModelRef | None:
         check_matplotlib()
     if config.model is None:
         return None
-    ref = ModelRef(config.model)
+    ref = ModelRef(config.model, given_base=config.base)
     _check_fits(config, ref.config)
     return ref
 

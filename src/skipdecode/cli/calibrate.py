@@ -324,7 +324,7 @@ def _routed_schedules(config: Config) -> list[Schedule]:
 def _routed_report(config: Config, schedules: list[Schedule], found: Routed, place: Path) -> str:
     shares = ", ".join(f"{each.name} {share:.0%}" for each, share in zip(schedules, found.shares, strict=True))
     pays = "" if found.low > 0 else ": not significant, so a static schedule is the better choice"
-    use = ["skipdecode", "generate", config.model, "--router", str(place), "--input", "prompts.jsonl"]
+    use = ["skipdecode", "generate", *config.words, "--router", str(place), "--input", "prompts.jsonl"]
     return "\n".join(
         [
             f"requests: {found.speedup:.2f}x by the cost model; {shares}",

@@ -64,7 +64,7 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
     def ref(self) -> ModelRef:
         """What the name stands for, with the schedule file that is named, else those that the package has for it."""
         files = bundled_schedules(self.model) if self.schedule is None else [self.schedule]
-        return ModelRef(self.model, tuple(files))
+        return ModelRef(self.model, tuple(files), self.adapter_base)
 
 
 def run(config: Config) -> int:

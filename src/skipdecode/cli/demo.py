@@ -278,8 +278,8 @@ def _next_steps(config: Config) -> list[str]:
     """Commands to try next."""
     has_chat = config.model == _DEFAULT and ModelRef(_CHAT).adapter is not None
     # A depth that the weights were tuned for.
-    chat, depth = (_CHAT, "/1.5x") if has_chat else (shlex.quote(config.model), "/2x")
-    model = shlex.quote(config.model)
+    chat, depth = (_CHAT, "/1.5x") if has_chat else (shlex.join(config.words), "/2x")
+    model = shlex.join(config.words)
     return [
         "Next:",
         f"  skipdecode chat {chat}",

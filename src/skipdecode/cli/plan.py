@@ -333,7 +333,7 @@ def _commands(plan: _Plan) -> dict[str, str]:
     file = config.schedule or config.out
     if file is None:
         return {"next": command_line("plan", config) + " --out schedule.json"}
-    model, file = "MODEL" if config.is_config else shlex.quote(config.model), shlex.quote(file)
+    model, file = "MODEL" if config.is_config else shlex.join(config.words), shlex.quote(file)
     if config.schedule is not None:
         return {"next": f"skipdecode generate {model} --schedule {file} {rest}"}
     if plan.tuned:

@@ -77,7 +77,7 @@ C = TypeVar("C")
 class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, MetricOptions):
     """Options of `skipdecode prepare`."""
 
-    EXCLUDES: ClassVar = LearningOptions.EXCLUDES | {"self": ("train", "dev")}
+    EXCLUDES: ClassVar = LearningOptions.EXCLUDES | {"self": ("train", "dev", "base")}
 
     target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", default=1.5, above=1)
     minutes: float = option("minutes of layer order, fit and tuning together; 0: no tuning", default=10.0, least=0)
@@ -293,6 +293,7 @@ def _common(config: Config) -> dict[str, Any]:
     bad_records = "skip" if config.self else config.bad_records
     return {
         "model": config.model,
+        "base": config.base,
         "seed": config.seed,
         "max_length": config.max_length,
         "bad_records": bad_records,
@@ -319,6 +320,7 @@ def _rows(config: Config, data: Mapping[str, Any], model: str, place: Path) -> l
         asked |= config.part(SelfGeneratedOptions).__dict__
         asked |= {"prompts": config.test or None, "self_records": config.test_records, "base": config.model}
     else:
+        asked |= {"base": config.base} if model == config.model else {}
         asked |= config.part(MetricOptions).__dict__
         asked |= {"task": config.task or _task_file(config, 2 * target.seq_len), "data": config.test or config.dev}
         asked |= {"limit": config.test_records, "teacher_forced": False}
@@ -364,7 +366,7 @@ def _document(config: Config, stages: Mapping[str, Any], tuned: Path) -> dict[st
     shown = asked if asked in every else 0.0
     target = Schedule.load(fit / "schedule.json").name
     final = [row for row in rows if row["minutes"] == shown]
-    model = str(tuned) if shown else f"{shlex.quote(config.model)} --schedule {fit / 'target.json'}"
+    model = str(tuned) if shown else f"{shlex.join(config.words)} --schedule {fit / 'target.json'}"
     more = command_line("prepare", replace(config, minutes=max(20.0, 2 * config.minutes), resume=True))
     return heading("prepared") | {
         "minutes": shown,

@@ -167,8 +167,8 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         note(line)
     elif not tuned_under:
         note(
-            f"this model was not tuned under a schedule: `skipdecode plan {config.model}` finds a schedule for a "
-            "speed-up, `skipdecode tune` tunes the model under it"
+            f"this model was not tuned under a schedule: `skipdecode plan {' '.join(config.words)}` finds a schedule "
+            "for a speed-up, `skipdecode tune` tunes the model under it"
         )
     if service.template is not None and service.template.used:
         note(f"completions use the checkpoint's template {service.template.prompt!r} (--no-template disables it)")

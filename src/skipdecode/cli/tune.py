@@ -48,6 +48,7 @@ from skipdecode.data.self_generated import (
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.loading import load
 from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.models.families import vocabulary_size
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel, name_ends
@@ -245,6 +246,8 @@ def _tuner(
 
     here = not config.goes_on and Path(config.model).expanduser().is_dir()
     base = str(loaded.path.resolve()) if here else config.ref.base
+    if config.base is not None and Path(base).expanduser().is_dir():
+        base = str(Path(base).expanduser().resolve())
     return Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
 
 
@@ -258,7 +261,15 @@ def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
     digest = checkpoint_digest(loaded)
     if digest["fit"] is not None:
         note(f"the fit is {'trained with the weights' if config.train_fit else 'not trained'}")
-    return loaded if config.goes_on else replace(loaded, model=merge_adapter(loaded.model)), digest
+    if not config.goes_on:
+        return replace(loaded, model=merge_adapter(loaded.model)), digest
+    rows, known = vocabulary_size(loaded.model), config.ref.config.get_text_config(decoder=True).vocab_size
+    if rows != known:
+        raise UsageError(
+            f"the adapter was made for {rows} tokens and its base has {known}: an adapter with embeddings cannot be "
+            "tuned further; add --merge, which merges it and tunes a fresh one"
+        )
+    return loaded, digest
 
 
 def _check_fit(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def load(
     device: str | None = None,
     engine: str = "auto",
     require_tokenizer: bool = True,
+    base: str | Path | None = None,
 ) -> LoadedModel:
     """A causal LM by name, with its tokenizer, its schedule and its fit.
 
@@ -37,6 +39,8 @@ def load(
         The engine that will run the model; auto: the fast engine if it supports the model.
     require_tokenizer : bool
         Whether a checkpoint without tokenizer is an error. If not, `LoadedModel.tokenizer` is None.
+    base : str or Path, optional
+        For an adapter: the name of its base model. Default: the one that its directory names.
 
     Raises
     ------
@@ -52,9 +56,10 @@ def load(
     DataError
         If recipe.json is broken.
     UsageError
-        If `dtype` or `device` is not accepted, or if there are several fits.
+        If `dtype` or `device` is not accepted, if there are several fits, or if a model with a `base` is no adapter.
     """
     ref = name if isinstance(name, ModelRef) else ModelRef(str(name))
+    ref = ref if base is None else replace(ref, given_base=str(base))
     chosen = running_dtype(ref, dtype, choose_device(device), engine)
     return load_model(ref, dtype=chosen, device=device, require_tokenizer=require_tokenizer)
 

@@ -21,6 +21,7 @@ __all__ = [
     "layers_in",
     "projection",
     "unwrap",
+    "vocabulary_size",
 ]
 
 
@@ -155,6 +156,11 @@ def _works() -> str:
 def layers_in(config: Any) -> int:
     """The number of decoder layers of a model with this transformers config."""
     return int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def vocabulary_size(model: Any) -> int:
+    """Rows of a causal LM's token embedding: tokens have ids below this number."""
+    return int(unwrap(model).get_input_embeddings().weight.shape[0])
 
 
 def decoder_layers(model: Any) -> Any:

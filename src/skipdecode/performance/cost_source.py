@@ -17,7 +17,7 @@ from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.families import FAMILIES, unwrap
 from skipdecode.models.fit import keep_fit
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.ref import ModelRef, check_config_values
 from skipdecode.performance.cost import FORMAT, CostModel
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_machine
@@ -178,6 +178,7 @@ def _config_of_file(path: Path) -> Any:
         raise ModelLoadError(f"{path} is not the JSON of a model's config: {e}") from None
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path} is not a model's config: a JSON object is needed")
+    check_config_values(str(path), values)
     family = values.get("model_type")
     if family not in CONFIG_MAPPING:
         raise ModelLoadError(

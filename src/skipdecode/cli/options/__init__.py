@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from skipdecode.engine.opening import Backend
 
 __all__ = [
+    "BASE",
     "MODEL",
     "DecodingOptions",
     "EngineOptions",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 
+BASE = "for an adapter: its base model, a directory or a name (default: the one that the adapter names)"
 MODEL = "directory of a model or an adapter, hub id, smollm2-135m, or its adapters e2e-smollm2-135m, chat-smollm2-135m"
 
 
@@ -65,6 +67,17 @@ class NamedModel(Options):
     """A model by name."""
 
     model: str = option(MODEL, positional=True, path=Reads(model_files))
+    base: str | None = option(BASE, default=None, path=Reads(model_files))
+
+    @property
+    def adapter_base(self) -> str | None:
+        """The base model of --base, for the adapter."""
+        return self.base
+
+    @property
+    def words(self) -> list[str]:
+        """The words that name the model on another command line."""
+        return [self.model, *(() if self.base is None else ("--base", self.base))]
 
     @cached_property
     def ref(self) -> ModelRef:
@@ -72,7 +85,7 @@ class NamedModel(Options):
         named: Any = getattr(self, "schedule", None) or ()
         files = [file for file in ([named] if isinstance(named, str) else named) if Path(file).is_file()]
         methods = [word for word in getattr(self, "methods", ()) if word.endswith(".json")]
-        return ModelRef(self.model, (*files, *methods))
+        return ModelRef(self.model, (*files, *methods), self.adapter_base)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from skipdecode.cli.arguments import check_together
 from skipdecode.cli.options import (
+    BASE,
     MODEL,
     EngineOptions,
     ScheduleChoice,
@@ -113,7 +114,7 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
     )
     json: bool = option("print one JSON document", default=False)
     base: str | None = option(
-        "with --self: the base model (default: the model that MODEL was tuned from)",
+        f"{BASE}; with --self: the base model to compare with (default: the model that MODEL was tuned from)",
         default=None,
         path=Reads(model_files),
     )
@@ -125,6 +126,11 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
         "methods": ("schedule", "nominal_speedup"),
         "self": ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report", "exact"),
     }
+
+    @property
+    def adapter_base(self) -> str | None:
+        """The base model of --base, unless --self compares with it."""
+        return None if self.self else self.base
 
 
 class MethodChoice(NamedTuple):

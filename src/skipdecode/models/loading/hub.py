@@ -6,24 +6,31 @@ This module does not apply schedules; it only returns the schedule of the checkp
 from __future__ import annotations
 
 import importlib.util
-import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.progress import without_foreign_bars
+from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
 from skipdecode.models.carried import carry, keep_tuned
 from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.loading.adapter import add_tokens, put_adapter
 from skipdecode.models.loading.base_weights import check_base, put_fit
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.loading.ref import ModelRef, Place, one_line, told
+from skipdecode.models.loading.stored import (
+    StoredTensor,
+    check_stored,
+    check_tensors,
+    stored_tensors,
+    unused_tensors,
+    without_wrappers,
+)
 from skipdecode.schedule import Schedule
 
 __all__ = ["DTYPES", "GENERATION_FILE", "LoadedModel", "choose_device", "configured_ends", "load_model", "name_ends"]
 
-_NAMED_TENSORS = 2
 GENERATION_FILE = "generation_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Without one of these files, transformers either fails or makes an empty tokenizer.
@@ -106,6 +113,8 @@ def load_model(
     recipe, fit = ref.recipe, ref.fit
     tokenizer = _tokenizer(ref, require_tokenizer)
     model = _base_model(ref, dtype, target)
+    if ref.adapter is not None:
+        add_tokens(model, ref.adapter)
     if recipe is not None:
         keep_tuned(model, recipe.tuned_under)
     if fit is not None:
@@ -114,7 +123,7 @@ def load_model(
         )
     if ref.adapter is not None:
         check_base(model, ref.base, ref.adapter, None if recipe is None else recipe.base)
-        model = _with_adapter(model, ref.adapter, target)
+        model = put_adapter(model, ref.adapter, target)
         _take_generation_config(unwrap(model), ref.adapter)
         if ref.schedule is not None:
             carry(model, ref.schedule)
@@ -162,7 +171,8 @@ def _tokenizer(ref: ModelRef, required: bool) -> Any | None:
             raise ModelLoadError(f"{ref.name} has no tokenizer: put a tokenizer.json in its directory") from error
         return None
     if error is not None:
-        raise ModelLoadError(f"{source.where}: its tokenizer does not load: {one_line(error)}") from error
+        with told(source.where, "its tokenizer does not load"):
+            raise error
     tokenizer.padding_side = "left"
     return tokenizer
 
@@ -213,13 +223,17 @@ def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     place, config = ref.place, ref.config
-    with told(place.where, "its weights do not load"), without_foreign_bars():
+    with told(place.where, _not_loaded(config)), without_foreign_bars():
+        stored = stored_tensors(place)
+        check_stored(place.where, stored, ref.config)
+        renamed = without_wrappers(stored)
         model, loading = AutoModelForCausalLM.from_pretrained(
             place.where,
             config=config,
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
+            key_mapping=renamed,
             **place.options,
         )
     head = model.get_output_embeddings()
@@ -227,77 +241,36 @@ def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:
         # The file has a head, whatever its config says: readers of what is saved from here must not leave it out.
         model.config.tie_word_embeddings = False
     model.to(device)
-    _check_tensors(
-        place.where,
-        model.named_parameters(),
-        missing=loading["missing_keys"],
-        unexpected=loading["unexpected_keys"],
-        mismatched=loading["mismatched_keys"],
-    )
+    _check_loaded(place.where, model, stored, loading)
+    if renamed is not None:
+        note(f"{place.where}: names of torch's wrappers, such as _orig_mod, are left out of the names of its weights")
+        # transformers would write the old names again.
+        kept = [one for one in model._weight_conversions if not {*one.source_patterns} <= renamed.keys()]
+        model._weight_conversions = kept
     return model
 
 
-def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
-    import peft
-
-    # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
-    options: dict[str, Any] = {"torch_device": str(device), "autocast_adapter_dtype": False}
-    with told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of missing tensors, which are refused below
-            adapted = peft.PeftModel.from_pretrained(model, str(adapter), **options)
-        # Again, as only this returns which tensors did not fit.
-        found = adapted.load_adapter(str(adapter), adapted.active_adapter, **options)
-        tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    _check_tensors(str(adapter), tensors.items(), missing=found.missing_keys, unexpected=found.unexpected_keys)
-    return adapted.eval()
+def _check_loaded(where: str, model: Any, stored: Mapping[str, StoredTensor], loading: Mapping[str, Any]) -> None:
+    """Refuse weights that are not the model's; a note names those that decoding does not use."""
+    unexpected = {*loading["unexpected_keys"]}
+    if unused := unused_tensors(unexpected, stored, (name for name, _ in model.named_parameters()), model.config):
+        note(f"{where}: {len(unused)} tensors that decoding does not use, such as {min(unused)}, are left out")
+    check_tensors(
+        where,
+        model.named_parameters(),
+        missing=loading["missing_keys"],
+        unexpected=unexpected - unused,
+        mismatched=loading["mismatched_keys"],
+    )
 
 
-def _check_tensors(
-    where: str,
-    tensors: Iterable[tuple[str, Any]],
-    *,
-    missing: Collection[str],
-    unexpected: Collection[str],
-    mismatched: Collection[tuple[str, Any, Any]] = (),
-) -> None:
-    """Raise an error if the loaded weights are not those of the model.
-
-    Parameters
-    ----------
-    where : str
-        The directory or hub id of the weights.
-    tensors : iterable of (name, tensor)
-        The loaded tensors, which must be finite.
-    missing, unexpected : collection of str
-        Tensors of the model that the file lacks, and tensors of the file that the model lacks (a config with fewer
-        layers, or other names).
-    mismatched : collection of (name, shape in the file, shape in the model)
-
-    Raises
-    ------
-    ModelLoadError
-        The message names the first tensors of each fault.
-    """
-    shapes = {
-        name: f"{name} ({tuple(stored)} in the file, {tuple(own)} in the model)" for name, stored, own in mismatched
-    }
-    faults = {
-        "are missing": sorted(missing),
-        "are not in the model": sorted(unexpected),
-        "have another shape": [shapes[name] for name in sorted(shapes)],
-    }
-    remedy = "give it the config that these weights were saved with, or fetch it again"
-    if not any(faults.values()):
-        faults = {"are not finite": sorted(name for name, tensor in tensors if not _is_finite(tensor))}
-        remedy = "fetch it again, or tune anew with a lower --learning-rate"
-    told = [f"{len(n)} weights {fault}, such as {', '.join(n[:_NAMED_TENSORS])}" for fault, n in faults.items() if n]
-    if told:
-        raise ModelLoadError(f"{where}: {'; '.join(told)}: {remedy}")
-
-
-def _is_finite(tensor: Any) -> bool:
-    """One pass without a copy; the exact test is for sums that a half-precision type cannot hold."""
-    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
-        return True
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+def _not_loaded(config: Any) -> str:
+    """What is said of weights that transformers does not load."""
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is None:
+        return "its weights do not load"
+    method = (quantized if isinstance(quantized, dict) else quantized.to_dict()).get("quant_method")
+    return (
+        f"its weights are quantized ({method}) and do not load here: take the checkpoint in bf16, fp16 or fp32 that "
+        "they were made from, or dequantize them where they load, and give --quantization int8 or int4 for small ones"
+    )

@@ -19,12 +19,14 @@ _unreachable: dict[str, tuple[float, HubAnswer]] = {}  # by address, so that a c
 
 @dataclass(frozen=True)
 class HubAnswer:
-    """The hub's answer about a model: `absent` includes models that this user may not read.
+    """The hub's answer about a model.
+
+    `absent` includes models that this user may not read; `offline`: by a setting, the hub was not asked.
 
     `reason` is a text for users, empty if the model was found. `revision` is the commit of a found model.
     """
 
-    state: Literal["found", "absent", "unreachable"]
+    state: Literal["found", "absent", "offline", "unreachable"]
     reason: str = ""
     revision: str | None = None
 
@@ -54,7 +56,7 @@ def ask_hub(repo_id: str, *, connect_seconds: float | None = None) -> HubAnswer:
     except RepositoryNotFoundError:
         return HubAnswer("absent", "the hub has no such public model (a private one needs 'hf auth login')")
     except OfflineModeIsEnabled:
-        return HubAnswer("unreachable", "offline mode is on (HF_HUB_OFFLINE)")
+        return HubAnswer("offline", "offline mode is on (HF_HUB_OFFLINE)")
     except Exception as e:  # The HTTP library under the client, and with it the class, differs between its versions.
         reason = f"the hub cannot be reached ({' '.join(str(e).split())[:120] or type(e).__name__})"
         answer = HubAnswer("unreachable", reason)

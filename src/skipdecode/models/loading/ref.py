@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.progress import note
 from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import FIT_FILE, of_adapter, of_config
@@ -22,19 +23,24 @@ from skipdecode.models.loading.store import find_model
 from skipdecode.models.windows import drop_unread, layer_windows
 from skipdecode.schedule import Schedule
 
-__all__ = ["ModelRef", "Place", "model_files", "one_line", "told"]
+__all__ = ["ADAPTER_FILE", "ModelRef", "Place", "check_config_values", "model_files", "one_line", "told"]
 
-_ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILE = "adapter_config.json"
 _BUNDLED = Path(__file__).parents[1] / "adapters"
-_NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{_ADAPTER_FILE}")))
+_NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{ADAPTER_FILE}")))
 _ACCEPTED = f"accepted are a local directory, a hub id (owner/name), {', '.join(_NAMES)}"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_MOST_LAYERS = 10_000
 _HUB_WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+
+_told_of_cache: set[str] = set()  # a command may resolve a name several times
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,13 @@ class ModelRef:
 
     Every property is computed once, at its first use, and the hub is contacted once. The names of the embedded model
     and of bundled adapters take precedence: a directory of such a name is ``./smollm2-135m``. Properties raise the
-    errors of `load_model`. `schedule_files` are the files of the schedules that the model will run.
+    errors of `load_model`. `schedule_files` are the files of the schedules that the model will run. `given_base` is the
+    name of an adapter's base model in place of the one in the adapter's directory.
     """
 
     name: str
     schedule_files: tuple[str, ...] = ()
+    given_base: str | None = None
 
     @cached_property
     def adapter(self) -> Path | None:
@@ -82,23 +90,27 @@ class ModelRef:
         if self.name in _NAMES:
             return None if self.name == smollm2.NAME else _BUNDLED / self.name
         path = Path(self.name).expanduser()
-        return path if self.name and (path / _ADAPTER_FILE).is_file() else None
+        return path if self.name and (path / ADAPTER_FILE).is_file() else None
 
     @cached_property
     def base(self) -> str:
         """The name of the adapter's base model; for a whole model, its own name."""
         if self.adapter is None:
+            if self.given_base is not None:
+                raise UsageError(
+                    f"{self.name} is no adapter, so it takes no base model: leave out --base {self.given_base}"
+                )
             return self.name
-        file = self.adapter / _ADAPTER_FILE
+        file = self.adapter / ADAPTER_FILE
+        if self.given_base is not None:
+            return _no_adapter(self.given_base, "--base")
         try:
             base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
         except (ValueError, AttributeError) as e:
             raise ModelLoadError(f"{file} is not the JSON object of a PEFT adapter: {e}") from e
         if not isinstance(base, str) or not base:
             raise ModelLoadError(f"{file} names no base model: base_model_name_or_path is needed")
-        if ModelRef(base).adapter is not None:
-            raise ModelLoadError(f"{file} names {base} as its base, which is an adapter itself: merge that one first")
-        return base
+        return _no_adapter(base, str(file))
 
     @cached_property
     def place(self) -> Place:
@@ -106,10 +118,11 @@ class ModelRef:
         try:
             return _located(self.base)
         except ModelLoadError as e:
-            if self.adapter is None:
+            if self.adapter is None or self.given_base is not None:
                 raise
-            file = self.adapter / _ADAPTER_FILE
-            raise ModelLoadError(f"{e} (this base model is named in {file}, base_model_name_or_path)") from None
+            file = self.adapter / ADAPTER_FILE
+            named = f"this base model is named in {file}, base_model_name_or_path; --base names another"
+            raise ModelLoadError(f"{e} ({named})") from None
 
     @property
     def config(self) -> Any:
@@ -206,12 +219,14 @@ class ModelRef:
     @cached_property
     def _config(self) -> Any:
         """The config; raises an error unless it is of a decoder-only causal LM."""
-        from transformers import AutoConfig
+        from transformers import AutoConfig, PretrainedConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
         where = self.place.where
         with told(where, "its config does not load"):
+            check_config_values(where, PretrainedConfig.get_config_dict(where, **self.place.options)[0])
             config = AutoConfig.from_pretrained(where, **self.place.options)
+            layers_in(config)
         needed = "a decoder-only causal language model is needed"
         if config.is_encoder_decoder:
             raise ModelLoadError(f"{where} is an encoder-decoder ({config.model_type}): {needed}")
@@ -222,6 +237,17 @@ class ModelRef:
             layer_windows(config)
             drop_unread(config)
         return config
+
+
+def check_config_values(where: str, values: Any) -> None:
+    """Refuse values of a config's JSON that would fill the memory, or fail later without a word about the config."""
+    for part in (values, values.get("text_config")):
+        for key in _LAYER_COUNTS if isinstance(part, dict) else ():
+            if isinstance(number := part.get(key), int) and not 0 < number <= _MOST_LAYERS:
+                raise ModelLoadError(f"{where}: its config has {key} {number}: 1 to {_MOST_LAYERS} are accepted")
+    classes = values.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        raise ModelLoadError(f"{where}: its config has architectures {classes!r}: a list of class names is accepted")
 
 
 def model_files(name: str) -> list[Path]:
@@ -236,13 +262,20 @@ def model_files(name: str) -> list[Path]:
         return [ref.adapter]
 
 
+def _no_adapter(base: str, where: str) -> str:
+    """The name of a base model; raises ModelLoadError if it is that of an adapter."""
+    if ModelRef(base).adapter is not None:
+        raise ModelLoadError(f"{where} names {base} as its base, which is an adapter itself: merge that one first")
+    return base
+
+
 def _located(name: str) -> Place:
     if name == smollm2.NAME:
         return Place(str(smollm2.fetch()), local_only=True)
     path = Path(name).expanduser()
     if name and path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelLoadError(f"{name} holds no model: a config.json or an {_ADAPTER_FILE} is needed")
+            raise ModelLoadError(f"{name} holds no model: a config.json or an {ADAPTER_FILE} is needed")
         return Place(str(path), local_only=True)
     if name and path.exists():
         raise ModelLoadError(f"{name} is a file: {_ACCEPTED}")
@@ -264,6 +297,9 @@ def _locate_on_hub(name: str) -> Place:
         )
     # The snapshot's directory and not the id: transformers looks for adapters on the hub even when told not to.
     if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
+        if answer.state == "unreachable" and name not in _told_of_cache:
+            _told_of_cache.add(name)
+            note(f"{answer.reason}: {name} is read from the hub's local cache")
         return Place(str(Path(config).parent), local_only=True)
     raise ModelLoadError(
         f"model {name!r}{meant} is neither a local directory nor in the hub's local cache, and {answer.reason}; "
@@ -279,7 +315,15 @@ def told(where: str, what: str) -> Iterator[None]:
     except SkipDecodeError:
         raise
     except Exception as e:
-        raise ModelLoadError(f"{where}: {what}: {one_line(e)}") from e
+        raise ModelLoadError(f"{where}: {_pointer(Path(where)) or f'{what}: {one_line(e)}'}") from e
+
+
+def _pointer(folder: Path) -> str | None:
+    """What is said of a file in a model's directory that stands for another, which git-lfs would put there."""
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.is_file() and file.stat().st_size < _LONGEST_POINTER and file.read_bytes().startswith(_POINTER):
+            return f"{file.name} is a git-lfs pointer, not the file itself: run 'git lfs pull' there, or fetch it again"
+    return None
 
 
 def one_line(error: Exception) -> str:

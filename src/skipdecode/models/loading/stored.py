@@ -1,0 +1,244 @@
+"""The weights of a checkpoint by the headers of its files, and the checks of what a model took from them.
+
+Headers are read before a model is built: a config of more numbers than the files hold would fill the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from skipdecode.errors import ModelLoadError
+from skipdecode.models.families import FAMILIES, layers_in
+
+if TYPE_CHECKING:
+    from skipdecode.models.loading.ref import Place
+
+__all__ = [
+    "StoredTensor",
+    "check_stored",
+    "check_tensors",
+    "header",
+    "stored_tensors",
+    "unused_tensors",
+    "without_wrappers",
+]
+
+_FORMATS = ("model.safetensors", "pytorch_model.bin")
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_NAMED_TENSORS = 2
+# Modules that torch wraps around a model, or around parts of it, and that put their name into the names of weights.
+_INNER = r"_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
+_WRAPPERS = (rf"^(?:(?:module|{_INNER})\.)+", rf"(?:(?:{_INNER})\.)+")
+
+_EXTRA_HEADS = r"v_head\.|mtp\.|model\.mtp_layers\."  # value heads of TRL, multi-token prediction
+
+
+class StoredTensor(NamedTuple):
+    """The type, as safetensors names it, and the shape of a tensor in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored_tensors(place: Place) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by name; files of a hub id are fetched. Empty if no file of weights is known."""
+    from transformers.utils import cached_file
+
+    def found(name: str) -> str | None:
+        options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+        file: str | None = cached_file(place.where, name, local_files_only=place.local_only, **options)
+        return file
+
+    for name in _FORMATS:
+        if (whole := found(name)) is not None:
+            return header(Path(whole))
+        if (index := found(f"{name}.index.json")) is not None:
+            parts = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [Path(file) for part in parts if (file := found(part)) is not None]
+            return {name: tensor for file in files for name, tensor in header(file).items()}
+    return {}
+
+
+def header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file of weights by name; the file's values are not read."""
+    if file.suffix != ".safetensors":
+        return _pickled(file)
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
+        return {name: StoredTensor(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+
+
+def _pickled(file: Path) -> dict[str, StoredTensor]:
+    import torch
+
+    kinds = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    try:
+        values = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError):  # a format without mmap, or none: the loader reads it, or says what is wrong
+        return {}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return {name: StoredTensor(kinds.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()}
+
+
+def check_stored(where: str, stored: Mapping[str, StoredTensor], config: Any = None) -> None:
+    """Refuse files that a model of this config, or an adapter (None), would read wrongly or whose config is too large.
+
+    Raises
+    ------
+    ModelLoadError
+        A matrix has a type that transformers would read as plain numbers (integers, or fp8 without scales), or the
+        config describes more layers or far more numbers than the files hold.
+    """
+    quantized = getattr(config, "quantization_config", None) is not None
+    coded = [name for name in stored if _is_coded(name, stored, quantized, adapter=config is None)]
+    if coded:
+        raise ModelLoadError(
+            f"{where}: {len(coded)} weights are of type {stored[coded[0]].dtype} without the scales that make numbers "
+            f"of them, such as {coded[0]}: take the checkpoint in bf16, fp16 or fp32 (--quantization int8 or int4 "
+            "quantizes it after loading)"
+        )
+    if config is None or not stored:
+        return
+    held = max((number + 1 for _, number, _ in _numbered(stored, config)), default=0)
+    if held and layers_in(config) > held:
+        raise ModelLoadError(
+            f"{where}: its config has {layers_in(config)} layers and its weights have {held}: give it the config that "
+            "these weights were saved with, or fetch it again"
+        )
+    numbers = sum(prod(tensor.shape) for tensor in stored.values())
+    if not quantized and (needed := _numbers_of(config)) > 2 * numbers:
+        raise ModelLoadError(
+            f"{where}: its config describes a model of {needed:,} numbers, and its weights have {numbers:,}: give it "
+            "the config that these weights were saved with, or fetch it again"
+        )
+
+
+def _is_coded(name: str, stored: Mapping[str, StoredTensor], quantized: bool, adapter: bool) -> bool:
+    """Whether the numbers of a tensor need others, which are absent, to be weights."""
+    dtype, shape = stored[name]
+    if dtype in _PLAIN:
+        return False
+    module, _, last = name.rpartition(".")
+    if quantized:
+        scaled = (other.startswith(f"{module}.") and "scale" in other for other in stored)
+        return "F8" in dtype and not any(scaled)
+    # Old checkpoints store masks and positions, which transformers does not read.
+    is_buffer = last not in ("weight", "bias") and len(shape) != 3
+    return adapter or not (is_buffer or _is_mask(name, shape))
+
+
+def _numbered(names: Iterable[str], config: Any) -> Iterator[tuple[str, int, str]]:
+    """The names of weights in a layer, each with the layer's number and the rest of the name behind it."""
+    family = FAMILIES.get(config.model_type)
+    last = "layers" if family is None else family.layers.rpartition(".")[2]
+    for name in names:
+        if (found := re.search(rf"(?:^|\.){last}\.(\d+)\.(.+)", name)) is not None:
+            yield name, int(found[1]), found[2]
+
+
+def _numbers_of(config: Any) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def without_wrappers(stored: Iterable[str]) -> dict[str, str] | None:
+    """What removes the names of torch's wrappers from the names of weights, as transformers takes it; None: nothing."""
+    wrapped = any(re.search(pattern, name) for name in stored for pattern in _WRAPPERS)
+    return dict.fromkeys(_WRAPPERS, "") if wrapped else None
+
+
+# ---------------------------------------------------------------------- what was loaded
+
+
+def unused_tensors(
+    unexpected: Iterable[str], stored: Mapping[str, StoredTensor], own: Iterable[str], config: Any
+) -> set[str]:
+    """The unexpected tensors that decoding never reads: masks, value heads, prediction heads behind the last layer.
+
+    A layer behind the last one is a prediction head if it has weights that no layer of the model has (names in `own`),
+    or if the config counts it; else the config may be wrong.
+    """
+    unexpected, layers = set(unexpected), layers_in(config)
+    ordinary = {rest for _, _, rest in _numbered(own, config)}
+    behind = [one for one in _numbered(unexpected, config) if one[1] >= layers]
+    last = layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
+    heads = {number for _, number, rest in behind if number < last or rest not in ordinary}
+    found = {name for name, number, _ in behind if number in heads}
+    masks = {name for name in unexpected & stored.keys() if _is_mask(name, stored[name].shape)}
+    return found | masks | {name for name in unexpected if re.match(_EXTRA_HEADS, name)}
+
+
+def _is_mask(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is one of the masks of attention that old releases of transformers stored."""
+    last = name.rpartition(".")[2]
+    return last in ("masked_bias", "causal_mask") or (last == "bias" and len(shape) > 1)
+
+
+def check_tensors(
+    where: str,
+    tensors: Iterable[tuple[str, Any]],
+    *,
+    missing: Collection[str],
+    unexpected: Collection[str],
+    mismatched: Collection[tuple[str, Any, Any]] = (),
+) -> None:
+    """Raise an error if the loaded weights are not those of the model.
+
+    Parameters
+    ----------
+    where : str
+        The directory or hub id of the weights.
+    tensors : iterable of (name, tensor)
+        The loaded tensors, which must be finite.
+    missing, unexpected : collection of str
+        Tensors of the model that the file lacks, and tensors of the file that the model lacks (a config with fewer
+        layers, or other names).
+    mismatched : collection of (name, shape in the file, shape in the model)
+
+    Raises
+    ------
+    ModelLoadError
+        The message names the first tensors of each fault.
+    """
+    shapes = {
+        name: f"{name} ({tuple(stored)} in the file, {tuple(own)} in the model)" for name, stored, own in mismatched
+    }
+    faults = {
+        "are missing": sorted(missing),
+        "are not in the model": sorted(unexpected),
+        "have another shape": [shapes[name] for name in sorted(shapes)],
+    }
+    remedy = "give it the config that these weights were saved with, or fetch it again"
+    if prefix := _prefix(missing, unexpected):
+        remedy = f"save it with names that do not begin with {prefix!r}"
+    if not any(faults.values()):
+        faults = {"are not finite": sorted(name for name, tensor in tensors if not _is_finite(tensor))}
+        remedy = "fetch it again, or tune anew with a lower --learning-rate"
+    told = [f"{len(n)} weights {fault}, such as {', '.join(n[:_NAMED_TENSORS])}" for fault, n in faults.items() if n]
+    if told:
+        raise ModelLoadError(f"{where}: {'; '.join(told)}: {remedy}")
+
+
+def _prefix(missing: Collection[str], unexpected: Collection[str]) -> str:
+    """What stands before the name of each missing tensor in the file; empty if there is no such word."""
+    first = min(missing, default="")
+    found = {name.removesuffix(first) for name in unexpected if first and name.endswith(first)}
+    return next((one for one in found if all(one + name in unexpected for name in missing)), "")
+
+
+def _is_finite(tensor: Any) -> bool:
+    """One pass without a copy; the exact test is for sums that a half-precision type cannot hold."""
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return True
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
