@@ -96,6 +96,42 @@ def text_of(parts):
     return "".join(piece.text for part in parts for piece in part)
 
 
+def bytes_of(parts):
+    return b"".join(piece.bytes for part in parts for piece in part if piece.bytes is not None)
+
+
+def test_the_bytes_of_a_token_are_its_own():
+    def found(written, kind="byte-fallback"):
+        parts, _ = pushed(KINDS[kind].convert_tokens_to_ids(written), tokenizer=KINDS[kind])
+        return [piece.bytes for part in parts for piece in part]
+
+    assert found(["▁a", "▁a", "a", "<0xF0>", "</s>"]) == [b"a", b" a", b"a", b"\xf0", None]
+    assert found(["do", "##s"], "word-piece") == [b"do", b"s"]
+    parts, _ = pushed(TOKENIZER("😀").input_ids)
+    assert [piece.bytes for part in parts for piece in part] == [b"\xf0", b"\x9f", b"\x98", b"\x80"]
+
+
+def test_tokens_of_a_stop_string_are_none_of_the_text():
+    parts, _ = pushed(TOKENIZER("é: no END").input_ids, ("no",))
+    assert [p.bytes for part in parts for p in part] == [b"\xc3", b"\xa9", b":", b" ", None, None]
+
+
+def test_a_stop_token_ends_the_text_before_it():
+    tokens = TOKENIZER("hello").input_ids
+    stream = Detokenizer(TokenTexts(TOKENIZER), StopStrings(("xx",)), {tokens[2]})
+    pieces = [piece for output in outputs(tokens)[:3] for piece in stream.push(output)]
+    assert stream.stopped
+    assert [(piece.text, piece.bytes) for piece in pieces] == [("h", b"h"), ("e", b"e"), ("", None)]
+
+
+def test_a_token_has_a_name():
+    texts = TokenTexts(KINDS["byte-fallback"])
+    names = [texts.name(i) for i in KINDS["byte-fallback"].convert_tokens_to_ids(["▁a", "a", "<0xF0>", "▁", "</s>"])]
+    assert names == [" a", "a", "bytes:\\xf0", " ", "</s>"]
+    assert texts.name(9999) == "token_id:9999"
+    assert texts.name(texts._tokenizer.convert_tokens_to_ids("▁a"), b"a") == "a"
+
+
 def test_characters_of_several_tokens_come_whole():
     parts, _ = pushed(TOKENIZER("aé€😀z").input_ids)
     assert [p.text for part in parts for p in part] == ["a", "", "é", "", "", "€", "", "", "", "😀", "z"]
@@ -124,6 +160,7 @@ def test_text_is_that_of_all_tokens_together(kind, data):
     text = one_text(kind, tokens)
     assert text is None or text_of(parts) == text
     assert [p.output.token for part in parts for p in part] == tokens
+    assert bytes_of(parts).decode("utf-8", "replace") == text_of(parts)
 
 
 @pytest.mark.parametrize("behind", [[], ["<0x20>"], ["<0x41>"], ["▁a"]])
@@ -160,6 +197,7 @@ def test_a_stop_ends_the_text_where_it_begins_in_all_of_it(kind, data):
     parts, stopped = pushed(tokens, (stop,), KINDS[kind])
     assert stopped
     assert text_of(parts) == whole[: whole.find(stop)]
+    assert bytes_of(parts).decode("utf-8", "replace").startswith(text_of(parts).rstrip("\ufffd"))
 
 
 @given(text=st.text("ab", min_size=1, max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))

@@ -205,6 +205,13 @@ def test_the_end_token_ends_the_text(client):
     assert answer["skipdecode"]["tokens_per_s"] is None
 
 
+def named(raw):
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
 def test_logprobs(client):
     body = greedy(prompt=PROMPTS[0], max_tokens=5)
     plain = post(client, COMPLETIONS, body)["choices"][0]
@@ -216,9 +223,44 @@ def test_logprobs(client):
     content = post(client, CHAT, chat)["choices"][0]["logprobs"]["content"]
     assert [len(entry["top_logprobs"]) for entry in content] == [3] * 5
     assert [e["top_logprobs"][0]["token"] for e in content] == [e["token"] for e in content]
-    assert all(bytes(e["bytes"]).decode() == e["token"] for e in content)
+    assert all(e["bytes"] is None or named(bytes(e["bytes"])) == e["token"] for e in content)
     chunks = events(client, CHAT, chat)
     assert [e for c in chunks[1:] for e in c["choices"][0]["logprobs"]["content"]] == content
+
+
+def test_log_probabilities_of_completions_have_as_many_tokens_as_asked_for(client):
+    """The model knows tokens without text, and tokens with parts of characters: each has a name and its own value."""
+    body = greedy(prompt=PROMPTS[0], max_tokens=8)
+    logprobs = post(client, COMPLETIONS, body | {"logprobs": 5})["choices"][0]["logprobs"]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [5] * 8
+    assert all(
+        top[t] == value == max(top.values())
+        for t, value, top in zip(*(logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs")), strict=True)
+    )
+    rare = post(client, COMPLETIONS, body | {"logprobs": 2, "temperature": 2, "seed": 5})["choices"][0]["logprobs"]
+    assert {len(top) for top in rare["top_logprobs"]} <= {2, 3}
+    assert all(token in top for token, top in zip(rare["tokens"], rare["top_logprobs"], strict=True))
+    chosen = post(client, COMPLETIONS, body | {"logprobs": 0})["choices"][0]["logprobs"]
+    assert [list(top) for top in chosen["top_logprobs"]] == [[token] for token in chosen["tokens"]]
+
+
+def test_log_probabilities_of_a_chat_are_those_of_its_text(client):
+    forced = {"logit_bias": {"175": 100}}  # the first of four bytes
+    chat = greedy(messages=MESSAGES, max_tokens=2, logprobs=True, top_logprobs=3, **forced)
+    message = post(client, CHAT, chat)["choices"][0]
+    assert message["message"]["content"] == "\ufffd\ufffd"
+    for entry in message["logprobs"]["content"]:
+        assert (entry["token"], entry["bytes"]) == ("bytes:\\xf0", [0xF0])
+        assert len(entry["top_logprobs"]) == 3
+    ended = greedy(messages=MESSAGES, max_tokens=8, logprobs=True, logit_bias={"2": 100})
+    choice = post(client, CHAT, ended)["choices"][0]
+    assert (choice["message"]["content"], choice["logprobs"]["content"]) == ("", [])
+    letters = {str(i): 100 for i in range(67, 93)}
+    stopped = greedy(messages=MESSAGES, max_tokens=8, logprobs=True, logit_bias=letters)
+    whole = post(client, CHAT, stopped)["choices"][0]["message"]["content"]
+    choice = post(client, CHAT, stopped | {"stop": whole[2:4]})["choices"][0]
+    joined = b"".join(bytes(e["bytes"]) for e in choice["logprobs"]["content"])
+    assert joined.decode() == choice["message"]["content"] == whole[: whole.find(whole[2:4])]
 
 
 def test_usage_in_streams(client):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -26,10 +26,14 @@ _CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"
 
 
 class Piece(NamedTuple):
-    """A token and the text that it adds."""
+    """A token, the text that becomes certain with it, and its own bytes; None: the text does not show the token.
+
+    The bytes of all tokens together are the text, but for the end of a token in which a stop string begins.
+    """
 
     output: StepOutput
     text: str
+    bytes: bytes | None
 
 
 class TokenTexts:
@@ -60,12 +64,36 @@ class TokenTexts:
             or tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
         )
         self._known: dict[int, bytes | None] = {}
+        self._inside: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes of a token, empty if it is never shown; None if they depend on other tokens."""
         if token not in self._known:
             self._known[token] = self._bytes_of(token)
         return self._known[token]
+
+    def inside(self, token: int) -> bytes:
+        """The bytes of a token behind other text; empty if it is never shown."""
+        if token not in self._inside:
+            made = self.bytes_of(token)
+            if made is None:
+                once, twice = self.text([token]), self.text([token, token])
+                made = (twice[len(once) :] if twice.startswith(once) else once).encode()
+            self._inside[token] = made
+        return self._inside[token]
+
+    def name(self, token: int, own: bytes | None = None) -> str:
+        """The text of a token whose bytes are `own` (default: `inside`); a part of a character is named by its bytes.
+
+        A token without text has its special name or its number.
+        """
+        shown = own or self.inside(token)
+        if not shown:
+            return self.special.get(token, f"token_id:{token}")
+        try:
+            return shown.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in shown)
 
     def text(self, tokens: list[int]) -> str:
         """The text of tokens, not cleaned up."""
@@ -93,6 +121,8 @@ class Detokenizer:
     ----------
     stops : StopStrings
         The text ends before the first of them, or before a special token with the name of one of them.
+    stop_tokens : collection of int
+        The text ends before any of these tokens, special or not.
 
     Attributes
     ----------
@@ -100,11 +130,12 @@ class Detokenizer:
         Whether a stop string was found; no token may follow.
     """
 
-    def __init__(self, texts: TokenTexts, stops: StopStrings) -> None:
+    def __init__(self, texts: TokenTexts, stops: StopStrings, stop_tokens: Collection[int] = ()) -> None:
         self._texts = texts
         self._decoder = _Decoder(texts)
         wanted = set(stops.strings)
         self._stop_tokens = {token for token, text in texts.special.items() if wanted and text in wanted}
+        self._stop_tokens.update(stop_tokens)
         self._search = StopSearch(stops)
         self._pending: deque[Piece] = deque()
         self._known = self._shown = 0  # characters decoded, and characters released
@@ -112,14 +143,16 @@ class Detokenizer:
 
     def push(self, output: StepOutput) -> list[Piece]:
         """Take the next token; returns the tokens whose text is certain now. The last token releases all."""
-        last = output.finish_reason is not None or output.token in self._stop_tokens
-        text = self._decoder.push(output.token)
+        stops = output.token in self._stop_tokens
+        last = stops or output.finish_reason is not None
+        text, own = ("", None) if stops else self._decoder.push(output.token)
         if last:
-            text += self._decoder.rest()
-        self._pending.append(Piece(output, text))
+            rest, more = self._decoder.rest()
+            text, own = text + rest, (own or b"") + more if more else own
+        self._pending.append(Piece(output, text, own))
         self._known += len(text)
         end = self._search.push(text) if text else None
-        self.stopped = end is not None or output.token in self._stop_tokens
+        self.stopped = stops or end is not None
         if end is not None:
             return self._cut(end - self._shown)
         return self._release(0 if last else self._search.held)
@@ -133,8 +166,8 @@ class Detokenizer:
 
     def _cut(self, length: int) -> list[Piece]:
         pieces = []
-        for output, text in self._pending:
-            pieces.append(Piece(output, text[:length]))
+        for output, text, own in self._pending:
+            pieces.append(Piece(output, text[:length], own if length else None))
             length -= len(pieces[-1].text)
         return pieces
 
@@ -242,21 +275,23 @@ class _Decoder:
         self._context = 0  # tokens of the window whose text was returned
         self._stages = [_Replacer(old, old.strip(" ")) for old in _CLEAN_UP] if texts.cleans_up else []
 
-    def push(self, token: int) -> str:
-        """The text that becomes certain with this token."""
+    def push(self, token: int) -> tuple[str, bytes | None]:
+        """The text that becomes certain with this token, and the token's own bytes; None if it is never shown."""
         raw = self._texts.bytes_of(token)
         if raw == b"":
-            return ""
+            return "", None
         # Byte-fallback decoders strip a space in front of the text, also one that is written as a byte.
         if raw is None or (not self._window and raw.isascii()):
-            return self._cleaned(self._utf8.decode(b"", final=True) + self._windowed(token))
-        text = self._new() + self._utf8.decode(raw)
+            own = self._windowed(token)
+            return self._cleaned(self._utf8.decode(b"", final=True) + own, own.encode())
+        own = self._new()
         self._window, self._context = [token], 1
-        return self._cleaned(text)
+        return self._cleaned(own + self._utf8.decode(raw), own.encode() + raw)
 
-    def rest(self) -> str:
-        """The text that is held back."""
-        return self._cleaned(self._utf8.decode(b"", final=True) + self._new(), last=True)
+    def rest(self) -> tuple[str, bytes]:
+        """The text that is held back, and the bytes of it that no token has had."""
+        own = self._new()
+        return self._cleaned(self._utf8.decode(b"", final=True) + own, own.encode(), last=True)
 
     def _windowed(self, token: int) -> str:
         self._window.append(token)
@@ -272,10 +307,10 @@ class _Decoder:
         before = self._texts.text(self._window[: self._context])
         return self._texts.text(self._window)[len(before) :]
 
-    def _cleaned(self, text: str, *, last: bool = False) -> str:
+    def _cleaned(self, text: str, own: bytes, *, last: bool = False) -> tuple[str, bytes]:
         for stage in self._stages:
             text = stage.push(text, last=last)
-        return text
+        return text, text.encode() if self._stages else own
 
 
 class _Replacer:

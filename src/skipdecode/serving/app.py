@@ -137,7 +137,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             encoded -= 1
         request.state.log = {"schedule": state.schedule.name, "prompt_tokens": state.prompt_tokens}
         service.worker.submit(state)
-        builder = kind(state, body, service.name, service.token_text)
+        builder = kind(state, body, service.name, service.texts)
         if body.stream:
             return EventStreamResponse(state, builder, service)
         return builder.whole(await collect(state, service, request))

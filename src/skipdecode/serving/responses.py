@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic_core import to_json
 
-from skipdecode.data.detokenizer import Piece
+from skipdecode.data.detokenizer import Piece, TokenTexts
+from skipdecode.engine.requests import StepOutput
 from skipdecode.serving.errors import ExactModel
 from skipdecode.serving.protocol import GenerationRequest
 from skipdecode.serving.request_state import ChoiceFinish, RequestState, Summary, Update
@@ -54,15 +55,15 @@ class _Trace(ExactModel):
 
 class _CompletionLogprobs(ExactModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class _Token(ExactModel):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class _TokenWithTop(_Token):
@@ -128,19 +129,17 @@ class ResponseBuilder(ABC):
     ----------
     model : str
         The model's name as clients see it.
-    token_text : callable
-        Text of a single token, for log-probabilities.
+    texts : TokenTexts
+        Names and bytes of tokens, for log-probabilities.
     """
 
     prefix: ClassVar[str]
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(
-        self, state: RequestState, body: GenerationRequest, model: str, token_text: Callable[[int], str]
-    ) -> None:
+    def __init__(self, state: RequestState, body: GenerationRequest, model: str, texts: TokenTexts) -> None:
         self._state = state
-        self._token_text = token_text
+        self._texts = texts
         self._logprobs = body.top_logprobs_wanted is not None
         self._tells_every_token = self._logprobs or state.trace  # also one that has no text
         self._include_usage = body.include_usage
@@ -209,7 +208,7 @@ class ResponseBuilder(ABC):
             return fields
         tokens = [
             {"id": out.token, "text": text, "position": out.position, "layers": out.layers}
-            for out, text in update.pieces
+            for out, text, _ in update.pieces
         ]
         return fields | {"skipdecode": {"tokens": tokens}}
 
@@ -228,11 +227,20 @@ class CompletionResponseBuilder(ResponseBuilder):
             offsets.append(self._lengths[index])
             self._lengths[index] += len(piece.text)
         return {
-            "tokens": [self._token_text(out.token) for out, _ in pieces],
-            "token_logprobs": [out.logprob for out, _ in pieces],
-            "top_logprobs": [{self._token_text(t): value for t, value in out.top} for out, _ in pieces],
+            "tokens": [self._texts.name(out.token, own) for out, _, own in pieces],
+            "token_logprobs": [out.logprob for out, _, _ in pieces],
+            "top_logprobs": [self._top(out, own) for out, _, own in pieces],
             "text_offset": offsets,
         }
+
+    def _top(self, out: StepOutput, own: bytes | None) -> dict[str, float]:
+        """The top tokens and the chosen one; of tokens with one text, the later ones are named by their numbers."""
+        named: dict[str, float] = {self._texts.name(out.token, own): out.logprob}
+        for token, logprob in out.top:
+            if token != out.token:
+                name = self._texts.name(token)
+                named[f"token_id:{token}" if name in named else name] = logprob
+        return named
 
 
 class ChatResponseBuilder(ResponseBuilder):
@@ -251,15 +259,19 @@ class ChatResponseBuilder(ResponseBuilder):
         return {"delta": {"content": text} if text else {}}
 
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
-        content = [
-            self._entry(out.token, out.logprob) | {"top_logprobs": [self._entry(*top) for top in out.top]}
-            for out, _ in pieces
-        ]
+        content = []
+        for out, _, own in pieces:
+            if own is None:
+                continue  # not in the message
+            chosen = self._entry(out.token, out.logprob, own)
+            top = [chosen if token == out.token else self._entry(token, value) for token, value in out.top]
+            content.append(chosen | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _entry(self, token: int, logprob: float, own: bytes | None = None) -> dict[str, Any]:
+        shown = self._texts.inside(token) if own is None else own
+        told = list(shown) if shown or own is not None else None
+        return {"token": self._texts.name(token, own), "logprob": logprob, "bytes": told}
 
 
 def server_sent_event(data: dict[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skipdecode.data.detokenizer import TokenTexts
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
 from skipdecode.data.records import Template
@@ -35,7 +36,7 @@ class Service:
     worker: ModelWorker
     metrics: Metrics
     limits: ServerLimits
-    token_text: Callable[[int], str]  # of a single token
+    texts: TokenTexts  # of single tokens; the event loop's
     kv_bytes_most: int  # of keys and values, within the limits
     template: TemplateEntry | None = None  # that the checkpoint was tuned on
 
@@ -94,7 +95,7 @@ def open_service(
         worker=ModelWorker(groups, num_layers, layout, limits, metrics),
         metrics=metrics,
         limits=limits,
-        token_text=lambda token: str(tokenizer.decode([token])),
+        texts=TokenTexts(tokenizer),
         kv_bytes_most=limits.max_rows * layout.bytes(min(longest, context or longest), num_layers),
         template=None if form.template is None else _template_entry(form.template, use_template),
     )
