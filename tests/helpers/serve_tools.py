@@ -52,10 +52,10 @@ def tiny_service(
 
 @contextlib.contextmanager
 def running(
-    service: Service, keys: ApiKeys | None = None, drain_seconds: float = 5.0, cors: tuple[str, ...] = ()
+    service: Service, keys: ApiKeys | None = None, drain_seconds: float = 5.0, **options: Any
 ) -> Iterator[httpx.Client]:
     """A client of the service's server; the server is stopped at the end."""
-    binding = Binding(port=0, drain_seconds=drain_seconds, log_level="warning", cors=cors)
+    binding = Binding(port=0, drain_seconds=drain_seconds, log_level="warning", **options)
     server = make_server(service, binding, keys)
     sock = socket.socket()
     # Small, so that a client that does not read is felt soon.

@@ -424,6 +424,7 @@ REFUSED = [
     (COMPLETIONS, PROMPT | {"seed": 2**64}, "seed", "invalid_value"),
     (COMPLETIONS, PROMPT | {"logprobs": 6}, "logprobs", "invalid_value"),
     (COMPLETIONS, PROMPT | {"logit_bias": {"300": 1}}, "logit_bias", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"logit_bias": {"7": 1, "007": 2}}, "logit_bias", "invalid_value"),
     (COMPLETIONS, PROMPT | {"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
     (COMPLETIONS, PROMPT | {"stream_options": {}}, "stream_options", "invalid_value"),
     (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 5, "speedup": 3}}, "skipdecode.speedup", "unknown_field"),

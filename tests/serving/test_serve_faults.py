@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
@@ -137,6 +138,161 @@ def test_long_prompts_are_refused():
             assert "51" in error["message"]
             assert "50" in error["message"]
         assert client.post(COMPLETIONS, json=greedy(prompt="x", max_tokens=11)).status_code == 400
+
+
+# ---------------------------------------------------------------------- connections
+
+
+def connected(client, sent=b""):
+    sock = socket.create_connection(("127.0.0.1", client.base_url.port), 20)
+    sock.sendall(sent)
+    return sock
+
+
+def answer_of(sock):
+    """All that comes up to the end of the connection."""
+    found = b""
+    with contextlib.suppress(ConnectionError):
+        while part := sock.recv(65536):
+            found += part
+    sock.close()
+    return found
+
+
+def unfinished():
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n"
+    )
+    return head.encode() + b"\r\n{"
+
+
+HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+TOO_LARGE = {
+    "one header": [HEAD + b"x: " + b"y" * 100_000],
+    "many headers": [HEAD, *(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(1000))],
+    "one packet": [HEAD + b"".join(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(1000)) + b"\r\n"],
+    "a name": [HEAD, b"z" * 100_000],
+    "a path": [b"GET /" + b"z" * 100_000],
+    "trailers": [
+        unfinished().replace(b"content-length: 100", b"transfer-encoding: chunked")[:-1],
+        b"1\r\nx\r\n0\r\n",
+        *(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(1000)),
+    ],
+}
+
+
+def test_heads_are_bounded():
+    with running(tiny_service()) as client:
+        for name, parts in TOO_LARGE.items():
+            sock = connected(client)
+            with contextlib.suppress(ConnectionError):
+                for part in parts:
+                    sock.sendall(part)
+            answer = answer_of(sock)
+            assert b" 431 " in answer, (name, answer)
+            assert b"headers_too_large" in answer, (name, answer)
+        assert b" 400 " in answer_of(connected(client, b"what is this\r\n\r\n"))
+        assert client.get("/health", headers={f"x-{i}": "y" * 1000 for i in range(50)}).status_code == 200
+        chunked = (b"%c" % byte for byte in json.dumps(SHORT).encode())  # one byte a chunk
+        headers = {"content-type": "application/json"}
+        assert client.post(COMPLETIONS, content=chunked, headers=headers).status_code == 200
+
+
+def test_requests_have_to_be_whole_in_time():
+    body = json.dumps(SHORT).encode()
+    with running(slowed(tiny_service(), 0.12), request_seconds=0.3) as client:
+        start = time.monotonic()
+        silent, begun, half, again = (connected(client, sent) for sent in (b"", HEAD, unfinished(), b""))
+        with client.stream("POST", COMPLETIONS, json=SHORT | {"max_tokens": 4}) as response:
+            assert response.status_code == 200  # of a whole request, longer than the limit
+        assert time.monotonic() - start > 0.3
+        again.close()
+        assert answer_of(silent) == b""
+        for sock in (begun, half):
+            answer = answer_of(sock)
+            assert b" 408 " in answer
+            assert b"request_timeout" in answer
+        assert time.monotonic() - start < 5
+        pieces = connected(client, unfinished()[:-1].replace(b"100", b"%d" % len(body)))
+        for part in (body[:10], body[10:]):
+            time.sleep(0.03)
+            pieces.sendall(part)
+        assert pieces.recv(100).startswith(b"HTTP/1.1 200")
+        pieces.close()
+        key = ApiKeys((hashlib.sha256(b"key").hexdigest(),))
+    with running(tiny_service(), key, request_seconds=0.3) as client:
+        refused = connected(client, unfinished())  # answered before its body has come
+        answer = answer_of(refused)
+        assert answer.startswith(b"HTTP/1.1 401")
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_connections_that_wait_make_room():
+    with running(tiny_service(), max_connections=10) as client:
+        assert client.post(COMPLETIONS, json=SHORT).status_code == 200
+        held = [connected(client, unfinished()) for _ in range(40)]
+        fresh = httpx.Client(base_url=client.base_url, timeout=20)
+        for _ in range(5):
+            assert fresh.post(COMPLETIONS, json=SHORT).status_code == 200
+        assert b" 408 " in answer_of(held[0])
+        kept = [connected(client, HEAD) for _ in range(40)]
+        assert httpx.get(f"{client.base_url}/health").status_code == 200
+        fresh.close()
+        for sock in held[1:] + kept:
+            sock.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ["headers", "bodies"])
+def test_a_live_client_beside_an_attack_is_as_quick_as_without(attack):
+    """Its 99th percentile at most doubles, over 3 s each."""
+    body = greedy(prompt="hello", max_tokens=8, logit_bias={"2": -100})
+    stop = threading.Event()
+
+    def send_headers(client):
+        while not stop.wait(0.01):
+            sock = connected(client, HEAD)
+            with contextlib.suppress(OSError):
+                for number in range(250_000 // 50):
+                    sock.sendall(b"x-%d: %s\r\n" % (number, b"y" * 50_000))
+            sock.close()
+
+    def send_bodies(client):
+        held = []
+        while not stop.wait(0.005):
+            held.append(connected(client, unfinished()))
+            held = held[-900:]
+        for sock in held:
+            sock.close()
+
+    def p99(client):
+        taken, end = [], time.monotonic() + 3
+        while time.monotonic() < end or len(taken) < 100:
+            start = time.perf_counter()
+            assert client.post(COMPLETIONS, json=body).status_code == 200
+            taken.append(time.perf_counter() - start)
+        return sorted(taken)[int(len(taken) * 0.99)]
+
+    with running(tiny_service(), max_connections=200) as client:
+        p99(client)
+        before = p99(client)
+        thread = threading.Thread(target=send_headers if attack == "headers" else send_bodies, args=(client,))
+        thread.start()
+        beside = p99(client)
+        stop.set()
+        thread.join(20)
+    assert beside <= max(2 * before, 0.05), (before, beside)
+
+
+def test_hosts_that_no_client_sends_are_refused():
+    with running(tiny_service()) as client:
+        for hosts in (b"host: localhost\r\nhost: evil.example", b"host: localhost:80@evil", b"host: localhost/x"):
+            answer = answer_of(
+                connected(client, b"GET /health HTTP/1.1\r\nconnection: close\r\n" + hosts + b"\r\n\r\n")
+            )
+            assert answer.startswith(b"HTTP/1.1 400"), hosts
+        for host in ("localhost", "localhost:80", "127.0.0.1:8000", "[::1]:5"):
+            assert client.get("/health", headers={"host": host}).status_code == 200, host
 
 
 # ---------------------------------------------------------------------- the queue

@@ -35,6 +35,7 @@ _HEADERS = (
     (b"cache-control", b"no-store"),
 )
 _TIMED = ("/v1/completions", "/v1/chat/completions")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -159,9 +160,12 @@ class Middleware:
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        host = headers.get(b"host", b"").decode("latin-1")
-        name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
-        if self._local_only and name not in _LOCAL:
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if hosts and found is None:
+            message = "the request needs one Host header: a name or an address, and a port"
+            raise ApiError(400, "invalid_value", message)
+        if self._local_only and (found is None or found[1] not in _LOCAL):
             message = "this Host is not known here: use 127.0.0.1 or localhost, or start the server with --host"
             raise ApiError(400, "invalid_value", message)
         path: str = scope["path"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from skipdecode.engine.requests import Sampling
 from skipdecode.serving.errors import ApiError
@@ -175,6 +175,13 @@ class _GenerationFields(_Strict):
     prompt_cache_key: str | None = Field(None, description=_UNUSED)
     metadata: dict[str, Any] | None = Field(None, description=_UNUSED)
     skipdecode: Extension = Extension()
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _one_value_a_token(cls, bias: dict[str, float]) -> dict[str, float]:
+        if len({int(token) for token in bias}) < len(bias):
+            raise ApiError(400, "invalid_value", "logit_bias names a token twice: give each id once", "logit_bias")
+        return bias
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> _GenerationFields:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -15,8 +16,14 @@ from typing import Any
 
 import uvicorn
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
 from skipdecode.errors import UsageError
 from skipdecode.serving.app import create_app
+from skipdecode.serving.connections import bounded_protocol
 from skipdecode.serving.limits import Binding
 from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.service import Service
@@ -25,6 +32,7 @@ from skipdecode.serving.worker import ModelWorker
 __all__ = ["is_loopback", "make_server", "open_socket", "run_server"]
 
 _UNREAD_SECONDS = 60
+_OTHER_FILES = 128  # that the process has open beside connections
 _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
 # Between its kernels the model's thread needs the interpreter's lock. While the event loop writes to its streams, the
 # thread would wait for up to 5 ms, Python's default.
@@ -61,16 +69,35 @@ def make_server(service: Service, binding: Binding, keys: ApiKeys | None = None)
     """A uvicorn server; its `run` returns once it is stopped."""
     app = create_app(service, keys=keys, local_only=is_loopback(binding.host), cors=binding.cors)
     _log_to_stderr(binding.log_level)
+    most = _within_open_files(binding.max_connections)
+    protocol: Any = bounded_protocol(most, binding.request_seconds)
     config = uvicorn.Config(
         app,
+        http=protocol,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=binding.max_connections,
+        limit_concurrency=most,
         timeout_graceful_shutdown=math.ceil(binding.drain_seconds) + _LAST_WORDS_SECONDS,
         timeout_keep_alive=30,
     )
     return _DrainingServer(config, service.worker, binding.drain_seconds)
+
+
+def _within_open_files(connections: int) -> int:
+    """The number of connections, or as many as the process may open; its limit is raised where that is allowed."""
+    if resource is None:
+        return connections
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return connections
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(connections, soft - _OTHER_FILES))
 
 
 class _DrainingServer(uvicorn.Server):
