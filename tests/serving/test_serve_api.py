@@ -518,6 +518,15 @@ def test_a_bad_prompt_of_a_list_is_named_by_its_index(client, bad):
         assert error["param"] == "prompt"
 
 
+@pytest.mark.parametrize("prompt", [["a", 5], ["a", "\ud800"], [1, "a"], [[1], []], [[1], ["x"]], [[1], [999]]])
+def test_an_entry_of_another_kind_is_named_by_its_index(client, prompt):
+    body, kind = json.dumps({"prompt": prompt}), {"content-type": "application/json"}
+    response = client.post(COMPLETIONS, content=body, headers=kind)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("prompt[1]")
+    assert response.json()["error"]["param"] == "prompt"
+
+
 def test_a_completion_that_begins_with_the_start_token_has_one():
     tokenizer = byte_tokenizer()
     tokenizer._tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])

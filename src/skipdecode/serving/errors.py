@@ -110,7 +110,17 @@ def _explained(errors: Sequence[Any]) -> ApiError:
     name = next((part for part in path if part in _ACCEPTED), None)
     if name is not None:
         param, accepted = _field(path[: path.index(name) + 1]), _ACCEPTED[name]
-    return ApiError(400, "invalid_value", f"{param} is not accepted: {accepted}", param)
+    return ApiError(400, "invalid_value", f"{param}{_entry(errors)} is not accepted: {accepted}", param)
+
+
+def _entry(errors: Sequence[Any]) -> str:
+    """The index of the wrong entry of a list of prompts, by the kind of list that fits longest."""
+    first: dict[str, int] = {}
+    for error in errors:
+        match error["loc"]:
+            case ("body", "prompt", kind, int(index), *_):
+                first.setdefault(kind, index)
+    return f"[{max(first.values())}]" if first else ""
 
 
 def _field(path: list[Any]) -> str:
