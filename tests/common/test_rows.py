@@ -109,6 +109,8 @@ def test_old_line_ends_of_other_files_are_refused_by_name(tmp_path: Path, name: 
         PromptSource.open(str(written(tmp_path / name, lines)))
     whole = written(tmp_path / name, lines.replace(b"\r", b"\r\n"))
     assert PromptSource.open(str(whole)).count() == 2
+    long = written(tmp_path / "y.txt", b"a\rb" + b"x" * 9999 + b"\ny\n")
+    assert PromptSource.open(str(long)).count() == 2
 
 
 def test_empty_cells_are_a_record_and_a_blank_line_is_none(tmp_path: Path):

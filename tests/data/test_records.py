@@ -369,6 +369,13 @@ def test_a_system_field_is_the_system_message_of_a_chat(capsys: Any):
     assert prompts_of([chat], system="be kind") == ["<system>be brief<user>hi<assistant>"]
     assert prompts_of([{"prompt": "hi", "system": "be brief"}], chat=True) == ["<system>be brief<user>hi<assistant>"]
     assert capsys.readouterr().err == ""
+    tuned = PromptForm(template=Template("Q: {prompt}", "answer", chat=True))
+    row = {"prompt": "hi", "system": "be brief", "answer": "a"}
+    assert prompts_of([row], form=tuned) == ["<system>be brief<user>Q: hi<assistant>"]
+    assert prompts_of([row], form=PromptForm(template=Template("{system} {prompt}", chat=True)))[0].startswith(
+        "<user>be"
+    )
+    assert capsys.readouterr().err == ""
     own = [{"role": "system", "content": "own"}, *CHAT]
     assert prompts_of([{"prompt": "hi", "system": "no"}]) == ["hi"]
     assert "'system'" in capsys.readouterr().err

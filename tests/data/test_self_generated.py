@@ -133,6 +133,13 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     assert loaded.schedule.name == "skipdecode-2x"
 
 
+def test_answers_are_learned_as_they_were_asked_for(model: str, tmp_path: Path, capsys: Any) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"say {c}", "system": "be brief"} for c in "abcdefghij"])
+    out, asked = tmp_path / "out", ["--self-tokens", "400", "--nominal-speedup", "2"]
+    assert main(["tune", model, "--self", "--prompts", file, *asked, *PACE, "--out", str(out)]) == 0
+    assert capsys.readouterr().err.count("'system'") == 1  # which the records of the answers do not have
+
+
 @pytest.mark.slow
 def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, tmp_path: Path) -> None:
     task = tmp_path / "task.yaml"

@@ -113,7 +113,7 @@ class Input:
         for magic, what in _NOT_READ.items():
             if start.startswith(magic):
                 raise DataError(f"{self.name} is {what}")
-        if format not in _DELIMITERS and _has_old_ends(start):
+        if format not in _DELIMITERS and self._has_old_ends():
             raise DataError(f"{self.name} has lines that end with CR alone: convert them (tr '\\r' '\\n')")
         if format == "jsonl" and self.begins_with(b"["):
             raise DataError(f"{self.name} is a JSON array: give JSONL, one JSON object a line (jq -c '.[]' makes it)")
@@ -127,10 +127,18 @@ class Input:
         """The records in one of `FORMATS`; see `read_rows`."""
         if format == "jsonl":
             return ((line, object_of(raw)) for line, raw in self.lines())
-        start = self.start()
+        delimiter, split = _semicolon_or(_DELIMITERS[format], self.start()), self._has_old_ends()
         self._file.seek(0)
-        lines = _old_lines(self._file) if _has_old_ends(start) else self._file
-        return _csv_rows(lines, _semicolon_or(_DELIMITERS[format], start), self.name)
+        return _csv_rows(_old_lines(self._file) if split else self._file, delimiter, self.name)
+
+    def _has_old_ends(self) -> bool:
+        """Whether lines end with CR alone, as spreadsheets once wrote them."""
+        piece = self.start()
+        if b"\r" not in piece.rstrip():
+            return False
+        while piece and b"\n" not in piece:
+            piece = self._file.read(2**20)
+        return not piece
 
     def close(self) -> None:
         """Close the file; a temporary copy is deleted."""
@@ -168,11 +176,6 @@ def _spool(stream: IO[bytes], copy: IO[bytes], name: str) -> None:
         if not line:
             return
         copy.write(line)
-
-
-def _has_old_ends(start: bytes) -> bool:
-    """Whether lines end with CR alone, as spreadsheets once wrote them, by the first bytes of a file."""
-    return b"\r" in start.rstrip() and b"\n" not in start
 
 
 def _semicolon_or(delimiter: str, start: bytes) -> str:

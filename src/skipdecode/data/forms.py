@@ -60,7 +60,8 @@ class PromptForm:
             values = template.values(row)
             if not any(value.strip() for value in values.values()):
                 raise DataError(f"field {template.fields[0]!r} is empty")
-            return Parts(template.render(values), values)
+            for_chat = {name: value for name, value in _for_chat(row).items() if name not in values}
+            return Parts(template.render(values), values, for_chat=for_chat)
         name = self._field(row)
         prompt, for_chat = self._prompt(name, row), _for_chat(row)
         left_out = () if self.name is not None else _unused(name, row, for_chat)

@@ -240,7 +240,9 @@ class SelfGeneratedData:
                 rejects.append(Reject(record.line, error or "repeated: the prompt of an earlier line"))
             elif len(found) < (self.options.self_records or len(found) + 1):
                 seen.add(key)
-                found.append(replace(record, index=len(found)))
+                # The answers are learned without the record's system message.
+                left_out = (*record.left_out, *map(repr, record.for_chat))
+                found.append(replace(record, index=len(found), for_chat={}, left_out=left_out))
         told, bad = reject_summary(rejects), [r for r in rejects if not r.reason.startswith("repeated")]
         refuse_rejects("--prompts", bad, skip_bad=self.skip_bad)
         if not found:
