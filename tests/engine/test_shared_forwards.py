@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fits import random_fit
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule
-from skipdecode.engine import FastEngine, Request
+from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.batch import Chunk, token_rows
 from skipdecode.engine.drafts import Planner
 from skipdecode.engine.sequence import Sequence
@@ -103,6 +103,38 @@ def test_mixed_forwards_equal_the_oracle_and_each_sequence_alone_bit_for_bit(tap
         chosen = logits.log_softmax(-1)
         picked = chosen[torch.arange(NEW), text[0, length:]]
         torch.testing.assert_close(picked, chosen.max(-1).values, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [FastEngine, GatedEngine])
+@pytest.mark.parametrize("taps", [None, 2])
+def test_prompts_are_scored_as_their_tokens_run(kind: type, taps: int | None):
+    """Beside others that are not scored, in parts, and with a prefix cache that has them already."""
+    model = tiny_model("llama")
+    fit = None if taps is None else random_fit(model, [LOWER], taps=taps)
+    keep_fit(model, fit)
+    options = {"refill_below": 1, "prompt_tokens": 7, "prefix_cache": True} if kind is FastEngine else {}
+    engine = kind(model, SPLIT, max_rows=6, in_order=True, **options)
+    lengths = [1, 2, 30, 18, 3, 25, 30, 9, 40]
+    cases = [
+        (Request(prompt_of(n, n), 2, Sampling(top_logprobs=2), scores_prompt=i % 3 != 1), SCHEDULES[i % 3 - 1])
+        for i, n in enumerate(lengths * 2)
+    ]
+    for request, schedule in cases:
+        engine.submit([request], schedule)
+    found = [out for out in engine.run([]) if not out.position]
+    assert [bool(out.prompt) for out in sorted(found)] == [r.scores_prompt and len(r.prompt) > 1 for r, _ in cases]
+    for out in found:
+        request, schedule = cases[out.request]
+        text = torch.tensor([request.prompt])
+        length = text.shape[1]
+        with torch.no_grad():
+            active = active_tokens(schedule, length, length)
+            known = oracle_logits(model, text, torch.ones_like(text), active, fit, schedule, length)[0].log_softmax(-1)
+        for place, (token, logprob, top) in enumerate(out.prompt, 1):
+            assert token == request.prompt[place]
+            assert logprob == pytest.approx(float(known[place - 1, token]), abs=1e-4)
+            assert [value for _, value in top] == pytest.approx(known[place - 1].topk(2).values.tolist(), abs=1e-4)
+        assert not out.prompt or len(out.prompt) == length - 1
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,6 +7,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
 from checkpoints import byte_tokenizer
@@ -25,6 +26,7 @@ from serve_tools import (
     tiny_service,
     until,
 )
+from skipdecode import attach
 from skipdecode.engine import Sampling
 from skipdecode.engine.requests import row_seed
 from skipdecode.errors import ModelLoadError
@@ -263,6 +265,55 @@ def test_log_probabilities_of_a_chat_are_those_of_its_text(client):
     assert joined.decode() == choice["message"]["content"] == whole[: whole.find(whole[2:4])]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_echo_has_the_prompt_with_its_log_probabilities(client, schedule):
+    prompts = [[5, 70, 71, 72], [5, 6, 9], list(range(3, 60))]
+    body = greedy(prompt=prompts, max_tokens=1, logprobs=1, echo=True, seed=1234, skipdecode={"schedule": schedule})
+    plain = post(client, COMPLETIONS, body | {"echo": False})["choices"]
+    with attach(tiny_served_model(), SCHEDULES[schedule]) as attachment, torch.no_grad():
+        for prompt, choice, only in zip(prompts, post(client, COMPLETIONS, body)["choices"], plain, strict=True):
+            found, known = (
+                choice["logprobs"],
+                attachment.model(torch.tensor([prompt]), use_cache=True).logits[0].log_softmax(-1),
+            )
+            assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+            want = [float(known[i, token]) for i, token in enumerate(prompt[1:])]
+            assert found["token_logprobs"][1:-1] == pytest.approx(want, abs=1e-4)
+            best = [max(top.values()) for top in found["top_logprobs"][1:-1]]
+            assert best == pytest.approx(known[:-1].max(-1).values.tolist(), abs=1e-4)
+            assert len(found["tokens"]) == len(prompt) + 1
+            assert found["token_logprobs"][-1] == pytest.approx(only["logprobs"]["token_logprobs"][0], abs=1e-4)
+            text = byte_tokenizer().decode(prompt, skip_special_tokens=True)
+            assert choice["text"].startswith(text.rstrip("\ufffd"))
+            assert found["text_offset"][-1] <= len(choice["text"])
+
+
+def test_an_echo_goes_before_the_text_streamed_or_not(client):
+    body = greedy(prompt="hello, ", max_tokens=6)
+    text = post(client, COMPLETIONS, body)["choices"][0]["text"]
+    (whole,) = post(client, COMPLETIONS, body | {"echo": True})["choices"]
+    assert (whole["text"], whole["logprobs"]) == ("hello, " + text, None)
+    assert streamed_text(events(client, COMPLETIONS, body | {"echo": True})) == whole["text"]
+    stopped = post(client, COMPLETIONS, body | {"echo": True, "stop": "hello", "n": 2})["choices"]
+    assert [choice["text"] for choice in stopped] == [whole["text"]] * 2  # the prompt is not searched
+    scored = [c["logprobs"] for c in post(client, COMPLETIONS, body | {"echo": True, "logprobs": 2, "n": 2})["choices"]]
+    assert scored[0] == scored[1]
+    chunks = events(client, COMPLETIONS, body | {"echo": True, "logprobs": 2})
+    joined = {key: [v for c in chunks for choice in c["choices"] for v in choice["logprobs"][key]] for key in scored[0]}
+    assert joined == scored[0]
+
+
+def test_end_tokens_and_stop_tokens(client):
+    body = greedy(prompt="a b c", max_tokens=4, logit_bias={"2": 100})
+    assert post(client, COMPLETIONS, body)["usage"]["completion_tokens"] == 1
+    assert post(client, COMPLETIONS, body | {"ignore_eos": True})["usage"]["completion_tokens"] == 4
+    body = greedy(prompt="a b c", max_tokens=4, logit_bias={"70": 100})
+    for fields in ({}, {"ignore_eos": True}):
+        answer = post(client, COMPLETIONS, body | fields | {"stop_token_ids": [70, 71]})
+        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("", "stop")
+    assert post(client, COMPLETIONS, body | {"stop_token_ids": [71]})["choices"][0]["text"] == "dddd"
+
+
 def test_usage_in_streams(client):
     body = greedy(prompt="x", max_tokens=3, stream_options={"include_usage": True})
     chunks = events(client, COMPLETIONS, body)
@@ -389,7 +440,9 @@ REFUSED = [
     (COMPLETIONS, PROMPT | {"foo": 1}, "foo", "unknown_field"),
     (COMPLETIONS, PROMPT | {"skipdecode": {"depth": 1}}, "skipdecode.depth", "unknown_field"),
     (COMPLETIONS, PROMPT | {"best_of": 3}, "best_of", "unsupported_field"),
-    (COMPLETIONS, PROMPT | {"echo": True}, "echo", "unsupported_field"),
+    (CHAT, CHAT_BODY | {"echo": True}, "echo", "unsupported_field"),
+    (COMPLETIONS, PROMPT | {"echo": 1}, "echo", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"stop_token_ids": [259]}, "stop_token_ids", "invalid_value"),
     (COMPLETIONS, PROMPT | {"suffix": "y"}, "suffix", "unsupported_field"),
     (COMPLETIONS, PROMPT | {"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
     (COMPLETIONS, PROMPT | {"frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
@@ -397,7 +450,6 @@ REFUSED = [
     (COMPLETIONS, PROMPT | {"top_k": -2}, "top_k", "invalid_value"),
     (COMPLETIONS, PROMPT | {"top_k": 2.5}, "top_k", "invalid_value"),
     (COMPLETIONS, PROMPT | {"min_p": 1.5}, "min_p", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"ignore_eos": True}, "ignore_eos", "unsupported_field"),
     (COMPLETIONS, PROMPT | {"min_tokens": 3}, "min_tokens", "unsupported_field"),
     (COMPLETIONS, PROMPT | {"guided_json": {}}, "guided_json", "unknown_field"),
     (CHAT, CHAT_BODY | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -140,6 +140,10 @@ class Detokenizer:
         self._pending: deque[Piece] = deque()
         self._known = self._shown = 0  # characters decoded, and characters released
         self.stopped = False
+
+    def echo(self, outputs: Iterable[StepOutput]) -> list[Piece]:
+        """The tokens of the prompt, before all others: the text goes on from theirs, and no stop string is sought."""
+        return [Piece(output, *self._decoder.push(output.token)) for output in outputs]
 
     def push(self, output: StepOutput) -> list[Piece]:
         """Take the next token; returns the tokens whose text is certain now. The last token releases all."""

@@ -121,12 +121,12 @@ class Engine(ABC):
     stats : EngineStats
     began : float
         Reading of `clock` at which `StepOutput.seconds` is 0.
-    drafts : bool
-        Whether the engine accepts exact requests.
+    drafts, scores_prompts : bool
+        Whether the engine accepts exact requests, and requests with `scores_prompt`.
     """
 
     name: str
-    drafts = False
+    drafts = scores_prompts = False
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers, self.schedule = schedule.num_layers, schedule
@@ -161,6 +161,8 @@ class Engine(ABC):
         wanted, requests = self.schedule if schedule is None else schedule, list(requests)
         if not self.drafts and any(request.exact for request in requests):
             raise UsageError(f"exact decoding needs the fast engine, not {self.name!r}: leave exact out")
+        if not self.scores_prompts and any(request.scores_prompt for request in requests):
+            raise UsageError(f"the engine {self.name!r} gives no log-probabilities of prompts: leave scores_prompt out")
         new = [Sequence(number, request, wanted) for number, request in enumerate(requests, self._submitted)]
         self._enqueue(wanted, new)
         self._submitted += len(new)
@@ -220,7 +222,8 @@ class Engine(ABC):
             sequence.append(token)
             position, layers = len(sequence.output) - 1, len(sequence.layers)
             told = sequence.number, position, token, logprob, layers, sequence.finish_reason
-            outputs.append(StepOutput(*told, *times, top, sequence.cached))
+            scores = () if position else tuple(sequence.scores)
+            outputs.append(StepOutput(*told, *times, top, sequence.cached, scores))
         return outputs
 
     def run(self, requests: Iterable[Request]) -> Iterator[StepOutput]:

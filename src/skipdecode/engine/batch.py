@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import NamedTuple, Self
 
@@ -39,7 +39,10 @@ class Chunk(NamedTuple):
 class TokenRows(NamedTuple):
     """The rows of one forward. A row is a token: its id, its slot (the sequence's place in the KV store), its position.
 
-    `wanted`: the number of last rows, whose logits are needed. `bridged`: the first row that takes the bridges of the
+    `wanted`: the number of last rows, whose logits are needed. The last `due` of these say next tokens; `scored` are
+    chunks of prompts whose tokens are scored, each with the number of its first wanted row.
+
+    `bridged`: the first row that takes the bridges of the
     layers that it skips. `tops`, if given, has for each wanted row the number of top tokens whose logits are enough.
     `before` is that of `StackInput`, and `prompt` are the layers that prompt tokens run, if these are a set of their
     own. `drafting`: approximate logits are enough.
@@ -55,13 +58,15 @@ class TokenRows(NamedTuple):
     before: list[list[int]] | None = None
     prompt: tuple[int, ...] | None = None
     drafting: bool = False
+    due: int = 0
+    scored: tuple[tuple[int, Chunk], ...] = ()
 
 
 class _Span(NamedTuple):
     """Successive tokens of a sequence that run the layers `run` and store keys and values in the layers `held`.
 
-    `place`: 0 for tokens whose logits are not needed, 1 for last tokens of prompts with layers of their own, 2 for all
-    others.
+    `place`: 0 for tokens that say no next token, 1 for last tokens of prompts with layers of their own, 2 for all
+    others. `scored`: of a prompt, and the logits are needed.
     """
 
     sequence: Sequence
@@ -70,6 +75,7 @@ class _Span(NamedTuple):
     run: tuple[int, ...]
     held: tuple[int, ...]
     place: int
+    scored: bool = False
 
 
 def token_rows(chunks: list[Chunk], num_layers: int, taps: int = 0) -> tuple[TokenRows, list[Sequence]]:
@@ -82,27 +88,38 @@ def token_rows(chunks: list[Chunk], num_layers: int, taps: int = 0) -> tuple[Tok
 
     If such a prompt is split, the last `taps` tokens of a part run again with the next part, whose first tokens need
     their states; they store the same keys and values again, bit for bit.
+
+    Prompt tokens that are scored run the top layer too, if the prompt does. Tokens behind them may run it in vain.
     """
     own = next((c.sequence.prompt for c in chunks if c.sequence.in_prefill and c.sequence.prompt.own), None)
     spans = [span for chunk in chunks for span in _spans(chunk, taps if own else 0)]
-    spans.sort(key=lambda span: (span.place, -len(span.held) if span.place else len(span.held)))
+    spans.sort(key=lambda span: (span.place, -len(span.held) if span.place else len(span.held), span.scored))
     tokens = [token for span in spans for token in span.tokens]
     slots = [span.sequence.slot for span in spans for _ in span.tokens]
     positions = [span.start + i for span in spans for i in range(len(span.tokens))]
     wanted = [span for span in spans if span.place]
     tops = [span.sequence.sampler.top for span in wanted for _ in span.tokens]
-    batch = TokenRows(tokens, slots, positions, _layer_rows(spans, num_layers), len(tops))
+    begins = [0, *accumulate(len(span.tokens) for span in spans)]
+    first = next((begin for begin, span in zip(begins, spans, strict=False) if span.scored or span.place), len(tokens))
+    scored = tuple(
+        (begin - first, Chunk(span.sequence, span.tokens, span.start, span.run))
+        for begin, span in zip(begins, spans, strict=False)
+        if span.scored
+    )
+    layers = _layer_rows(spans, num_layers)
+    batch = TokenRows(tokens, slots, positions, layers, len(tokens) - first, due=len(tops), scored=scored)
     if own is not None:
         before = _rows_before(slots, positions, taps) if taps else None
         batch = batch._replace(bridged=len(tokens) - len(tops), before=before, prompt=own.run)
     # One row that takes all logits has the whole head read, and the others have theirs for next to nothing.
-    return batch._replace(tops=tops if all(tops) else None), [span.sequence for span in wanted]
+    return batch._replace(tops=tops if all(tops) and not scored else None), [span.sequence for span in wanted]
 
 
 def _spans(chunk: Chunk, taps: int) -> Iterator[_Span]:
     """The spans of a chunk: generated tokens; or a prompt's last token, the tokens before it, the taps before those.
 
-    In the top layer, prompt tokens before the last only store keys and values: nothing reads the layer's output.
+    In the top layer, prompt tokens before the last only store keys and values, unless they are scored: nothing else
+    reads the layer's output.
     """
     sequence, tokens, start, layers = chunk
     prompt, text = sequence.prompt, sequence.request.prompt
@@ -114,7 +131,8 @@ def _spans(chunk: Chunk, taps: int) -> Iterator[_Span]:
         tokens = tokens[:-1]
     run = prompt.run[:-1] if prompt.run[-1] == layers[-1] else prompt.run
     if tokens:
-        yield _Span(sequence, tokens, start, run, layers, 0)
+        scored = sequence.request.scores_prompt
+        yield _Span(sequence, tokens, start, prompt.run if scored else run, layers, 0, scored)
     if tokens and taps and start:
         begin = max(0, start - taps)
         yield _Span(sequence, text[begin:start], begin, run, run, 0)

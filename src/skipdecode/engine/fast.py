@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from skipdecode.engine.base import NextToken
 from skipdecode.engine.batch import Chunk, token_rows
@@ -13,7 +14,7 @@ from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import PagedKV
 from skipdecode.engine.loop import DecodeLoop
 from skipdecode.engine.requests import StepOutput
-from skipdecode.engine.sampling import Predicted, Sampler
+from skipdecode.engine.sampling import Predicted, Sampler, scores
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
@@ -54,6 +55,8 @@ class FastEngine(DecodeLoop):
     ScheduleError
         If the schedule is for another number of layers.
     """
+
+    scores_prompts = True
 
     def __init__(
         self,
@@ -131,7 +134,7 @@ class FastEngine(DecodeLoop):
         self.kv.drop(sequence.slot, layers)
 
     def _starts(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
-        if not self._prefix_cache:
+        if not self._prefix_cache or sequence.request.scores_prompt:
             return True
         ran = self.kv.match(sequence.slot, sequence.prompt, sequence.request.prompt, sequence.ran)
         self.stats.prefix_hit_tokens += ran - sequence.ran
@@ -171,7 +174,18 @@ class FastEngine(DecodeLoop):
                 # The last prompt token of such a prompt runs more layers than the others, so it is not shared.
                 prompt = sequence.request.prompt[:-1] if sequence.prompt.own else sequence.request.prompt
                 self.kv.keep(sequence.slot, sequence.prompt, prompt, chunk.end)
+        if batch.scored and isinstance(logits, Tensor):
+            for row, chunk in batch.scored:
+                self._score(chunk, logits[row : row + len(chunk.tokens)])
+            logits = logits[batch.wanted - batch.due :]
         return due, Predicted(logits)
+
+    @staticmethod
+    def _score(chunk: Chunk, logits: Tensor) -> None:
+        """Note the log-probabilities of the prompt tokens that follow those of a chunk."""
+        request = chunk.sequence.request
+        following = request.prompt[chunk.start + 1 : chunk.end + 1]
+        chunk.sequence.scores += scores(logits, following, request.sampling.top_logprobs)
 
     def _choose(self, predicted: Predicted, row: int, sampler: Sampler) -> NextToken:
         return predicted.token(row, sampler)

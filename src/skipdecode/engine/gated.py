@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import StepOutput
-from skipdecode.engine.sampling import Predicted, Sampler
+from skipdecode.engine.sampling import Predicted, Sampler, scores
 from skipdecode.engine.scheduler import Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
@@ -29,6 +29,8 @@ from skipdecode.models.rotary import switch_length
 from skipdecode.schedule import Schedule
 
 __all__ = ["GatedEngine", "left_pad"]
+
+_SCORED_AT_ONCE = 128  # tokens of a prompt whose logits are converted together
 
 
 @dataclass(eq=False)
@@ -66,6 +68,7 @@ class GatedEngine(Engine):
     """
 
     name = "transformers"
+    scores_prompts = True
 
     def __init__(self, model: Any, schedule: Schedule, *, max_rows: int = 8, in_order: bool = False) -> None:
         self._model = unwrap(model)
@@ -142,8 +145,11 @@ class GatedEngine(Engine):
             for row in batch.rows:
                 row.layers = batch.schedule.layers(batch.position - 1)
             self._renew(batch)
-        logits = self._logits(batch)
+        logits = self._logits(batch)[:, -1].float()
         self._count(batch, time.perf_counter() - start)
+        for row in () if batch.position else batch.rows:
+            if row.request.scores_prompt:
+                self._score(row)
         predicted = Predicted(logits)
         chosen = [(row, predicted.token(place, row.sampler)) for place, row in enumerate(batch.rows)]
         outputs = self._emit(chosen, start)
@@ -162,8 +168,19 @@ class GatedEngine(Engine):
             batch.ids, batch.mask = left_pad(texts, 0, self._model.device)
             batch.cache = SkipCache(self._model.config, batch.ids.shape[1] - batch.position)
 
-    def _logits(self, batch: _Batch) -> Tensor:
-        options: dict[str, Any] = dict(self._options)
+    def _score(self, row: Sequence) -> None:
+        """Note the log-probabilities of a prompt's tokens, in a forward of its own: logits of a batch are large."""
+        prompt, top = row.request.prompt, row.request.sampling.top_logprobs
+        ids, mask = left_pad([prompt], 0, self._model.device)
+        alone = _Batch(row.schedule, SkipCache(self._model.config, len(prompt)), [row], ids, mask)
+        logits = self._logits(alone, {})[0]
+        for start in range(0, len(prompt) - 1, _SCORED_AT_ONCE):
+            following = prompt[start + 1 : start + 1 + _SCORED_AT_ONCE]
+            row.scores += scores(logits[start : start + len(following)].float(), following, top)
+
+    def _logits(self, batch: _Batch, options: dict[str, Any] | None = None) -> Tensor:
+        """Logits (rows, columns, vocabulary), of the last columns only unless `options` are given."""
+        options = dict(self._options if options is None else options)
         if self._takes_positions:
             options["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)[:, -batch.ids.shape[1] :]
         options |= {"attention_mask": batch.mask, "past_key_values": batch.cache, "use_cache": True}
@@ -171,7 +188,7 @@ class GatedEngine(Engine):
             output = self._model(input_ids=batch.ids, **options)
         if batch.ids.is_cuda:
             torch.cuda.synchronize(batch.ids.device)
-        logits: Tensor = output.logits[:, -1].float()
+        logits: Tensor = output.logits
         return logits
 
     def _count(self, batch: _Batch, forward: float) -> None:

@@ -100,7 +100,8 @@ class Request(Options):
     """One prompt of at least one token id; a token of `stop_ids` ends the output and is part of it. Default: greedy.
 
     A prefix cache is shared by requests of the same `cache_salt` only. An `exact` request has the tokens of full depth;
-    its schedule drafts them (see `skipdecode.engine.drafts`).
+    its schedule drafts them (see `skipdecode.engine.drafts`). With `scores_prompt`, the first output has the
+    log-probabilities of the prompt's tokens, and as many top tokens as `sampling` asks for.
     """
 
     prompt: tuple[int, ...]
@@ -109,6 +110,7 @@ class Request(Options):
     stop_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
     exact: bool = False
+    scores_prompt: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,6 +153,9 @@ class StepOutput(NamedTuple):
         Top tokens and their log-probabilities, as many as the request's sampling asks for.
     cached : int
         Prompt tokens of the request that came from the prefix cache.
+    prompt : tuple of (int, float, tuple)
+        With the first token of a request with `scores_prompt`: the prompt's tokens from the second on, each with its
+        log-probability after the tokens before it, which ran the schedule's layers for prompts, and its top tokens.
     """
 
     request: int
@@ -163,6 +168,7 @@ class StepOutput(NamedTuple):
     step_seconds: float
     top: tuple[tuple[int, float], ...] = ()
     cached: int = 0
+    prompt: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...] = ()
 
 
 def row_seed(seed: int, key: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Self
 
@@ -19,7 +20,7 @@ from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kernels.native import greedy
 from skipdecode.engine.requests import Sampling
 
-__all__ = ["Predicted", "Sampler"]
+__all__ = ["Predicted", "Sampler", "scores"]
 
 _MOST_TOP = 128  # largest top-k for which candidates are sought
 _NEAR = 512  # top tokens among which a nucleus is sought first: to sort a whole vocabulary takes milliseconds
@@ -163,6 +164,14 @@ class Predicted:
         count = sampler.sampling.top_logprobs
         if not count or isinstance(found, Candidates):
             return NextToken(chosen, logprob)
-        values, tokens = found[row].topk(min(count, found.shape[1]))
-        logprobs = values - found[row].logsumexp(-1)
-        return NextToken(chosen, logprob, tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True)))
+        return NextToken(chosen, logprob, scores(found[row : row + 1], (chosen,), count)[0].top)
+
+
+def scores(logits: Tensor, tokens: Sequence[int], top: int | None) -> list[NextToken]:
+    """Given tokens after rows of logits (tokens, vocabulary), with their log-probabilities and `top` top tokens."""
+    totals = logits.logsumexp(-1)
+    given = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0] - totals
+    values, best = logits.topk(min(top or 0, logits.shape[1]))
+    pairs = zip(best.tolist(), (values - totals[:, None]).tolist(), strict=True)
+    tops = [tuple(zip(names, found, strict=True)) for names, found in pairs]
+    return [NextToken(*each) for each in zip(tokens, given.tolist(), tops, strict=True)]

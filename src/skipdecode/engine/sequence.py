@@ -53,6 +53,8 @@ class Sequence:
         Tokens of prompt and output that have run.
     cached : int
         Prompt tokens that came from the prefix cache and did not run.
+    scores : list
+        Log-probabilities of prompt tokens that have run, for requests that ask for them; see `StepOutput.prompt`.
     """
 
     number: int
@@ -69,6 +71,7 @@ class Sequence:
     layers: tuple[int, ...] = field(init=False)
     ran: int = field(init=False, default=0)
     cached: int = field(init=False, default=0)
+    scores: list[tuple[int, float, tuple[tuple[int, float], ...]]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         if self.request.exact:

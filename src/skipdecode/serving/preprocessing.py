@@ -105,14 +105,17 @@ class Preprocessor:
             deadline=arrived + self._limits.max_seconds,
             max_unread=self._limits.max_unread_tokens,
         )
-        stops = StopStrings(request.stops)
+        stops, hidden = StopStrings(request.stops), frozenset(request.stop_token_ids)
+        self._check_ids(hidden, "stop_token_ids")
+        ends = hidden if request.ignore_eos else self._end_tokens | hidden
+        echo = isinstance(request, CompletionRequest) and request.echo
+        scored = echo and request.top_logprobs_wanted is not None
         for index in range(len(prompts) * copies):
             prompt = prompts[index // copies]
             new_tokens, sampling = self._new_tokens(request, len(prompt)), self._sampling(request, index)
-            ends, exact = self._end_tokens, asked.exact
-            engine_request = Request(tuple(prompt), new_tokens, sampling, ends, cache_salt, exact)
-            detokenizer = Detokenizer(self._texts, stops)
-            state.choices.append(Choice(state, index, index % copies, engine_request, detokenizer))
+            engine_request = Request(tuple(prompt), new_tokens, sampling, ends, cache_salt, asked.exact, scored)
+            detokenizer = Detokenizer(self._texts, stops, hidden)
+            state.choices.append(Choice(state, index, index % copies, engine_request, detokenizer, echo))
         return state
 
     def tokens(self, prompt: Prompt, special: bool | None = None, *, template: bool = False) -> list[int]:

@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 _MOST_STOPS = 16
+_MOST_STOP_TOKENS = 64
 _MOST_STOP_CHARACTERS = 1000
 _INT64 = 2**63
 _UNUSED = "accepted; not used, not kept"
@@ -52,7 +53,6 @@ _NEUTRAL: Neutral = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "ignore_eos": (False,),
     "include_reasoning": (False, True),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
@@ -66,7 +66,6 @@ _NEUTRAL: Neutral = {
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -167,6 +166,8 @@ class _GenerationFields(_Strict):
     seed: int | None = _sampling("seed", least=-_INT64, below=_INT64)
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="new tokens of a choice at most")
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = []
+    stop_token_ids: list[TokenId] = Field([], max_length=_MOST_STOP_TOKENS)
+    ignore_eos: bool = False
     logit_bias: dict[BiasKey, Bias] = Field({}, max_length=1000)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -212,6 +213,7 @@ class CompletionRequest(_GenerationFields):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool = Field(False, description="the prompt before the new text, with its log-probabilities if asked for")
 
     @property
     def new_tokens(self) -> int | None:

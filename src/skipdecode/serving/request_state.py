@@ -28,23 +28,30 @@ ChoiceFinish = Literal["stop", "length"]
 
 
 class Update(NamedTuple):
-    """New tokens of a choice, and why it ends with them if it does."""
+    """New tokens of a choice, and why it ends with them if it does; with the first, those of an echoed prompt."""
 
     choice: int
     pieces: list[Piece]
     finish_reason: ChoiceFinish | None
+    prompt: tuple[Piece, ...] = ()
+
+    @property
+    def all_pieces(self) -> list[Piece]:
+        """The prompt's tokens and the new ones."""
+        return [*self.prompt, *self.pieces]
 
     @property
     def text(self) -> str:
         """Of the tokens together."""
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(piece.text for piece in self.all_pieces)
 
 
 def merge(updates: dict[int, Update], later: Update) -> None:
     """Add an update to those of other choices, behind them, or to its choice's earlier tokens."""
     before = updates.pop(later.choice, None)
-    pieces = later.pieces if before is None else before.pieces + later.pieces
-    updates[later.choice] = later._replace(pieces=pieces)
+    if before is not None:
+        later = later._replace(pieces=before.pieces + later.pieces, prompt=before.prompt + later.prompt)
+    updates[later.choice] = later
 
 
 @with_config(ConfigDict(extra="forbid"))  # for the description of the interface
@@ -74,6 +81,7 @@ class Choice:
     copy: int  # of its prompt: 0 to n - 1
     request: Request
     detokenizer: Detokenizer
+    echo: bool = False  # whether the text begins with the prompt's
     number: int = -1  # in its engine
     tokens: int = 0  # new ones so far
     layers_run: int = 0  # for them, all together

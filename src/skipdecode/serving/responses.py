@@ -5,6 +5,7 @@ The models describe the interface (/openapi.json), and FastAPI checks whole answ
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -202,7 +203,7 @@ class ResponseBuilder(ABC):
 
     def _fields(self, update: Update) -> dict[str, Any]:
         """What choices of every shape have."""
-        logprobs = self._logprobs_of(update.choice, update.pieces) if self._logprobs else None
+        logprobs = self._logprobs_of(update.choice, update.all_pieces) if self._logprobs else None
         fields = {"index": update.choice, "logprobs": logprobs, "finish_reason": update.finish_reason}
         if not self._state.trace:
             return fields
@@ -228,8 +229,8 @@ class CompletionResponseBuilder(ResponseBuilder):
             self._lengths[index] += len(piece.text)
         return {
             "tokens": [self._texts.name(out.token, own) for out, _, own in pieces],
-            "token_logprobs": [out.logprob for out, _, _ in pieces],
-            "top_logprobs": [self._top(out, own) for out, _, own in pieces],
+            "token_logprobs": [None if _is_first(out) else out.logprob for out, _, _ in pieces],
+            "top_logprobs": [None if _is_first(out) else self._top(out, own) for out, _, own in pieces],
             "text_offset": offsets,
         }
 
@@ -241,6 +242,11 @@ class CompletionResponseBuilder(ResponseBuilder):
                 name = self._texts.name(token)
                 named[f"token_id:{token}" if name in named else name] = logprob
         return named
+
+
+def _is_first(output: StepOutput) -> bool:
+    """Whether a token is the first of a prompt, which nothing predicts."""
+    return output.position < 0 and math.isnan(output.logprob)
 
 
 class ChatResponseBuilder(ResponseBuilder):

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from skipdecode.data.detokenizer import Piece
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.requests import StepOutput
 from skipdecode.errors import SkipDecodeError
@@ -240,10 +241,11 @@ class ModelWorker:
         choice.kv_bytes = self._layout.bytes(fed, output.layers)
         choice.kv_bytes_full = self._layout.bytes(fed, self._num_layers)
         state.budgets.add(output.layers)
+        prompt = _prompt_pieces(choice, output) if choice.echo and not output.position else ()
         pieces = choice.detokenizer.push(output)
         reason = "stop" if choice.detokenizer.stopped or output.finish_reason == "eos" else output.finish_reason
-        if pieces or reason is not None:
-            self._tell(state, Update(choice.index, pieces, reason))
+        if prompt or pieces or reason is not None:
+            self._tell(state, Update(choice.index, pieces, reason, prompt))
         if reason is not None:
             self._leave(choice)
 
@@ -296,6 +298,18 @@ class ModelWorker:
         self._metrics.prefix_cache_bytes.set(sum(group.cached_bytes for group in self._groups))
         saved = sum(choice.kv_bytes_full - choice.kv_bytes for choice in running)
         self._metrics.kv_bytes_saved.set(max(0, saved))
+
+
+def _prompt_pieces(choice: Choice, first: StepOutput) -> tuple[Piece, ...]:
+    """The prompt's tokens, with their log-probabilities if the first output has them."""
+    prompt = choice.request.prompt
+    known = first.prompt or [(token, math.nan, ()) for token in prompt[1:]]
+    tokens = [(prompt[0], math.nan, ()), *known]
+    outputs = (
+        first._replace(position=place - len(prompt), token=token, logprob=logprob, top=top)
+        for place, (token, logprob, top) in enumerate(tokens)
+    )
+    return tuple(choice.detokenizer.echo(outputs))
 
 
 def _stopping() -> ApiError:
