@@ -23,8 +23,8 @@
     ├── OutputError            a path that the results cannot be written to
     └── MissingExtraError      an optional dependency is not installed
 
-There are two warnings, `UntunedScheduleWarning` and `DepthWarning`. Messages are one line: what was wrong, what is
-accepted, what to do.
+There are three warnings: `UntunedScheduleWarning`, `DepthWarning` and `UntestedVersionWarning`. Messages are one line:
+what was wrong, what is accepted, what to do.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ __all__ = [
     "UnfitModelError",
     "UnsupportedFeatureError",
     "UnsupportedModelError",
+    "UntestedVersionWarning",
     "UntunedScheduleWarning",
     "UsageError",
     "WorkError",
@@ -181,6 +182,10 @@ class MissingExtraError(SkipDecodeError, ImportError):
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional dependency: pip install 'skipdecode[{extra}]'")
+
+
+class UntestedVersionWarning(UserWarning):
+    """A package whose installed version is outside the range that was tested."""
 
 
 class UntunedScheduleWarning(UserWarning):

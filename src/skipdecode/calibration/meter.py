@@ -31,6 +31,7 @@ from skipdecode.models.cache import SkipCache
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import IGNORE, Batch, batches_of, padding
 
@@ -205,7 +206,7 @@ class _SharedPrompt:
         arguments: dict[str, Any] = {
             "input_ids": batch.input_ids[:, start:end],
             "attention_mask": batch.attention_mask[:, : batch.input_ids[:, :end].shape[1]],
-            "past_key_values": cache,
+            model_cache_name(self._attachment.model): cache,
             "use_cache": True,
         }
         accepted = inspect.signature(type(self._attachment.model).forward).parameters

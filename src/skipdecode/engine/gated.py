@@ -26,6 +26,7 @@ from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.rotary import switch_length
+from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 
 __all__ = ["GatedEngine", "left_pad"]
@@ -76,6 +77,7 @@ class GatedEngine(Engine):
         super().__init__(schedule)
         self._max_rows, self._in_order = max_rows, in_order
         accepted = inspect.signature(type(self._model).forward).parameters
+        self._cache_name = model_cache_name(self._model)
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._switch_length = switch_length(self._model)
@@ -183,7 +185,7 @@ class GatedEngine(Engine):
         options = dict(self._options if options is None else options)
         if self._takes_positions:
             options["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)[:, -batch.ids.shape[1] :]
-        options |= {"attention_mask": batch.mask, "past_key_values": batch.cache, "use_cache": True}
+        options |= {"attention_mask": batch.mask, self._cache_name: batch.cache, "use_cache": True}
         with Attachment(self._model, batch.schedule):  # for this forward: other engines of the model have theirs
             output = self._model(input_ids=batch.ids, **options)
         if batch.ids.is_cuda:

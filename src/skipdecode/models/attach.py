@@ -35,6 +35,7 @@ from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns,
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.models.rotary import RowRotary
+from skipdecode.models.release import renamed_cache
 from skipdecode.schedule import Schedule
 
 __all__ = ["Attachment", "attach", "detach"]
@@ -102,7 +103,7 @@ class Attachment:
 
     A forward of the attached model has one of three forms:
 
-    * With a cache (`generate`, or a loop that passes `past_key_values`): prompt columns run `schedule.prompt_layers()`,
+    * With a cache (`generate`, or a loop that passes one): prompt columns run `schedule.prompt_layers()`,
       and the i-th generated column runs `schedule.layers(i)`. A new prompt after generated tokens (a second turn on the
       same cache) cannot run layers that those tokens skipped. It and all later tokens run the schedule's last set.
     * With `labels`, or with `prompt_length=` (a number of columns, or one per row): teacher-forced, without a cache.
@@ -249,8 +250,8 @@ class Attachment:
         if not self._schedule.is_full:
             self._arguments.check(call)
         if prompt_length is not None:
-            check_prompt_length(prompt_length, columns, call.get("past_key_values"))
-        past = call.get("past_key_values")
+            check_prompt_length(prompt_length, columns, call.get(self._arguments.cache_name))
+        past = call.get(self._arguments.cache_name)
         if past is not None:
             self._rotary.check_growth(call, past.get_seq_length(), columns)
             return self._plan_cached(call, prompt_length, columns)
@@ -293,9 +294,10 @@ class Attachment:
     def _plan_cached(
         self, call: dict[str, Any], prompt_length: int | Tensor | None, columns: int
     ) -> tuple[SkipCache, list[int]] | None:
-        cache = call.get("past_key_values")
+        name = self._arguments.cache_name
+        cache = call.get(name)
         if cache is None:
-            cache = call["past_key_values"] = self.new_cache(self._prompt_columns)
+            cache = call[name] = self.new_cache(self._prompt_columns)
         elif not isinstance(cache, SkipCache):
             if self._schedule.is_full:
                 return None
@@ -334,7 +336,9 @@ class Attachment:
         plain = functools.partial(type(self._model).generate, self._model, inputs, generation_config, *args)
         if self._paused:
             return plain(**kwargs)
-        options = GenerationOptions(kwargs, generation_config, self._model.generation_config)
+        name = self._arguments.cache_name
+        kwargs = renamed_cache(kwargs, name)
+        options = GenerationOptions(kwargs, generation_config, self._model)
         if (refusal := options.refusal()) is not None:
             if not self._schedule.is_full:
                 raise UnsupportedFeatureError(refusal)
@@ -353,7 +357,7 @@ class Attachment:
                 result = plain(**kwargs)
             held = (0, 0)
         else:
-            cache = kwargs["past_key_values"] = kwargs.get("past_key_values") or self.new_cache()
+            cache = kwargs[name] = kwargs.get(name) or self.new_cache()
             if cache.fed is None:
                 cache.prompt_length = prompt
             with self._prompt_of(prompt):

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from skipdecode.errors import AttachError, UnsupportedModelError
+from skipdecode.models.release import before
 
 __all__ = [
     "FAMILIES",
@@ -54,11 +55,12 @@ _BLOCKS = Family("transformer.h")
 _TUPLE_BLOCKS = Family("transformer.h", returns_tuple=True)
 _WINDOWED = Family(windows="all")
 _MIXED = Family(windows="types", needs_window=True)
+_GPTJ_BLOCKS = Family("transformer.h", returns_tuple=before("5.24"))
 
 FAMILIES: dict[str, Family] = {
     "arcee": Family(),
     "bloom": _TUPLE_BLOCKS,
-    "codegen": _TUPLE_BLOCKS,
+    "codegen": _GPTJ_BLOCKS,
     "cohere": Family(),
     "cohere2": _MIXED,
     "exaone4": Family(windows="types"),
@@ -72,7 +74,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_bigcode": _BLOCKS,
     "gpt_neo": _TUPLE_BLOCKS,
     "gpt_neox": Family("gpt_neox.layers"),
-    "gptj": _TUPLE_BLOCKS,
+    "gptj": _GPTJ_BLOCKS,
     "granite": Family(),
     "helium": Family(),
     "llama": Family(),

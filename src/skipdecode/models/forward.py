@@ -12,6 +12,7 @@ from torch import Tensor
 
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
+from skipdecode.models.release import model_cache_name, renamed_cache
 
 __all__ = [
     "ALL_PROMPT",
@@ -86,12 +87,19 @@ class CallArguments:
         self._config = model.config
         parameters = inspect.signature(type(model).forward).parameters.values()
         self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+        self.cache_name = model_cache_name(model)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name, in a new dictionary; raises TypeError if there are too many."""
+        """All arguments by name, in a new dictionary, the KV cache under `cache_name`.
+
+        Raises
+        ------
+        TypeError
+            If there are too many arguments, or two caches.
+        """
         if len(args) > len(self._names):
             raise TypeError(f"forward takes at most {len(self._names)} positional arguments, {len(args)} were given")
-        return dict(zip(self._names, args, strict=False)) | kwargs
+        return renamed_cache(dict(zip(self._names, args, strict=False)) | kwargs, self.cache_name)
 
     def batch(self, call: dict[str, Any]) -> tuple[int, torch.device]:
         """Number of rows of the input, and its device."""
@@ -123,9 +131,9 @@ class CallArguments:
             raise UnsupportedFeatureError(
                 "packed rows (several texts in one row) are not supported under a schedule: give each text a row"
             )
-        if call.get("labels") is not None and (call.get("past_key_values") is not None or call.get("use_cache")):
+        if call.get("labels") is not None and (call.get(self.cache_name) is not None or call.get("use_cache")):
             raise UnsupportedFeatureError(
-                "labels with a KV cache are not supported under a schedule: leave out past_key_values and use_cache"
+                f"labels with a KV cache are not supported under a schedule: leave out {self.cache_name} and use_cache"
             )
 
     def _packed(self, call: dict[str, Any]) -> bool:
@@ -175,15 +183,17 @@ class GenerationOptions:
     Parameters
     ----------
     given : dict
-        Keyword arguments of the call.
-    config, defaults : GenerationConfig
-        The config object of the call, if any, and that of the model. transformers uses the latter for options that the
-        former leaves open.
+        Keyword arguments of the call, the KV cache under the model's name.
+    config : GenerationConfig, optional
+        The config object of the call.
+    model : PreTrainedModel
+        Its generation config has the options that the call leaves open.
     """
 
-    def __init__(self, given: dict[str, Any], config: Any, defaults: Any) -> None:
+    def __init__(self, given: dict[str, Any], config: Any, model: Any) -> None:
         self._given = given
-        self._sources = [config, defaults]
+        self._sources = [config, model.generation_config]
+        self._cache_name = model_cache_name(model)
 
     def value(self, name: str) -> Any:
         """The value of an option; None if it is not set."""
@@ -216,13 +226,13 @@ class GenerationOptions:
                 f"cache_implementation={kind!r} is not supported: only a dynamic cache, which is what an attached "
                 f"model uses, can leave skipped layers empty; {advice}"
             )
-        past = self._given.get("past_key_values")
+        past = self._given.get(self._cache_name)
         return None if past is None or isinstance(past, SkipCache) else foreign_cache(past)
 
 
 def foreign_cache(past: Any) -> str:
     """The error for a cache that is not a `SkipCache`."""
     return (
-        f"past_key_values of type {type(past).__name__} is not supported: pass a cache that an attached model "
+        f"a KV cache of type {type(past).__name__} is not supported: pass a cache that an attached model "
         "returned, or attachment.new_cache()"
     )

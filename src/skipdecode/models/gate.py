@@ -22,6 +22,7 @@ from skipdecode.models.families import projection
 from skipdecode.models.fit import Fit
 from skipdecode.models.maps import Bridge, PromptMap, prompt_features
 from skipdecode.models.plan import LayerPlan, StepPlan
+from skipdecode.models.release import cache_name
 from skipdecode.schedule import Schedule
 
 __all__ = [
@@ -124,7 +125,7 @@ class _Gated:
             out = run(hidden[:, : plan.count], **_columns(named, 0, plan.count, columns))
             out = out[0] if state.returns_tuple else out
             return _merge(out[:, plan.start :], passed, plan)
-        name = next(name for name in _CACHE_NAMES if name in _positional_names(kind))
+        name = cache_name(kind.forward)
         cache = named[name] = state.scratch() if named.get(name) is None else named[name]
         before = _columns(named, 0, plan.start, columns)
         fitted = _fitted_keys(state, index, hidden[:, : plan.count], cache)
@@ -260,8 +261,6 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
 
 
 # ---------------------------------------------------------------------- some columns of a layer's inputs
-
-_CACHE_NAMES = ("past_key_values", "layer_past")
 
 
 @functools.cache

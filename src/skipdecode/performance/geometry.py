@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from skipdecode.engine.kv import KVLayout
 from skipdecode.models.families import decoder_layers, family_of
 from skipdecode.models.windows import layer_windows
+from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 
 __all__ = ["ModelGeometry"]
@@ -192,6 +193,6 @@ def _kv_shape(model: Any, layers: Any) -> tuple[int, int]:
     """Number and size of the key heads that the first layer stores; drops the other layers."""
     del layers[1:]
     with torch.device("meta"):
-        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True)[model_cache_name(model)]
     _, heads, _, size = cache.layers[0].keys.shape
     return heads, size

@@ -24,6 +24,7 @@ from skipdecode.engine.kv import PagedKV
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request
 from skipdecode.models.plan import PROMPT
+from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 
 __all__ = ["Shape", "filled_in", "open_engine", "prompt_seconds", "replaced", "step_seconds", "token_times"]
@@ -124,9 +125,10 @@ def _filled_cache(model: Any, shape: Shape, options: dict[str, Any]) -> dict[str
     cache: Any = DynamicCache(config=model.config)
     if options.pop("cache_implementation", None) == "static":
         cache = StaticCache(config=model.config, max_cache_len=shape.prompt + shape.new)
-    model(torch.full((shape.batch, 1), _TOKEN, device=model.device), past_key_values=cache, use_cache=True)
+    name = model_cache_name(model)
+    model(torch.full((shape.batch, 1), _TOKEN, device=model.device), use_cache=True, **{name: cache})
     _repeat_first(cache, shape.prompt - 2)
-    return options | {"past_key_values": cache}
+    return options | {name: cache}
 
 
 def _repeat_first(cache: Any, times: int) -> None:

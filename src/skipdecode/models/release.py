@@ -1,0 +1,100 @@
+"""The installed releases: how transformers names the argument of a KV cache, and which versions were tested.
+
+transformers 5.24 renames ``past_key_values`` of models, layers, attention, outputs and ``generate`` to ``cache``. Layers
+of some families call it ``layer_past`` in all releases. Other modules ask this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from skipdecode.common.environment import package_version
+from skipdecode.errors import UnsupportedFeatureError, UntestedVersionWarning
+
+_CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+
+
+@functools.cache
+def cache_name(forward: Callable[..., Any]) -> str:
+    """The name of the argument with which a model's or a layer's `forward` takes a KV cache.
+
+    Raises
+    ------
+    UnsupportedFeatureError
+        If no argument has a known name.
+    """
+    named = inspect.signature(forward).parameters
+    found = next((name for name in _CACHE_NAMES if name in named), None)
+    if found is None:
+        raise UnsupportedFeatureError(
+            f"{forward.__qualname__} takes no KV cache under a known name ({', '.join(_CACHE_NAMES)}): this release of "
+            f"transformers is not known here; {_advice('transformers')}"
+        )
+    return found
+
+
+def model_cache_name(model: Any) -> str:
+    """The name of the KV cache in the arguments and outputs of a model, and in its `generate`."""
+    return cache_name(type(model).forward)
+
+
+def renamed_cache(call: dict[str, Any], name: str) -> dict[str, Any]:
+    """Arguments by name in which the KV cache has this name, whichever release's name the caller used.
+
+    Raises
+    ------
+    TypeError
+        If the cache is given under two names.
+    """
+    given = [other for other in _CACHE_NAMES if call.get(other) is not None]
+    if len(given) > 1:
+        raise TypeError(f"{' and '.join(given)} are the same argument: give one of them")
+    rest = {key: value for key, value in call.items() if key not in _CACHE_NAMES}
+    return rest | {name: call[given[0]]} if given else rest
+
+
+def before(release: str) -> bool:
+    """Whether the installed transformers is older than a release, such as "5.24"."""
+    return Version(package_version("transformers") or "0") < Version(release)
+
+
+def warn_if_untested() -> None:
+    """Warn once for each installed package whose version is outside the range that was tested.
+
+    Warns
+    -----
+    UntestedVersionWarning
+        One sentence: the package, its version, the tested versions, and what to install.
+    """
+    for requirement in _requirements():
+        version = package_version(requirement.name)
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
+            warnings.warn(
+                f"{requirement.name} {version} was not tested with this version of skipdecode, so results may be "
+                f"wrong: {_advice(requirement.name)}",
+                UntestedVersionWarning,
+                stacklevel=2,
+            )
+
+
+@functools.cache
+def _requirements() -> tuple[Requirement, ...]:
+    """What this package requires, by its metadata; nothing where it was not installed."""
+    try:
+        listed = importlib.metadata.requires("skipdecode") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple({each.name: each for each in map(Requirement, listed) if each.specifier}.values())
+
+
+def _advice(package: str) -> str:
+    tested = next((str(each) for each in _requirements() if each.name == package), package)
+    return f"pip install '{tested.partition(';')[0].strip()}'"
