@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick test-slow test-vllm docs browser lint format lock clean
+.PHONY: demo test quick test-slow test-versions test-vllm docs browser lint format lock clean
 
 demo: .venv/ready
 	$(BIN)/skipdecode demo
@@ -24,6 +24,10 @@ browser:
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; \
 	else echo "chromium is missing: install it (Debian: apt-get install chromium), or the playground's tests are skipped"; fi
+
+# The README's install line with what it takes today, and the oldest versions that pyproject.toml accepts.
+test-versions:
+	$(PYTHON) tools/versions.py newest oldest
 
 # The vLLM plugin is tested in an environment of its own, outside the checkout (about 5 GB, made once): all tests on one
 # vLLM, one file on the oldest that is accepted and on the newest build. Where it cannot be made, these tests are skipped,

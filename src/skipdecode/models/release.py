@@ -1,7 +1,7 @@
 """The installed releases: how transformers names the argument of a KV cache, and which versions were tested.
 
-transformers 5.24 renames ``past_key_values`` of models, layers, attention, outputs and ``generate`` to ``cache``. Layers
-of some families call it ``layer_past`` in all releases. Other modules ask this one.
+transformers 5.24 renames ``past_key_values`` of models, layers, attention, outputs and ``generate`` to ``cache``.
+Layers of some families call it ``layer_past`` in all releases. Other modules ask this one.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ def warn_if_untested() -> None:
 
 @functools.cache
 def _requirements() -> tuple[Requirement, ...]:
-    """What this package requires, by its metadata; nothing where it was not installed."""
+    """What this package requires up to a tested release, by its metadata; nothing where it was not installed."""
     try:
         listed = importlib.metadata.requires("skipdecode") or ()
     except importlib.metadata.PackageNotFoundError:
         return ()
-    return tuple({each.name: each for each in map(Requirement, listed) if each.specifier}.values())
+    bounded = [each for each in map(Requirement, listed) if any(part.operator == "<" for part in each.specifier)]
+    return tuple({each.name: each for each in bounded}.values())
 
 
 def _advice(package: str) -> str:

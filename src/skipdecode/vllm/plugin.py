@@ -22,7 +22,7 @@ from skipdecode.vllm.settings import KEY, PluginSettings
 
 __all__ = ["layers_of_stages", "register"]
 
-_OLDEST, _UP_TO = Version("0.27"), Version("0.34")
+_OLDEST, _UP_TO = Version("0.27"), Version("0.33")
 """vLLM versions whose interfaces the plugin was written against: from the first up to before the second."""
 
 _WORKER = "skipdecode.vllm.runner.SkipWorker"

@@ -110,10 +110,10 @@ def test_an_architecture_that_is_not_tested(tmp_path: Path):
     assert "LlamaForCausalLM" in text
 
 
-@pytest.mark.parametrize("version", ["0.26.1", "0.34.0"])
+@pytest.mark.parametrize("version", ["0.26.1", "0.33.0"])
 def test_a_version_of_vllm_that_is_not_supported(tuned: Path, plain: Path, version: str, monkeypatch: Any):
     monkeypatch.setattr("vllm.__version__", version)
-    assert f"vLLM {version} is not supported: install one from 0.27 up to before 0.34" in refusal(tuned)
+    assert f"vLLM {version} is not supported: install one from 0.27 up to before 0.33" in refusal(tuned)
     assert config_of(plain).scheduler_config.scheduler_cls is None
 
 
