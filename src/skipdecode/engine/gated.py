@@ -25,8 +25,8 @@ from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, unwrap
-from skipdecode.models.rotary import switch_length
 from skipdecode.models.release import model_cache_name
+from skipdecode.models.rotary import switch_length
 from skipdecode.schedule import Schedule
 
 __all__ = ["GatedEngine", "left_pad"]

@@ -34,8 +34,8 @@ from skipdecode.models.forward import (
 from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
-from skipdecode.models.rotary import RowRotary
 from skipdecode.models.release import renamed_cache
+from skipdecode.models.rotary import RowRotary
 from skipdecode.schedule import Schedule
 
 __all__ = ["Attachment", "attach", "detach"]

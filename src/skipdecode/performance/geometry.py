@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from skipdecode.engine.kv import KVLayout
 from skipdecode.models.families import decoder_layers, family_of
-from skipdecode.models.windows import layer_windows
 from skipdecode.models.release import model_cache_name
+from skipdecode.models.windows import layer_windows
 from skipdecode.schedule import Schedule
 
 __all__ = ["ModelGeometry"]
