@@ -127,6 +127,18 @@ def test_a_learned_answer_is_what_the_chat_template_writes(tmp_path: Path, templ
     assert tokenizer.decode(plain.response) == "a {ref}</s>"
 
 
+def test_a_token_of_the_answer_is_not_its_end(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|end|>"])  # not a special one
+    rows = [{"thing": "car", "ref": "a"}, {"thing": "car", "ref": "a<|end|>"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    for template, ends in ((NO_END, ["</s>", "<|end|></s>"]), (NO_END.replace("{% endfor", "<|end|>{% endfor"), None)):
+        tokenizer.chat_template = template
+        examples, _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
+        found = [tokenizer.decode(example.response) for example in examples]
+        assert found == [f"a{end}" for end in ends or ["<|end|>", "<|end|><|end|>"]]
+
+
 def test_an_answer_is_tokenized_behind_its_prompt(tmp_path: Path) -> None:
     """Some tokenizers put a space before a text, which the template does not have before an answer."""
     tokenizer = byte_tokenizer()

@@ -19,6 +19,7 @@ __all__ = ["note", "progress_bar", "quiet", "without_foreign_bars"]
 
 _LINE_SECONDS = 30.0
 _RECENT = 32  # updates from which a rate is computed
+_KEPT_SECONDS = 1e-4  # no work is faster
 
 
 def note(line: str) -> None:
@@ -46,7 +47,8 @@ def progress_bar(
 class _Bar(tqdm):  # type: ignore[type-arg]
     """A bar whose rate and time left are those of its last units.
 
-    The first unit does not count, because its time includes the start, nor does the time before `unpause`.
+    Not counted are the first unit, whose time includes the start, units that an earlier run has kept, and the time
+    before `unpause`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -56,7 +58,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
     def update(self, n: float | None = 1) -> bool | None:
         now = time.monotonic()
-        if n and self._last is not None:
+        if n and self._last is not None and now - self._last > _KEPT_SECONDS:
             self._recent.append((n, now - self._last))
         if n:
             self._last = now

@@ -131,8 +131,8 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any])
 def response_ids(texts: Sequence[str], tokenizer: Any, *, chat: bool = False) -> list[list[int]]:
     """Token ids of responses, without the prompt; they end with the end token if the tokenizer has one.
 
-    With `chat`, a response is what the chat template writes for an answer, up to the special token behind it; where
-    there is none, the tokenizer's end token follows.
+    With `chat`, a response is what the chat template writes for an answer; if no token that was added to the vocabulary
+    ends it, such as ``<|im_end|>``, the tokenizer's end token follows.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if not chat:
@@ -144,8 +144,9 @@ def response_ids(texts: Sequence[str], tokenizer: Any, *, chat: bool = False) ->
     behind = token_ids(tokenizer, [before + turn for turn in turns], special=False)
     alone = token_ids(tokenizer, turns, special=False)
     rows = [b[len(head) :] if b[: len(head)] == head else a for a, b in zip(alone, behind, strict=True)]
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return [row if row and row[-1] in special else [*row, *end] for row in rows]
+    added = tokenizer.added_tokens_decoder
+    ended = [not turn.endswith(text) and row[-1] in added for row, turn, text in zip(rows, turns, texts, strict=True)]
+    return [row if is_ended else [*row, *end] for row, is_ended in zip(rows, ended, strict=True)]
 
 
 def _turn(tokenizer: Any, before: str, text: str) -> str:
