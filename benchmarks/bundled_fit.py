@@ -20,7 +20,6 @@ from skipdecode import Schedule
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.models.loading.hub import load_model
-from skipdecode.tuning.collate import padding
 
 PRESETS = Path(__file__).parents[1] / "presets"
 
@@ -48,7 +47,7 @@ def main() -> None:
     texts = chat_texts(tokenizer, read_rows(given.words / "self.jsonl", options["records"]))
     schedules = schedules_of(preset, loaded.num_layers)
     chosen = FitOptions(fit_rank=options["fit_rank"], fit_taps=options["fit_taps"])
-    fit = Fitter(loaded.model, batches_of(texts, padding(tokenizer)), chosen).fit(schedules)
+    fit = Fitter(loaded.model, batches_of(texts), chosen).fit(schedules)
     save_fit(given.out, loaded.model, fit, schedules)
 
 

@@ -25,7 +25,6 @@ from skipdecode.data.prompts import encode_examples, read_file
 from skipdecode.data.tasks import load_task
 from skipdecode.models.fit import FIT_FILE, Fit
 from skipdecode.models.loading.hub import load_model
-from skipdecode.tuning.collate import padding
 
 
 def main() -> None:
@@ -53,7 +52,7 @@ def main() -> None:
     file = replace(file, records=tuple(with_invented_names(file.records, template, given.augment_names, seed=5)))
     tokenizer: Any = loaded.tokenizer
     examples, _ = encode_examples(file, template, tokenizer, max_length=None, skip_bad=True)
-    batches = batches_of([(list(one.prompt), list(one.response)) for one in examples], padding(tokenizer))
+    batches = batches_of([(list(one.prompt), list(one.response)) for one in examples])
     fitter = Fitter(loaded.model, batches, FitOptions(fit_taps=given.fit_taps))
     if given.keep_bridges:
         fit = fitter.fit([replace(schedules[0], budgets=(order.num_layers,))])  # skips nothing: prompt maps alone

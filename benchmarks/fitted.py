@@ -54,7 +54,7 @@ from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.models.maps import Bridge, normed
-from skipdecode.tuning.collate import Batch, collate, padding
+from skipdecode.tuning.collate import Batch, collate
 
 ORDER = (4, 5, 17, 14, 25, 6, 12, 3, 26, 7, 16, 13, 11, 23, 19)  # calibrated on SmolLM2's own answers (chat_runs.py)
 GEMMA_ORDER = (9, 10, 8, 11, 7, 12)
@@ -245,13 +245,13 @@ def repeat_probe(tokenizer: Any, chat: bool, count: int = 40) -> Probe:
 # ---------------------------------------------------------------------- fits
 
 
-def batches_of(texts: Sequence[Text], pad: int) -> list[Batch]:
+def batches_of(texts: Sequence[Text]) -> list[Batch]:
     """Aligned batches, texts of like length together, in an order that mixes lengths."""
     examples = [Example(str(n), tuple(prompt), tuple(more)) for n, (prompt, more) in enumerate(texts)]
     examples.sort(key=lambda e: (len(e.prompt), len(e.response)))
     groups = [examples[first : first + BATCH] for first in range(0, len(examples), BATCH)]
     random.Random(0).shuffle(groups)
-    return [collate(group, pad) for group in groups]
+    return [collate(group) for group in groups]
 
 
 def save_fit(out: Path, model: Any, fit: Fit, schedules: Iterable[Schedule]) -> None:
@@ -282,7 +282,7 @@ def timed_fit(
 def made_fit(setting: Setting, file: Path, rank: int, taps: int, schedules: Sequence[Schedule] = ()) -> Fit:
     """A fit for all schedules of a setting, from the file that an earlier call left or made now."""
     if not file.exists():
-        batches = batches_of(setting.fit, padding(setting.loaded.tokenizer))
+        batches = batches_of(setting.fit)
         chosen = FitOptions(fit_rank=rank, fit_taps=taps)
         fit, took = timed_fit(setting.loaded.model, schedules or setting.schedules, batches, chosen)
         fit.about["took"] = took
@@ -301,7 +301,7 @@ class TeacherMaps:
         size = self._width + 1
         gram = {gap: torch.zeros(size, size, dtype=torch.float64) for gap in gaps}
         cross = {gap: torch.zeros(size, self._width, dtype=torch.float64) for gap in gaps}
-        for batch in batches_of(setting.fit, padding(setting.loaded.tokenizer)):
+        for batch in batches_of(setting.fit):
             chosen = batch.attention_mask.bool()
             chosen[:, : batch.prompt_length] = False
             call = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "use_cache": False}
@@ -544,7 +544,7 @@ def measure_cost(options: argparse.Namespace) -> None:
     config = AutoConfig.for_model("opt", **shape, word_embed_proj_dim=2048)
     model = AutoModelForCausalLM.from_config(config).eval()
     tokens = torch.randint(5, 50_000, (16, 125), generator=torch.Generator().manual_seed(0)).tolist()
-    batches = batches_of([(row[:75], row[75:]) for row in tokens], pad=1)
+    batches = batches_of([(row[:75], row[75:]) for row in tokens])
     schedule = scheduled(24, tuple(range(6, 14)), 12, 20)
     _, took = timed_fit(model, [schedule], batches, FitOptions())
     write_json(options.runs / "fitted-cost.json", {"opt-1.3b": took})

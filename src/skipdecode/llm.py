@@ -33,7 +33,7 @@ from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning, UsageError
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.families import unwrap
+from skipdecode.models.families import unwrap, vocabulary_size
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import named_schedules
 from skipdecode.models.loading.ref import ModelRef
@@ -306,8 +306,9 @@ class LLM:
             prompt_template=template if isinstance(template, str) else None,
         )
         records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(prompts)]
-        context = context_length(self.loaded.model.config)
-        return PromptEncoder(self.tokenizer, context, template=form.template, told=self._told).encode(records)
+        context, vocabulary = context_length(self.loaded.model.config), vocabulary_size(self.loaded.model)
+        encoder = PromptEncoder(self.tokenizer, context, template=form.template, vocabulary=vocabulary, told=self._told)
+        return encoder.encode(records)
 
     def _prepared(
         self,

@@ -69,7 +69,7 @@ def test_fit_takes_records_up_to_its_tokens_and_more_where_responses_are_short()
 
 def meter_of(attachment: Any, rows: list[Example], path: Path, **options: Any) -> LossMeter:
     store = KeptValues(path, {"model": "tiny"}, pieces="measurements", remedy="")
-    arguments = {"part": "learn", "batch_size": 3, "pad_id": 0, "advance": lambda: None} | options
+    arguments = {"part": "learn", "batch_size": 3, "advance": lambda: None} | options
     return LossMeter(attachment, rows, store, **arguments)
 
 
@@ -101,7 +101,7 @@ def test_losses_with_a_shared_prompt_equal_the_parallel_form(
         sums = {example.id: loss for example, (loss,) in meter.by_record([schedule])}
         (loss,) = meter.losses([schedule])
         attachment.schedule = schedule
-        batch = collate(rows, 0)
+        batch = collate(rows)
         with torch.inference_mode():
             losses = Objective()(model, batch)
             logits = response_logits(model, batch).log_softmax(-1)
@@ -121,7 +121,7 @@ def test_prompts_and_responses_of_one_token_are_measured_too(tmp_path: Path) -> 
         for loss, schedule in zip(losses, schedules, strict=True):
             attachment.schedule = schedule
             with torch.inference_mode():
-                expected = Objective()(model, collate(rows, 0)).cross_entropy / 2
+                expected = Objective()(model, collate(rows)).cross_entropy / 2
             assert loss == pytest.approx(float(expected), rel=1e-5)
     assert len(set(losses)) == 3
 
@@ -143,7 +143,7 @@ def test_nothing_is_measured_twice(tmp_path: Path) -> None:
 def test_block_influence_is_zero_for_a_useless_layer_only(tmp_path: Path) -> None:
     model = plant_useless_layer(tuning_model())
     with attach(model, Schedule.constant(LAYERS, 4)) as attachment:
-        influence = block_influence(attachment, examples(), batch_size=3, pad_id=0)
+        influence = block_influence(attachment, examples(), batch_size=3)
     assert influence[USELESS] == pytest.approx(0, abs=1e-6)
     assert min(value for layer, value in enumerate(influence) if layer != USELESS) > 1e-3
     assert not decoder_layers(model)[0]._forward_hooks
@@ -200,7 +200,7 @@ def test_a_layer_that_a_bridge_replaces_goes_first_where_fits_are_made(tmp_path:
     rows = greedy_texts(model)
     settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
-    fitter = Fitter(model, [collate(rows, 0)], FitOptions(fit_rank=0))
+    fitter = Fitter(model, [collate(rows)], FitOptions(fit_rank=0))
     with attach(model, Schedule.full(LAYERS)) as attachment:
 
         def meters(fit: Fit | None) -> tuple[LossMeter, None]:

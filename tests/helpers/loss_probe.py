@@ -24,7 +24,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = tiny_model("llama", vocab_size=VOCABULARY)
     few, many = (
-        collate([Example(str(i), (3, 4, 5), tuple(range(3, 3 + response))) for i in range(rows)], 0)
+        collate([Example(str(i), (3, 4, 5), tuple(range(3, 3 + response))) for i in range(rows)])
         for rows, response in ((1, 2), (ROWS, RESPONSE))
     )
     accelerator = Accelerator(gradient_accumulation_steps=BATCHES)

@@ -245,7 +245,7 @@ def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
     random = torch.Generator().manual_seed(5)
     texts = torch.randint(3, 100, (40, 40), generator=random).tolist()
     examples = [Example(str(i), tuple(text[:20]), tuple(text[20:])) for i, text in enumerate(texts)]
-    batches = [collate(examples[i : i + 5], 0) for i in range(0, 40, 5)]
+    batches = [collate(examples[i : i + 5]) for i in range(0, 40, 5)]
     for schedule in (FALLING, replace(Schedule.full(LAYERS), prompt=LOWER), replace(FALLING, prompt="max_exit")):
         fit = Fitter(model, batches, FitOptions(fit_rank=16, fit_taps=1)).fit([schedule])
         pairs = [text[:20] for text in texts[:10]], [text[20:] for text in texts[:10]]
@@ -258,7 +258,7 @@ def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
 
 
 def test_too_few_tokens_are_refused():
-    batch = collate([Example("1", (3, 4, 5), (6, 7))], 0)
+    batch = collate([Example("1", (3, 4, 5), (6, 7))])
     with pytest.raises(FitError, match="too few"):
         Fitter(shared_model("llama"), [batch], FitOptions()).fit([FLAT])
 

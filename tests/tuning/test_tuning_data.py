@@ -204,7 +204,7 @@ def example(number: int, prompt: int, response: int) -> Example:
 @given(LENGTHS)
 def test_responses_start_at_one_column_and_labels_mark_exactly_them(lengths: list[tuple[int, int]]) -> None:
     examples = [example(i, *pair) for i, pair in enumerate(lengths)]
-    batch = collate(examples, pad_id=0)
+    batch = collate(examples)
     for row, one in enumerate(examples):
         start, end = batch.prompt_length - len(one.prompt), batch.prompt_length + len(one.response)
         assert batch.input_ids[row, start:end].tolist() == [*one.prompt, *one.response]

@@ -32,7 +32,7 @@ def batch_of(*lengths: tuple[int, int], seed: int = 0) -> Batch:
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, VOCAB, (count,), generator=generator).tolist())
 
-    return collate([Example(f"e{i}", ids(p), ids(r)) for i, (p, r) in enumerate(lengths)], pad_id=0)
+    return collate([Example(f"e{i}", ids(p), ids(r)) for i, (p, r) in enumerate(lengths)])
 
 
 BATCH = batch_of((7, 12), (3, 5), (5, 1))
@@ -195,7 +195,7 @@ def test_accumulated_batches_make_the_step_of_one_large_batch() -> None:
         )
     ]
     results = []
-    for batches in (parts, [collate(rows, 0)]):
+    for batches in (parts, [collate(rows)]):
         model = tiny_model("llama")
         accelerator = Accelerator(gradient_accumulation_steps=len(batches))
         with attach(model, SCHEDULE):

@@ -185,7 +185,7 @@ def test_tuning_lowers_the_loss_under_the_schedule(tmp_path: Path, changes: dict
 
 
 def dev_loss_of(model: Any, schedule: Schedule) -> float:
-    batch = collate(DEV, 0)
+    batch = collate(DEV)
     with torch.no_grad(), attach(model, schedule):
         parts = Objective()(model, batch)
     return float(parts.cross_entropy) / parts.tokens

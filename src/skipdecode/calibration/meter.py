@@ -33,7 +33,7 @@ from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.collate import IGNORE, Batch, batches_of, padding
+from skipdecode.tuning.collate import IGNORE, Batch, batches_of
 
 __all__ = ["LossMeter", "PartMeters", "check_finite", "measuring"]
 
@@ -53,7 +53,7 @@ def check_finite(values: Tensor, records: Sequence[str]) -> None:
 
 
 class LossMeter:
-    """Measures schedules on records, which go through the model `batch_size` at a time, padded with `pad_id`.
+    """Measures schedules on records, which go through the model `batch_size` at a time.
 
     The attachment's schedule changes with every measurement, and its fit to `fit`. What was measured before, of these
     records under the name `part` with an equal fit in the `store`, is not measured again. `advance` is told after each
@@ -68,12 +68,11 @@ class LossMeter:
         *,
         part: str,
         batch_size: int,
-        pad_id: int,
         advance: Callable[[], object],
         fit: Fit | None = None,
     ) -> None:
         self._ordered = sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id))
-        self._batches = batches_of(self._ordered, batch_size, pad_id)
+        self._batches = batches_of(self._ordered, batch_size)
         self._attachment = attachment
         self._store = store
         self._part = part if fit is None else f"{part}, fit {fit.digest()}"
@@ -149,7 +148,7 @@ def measuring(
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")
     with closing(kept) as store, bar, Attachment(loaded.model, Schedule.full(loaded.num_layers)) as attachment:
-        fixed: dict[str, Any] = {"batch_size": batch_size, "pad_id": padding(loaded.tokenizer), "advance": bar.update}
+        fixed: dict[str, Any] = {"batch_size": batch_size, "advance": bar.update}
 
         @lru_cache(maxsize=1)  # meters keep keys and values of prompts
         def meters(fit: Fit | None) -> dict[str, LossMeter]:

@@ -74,9 +74,7 @@ def greedy_trials(layers: int, drops: int, candidates: int) -> int:
     return 1 + sum(layers if number == 0 else min(candidates, layers - number) for number in range(drops))
 
 
-def block_influence(
-    attachment: Attachment, examples: Sequence[Example], *, batch_size: int, pad_id: int
-) -> tuple[float, ...]:
+def block_influence(attachment: Attachment, examples: Sequence[Example], *, batch_size: int) -> tuple[float, ...]:
     """How much each layer turns the hidden states, from one full-depth pass; 0 for a layer that changes nothing.
 
     Source: ShortGPT (arXiv 2403.03853), section 3.2: 1 - cosine between a layer's input and output, averaged over
@@ -89,7 +87,7 @@ def block_influence(
     handles = [layer.register_forward_hook(watch.hook(index), with_kwargs=True) for index, layer in enumerate(layers)]
     try:
         with torch.inference_mode(), attachment.paused():
-            for each in batches_of(ordered, batch_size, pad_id):
+            for each in batches_of(ordered, batch_size):
                 batch = each.to(model.device)
                 # A token is fed where the next column has a target; column 0 of the targets belongs to the prompt.
                 watch.fed = functional.pad(batch.targets[:, 1:] != IGNORE, (batch.prompt_length, 0))

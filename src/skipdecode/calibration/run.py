@@ -27,7 +27,6 @@ from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.collate import padding
 
 __all__ = ["Calibration", "Meters", "Verdict", "calibrate", "calibrate_model", "draw_records"]
 __all__ += ["measured_records", "records_for_fit", "trials"]
@@ -165,7 +164,7 @@ def calibrate_model(
 
         counts = trials(settings, goal, fitter is not None), meters(None)
         bar.reset(total=sum(wanted * meter.batches for wanted, meter in zip(*counts, strict=True) if meter))
-        influence = block_influence(attachment, learn, batch_size=size, pad_id=padding(loaded.tokenizer))
+        influence = block_influence(attachment, learn, batch_size=size)
         try:
             found = calibrate(settings, goal, influence, meters, fitter, name=name)
         except FitError as e:

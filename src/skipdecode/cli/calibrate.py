@@ -211,7 +211,7 @@ def _records(config: Config, template: Template) -> RecordFile:
 def _fitter(config: Config, loaded: LoadedModel, records: Sequence[Example], width: int) -> Fitter | None:
     """The fitter on these records; refuses, before measurements, records with too few tokens for a bridge."""
     from skipdecode.calibration.fitting import Fitter
-    from skipdecode.tuning.collate import batches_of, padding
+    from skipdecode.tuning.collate import batches_of
 
     if not config.fit:
         return None
@@ -221,7 +221,7 @@ def _fitter(config: Config, loaded: LoadedModel, records: Sequence[Example], wid
             f"{config.data or '--self'}: {tokens} response tokens are too few to fit bridges of {width} columns: give "
             "more or longer records, or --no-fit"
         )
-    return Fitter(loaded.model, batches_of(records, config.batch_size, padding(loaded.tokenizer)), config)
+    return Fitter(loaded.model, batches_of(records, config.batch_size), config)
 
 
 def _document(config: Config, goal: Goal, found: Calibration, origin: str, records: tuple[int, int]) -> dict[str, Any]:

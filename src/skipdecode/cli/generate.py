@@ -49,6 +49,7 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import task_file
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import UsageError
+from skipdecode.models.families import vocabulary_size
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 
@@ -276,7 +277,14 @@ def _job(
         ends=end_tokens(loaded.model, tokenizer),
         stop=StopStrings(config.stop),
         exact=config.exact,
-        encoder=PromptEncoder(tokenizer, context, chat=chat, system=config.system, template=form.template),
+        encoder=PromptEncoder(
+            tokenizer,
+            context,
+            chat=chat,
+            system=config.system,
+            template=form.template,
+            vocabulary=vocabulary_size(loaded.model),
+        ),
         make_engine=make_engine,
         route=None if isinstance(chosen, ScheduleChoice) else chosen.bind(loaded.model),
         batch_size=config.batch_size,

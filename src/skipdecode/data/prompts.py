@@ -5,7 +5,7 @@ Every record that cannot be used is reported with its line; the caller refuses t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -37,6 +37,7 @@ __all__ = [
     "context_length",
     "encode_examples",
     "encode_prompts",
+    "outside",
     "prompt_room",
     "read_file",
 ]
@@ -78,6 +79,8 @@ class PromptEncoder:
         A system message for every chat that has none.
     template : Template, optional
         The template of the records: whether plain prompts are chats, and which field may be cut.
+    vocabulary : int, optional
+        Tokens of the model (`vocabulary_size`): prompts with others are refused. Default: any.
     told : set of str, optional
         Fields that a note has named because they are not in the prompts: each is named once. Default: none yet.
 
@@ -97,9 +100,11 @@ class PromptEncoder:
         chat: bool = False,
         system: str | None = None,
         template: Template | None = None,
+        vocabulary: int | None = None,
         told: set[str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._context = context
         self._told = set() if told is None else told
         self._template = template
@@ -172,6 +177,8 @@ class PromptEncoder:
             error = (
                 f"the prompt has {len(token_ids)} tokens: the model's context of {self._context} has no room for more"
             )
+        elif (fault := outside(token_ids, self._tokenizer, self._vocabulary)) is not None:
+            error = f"the prompt has a {fault}"
         return EncodedPrompt(record, text, token_ids if error is None else [], room, error)
 
     def _cut(self, prompt: EncodedPrompt, token_ids: list[int], most: int | None) -> tuple[str, list[int]]:
@@ -194,6 +201,15 @@ class PromptEncoder:
             text = self._text(prompt.record, template.render({**values, template.truncate: value[: ends[keep - 1][1]]}))
             (shorter,) = self._token_ids([text], self._chat)
         return text, shorter
+
+
+def outside(token_ids: Iterable[int], tokenizer: Any, vocabulary: int | None) -> str | None:
+    """The first token that a model of `vocabulary` tokens does not know, in words; None if it knows all."""
+    token = next((token for token in token_ids if vocabulary is not None and token >= vocabulary), None)
+    if token is None:
+        return None
+    word = tokenizer.convert_ids_to_tokens(token)
+    return f"token {token} ({word!r}) outside the model's vocabulary of {vocabulary} tokens"
 
 
 def context_length(config: Any) -> int | None:
@@ -272,7 +288,13 @@ def read_file(path: str | Path, template: Template, *, limit: int | None = None,
 
 
 def encode_examples(
-    file: RecordFile, template: Template, tokenizer: Any, *, max_length: int | None = None, skip_bad: bool = False
+    file: RecordFile,
+    template: Template,
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    vocabulary: int | None = None,
+    skip_bad: bool = False,
 ) -> tuple[list[Example], list[Reject]]:
     """The records of a file as token ids, and all records that are left out.
 
@@ -283,11 +305,13 @@ def encode_examples(
     max_length : int, optional
         Most tokens of prompt and response together, such as the model's context. The template's field is cut if that
         is enough; other longer records are rejected.
+    vocabulary : int, optional
+        As for `PromptEncoder`; for responses too.
     skip_bad : bool
         As in `read_file`, whose errors this raises too.
     """
     check_end_token(tokenizer)
-    encoder = PromptEncoder(tokenizer, None, template=template)
+    encoder = PromptEncoder(tokenizer, None, template=template, vocabulary=vocabulary)
     examples: list[Example] = []
     rejects = list(file.rejects)
     for at in range(0, len(file.records), _TOKENIZE_AT_ONCE):
@@ -295,6 +319,8 @@ def encode_examples(
         responses = response_ids([record.references[0] for record in chunk], tokenizer, chat=template.chat)
         for prompt, response in zip(encoder.encode(chunk), responses, strict=True):
             try:
+                if (fault := outside(response, tokenizer, vocabulary)) is not None:
+                    raise DataError(f"the response has a {fault}")
                 examples.append(_example(encoder, prompt, response, max_length))
             except DataError as e:
                 rejects.append(Reject(prompt.record.line, str(e)))
@@ -334,7 +360,13 @@ def _example(encoder: PromptEncoder, prompt: EncodedPrompt, response: list[int],
 
 
 def encode_prompts(
-    template: Template, records: Records, tokenizer: Any, *, room: int | None = None, skip_bad: bool = False
+    template: Template,
+    records: Records,
+    tokenizer: Any,
+    *,
+    room: int | None = None,
+    vocabulary: int | None = None,
+    skip_bad: bool = False,
 ) -> tuple[Records, list[list[int]]]:
     """Token ids of the prompts of all records, and the records that have them.
 
@@ -342,9 +374,11 @@ def encode_prompts(
     ----------
     room : int, optional
         Most tokens that the model's context leaves for a prompt.
+    vocabulary : int, optional
+        As for `PromptEncoder`.
     skip_bad : bool
-        Leave out records whose prompt is too long or has no token, instead of refusing all; the returned records name
-        them as skipped.
+        Leave out records whose prompt is too long, has no token or one that the model does not know, instead of
+        refusing all; the returned records name them as skipped.
 
     Raises
     ------
@@ -355,7 +389,8 @@ def encode_prompts(
     prompts: list[list[int]] = []
     rejects: list[Reject] = []
     most = min((n for n in (template.max_prompt_tokens, room) if n is not None), default=None)
-    for prompt in PromptEncoder(tokenizer, None, template=template).encode(records.items, room):
+    encoder = PromptEncoder(tokenizer, None, template=template, vocabulary=vocabulary)
+    for prompt in encoder.encode(records.items, room):
         error = prompt.error
         if most is not None and len(prompt.token_ids) > most:
             has = f"has {len(prompt.token_ids)} tokens, there is room for {most}"

@@ -17,10 +17,11 @@ from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.chats import response_ids
 from skipdecode.data.names import repeated
-from skipdecode.data.prompts import encode_prompts, prompt_room
+from skipdecode.data.prompts import encode_prompts, outside, prompt_room
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
+from skipdecode.errors import DataError
 from skipdecode.evaluation.methods import Method, Outputs, batches, generate_all
 from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.results import (
@@ -38,6 +39,7 @@ from skipdecode.evaluation.scores import Scored, free_running, table_of
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
+from skipdecode.models.families import vocabulary_size
 
 __all__ = ["evaluate", "note_left_out"]
 
@@ -111,8 +113,16 @@ def _encoded(
 ) -> tuple[Records, list[list[int]]]:
     """The records whose prompts fit, and the prompts' tokens."""
     room = prompt_room(subject.context, settings.max_new_tokens or 0)
-    fitting, prompts = encode_prompts(task.template(), records, subject.tokenizer, room=room, skip_bad=skip_bad)
+    vocabulary = vocabulary_size(subject.model)
+    fitting, prompts = encode_prompts(
+        task.template(), records, subject.tokenizer, room=room, vocabulary=vocabulary, skip_bad=skip_bad
+    )
     note_left_out(fitting.skipped[len(records.skipped) :])
+    if settings.teacher_forced:
+        texts = [record.references[0] for record in fitting.items]
+        for record, ids in zip(fitting.items, response_ids(texts, subject.tokenizer, chat=task.chat), strict=True):
+            if (fault := outside(ids, subject.tokenizer, vocabulary)) is not None:
+                raise DataError(f"the reference of record {record.id} has a {fault}", record.line)
     return fitting, prompts
 
 

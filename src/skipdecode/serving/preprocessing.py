@@ -167,6 +167,7 @@ class Preprocessor:
     def _checked(self, prompt: Prompt, template: bool) -> list[int]:
         """Token ids of a prompt that leaves room for an answer."""
         tokens = self.tokens(prompt, template=template)
+        self._check_ids(tokens, _field_of(prompt))
         given, most = len(tokens), self._limits.max_prompt_tokens
         message = None
         if self.context is not None and given >= self.context:

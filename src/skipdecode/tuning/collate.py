@@ -10,14 +10,13 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipdecode.data.prompts import Example
 
-__all__ = ["IGNORE", "Batch", "GroupedBatches", "batches_of", "collate", "padding"]
+__all__ = ["IGNORE", "Batch", "GroupedBatches", "batches_of", "collate"]
 
 IGNORE = -100
 """Label of a column that is not response."""
@@ -69,16 +68,14 @@ class Batch:
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
-def padding(tokenizer: Any) -> int:
-    """The token that fills rows up: the tokenizer's own, or its end token where it has none."""
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+def collate(examples: Sequence[Example]) -> Batch:
+    """Aligned batch of examples: prompts padded on the left, responses on the right.
 
-
-def collate(examples: Sequence[Example], pad_id: int) -> Batch:
-    """Aligned batch of examples: prompts padded on the left, responses on the right, both with `pad_id`."""
+    The padding is token 0, which every model has and no token attends to; a tokenizer's may have no row.
+    """
     prompt = max(len(e.prompt) for e in examples)
     columns = prompt + max(len(e.response) for e in examples)
-    input_ids = torch.full((len(examples), columns), pad_id)
+    input_ids = torch.zeros((len(examples), columns), dtype=torch.long)
     mask = torch.zeros_like(input_ids)
     labels = torch.full_like(input_ids, IGNORE)
     for row, example in enumerate(examples):
@@ -90,9 +87,9 @@ def collate(examples: Sequence[Example], pad_id: int) -> Batch:
     return Batch(input_ids, mask, positions, labels, prompt, tuple(e.id for e in examples))
 
 
-def batches_of(examples: Sequence[Example], batch_size: int, pad_id: int) -> list[Batch]:
+def batches_of(examples: Sequence[Example], batch_size: int) -> list[Batch]:
     """Batches of `batch_size` examples each, in the order of the examples; the last batch may be smaller."""
-    return [collate(examples[first : first + batch_size], pad_id) for first in range(0, len(examples), batch_size)]
+    return [collate(examples[first : first + batch_size]) for first in range(0, len(examples), batch_size)]
 
 
 class GroupedBatches:

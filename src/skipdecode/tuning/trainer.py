@@ -32,7 +32,7 @@ from skipdecode.models.attach import Attachment
 from skipdecode.models.fit import fit_of, trainable_fit
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.checkpoint import Checkpoints, merge_saved, save_tuned
-from skipdecode.tuning.collate import Batch, GroupedBatches, collate, padding
+from skipdecode.tuning.collate import Batch, GroupedBatches, collate
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.measure import SpeedReport, compare_speed, dev_loss
@@ -85,7 +85,7 @@ class Tuner:
     model : PreTrainedModel
         Trained in place. Unless `config.full`, only a LoRA adapter is trained: a PeftModel's own, else a fresh one.
     tokenizer : PreTrainedTokenizerBase
-        It pads, and is saved with the model.
+        Saved with the model.
     schedule : Schedule
         What the model is tuned for.
     out : Path
@@ -180,8 +180,7 @@ class Tuner:
         self._checkpoints = Checkpoints(self._accelerator, self._checkpoint_dir, self._adapter)
 
     def _collate(self, examples: Sequence[Example], indices: Sequence[int]) -> Batch:
-        batch = collate([examples[i] for i in indices], padding(self._tokenizer))
-        return batch.to(self._accelerator.device)
+        return collate([examples[i] for i in indices]).to(self._accelerator.device)
 
     # ------------------------------------------------------------------ the loop
 

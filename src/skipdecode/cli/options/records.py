@@ -113,10 +113,16 @@ def encode_file(
     """
     from skipdecode.data.prompts import context_length, encode_examples
     from skipdecode.data.records import reject_summary
+    from skipdecode.models.families import vocabulary_size
 
     limits = [most for most in (options.max_length, context_length(loaded.model.config)) if most is not None]
     examples, rejects = encode_examples(
-        file, template, loaded.tokenizer, max_length=min(limits, default=None), skip_bad=options.bad_records == "skip"
+        file,
+        template,
+        loaded.tokenizer,
+        max_length=min(limits, default=None),
+        vocabulary=vocabulary_size(loaded.model),
+        skip_bad=options.bad_records == "skip",
     )
     if rejects:
         print(f"skipdecode: --{flag}: {reject_summary(rejects)}", file=sys.stderr)

@@ -179,6 +179,11 @@ def _write_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     words = {number: word for word, number in tokenizer.get_vocab().items()}
+    if (last := max(words)) >= size:
+        raise UsageError(
+            f"token {last} ({words[last]!r}) of the tokenizer is outside the model's vocabulary of {size} tokens, "
+            "which llama.cpp refuses: take the token out of the tokenizer's files, or give the model a row for it"
+        )
     types = [TokenType.NORMAL if number in words else TokenType.UNUSED for number in range(size)]
     for number, token in tokenizer.added_tokens_decoder.items():
         types[number] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
