@@ -486,15 +486,32 @@ REFUSED = [
     (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 1}}, "skipdecode.budget", "invalid_value"),
     (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 3, "schedule": "full"}}, "skipdecode", "invalid_value"),
     (CHAT, {"messages": []}, "messages", "invalid_value"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "invalid_value"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "invalid_value"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages", "invalid_value"),  # the template refuses it
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages", "invalid_value"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages.name", "unsupported_field"),
+    (
+        CHAT,
+        CHAT_BODY | {"chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs.enable_thinking",
+        "unsupported_field",
+    ),
+    (
+        CHAT,
+        CHAT_BODY | {"chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs.tokenize",
+        "unsupported_field",
+    ),
+    (CHAT, CHAT_BODY | {"reasoning_effort": "none"}, "reasoning_effort", "unsupported_field"),
+    (COMPLETIONS, PROMPT | {"reasoning_effort": "none"}, "reasoning_effort", "unsupported_field"),
     (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "invalid_value"),
     (CHAT, CHAT_BODY | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "invalid_value"),
     (CHAT, CHAT_BODY | {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
     (
         CHAT,
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "tool_calls",
-        "unsupported_field",
+        "messages.0.tool_calls.0.function",
+        "invalid_value",
     ),
     ("/tokenize", {}, "prompt", "invalid_value"),
     ("/detokenize", {}, "tokens", "invalid_value"),
@@ -595,6 +612,52 @@ def test_a_broken_chat_template_is_found_at_start():
         open_service(tiny_served_model(), tokenizer, name="tiny")
     tokenizer.chat_template = "{{ raise_exception('other roles, please') }}"
     open_service(tiny_served_model(), tokenizer, name="tiny")  # it may take other chats
+
+
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.a }}]{% endfor %}{% endfor %}"
+    "<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}
+
+
+def test_what_a_chat_template_uses_reaches_it():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    with running(open_service(tiny_served_model(), tokenizer, name="tiny")) as client:
+
+        def prompt(**fields):
+            ids = client.post("/tokenize", json={"messages": MESSAGES} | fields).json()["tokens"]
+            return tokenizer.decode(ids)
+
+        plain = prompt()
+        assert prompt(chat_template_kwargs={"enable_thinking": False}) == plain + "<think></think>"
+        turn = [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}]
+        assert prompt(messages=turn) == "<assistant>[add 5]<tool>7<assistant>"
+        assert prompt(messages=[MESSAGES[-1] | {"name": "Ann"}]).startswith("<user Ann>")
+        ask = greedy(messages=MESSAGES, max_tokens=1)
+        size = post(client, CHAT, ask)["usage"]["prompt_tokens"]
+        for fields, more in (
+            ({"reasoning_effort": "none"}, len("<think></think>")),
+            ({"chat_template_kwargs": {"enable_thinking": False}}, len("<think></think>")),
+            ({"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}, 0),
+        ):
+            assert post(client, CHAT, ask | fields)["usage"]["prompt_tokens"] == size + more
+        assert client.post(CHAT, json=ask | {"reasoning_effort": "low"}).status_code == 400
+
+
+def test_calls_that_the_template_does_not_write_are_text(client):
+    def prompt(messages):
+        ids = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        return byte_tokenizer().decode(ids)
+
+    said = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert prompt([call]) == prompt([{"role": "assistant", "content": said}])
+    assert prompt([call | {"content": "Well"}]) == prompt([{"role": "assistant", "content": "Well\n" + said}])
+    typed = [message | {"type": "text"} for message in MESSAGES]  # as lm-eval sends them
+    assert prompt(typed) == prompt(MESSAGES)
 
 
 def test_what_clients_send_of_themselves_changes_nothing(client):

@@ -86,8 +86,15 @@ def chat_fault(tokenizer: Any) -> str | None:
     return None
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] = (), *, answer: bool = True) -> str:
-    """The text of a chat, up to where an answer begins if `answer`.
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Any] = (),
+    *,
+    answer: bool = True,
+    variables: Mapping[str, Any] = {},
+) -> str:
+    """The text of a chat, up to where an answer begins if `answer`; `variables` are further ones of the template.
 
     Raises
     ------
@@ -99,7 +106,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any
     try:
         return str(
             tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=answer
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=answer, **variables
             )
         )
     except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
@@ -109,18 +116,26 @@ def render_chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any
         raise DataError(f"the chat template refuses the record: {reason}") from e
 
 
-def unused_fields(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any], text: str) -> set[str]:
+def unused_fields(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Any],
+    text: str,
+    variables: Mapping[str, Any] = {},
+) -> set[str]:
     """Fields of the messages, and `tools`, without which the template renders the same `text`."""
     names = {name for message in messages for name in message} - {"role", "content"}
     without = {n: ([{k: v for k, v in m.items() if k != n} for m in messages], tools) for n in names}
     if tools:
         without["tools"] = list(messages), ()
-    return {name for name, rest in without.items() if _rendered(tokenizer, *rest) == text}
+    return {name for name, rest in without.items() if _rendered(tokenizer, *rest, variables) == text}
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any]) -> str | None:
+def _rendered(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any], variables: Mapping[str, Any] = {}
+) -> str | None:
     try:
-        return render_chat(tokenizer, messages, tools)
+        return render_chat(tokenizer, messages, tools, variables=variables)
     except DataError:
         return None
 

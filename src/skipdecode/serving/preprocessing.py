@@ -15,9 +15,10 @@ from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.serving.catalog import Catalog
+from skipdecode.serving.chats import chat_text
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.limits import ServerLimits
-from skipdecode.serving.protocol import CompletionRequest, GenerationRequest, Prompt
+from skipdecode.serving.protocol import Chat, CompletionRequest, GenerationRequest, Prompt
 from skipdecode.serving.request_state import Choice, RequestState
 
 __all__ = ["Preprocessor"]
@@ -127,11 +128,15 @@ class Preprocessor:
         if isinstance(prompt, tuple):
             self._check_ids(prompt, "prompt")
             return list(prompt)
-        row = prompt if isinstance(prompt, str) else [message.plain() for message in prompt]
-        if template and isinstance(prompt, str):
+        if isinstance(prompt, Chat):
+            found = token_ids(self._tokenizer, [chat_text(self._tokenizer, prompt)], special=bool(special))[0]
+            if not found:
+                raise ApiError(400, "invalid_value", "the chat has no token: give messages with text", "messages")
+            return found
+        if template:
             encoded = self._templated.encode([self._form.record(prompt)])[0]
         else:
-            encoded = self._encoder.encode([Record(0, 0, 0, row)])[0]
+            encoded = self._encoder.encode([Record(0, 0, 0, prompt)])[0]
         if encoded.error is not None:
             message = encoded.error + (" (in a request: skipdecode.template=false)" if template else "")
             raise ApiError(400, "invalid_value", message, _field_of(prompt))
@@ -210,4 +215,4 @@ class Preprocessor:
 
 def _field_of(prompt: Prompt) -> str:
     """The name under which it was sent."""
-    return "messages" if isinstance(prompt, list) else "prompt"
+    return "messages" if isinstance(prompt, Chat) else "prompt"

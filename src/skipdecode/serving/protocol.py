@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -11,6 +13,7 @@ from skipdecode.engine.requests import Sampling
 from skipdecode.serving.errors import ApiError
 
 __all__ = [
+    "Chat",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -61,7 +64,7 @@ _NEUTRAL: Neutral = {
     "parallel_tool_calls": (False, True),
     "prediction": (),
     "priority": (0,),
-    "reasoning_effort": ("none",),
+    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -77,7 +80,6 @@ _NEUTRAL: Neutral = {
 _NEUTRAL_IN_CHATS: Neutral = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
 }
 
@@ -242,18 +244,75 @@ class TextPart(_Strict):
     text: Text
 
 
+class _Function(_Strict):
+    name: Text
+    arguments: Text = Field("{}", description="a JSON object, as text")
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, arguments: str) -> str:
+        try:
+            found = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError("give a JSON object, as text")
+        return arguments or "{}"
+
+
+class _ToolCall(_Strict):
+    id: Text | None = None
+    index: int | None = None
+    type: Literal["function"] = "function"
+    function: _Function
+
+
 class Message(_Strict):
-    """One message of a chat; an answer of this server, or of OpenAI's without tools, may be sent back as it came."""
+    """One message of a chat; an answer of this server, or of OpenAI's, may be sent back as it came."""
 
-    neutral = {"annotations": ([],), "audio": (), "function_call": (), "refusal": (), "tool_calls": ([],)}
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = Field(None, description=_UNUSED)
+    neutral = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
+    type: Literal["text", "message"] | None = Field(None, description="accepted; says nothing more than the role")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: Text | None = Field(None, description="refused if the chat template does not use it")
+    tool_calls: list[_ToolCall] = []
+    tool_call_id: Text | None = None
 
-    def plain(self) -> dict[str, str]:
-        """For the chat template."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ApiError(400, "invalid_value", "the content of a message is missing: give text", "messages")
+        if self.tool_calls and self.role != "assistant":
+            message = f"tool_calls belong to an assistant's message, not to the role {self.role}: leave them out"
+            raise ApiError(400, "invalid_value", message, "messages")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """For the chat template, which takes the arguments of calls as objects."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                call.model_dump(exclude_none=True, exclude={"index"})
+                | {"function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)}}
+                for call in self.tool_calls
+            ]
+        return found
+
+
+Variables = dict[str, Any]
+_VARIABLES = "variables of the chat template, such as enable_thinking"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages, and what else their chat template is given."""
+
+    messages: list[Message]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
 
 
 class ChatRequest(_GenerationFields):
@@ -261,6 +320,8 @@ class ChatRequest(_GenerationFields):
 
     neutral = {**_NEUTRAL, **_NEUTRAL_IN_CHATS}
     messages: Annotated[list[Message], Field(min_length=1)]
+    chat_template_kwargs: Variables = Field({}, description=_VARIABLES)
+    reasoning_effort: Text | None = Field(None, description="for the chat template; none: enable_thinking=false too")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -287,12 +348,12 @@ class ChatRequest(_GenerationFields):
 
     def prompts(self) -> Sequence[Prompt]:
         """See `CompletionRequest`."""
-        return [self.messages]
+        return [Chat(self.messages, self.chat_template_kwargs, self.reasoning_effort)]
 
 
 GenerationRequest = CompletionRequest | ChatRequest
 #: Text, token ids, or a chat.
-Prompt = str | tuple[int, ...] | list[Message]
+Prompt = str | tuple[int, ...] | Chat
 
 
 class TokenizeRequest(_Strict):
@@ -302,6 +363,7 @@ class TokenizeRequest(_Strict):
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    chat_template_kwargs: Variables = Field({}, description=_VARIABLES)
     add_special_tokens: bool | None = Field(
         None, description="the start token and the like; default: true, but for a chat, whose template has them"
     )
@@ -315,7 +377,7 @@ class TokenizeRequest(_Strict):
     @property
     def source(self) -> Prompt:
         """The one that was given."""
-        return self.prompt if self.prompt is not None else self.messages or []
+        return self.prompt if self.prompt is not None else Chat(self.messages or [], self.chat_template_kwargs)
 
 
 class DetokenizeRequest(_Strict):
