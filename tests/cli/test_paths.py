@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import byte_tokenizer
 from eval_tools import arguments as eval_arguments
 from eval_tools import prepare
 from skipdecode import Schedule
@@ -25,6 +27,8 @@ from skipdecode.cli import VERBS, main
 from skipdecode.cli.arguments import flag
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.options import Reads, Writes, kinds
+from skipdecode.errors import WriteError
+from skipdecode.models.loading.saving import save_tokenizer
 from textgen_tools import read_rows, save_tiny_model
 
 # Of each verb, a command that lacks no option, with paths that are all different.
@@ -361,3 +365,113 @@ def test_a_page_and_a_place_of_a_method_that_eval_did_not_write_stay(
         shutil.move(out / file, tmp_path)
     assert main(second) == 0
     assert main([*first[:-1], "even:3"]) == 0
+
+
+# ---------------------------------------------------------------------- kills and full disks
+
+# Exports, and is killed when its second file has come into the output directory.
+KILLED = """
+import os, signal, sys
+from skipdecode.cli import main
+replace, moved = os.replace, []
+def counted(source, target):
+    replace(source, target)
+    moved.append(target) if os.path.dirname(target) == "run" else None
+    if len(moved) == 2: os.kill(os.getpid(), signal.SIGKILL)
+os.replace = counted
+main(["export", "model", "--out", "run"])
+"""
+
+
+def test_an_export_that_was_killed_is_begun_again(place: Path, capsys: pytest.CaptureFixture[str]):
+    assert subprocess.run([sys.executable, "-c", KILLED], capture_output=True).returncode == -signal.SIGKILL
+    left = content(place / "run")
+    assert len(left) > 3
+    assert "config.json" not in left
+    assert main(["export", "model", "--out", "run"]) == 0
+    again = content(place / "run")
+    assert main(["export", "model", "--out", "new"]) == 0
+    assert again == content(place / "new")
+    # Killed before a file was whole, and a file of somebody else.
+    (place / "other" / next(name for name in left if name.startswith("."))).mkdir(parents=True)
+    assert main(["export", "model", "--out", "other"]) == 0
+    assert content(place / "other") == again
+    (place / "full").mkdir()
+    (place / "full" / "notes.txt").write_text("mine")
+    assert main(["export", "model", "--out", "full"]) == 2
+    assert "notes.txt" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """A limit on the bytes of a file stands in for a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "size"),
+    [
+        ("export model --out run", "run/model.safetensors", 60_000),
+        ("export model --format gguf --out run", "run/model-f16.gguf", 60_000),
+        ("tune model --full", "run/checkpoints/best/model.safetensors", 60_000),
+        ("tune model", "run/checkpoints/step-000001", 400_000),
+    ],
+)
+def test_a_full_disk_is_one_line(command: str, file: str, size: int, place: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("gguf")
+    words = command.split()
+    if words[0] == "tune":
+        more = "--out run --nominal-speedup 2 --steps 2 --batch-size 2 --precision fp32 --compare-batches 0"
+        words += f"--train a.jsonl --dev d.jsonl --task t.yaml {more} --checkpoint-every 1".split()
+    with small_disk(size):
+        assert main(words) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"skipdecode: cannot write {file}: ")
+    assert "are free" in last
+    assert ("are needed" in last) == file.endswith(".safetensors")
+    assert not (place / "run" / "config.json").exists()
+
+
+def test_a_tokenizer_on_a_full_disk_is_named(tmp_path: Path):
+    with small_disk(2_000), pytest.raises(WriteError, match=r"shown/tokenizer\.json: .* are free"):
+        save_tokenizer(byte_tokenizer(), tmp_path / "partial", shown=tmp_path / "shown")
+
+
+# ---------------------------------------------------------------------- other systems
+
+ELSEWHERE = """
+import os, pkgutil, importlib, sys
+for name in "fcntl pwd grp termios tty pty readline syslog uvloop".split():  # torch needs `resource` on Linux
+    sys.modules[name] = None
+for name in "sched_getaffinity geteuid getloadavg statvfs mkfifo".split():
+    vars(os).pop(name, None)
+import skipdecode.llm
+for module in pkgutil.walk_packages(skipdecode.__path__, "skipdecode."):
+    if not module.name.startswith("skipdecode.vllm") and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+from contextlib import closing
+from pathlib import Path
+from skipdecode.cli import main
+from skipdecode.common.directories import Lock
+os.mkdir("run")
+with closing(Lock(Path("run/.skipdecode.lock"), Path("run"))):
+    assert main(["export", "model", "--out", "run"]) == 2
+with closing(Lock(Path(".o.jsonl.partial.lock"), Path("run"))):
+    assert main("generate model --input a.jsonl --output o.jsonl --max-new-tokens 2".split()) == 2
+assert main(["export", "model", "--out", "run"]) == 0
+assert main("generate model --input a.jsonl --output o.jsonl --max-new-tokens 2".split()) == 0
+"""
+
+
+def test_the_package_works_where_modules_of_unix_are_absent(place: Path):
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is being written by another run") == 2
+    assert len(read_rows(place / "o.jsonl")) == 4
+    assert not [name for name in content(place) if "lock" in name or "partial" in name]

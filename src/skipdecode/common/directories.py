@@ -6,21 +6,25 @@ A run may write into a directory that does not exist, is empty, or has an earlie
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import json
-import os
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from skipdecode.common.files import check_place
+from filelock import FileLock, Timeout
+
+from skipdecode.common.files import PARTIAL, check_place
 from skipdecode.errors import OutputError, UsageError
 
-__all__ = ["RunDirectory", "held", "lock"]
+__all__ = ["Lock", "RunDirectory", "held"]
 
 _LOCK = ".skipdecode.lock"
 _OF_MODELS = ("config.json", "adapter_config.json")
 _SHOWN = 3
+_NO_LOCKS = (None, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,10 @@ class RunDirectory:
             raise OutputError(f"{directory} is a file: give a directory")
         check_place(directory / _LOCK)
         names = sorted(p.name for p in directory.iterdir() if p.name != _LOCK) if directory.is_dir() else []
+        left = [name for name in names if name.startswith(PARTIAL)]
+        # A killed run left the directory in which it made its files, and may have moved some of them.
+        killed = any((directory / name).is_dir() for name in left)
+        names = [name for name in names if name not in left]
         if any(self._is_mark(path, key) for pattern, key in self.marks.items() for path in directory.glob(pattern)):
             if not (resume or overwrite):
                 raise UsageError(
@@ -66,7 +74,7 @@ class RunDirectory:
                 )
         elif model := [name for name in names if name in _OF_MODELS]:
             raise OutputError(f"{directory} holds a model ({model[0]}): give another directory")
-        elif names and not overwrite:
+        elif names and not (overwrite or killed):
             shown = ", ".join(names[:_SHOWN]) + (" …" if len(names) > _SHOWN else "")
             raise OutputError(f"{directory} is not empty and holds no {self.run} ({shown}): give another directory")
 
@@ -91,35 +99,60 @@ def held(directory: Path) -> Iterator[None]:
         The directory cannot be created or written, or another process has the lock.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    path = directory / _LOCK
     try:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            file = path.open("ab")
+            lock = Lock(directory / _LOCK, directory)
         except OSError as e:
             raise OutputError(f"cannot write into {directory}: {e.strerror or e}") from None
-        with file:
-            lock(file.fileno(), directory)
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
+        with closing(lock):
+            for left in filter(Path.is_dir, directory.glob(f"{PARTIAL}*")):
+                shutil.rmtree(left)
+            yield
     finally:
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
 
 
-def lock(handle: int, path: Path) -> None:
-    """Lock an open file until it is closed; raises OutputError with `path` if another process has the lock."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        free = False
-    except OSError:
-        # Some network file systems have no locks; two runs at once are then not detected.
-        free = True
-    else:
-        free = os.fstat(handle).st_nlink > 0  # 0: another run has just ended and deleted the file
-    if not free:
-        raise OutputError(f"{path} is being written by another run: wait for it, or give another output")
+class Lock:
+    """A lock of this process, in a file that is deleted at the end.
+
+    Parameters
+    ----------
+    path : Path
+        The file of the lock.
+    shown : Path
+        The path that the message names.
+
+    Raises
+    ------
+    OutputError
+        Another process has the lock.
+    OSError
+        The file cannot be written.
+    """
+
+    def __init__(self, path: Path, shown: Path) -> None:
+        self._path, self._lock = path, FileLock(path, thread_local=False)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            free = False
+        except (OSError, NotImplementedError) as e:
+            # Some network file systems have no locks; two runs at once are then not detected.
+            if getattr(e, "errno", None) not in _NO_LOCKS:
+                raise
+            return
+        else:
+            free = path.exists()  # if not, another run has just ended and deleted the file
+        if not free:
+            self._lock.release()
+            raise OutputError(f"{shown} is being written by another run: wait for it, or give another output")
+
+    def close(self) -> None:
+        """Give the lock back; may be called twice."""
+        if self._lock.is_locked:
+            with contextlib.suppress(OSError):  # on systems where open files cannot be deleted, `release` does it
+                self._path.unlink(missing_ok=True)
+            self._lock.release()

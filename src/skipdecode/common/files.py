@@ -15,6 +15,7 @@ from typing import IO
 from skipdecode.errors import OutputError, SkipDecodeError, WriteError
 
 __all__ = [
+    "PARTIAL",
     "cache_dir",
     "check_place",
     "copy_files",
@@ -27,9 +28,15 @@ __all__ = [
     "writing",
 ]
 
+PARTIAL = ".skipdecode-partial-"
+"""How files and directories begin that are put into their place when they are whole."""
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _MOST_LINKS = 40
-_FULL = re.compile(r"os error \d|No space left|File too large|quota exceeded|PytorchStreamWriter", re.IGNORECASE)
+# Of the system, and of torch and numpy, whose errors have no reason.
+_FULL = re.compile(
+    r"No space left on device|File too large|\w+ quota exceeded|os error \d+|inline_container|\d requested and \d",
+    re.IGNORECASE,
+)
 
 
 def cache_dir() -> Path:
@@ -50,7 +57,7 @@ def copy_files(source: Path, target: Path) -> None:
             (target / file.name).mkdir(exist_ok=True)
             copy_files(file, target / file.name)
             continue
-        partial = target / f".{file.name}.partial"
+        partial = target / f"{PARTIAL}{file.name}"
         shutil.copy(file, partial)
         os.replace(partial, target / file.name)
 
@@ -121,7 +128,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     """
     path = linked(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{PARTIAL}{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -181,10 +188,18 @@ def writing(path: Path, needed: int = 0) -> Iterator[None]:
 def _write_error(path: Path | str, error: Exception, needed: int) -> WriteError:
     """With the bytes that are needed and free there, if the disk is full."""
     reason = str(getattr(error, "strerror", None) or error)
-    if _FULL.search(reason) is not None:
+    if (full := _FULL.search(reason)) is not None:
         folder = next(each for each in Path(path).absolute().parents if each.is_dir())
-        size = f"{needed / 1e6:.1f} MB are needed and " if needed else ""
-        reason += (
-            f": {size}{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there; make room, or choose another place"
-        )
+        size = f"{_shown(needed)} are needed and " if needed else ""
+        free = f"{size}{_shown(shutil.disk_usage(folder).free)} are free there"
+        cause = full[0] if full[0][0].isupper() else "it could not be written whole"
+        reason = f"{cause}: {free}; make room, or give another place"
     return WriteError(f"cannot write {path}: {reason}")
+
+
+def _shown(size: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

@@ -12,10 +12,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from skipdecode.common.directories import lock
+from skipdecode.common.directories import Lock
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError, WriteError
 
@@ -86,13 +87,14 @@ class Journal(Generic[Piece]):
         self._parse = parse
         self._pieces = pieces
         self._synced = time.monotonic()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
-        except OSError as e:
-            raise OutputError(f"cannot write {path}: {e.strerror or e}") from None
-        try:
-            lock(self._file.fileno(), path)
+        with contextlib.ExitStack() as undo:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # Before the file is opened: a run that ends now deletes it.
+                self._lock = undo.enter_context(closing(Lock(path.with_name(f".{path.name}.lock"), path)))
+                self._file = undo.enter_context(path.open("ab", buffering=0))
+            except OSError as e:
+                raise OutputError(f"cannot write {path}: {e.strerror or e}") from None
             self._size = self._check_heading(_as_json(settings), remedy, restart)
             for piece, end in self._whole() if self._size else ():
                 take(piece)
@@ -101,9 +103,7 @@ class Journal(Generic[Piece]):
             self._file.truncate(self._size)
             if not self._size:
                 self._write(json_line({JOURNAL_KEY: _FORMAT, "settings": settings}))
-        except BaseException:
-            self._file.close()
-            raise
+            undo.pop_all()
 
     def append(self, line: bytes) -> None:
         """Append a piece; after this call, a kill of the process does not lose it."""
@@ -128,14 +128,18 @@ class Journal(Generic[Piece]):
         if not self._file.closed:
             with contextlib.suppress(OSError):
                 os.fsync(self._file.fileno())
-            self._file.close()
-            if not self.count:  # nothing to continue, and no settings that a corrected command would have to match
-                self.path.unlink(missing_ok=True)
+            # Without pieces there is nothing to continue, and no settings that a corrected command would have to match.
+            self._end(delete=not self.count)
 
     def remove(self) -> None:
         """Delete the journal of a run that is saved. Raises OSError."""
-        self.path.unlink(missing_ok=True)
-        self.close()
+        self._end(delete=True)
+
+    def _end(self, *, delete: bool) -> None:
+        self._file.close()
+        if delete:
+            self.path.unlink(missing_ok=True)
+        self._lock.close()
 
     # ------------------------------------------------------------------ inside
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.files import write_whole, writing
 from skipdecode.common.kinds import heading
 from skipdecode.errors import MissingExtraError
 
@@ -33,14 +34,14 @@ class RunLog:
     def __init__(self, directory: Path, *, keep_steps: int, tensorboard: bool) -> None:
         path = directory / LOG_FILE
         rows = [row for row in read_log(path) if row["step"] <= keep_steps] if keep_steps else []
-        path.write_text("".join(map(_line, [heading("tuning"), *rows])), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
+        write_whole(path, "".join(map(_line, [heading("tuning"), *rows])))
+        self._path, self._file = path, path.open("ab", buffering=0)
         self._events = _event_writer(directory / "tensorboard", keep_steps) if tensorboard else None
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """One row; it is on its way to the disk when this returns."""
-        self._file.write(_line({"kind": kind, "step": step, **values}))
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(_line({"kind": kind, "step": step, **values}).encode())
         if self._events is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from skipdecode.common.files import write_whole, writing
+from skipdecode.common.files import PARTIAL, write_whole, writing
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.models.carried import drop_schedule
 from skipdecode.models.families import decoder_layers, find_family
@@ -98,7 +98,7 @@ def save_gguf(loaded: LoadedModel, directory: Path, kind: str) -> Path:
 @contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
     """A directory whose files go into `directory` at the end, config.json last: it makes the directory a model's."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as partial:
+    with tempfile.TemporaryDirectory(dir=directory, prefix=PARTIAL) as partial:
         yield Path(partial)
         for file in sorted(Path(partial).iterdir(), key=lambda each: each.name == "config.json"):
             os.replace(file, directory / file.name)
