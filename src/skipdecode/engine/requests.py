@@ -33,7 +33,7 @@ class SamplingOptions(Options):
         "only tokens at least this probable relative to the most probable token", default=0.0, least=0, most=1
     )
     seed: int | None = option(
-        "of the sequence's random numbers: the same sequence and seed give the same tokens in any batch",
+        "of the sequence's random numbers, which are the same in any batch",
         default=None,
     )
 
