@@ -229,6 +229,21 @@ def test_a_forward_of_prompt_alone_says_once_that_it_runs_full_depth(options):
         model(input_ids=ids, **options)
 
 
+@torch.no_grad()
+def test_a_call_of_the_decoder_alone_says_once_that_it_runs_full_depth():
+    """As trainers do that compute the loss from the last states."""
+    model = tiny_model("llama")
+    ids, _, _ = ragged_batch()
+    with attach(model, PAPER) as attachment:
+        with pytest.warns(DepthWarning, match="by themselves"):
+            states = model.model(ids).last_hidden_state
+        with attachment.paused():
+            assert torch.equal(states, model.model(ids).last_hidden_state)
+        model.model(ids)
+    with attach(model, Schedule.full(LAYERS)):
+        model.model(ids)
+
+
 @pytest.mark.parametrize("options", NO_PROMPT_ALONE.values(), ids=NO_PROMPT_ALONE)
 @torch.no_grad()
 def test_a_forward_that_can_run_the_schedule_does_not_warn(options):

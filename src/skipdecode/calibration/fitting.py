@@ -23,6 +23,7 @@ from skipdecode.calibration.meter import check_finite
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.common.progress import progress_bar
 from skipdecode.errors import FitError
+from skipdecode.models.attach import at_full_depth
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, projection, unwrap
 from skipdecode.models.fit import Fit
@@ -85,7 +86,7 @@ class Fitter:
         return self._swept([frozenset({layer}) for layer in layers], _Sets({}))
 
     def _swept(self, depths: Sequence[frozenset[int]], sets: _Sets) -> Fit:
-        with torch.inference_mode():
+        with torch.inference_mode(), at_full_depth(self.model):
             return _Sweep(self.model, depths, sets, self.batches, self.options).run()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.fit import Fit, fit_of
 from skipdecode.models.forward import (
     ALL_PROMPT,
+    PART_ALONE,
     SECOND_TURN,
     CallArguments,
     ForwardSlot,
@@ -38,7 +40,7 @@ from skipdecode.models.release import renamed_cache
 from skipdecode.models.rotary import RowRotary
 from skipdecode.schedule import Schedule
 
-__all__ = ["Attachment", "attach", "detach"]
+__all__ = ["Attachment", "at_full_depth", "attach", "detach"]
 
 _MARK = "_skipdecode_attachment"
 
@@ -98,6 +100,12 @@ def detach(model: Any) -> None:
         attachment.detach()
 
 
+def at_full_depth(model: Any) -> AbstractContextManager[None]:
+    """A context in which a model and its parts run at full depth, whether a schedule is attached or not."""
+    attachment = unwrap(model).__dict__.get(_MARK)
+    return contextlib.nullcontext() if attachment is None else attachment.paused()
+
+
 class Attachment:
     """A schedule on a model. Made by `attach`.
 
@@ -116,7 +124,8 @@ class Attachment:
     -----
     DepthWarning
         Once for each kind: a forward of the third form while prompts run full depth, except at the start of a loop that
-        passes `use_cache=True`; and a second turn on a cache whose tokens run other layers than in a fresh cache.
+        passes `use_cache=True`; a second turn on a cache whose tokens run other layers than in a fresh cache; and a
+        call of a part of the model, such as its decoder, which runs full depth.
 
     Attributes
     ----------
@@ -134,7 +143,7 @@ class Attachment:
                 "to change it, or detach first"
             )
         self.last_run: GenerationStats | None = None
-        self._gate_state = GateState(family.returns_tuple, self.new_cache)
+        self._gate_state = GateState(family.returns_tuple, self.new_cache, self._warn_of_parts)
         self._schedule = Schedule.full(len(self._layers))
         self.fit = fit_of(model) if fit is None else fit
         self.schedule = of_model(model) if schedule is None else schedule
@@ -272,6 +281,10 @@ class Attachment:
     def _warn_of_full_depth(self) -> None:
         if len(self._schedule.prompt_layers()) == len(self._layers):
             self._warn_once(ALL_PROMPT)
+
+    def _warn_of_parts(self) -> None:
+        if not (self._paused or self._schedule.is_full):
+            self._warn_once(PART_ALONE)
 
     def _warn_once(self, line: str) -> None:
         if line not in self._warned:

@@ -16,6 +16,7 @@ from skipdecode.models.release import model_cache_name, renamed_cache
 
 __all__ = [
     "ALL_PROMPT",
+    "PART_ALONE",
     "SECOND_TURN",
     "CallArguments",
     "ForwardSlot",
@@ -27,6 +28,10 @@ __all__ = [
 ALL_PROMPT = (
     "this forward runs full depth, because all tokens are prompt: give prompt_length=… or labels so that a response "
     "runs the schedule, or use_cache=True to begin a decoding loop (said once)"
+)
+PART_ALONE = (
+    "layers of this model were called by themselves, not through its forward or generate, and run full depth: call the "
+    "causal language model itself, or use attachment.paused() (said once)"
 )
 SECOND_TURN = (
     "a second turn on a used cache runs the schedule's last set of layers, and its prompt would run other layers in a "

@@ -40,13 +40,15 @@ class GateState:
     """The plan of the current forward, shared by all gates of a model (None: every layer runs on all columns).
 
     In a forward without a cache, `scratch` makes a cache for a layer that projects: it joins the keys and values of
-    projected columns and of those that the layer runs. `maps` are the fit's prompt maps of this schedule by layer, and
-    `text` is the result of `text_columns`.
+    projected columns and of those that the layer runs. `unplanned` is called when a layer is called without a plan.
+    `maps` are the fit's prompt maps of this schedule by layer, and `text` is the result of `text_columns`.
     """
 
-    def __init__(self, returns_tuple: bool, scratch: Callable[[], SkipCache]) -> None:
+    def __init__(
+        self, returns_tuple: bool, scratch: Callable[[], SkipCache], unplanned: Callable[[], None] = lambda: None
+    ) -> None:
         self.returns_tuple = returns_tuple
-        self.scratch = scratch
+        self.scratch, self.unplanned = scratch, unplanned
         self.plan: StepPlan | None = None
         self.bridges: dict[int, Bridge] = {}
         self.maps: dict[int, PromptMap] = {}
@@ -85,6 +87,7 @@ class _Gated:
         index, state = self._skipdecode
         run = super().__call__  # type: ignore[misc]
         if state.plan is None:
+            state.unplanned()
             return run(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
         plan = state.plan.layers[index]
