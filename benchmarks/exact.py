@@ -38,6 +38,7 @@ from skipdecode.engine.base import EngineStats
 from skipdecode.engine.drafts import Drafter, Planner
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.requests import Request
+from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 from skipdecode.schedule import Schedule
 
@@ -95,8 +96,7 @@ class Side:
     @functools.cached_property
     def plain(self) -> Any:
         """The weights for transformers, an adapter merged into them."""
-        model: Any = load_model(self.llm.loaded.name, dtype="bfloat16").model
-        return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+        return merge_adapter(load_model(self.llm.loaded.name, dtype="bfloat16").model)
 
     def requests(self, prompts: Sequence[tuple[int, ...]], *, exact: bool) -> list[Request]:
         """A request for each prompt."""

@@ -16,7 +16,6 @@ from skipdecode.common.kinds import heading
 from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
-from skipdecode.models.families import unwrap
 
 TASKS = Path(__file__).parent / "tasks"
 RESULTS = Path(__file__).parents[1] / "results"
@@ -54,11 +53,6 @@ def e2e_prompts(file: Path, tokenizer: Any, limit: int | None = None) -> list[li
     """Token ids of the prompts of E2E records."""
     task = load_task("e2e")
     return encode_prompts(task.template(), load_records(task, str(file), limit=limit), tokenizer)[1]
-
-
-def merged(model: Any) -> Any:
-    """A transformers model with its adapter merged in."""
-    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else unwrap(model)
 
 
 def call(*command: str | Path, dry_run: bool = False) -> None:

@@ -30,11 +30,12 @@ os.environ |= {
 }
 
 import torch
-from shared import e2e_prompts, merged, script_parser, write_result
+from shared import e2e_prompts, script_parser, write_result
 
 from skipdecode import Schedule, attach
 from skipdecode.engine import GatedEngine, Request
 from skipdecode.engine.opening import end_tokens
+from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 
 MODES = ("nested", "where")
@@ -93,7 +94,7 @@ def differences(model: Any, schedule: Schedule, texts: Tokens, expected: Tokens,
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """What was found."""
     loaded = load_model(options.model, dtype="float32")
-    model = merged(loaded.model)
+    model = merge_adapter(loaded.model)
     schedule = loaded.schedule.with_speedup(options.nominal)
     ends = sorted(end_tokens(model, loaded.tokenizer))
     texts = e2e_prompts(options.data, loaded.tokenizer, options.records)
