@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.columns import figures
@@ -43,6 +43,8 @@ __all__ = ["Config", "run"]
 @dataclass(frozen=True, kw_only=True)
 class Config(Workload, ThreadOptions):
     """Options of `skipdecode bench`."""
+
+    NEEDS: ClassVar = {"base": ("model",)}
 
     model: str | None = option(MODEL, positional=True, default=None, path=Reads(model_files))
     base: str | None = option(BASE, default=None, path=Reads(model_files))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from skipdecode.cli.options import MODEL
+from skipdecode.cli.options import BASE, MODEL
 from skipdecode.common.environment import environment, package_version
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.models.loading.ref import model_files
@@ -24,13 +24,16 @@ _NOT_FOR_USERS = "dev"
 class Config(Options):
     """Options of `skipdecode info`."""
 
+    NEEDS: ClassVar = {"base": ("model",)}
+
     model: str | None = option(f"only this model: {MODEL}", default=None, positional=True, path=Reads(model_files))
+    base: str | None = option(BASE, default=None, path=Reads(model_files))
     json: bool = option("print one JSON document instead of YAML", default=False)
 
 
 def run(config: Config) -> int:
     """Print the report on stdout."""
-    report = _report() if config.model is None else _about(config.model)
+    report = _report() if config.model is None else _about(config.model, config.base)
     if config.json:
         print(json.dumps(report, indent=2))
     else:
@@ -40,7 +43,7 @@ def run(config: Config) -> int:
     return 0
 
 
-def _about(model: str) -> dict[str, Any]:
+def _about(model: str, base: str | None) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -49,7 +52,7 @@ def _about(model: str) -> dict[str, Any]:
     from skipdecode.models.families import decoder_layers, projection
     from skipdecode.models.loading.ref import ModelRef
 
-    config = ModelRef(model).config
+    config = ModelRef(model, given_base=base).config
     with torch.device("meta"):
         read = AutoModelForCausalLM.from_config(config)
     layers, engine = decoder_layers(read), "fast"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.columns import table
-from skipdecode.cli.options import ScheduleOptions, choose_schedule, read_cost
+from skipdecode.cli.options import BASE, ScheduleOptions, choose_schedule, read_cost
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.errors import UsageError
@@ -41,6 +41,7 @@ class Config(ScheduleOptions):
     NEEDS: ClassVar = ScheduleOptions.NEEDS | {
         "bandwidth": ("flops",),
         "flops": ("bandwidth",),
+        "base": ("model",),
         "burst": ("rate", "load"),
         "acceptance": ("schedule", "nominal_speedup"),
     }
@@ -51,6 +52,7 @@ class Config(ScheduleOptions):
         default=(),
         path=Reads(),
     )
+    base: str | None = option(BASE, default=None, path=Reads(model_files))
     model: str | None = option(
         "predict the cost from a config: a local directory, a hub id, smollm2-135m, or a JSON file",
         default=None,
@@ -139,7 +141,7 @@ def _cost(config: Config) -> CostModel:
     from skipdecode.performance.cost_source import find_geometry
     from skipdecode.performance.machine import Machine, measure_machine
 
-    geometry, dtype = find_geometry(ModelRef(config.model), "auto", choose_device("cpu"))
+    geometry, dtype = find_geometry(ModelRef(config.model, given_base=config.base), "auto", choose_device("cpu"))
     if config.bandwidth is None or config.flops is None:
         machine = measure_machine("cpu", dtype)
     else:
