@@ -230,7 +230,7 @@ def test_another_base_is_refused_where_it_means_nothing(tmp_path: Path, capsys: 
     assert "no adapter" in capsys.readouterr().err
 
 
-def test_an_adapter_of_integers_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_integers_or_of_a_pointer_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "base")
     model = wrapped(tiny_model("llama"), target_modules=["q_proj"])
     save(model, tmp_path / "adapter", tmp_path / "base")
@@ -239,4 +239,7 @@ def test_an_adapter_of_integers_is_refused(tmp_path: Path) -> None:
     name = next(iter(weights))
     save_file(weights | {name: weights[name].to(torch.int8)}, file)
     with pytest.raises(ModelLoadError, match=f"I8.*{name}"):
+        load_model(str(tmp_path / "adapter"), require_tokenizer=False)
+    file.write_text("version https://git-lfs/spec/v1\noid sha256:" + "0" * 64 + "\nsize 9\n")
+    with pytest.raises(ModelLoadError, match=f"{file.name} is a git-lfs pointer"):
         load_model(str(tmp_path / "adapter"), require_tokenizer=False)

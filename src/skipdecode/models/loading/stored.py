@@ -47,7 +47,7 @@ class StoredTensor(NamedTuple):
 
 def stored_tensors(place: Place) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by name; files of a hub id are fetched. Empty if no file of weights is known."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file, cached_files
 
     def found(name: str) -> str | None:
         options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
@@ -59,8 +59,8 @@ def stored_tensors(place: Place) -> dict[str, StoredTensor]:
             return header(Path(whole))
         if (index := found(f"{name}.index.json")) is not None:
             parts = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [Path(file) for part in parts if (file := found(part)) is not None]
-            return {name: tensor for file in files for name, tensor in header(file).items()}
+            files = cached_files(place.where, parts, local_files_only=place.local_only)  # fetched side by side
+            return {name: tensor for file in files for name, tensor in header(Path(file)).items()}
     return {}
 
 
@@ -96,42 +96,45 @@ def check_stored(where: str, stored: Mapping[str, StoredTensor], config: Any = N
         A matrix has a type that transformers would read as plain numbers (integers, or fp8 without scales), or the
         config describes more layers or far more numbers than the files hold.
     """
-    quantized = getattr(config, "quantization_config", None) is not None
-    coded = [name for name in stored if _is_coded(name, stored, quantized, adapter=config is None)]
+    _check_types(where, stored, config)
+    if config is not None and stored:
+        _check_sizes(where, stored, config)
+
+
+def _check_types(where: str, stored: Mapping[str, StoredTensor], config: Any) -> None:
+    coded = [name for name, tensor in stored.items() if tensor.dtype not in _PLAIN]
+    if _is_quantized(config):
+        scaled = {name.rpartition(".")[0] for name in stored if "scale" in name.rpartition(".")[2]}
+        coded = [name for name in coded if "F8" in stored[name].dtype and name.rpartition(".")[0] not in scaled]
+    elif config is not None:  # an adapter has no other tensors
+        coded = [name for name in coded if _is_weight(name, stored[name].shape)]
     if coded:
         raise ModelLoadError(
             f"{where}: {len(coded)} weights are of type {stored[coded[0]].dtype} without the scales that make numbers "
             f"of them, such as {coded[0]}: take the checkpoint in bf16, fp16 or fp32 (--quantization int8 or int4 "
             "quantizes it after loading)"
         )
-    if config is None or not stored:
-        return
-    held = max((number + 1 for _, number, _ in _numbered(stored, config)), default=0)
-    if held and layers_in(config) > held:
-        raise ModelLoadError(
-            f"{where}: its config has {layers_in(config)} layers and its weights have {held}: give it the config that "
-            "these weights were saved with, or fetch it again"
-        )
+
+
+def _check_sizes(where: str, stored: Mapping[str, StoredTensor], config: Any) -> None:
+    remedy = "give it the config that these weights were saved with, or fetch it again"
+    layers, held = layers_in(config), max((number + 1 for _, number, _ in _numbered(stored, config)), default=0)
+    if 0 < held < layers:
+        raise ModelLoadError(f"{where}: its config has {layers} layers and its weights have {held}: {remedy}")
     numbers = sum(prod(tensor.shape) for tensor in stored.values())
-    if not quantized and (needed := _numbers_of(config)) > 2 * numbers:
+    if not _is_quantized(config) and (needed := _numbers_of(config)) > 2 * numbers:
         raise ModelLoadError(
-            f"{where}: its config describes a model of {needed:,} numbers, and its weights have {numbers:,}: give it "
-            "the config that these weights were saved with, or fetch it again"
+            f"{where}: its config describes a model of {needed:,} numbers and its weights have {numbers:,}: {remedy}"
         )
 
 
-def _is_coded(name: str, stored: Mapping[str, StoredTensor], quantized: bool, adapter: bool) -> bool:
-    """Whether the numbers of a tensor need others, which are absent, to be weights."""
-    dtype, shape = stored[name]
-    if dtype in _PLAIN:
-        return False
-    module, _, last = name.rpartition(".")
-    if quantized:
-        scaled = (other.startswith(f"{module}.") and "scale" in other for other in stored)
-        return "F8" in dtype and not any(scaled)
-    # Old checkpoints store masks and positions, which transformers does not read.
-    is_buffer = last not in ("weight", "bias") and len(shape) != 3
-    return adapter or not (is_buffer or _is_mask(name, shape))
+def _is_quantized(config: Any) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _is_weight(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of integers would be read as a weight; old checkpoints store masks and positions too."""
+    return not _is_mask(name, shape) and (name.endswith((".weight", ".bias")) or len(shape) == 3)
 
 
 def _numbered(names: Iterable[str], config: Any) -> Iterator[tuple[str, int, str]]:
