@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
@@ -23,6 +26,7 @@ from skipdecode.errors import (
     ModelLoadError,
     OptionError,
     ScheduleError,
+    SkipDecodeError,
     UntunedScheduleWarning,
     UsageError,
 )
@@ -342,8 +346,69 @@ def test_wrong_values_name_the_field(llm: LLM):
     for name in ("x" * 10_000, "\0", "1e999x", "9" * 400 + "x"):
         with pytest.raises(ScheduleError):
             llm.generate("hello", schedule=name)
-    with pytest.raises(TypeError, match="temprature"):
-        llm.generate("hello", temprature=1)
+    for name, meant in (("temprature", "temperature"), ("max_tokens", "max_new_tokens"), ("top_logprobs", "serve")):
+        with pytest.raises(UsageError, match=f"{name}.*{meant}"):
+            llm.generate("hello", **{name: 1})
+
+
+REFUSED: dict[str, Callable[[LLM], Any]] = {
+    **{f"generate {given}": lambda llm, given=given: llm.generate("hello", **given) for given in (
+        {"max_tokens": 8}, {"max_new_tokens": "5"}, {"max_new_tokens": None}, {"max_new_tokens": 5.0},
+        {"max_new_tokens": True}, {"logit_bias": {True: 1.0}}, {"logit_bias": {5: True}}, {"template": 5},
+        {"exact": "yes"}, {"top_logprobs": 3}, {"temperature": 10**400}, {"temperature": "1"}, {"schedule": 5},
+        {"schedule": ["2x"]}, {"foo": 1},
+    )},
+    **{f"prompts {prompts!r}": lambda llm, prompts=prompts: llm.generate(prompts, 2) for prompts in (
+        None, 5, True, 1.5, b"hello", object(),
+    )},
+    "encode None": lambda llm: llm.encode(None),
+    "encode a text": lambda llm: llm.encode("hello"),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": pickle.dumps,
+    "pickle a stream": lambda llm: pickle.dumps(llm.stream("hello", 2)),
+    **{f"LLM {given}": lambda llm, given=given: LLM(llm.loaded.name, **given) for given in (
+        {"device": "meta"}, {"device": 5}, {"device": ["cpu"]}, {"dtype": 5}, {"engine": None}, {"quantization": 8},
+        {"max_rows": 0}, {"max_rows": "8"}, {"max_rows": None}, {"schedule": 5},
+    )},
+    **{f"load {str(name)[:20]}": lambda llm, name=name: skipdecode.load(name) for name in (
+        None, 5, b"x", ["x"], object(), "x" * 10_000, "", "\0",
+    )},
+    "LLM of a model": lambda llm: LLM(llm.loaded.model),
+    "generate None": lambda llm: skipdecode.generate(None, "hello"),
+    "attach to text": lambda llm: skipdecode.attach("model", llm.schedules["full"]),
+    "attach a name": lambda llm: skipdecode.attach(llm.loaded.model, "2x"),
+    "schedule_of": lambda llm: llm.schedule_of("2x", "many"),
+    "full None": lambda llm: Schedule.full(None),
+    "full text": lambda llm: Schedule.full("8"),
+    "budgets": lambda llm: Schedule(8, (1,), 7),
+    "an order": lambda llm: Schedule(8, {1, 2}, (7, 6)),
+    "from_speedup": lambda llm: Schedule.from_speedup(8, "2", 16),
+    "seq_len": lambda llm: Schedule.from_speedup(8, 2, None),
+    "even": lambda llm: Schedule.even(8, "6"),
+    "split": lambda llm: Schedule.split(8, None, 5),
+    "paper": lambda llm: Schedule.paper(8, min_exit_layer=None, max_exit_layer=6, seq_len=5),
+    "constant": lambda llm: Schedule.constant(8, None),
+    "load a schedule": lambda llm: Schedule.load(None),
+    "save a schedule": lambda llm: Schedule.full(8).save(5),
+    "layers": lambda llm: Schedule.full(8).layers("1"),
+    "with_speedup": lambda llm: Schedule.full(8).with_speedup(None),
+    "with_speedup of a flat one": lambda llm: Schedule.even(8, 6).with_speedup("2"),
+    "with_speedup of 0": lambda llm: Schedule.even(8, 6).with_speedup(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_whatever_is_wrong_is_one_line(llm: LLM, call: Callable[[LLM], Any]):
+    with pytest.raises(SkipDecodeError) as error:
+        call(llm)
+    assert str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_llm_shares_its_weights_as_the_error_says(llm: LLM):
+    assert LLM(llm.loaded).generate("hello", 4) == llm.generate("hello", 4)
+    assert llm.generate(iter(["hello"]), 4) == llm.generate(("hello",), 4)
 
 
 def test_values_that_say_nothing_are_as_good_as_left_out(llm: LLM):

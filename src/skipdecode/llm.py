@@ -12,12 +12,13 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from skipdecode.common.progress import note
+from skipdecode.common.registry import near
 from skipdecode.data.chats import MESSAGE_FIELDS
 from skipdecode.data.detokenizer import TextStream, TokenTexts
 from skipdecode.data.forms import choose_form
@@ -27,11 +28,18 @@ from skipdecode.data.run import Decoding
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary
 from skipdecode.engine.base import Engine, EngineStats
-from skipdecode.engine.loading import load
+from skipdecode.engine.loading import checked_name, load
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
-from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning, UsageError
+from skipdecode.errors import (
+    DataError,
+    ModelLoadError,
+    OptionError,
+    ScheduleError,
+    UntunedScheduleWarning,
+    UsageError,
+)
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.families import unwrap, vocabulary_size
 from skipdecode.models.loading.hub import LoadedModel
@@ -50,6 +58,8 @@ _MOST_IDLE = 4
 _LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """One for each model: its weights, buffers and layers serve one forward at a time."""
 M = TypeVar("M", bound=Callable[..., Any])
+_OPTIONS = ("max_new_tokens", "schedule", "stop", "template", "exact")
+_NEW_TOKENS = ("max_tokens", "max_length", "max_completion_tokens")
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
@@ -148,7 +158,7 @@ class LLM:
         if not isinstance(model, LoadedModel):
             schedule = schedule_file(schedule) if isinstance(schedule, str) else schedule
             files = (str(schedule),) if isinstance(schedule, str | Path) and os.path.isfile(schedule) else ()
-            model = load(ModelRef(str(model), files), dtype=dtype, device=device, engine=engine, base=base)
+            model = load(ModelRef(checked_name(model), files), dtype=dtype, device=device, engine=engine, base=base)
         elif base is not None:
             raise UsageError("base is for an adapter that is loaded by name: give it to skipdecode.load")
         self.loaded = model
@@ -159,7 +169,7 @@ class LLM:
         self.num_layers = self.loaded.num_layers
         self.stats: RunSummary | None = None
         self._schedule = schedule
-        self._max_rows = max_rows
+        self._max_rows = _positive("max_rows", max_rows)
         self.schedule_of(schedule)
         self._lock = _LOCKS.setdefault(unwrap(self.loaded.model), threading.RLock())
         with self._lock:  # the projection weights may be fused
@@ -168,6 +178,10 @@ class LLM:
         self._engines: list[Engine] = []
         self._warned: set[Schedule] = set()
         self._told: set[str] = set()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        message = "an LLM is not copied or pickled: LLM(llm.loaded) shares its weights, and a process loads it by name"
+        raise UsageError(message)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -300,6 +314,8 @@ class LLM:
     @_one_at_a_time
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
         """Prompts as token ids, with their `room` in the context; a prompt that cannot be used has an `error`."""
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            raise OptionError("prompts", prompts, "a list of prompts")
         form = choose_form(
             self.loaded.recipe,
             no_template=not template,
@@ -322,12 +338,17 @@ class LLM:
         **sampling: Any,
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
         """The encoded prompts, the decoding settings, and the schedule of a call."""
+        _check_options(sampling)
+        if not isinstance(template, bool | str):
+            raise OptionError("template", template, "True, False, or a template such as '{text}'")
+        if not isinstance(exact, bool):
+            raise OptionError("exact", exact, "True or False")
         drawn = Sampling(**sampling)
         drawn.check_effect()
         how = Decoding(
             texts=self._texts,
             sampling=drawn,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=_positive("max_new_tokens", max_new_tokens),
             ends=self._ends,
             stop=StopStrings((stop,) if isinstance(stop, str) else stop or ()),
             exact=exact,
@@ -371,6 +392,25 @@ class LLM:
         return self.stats
 
 
+def _positive(name: str, value: Any) -> int:
+    """`value` if it is a whole number above 0; raises OptionError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(name, value, "a whole number, 1 or more")
+    return value
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option that `generate` does not have."""
+    known = {field.name for field in fields(Sampling)} - {"top_logprobs"}
+    unknown = next((name for name in given if name not in known), None)
+    if unknown == "top_logprobs":
+        raise UsageError("top_logprobs: outputs have no log-probabilities; skipdecode serve and skipdecode.engine do")
+    if unknown is not None:
+        hint = " (did you mean 'max_new_tokens'?)" if unknown in _NEW_TOKENS else near(unknown, [*known, *_OPTIONS])
+        accepted = ", ".join([*_OPTIONS, *sorted(known)])
+        raise UsageError(f"generate has no option {unknown!r}{hint}; accepted are {accepted}")
+
+
 def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> Outputs:
     """Load a model and generate: `LLM(name).generate(prompts, **options)`. For several calls, use an `LLM`."""
     return LLM(name).generate(prompts, **options)
@@ -380,6 +420,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one or several; a list of messages is one chat."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise OptionError("prompts", prompts, "a text, a chat, a record, or a list of these")
     listed: list[Any] = list(prompts)
     is_chat = bool(listed) and all(isinstance(p, Mapping) and {"role"} < p.keys() <= MESSAGE_FIELDS for p in listed)
     return [listed] if is_chat else listed

@@ -147,7 +147,7 @@ class Kind(NamedTuple):
         bounds, accepted = self.metadata["bounds"], self._range()
         if isinstance(value, bool) or not isinstance(value, int if self.type is int else int | float):
             return ("a whole number" if self.type is int else "a number") + (accepted and f", {accepted}")
-        if not math.isfinite(value):
+        if not _is_finite(value):
             return "a finite number" + (accepted and f", {accepted}")
         fits = (
             (bounds["least"] is None or value >= bounds["least"])
@@ -163,6 +163,13 @@ class Kind(NamedTuple):
             return f"{least} to {most}"
         words = ((least, "{} or more"), (above, "more than {}"), (most, "up to {}"), (below, "less than {}"))
         return ", ".join(text.format(bound) for bound, text in words if bound is not None)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 _KINDS: dict[type, dict[str, Kind]] = {}

@@ -13,6 +13,7 @@ from skipdecode.data.stopping import StopSearch, StopStrings
 from skipdecode.data.summary import RunSummary
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import FinishReason, Request, StepOutput
+from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
 __all__ = ["Detokenizer", "Piece", "TextStream", "TokenTexts"]
@@ -253,6 +254,9 @@ class TextStream(Iterator[str]):
                 self._open = False
                 self._engine.cancel(self._number)
                 self.stats = self._summed(self.tokens)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("a stream is not copied or pickled: begin another with LLM.stream")
 
     def __del__(self) -> None:
         self.close()

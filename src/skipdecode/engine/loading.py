@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from skipdecode.common.environment import multiplies_bf16
+from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.loading.hub import LoadedModel, choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef
 
-__all__ = ["load", "running_dtype"]
+__all__ = ["checked_name", "load", "running_dtype"]
+
+_LONGEST_NAME = 4096
 
 _FASTER = 1.5  # fp32 over bf16 in products, from which on a shorter prompt repays decode steps of twice the bytes
 
@@ -58,10 +62,21 @@ def load(
     UsageError
         If `dtype` or `device` is not accepted, if there are several fits, or if a model with a `base` is no adapter.
     """
-    ref = name if isinstance(name, ModelRef) else ModelRef(str(name))
+    ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
     ref = ref if base is None else replace(ref, given_base=str(base))
     chosen = running_dtype(ref, dtype, choose_device(device), engine)
     return load_model(ref, dtype=chosen, device=device, require_tokenizer=require_tokenizer)
+
+
+def checked_name(name: Any) -> str:
+    """The name of a model as text; raises UsageError for other objects, and ModelLoadError for a name that is none."""
+    if not isinstance(name, str | os.PathLike):
+        kind = type(name).__name__
+        raise UsageError(f"a model is not accepted as {kind}: give its name or directory, or the result of load to LLM")
+    text = str(os.fspath(name))
+    if len(os.fsencode(text)) > _LONGEST_NAME:
+        raise ModelLoadError(f"model {text[:80]!r}… is not known: no directory and no hub id has so long a name")
+    return text
 
 
 def running_dtype(ref: ModelRef, asked: str, device: Any, engine: str = "auto") -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Literal
 
 from skipdecode.errors import ScheduleError
@@ -31,6 +31,7 @@ __all__ = [
     "prompt_set",
     "require_int",
     "require_positive",
+    "require_speedup",
     "top_down",
 ]
 
@@ -54,9 +55,16 @@ def require_positive(field: str, value: Any) -> None:
         raise ScheduleError(f"{field}={value} is not accepted: give 1 or more")
 
 
-def int_tuple(field: str, values: Any) -> tuple[int, ...]:
+def require_speedup(value: Any) -> None:
+    """Raise ScheduleError unless `value` is a number of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+        raise ScheduleError(f"nominal_speedup={value!r} is not accepted: give a number of 1 or more")
+
+
+def int_tuple(field: str, values: Any, *, ordered: bool = True) -> tuple[int, ...]:
     """The values of an iterable as a tuple; raises ScheduleError unless all are whole numbers."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+    unsuitable = str | bytes | Set if ordered else str | bytes
+    if isinstance(values, unsuitable) or not isinstance(values, Iterable):
         raise ScheduleError(f"{field}={values!r} is not accepted: give a list of whole numbers")
     result = tuple(values)
     for value in result:
@@ -143,7 +151,7 @@ def check_order(drop_order: tuple[int, ...], num_layers: int, warmup_layers: int
 
 def check_layers(layers: Any, num_layers: int, warmup_layers: int) -> tuple[int, ...]:
     """A prompt set, ascending; raises ScheduleError if a layer is out of range, or one that must run is not in it."""
-    chosen = set(int_tuple("prompt", layers))
+    chosen = set(int_tuple("prompt", layers, ordered=False))
     if outside := sorted(chosen - set(range(num_layers))):
         raise ScheduleError(f"prompt names layer {outside[0]}: accepted are 0 to {num_layers - 1}")
     if missing := sorted(set(range(max(warmup_layers, 1))) - chosen):
@@ -195,8 +203,7 @@ def paper_budgets(
     num_layers: int, nominal_speedup: float, seq_len: int, warmup_layers: int, spread: float = 1 / 3
 ) -> tuple[int, ...]:
     """Linear budgets whose mean is `num_layers` / `nominal_speedup`; see `Schedule.from_speedup`."""
-    if not isinstance(nominal_speedup, int | float) or not nominal_speedup >= 1:
-        raise ScheduleError(f"nominal_speedup={nominal_speedup!r} is not accepted: give a number of 1 or more")
+    require_speedup(nominal_speedup)
     require_int("num_layers", num_layers)
     require_positive("seq_len", seq_len)
     if not 0 <= spread < 1:

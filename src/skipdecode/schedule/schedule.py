@@ -23,6 +23,7 @@ static_pruning    by influence   constant (ShortGPT, arXiv 2403.03853)
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,7 +32,7 @@ from typing import Any, Self
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.registry import check_name
-from skipdecode.errors import ScheduleError
+from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.order import (
     Order,
@@ -265,6 +266,7 @@ class Schedule:
         A flat schedule gives a flat one; any other gives the paper's linear budgets. 1 is full depth, for prompts too.
         Raises ScheduleError if the drop order cannot give this speed-up.
         """
+        layer_order.require_speedup(nominal_speedup)
         if nominal_speedup == 1:
             return self.full(self.num_layers)
         if not self.drop_order:
@@ -283,6 +285,7 @@ class Schedule:
     @classmethod
     def full(cls, num_layers: int) -> Self:
         """Every layer at every position."""
+        require_int("num_layers", num_layers)
         return cls(num_layers, (), (num_layers,), warmup_layers=min(1, num_layers), name="full")
 
     @classmethod
@@ -394,6 +397,7 @@ class Schedule:
             The speed-up is out of reach, or a drop order is missing, or was given to a method that has its own.
         """
         check_name("schedule", method, PUBLISHED)
+        layer_order.require_speedup(nominal_speedup)
         _check_order_given(method, drop_order is not None)
         if method == "full":
             if nominal_speedup != 1:
@@ -477,19 +481,25 @@ class Schedule:
 
     def save(self, path: Path | str) -> None:
         """Write the schedule as a JSON file for `load` and --schedule; raises OutputError if that fails."""
-        write_whole(path, self.to_json(indent=1) + "\n")
+        write_whole(_checked(path), self.to_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """The schedule of a JSON file; raises ScheduleError naming the file."""
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(_checked(path).read_text(encoding="utf-8"))
         except OSError as e:
             raise ScheduleError(f"cannot read the schedule {path}: {e.strerror or e}") from None
         except UnicodeDecodeError:
             raise ScheduleError(f"{path}: a schedule must be JSON, this is not even text") from None
         except ScheduleError as e:
             raise ScheduleError(f"{path}: {e}") from None
+
+
+def _checked(path: Path | str) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"path={path!r} is not accepted: give the name of a file")
+    return Path(path)
 
 
 def _check_order_given(method: str, given: bool) -> None:

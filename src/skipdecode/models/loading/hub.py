@@ -213,9 +213,12 @@ def choose_device(device: str | None) -> Any:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as e:
         raise UsageError(f"device {device!r} is not accepted: {one_line(e)}") from e
+    if found.type == "meta":
+        raise UsageError(f"device {device!r} is not accepted: it holds no weights; give cpu, or a GPU such as cuda:0")
+    return found
 
 
 def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:
