@@ -12,7 +12,7 @@ from skipdecode.data.chats import render_chat, unused_fields
 from skipdecode.data.records import Message, checked_text
 from skipdecode.errors import DataError, ModelLoadError
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.protocol import Chat
+from skipdecode.serving.messages import Chat
 
 __all__ = ["chat_text"]
 

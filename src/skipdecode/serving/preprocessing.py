@@ -18,7 +18,8 @@ from skipdecode.serving.catalog import Catalog
 from skipdecode.serving.chats import chat_text
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.limits import ServerLimits
-from skipdecode.serving.protocol import Chat, CompletionRequest, GenerationRequest, Prompt
+from skipdecode.serving.messages import Chat
+from skipdecode.serving.protocol import CompletionRequest, GenerationRequest, Prompt
 from skipdecode.serving.request_state import Choice, RequestState
 
 __all__ = ["Preprocessor"]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from skipdecode.engine.requests import Sampling
 from skipdecode.serving.errors import ApiError
+from skipdecode.serving.messages import VARIABLES, Chat, Message, Neutral, Strict, Text, Variables
 
 __all__ = [
-    "Chat",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
     "Extension",
     "GenerationRequest",
-    "Message",
     "Prompt",
     "TokenizeRequest",
 ]
@@ -31,21 +28,10 @@ _INT64 = 2**63
 _UNUSED = "accepted; not used, not kept"
 
 
-def _whole_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair is no text") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_whole_text)]
 TokenId = Annotated[int, Field(ge=0)]
 Stop = Annotated[Text, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-
-Neutral = Mapping[str, tuple[Any, ...]]
 
 # Fields of OpenAI's and of vLLM's that are not implemented, with the values that change nothing.
 _NEUTRAL: Neutral = {
@@ -84,30 +70,6 @@ _NEUTRAL_IN_CHATS: Neutral = {
 }
 
 
-class _Strict(BaseModel):
-    """Fields that are known, of the right type. What is null, or changes nothing, is as good as left out."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    neutral: ClassVar[Neutral] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_implemented(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if value is None:
-                continue
-            if name in cls.model_fields or name not in cls.neutral:
-                kept[name] = value
-            elif not any(_same(value, neutral) for neutral in cls.neutral[name]):
-                accepted = "".join(f", or give {neutral!r}" for neutral in cls.neutral[name])
-                message = f"{name} is not implemented: leave it out{accepted}"
-                raise ApiError(400, "unsupported_field", message, name)
-        return kept
-
-
 _BOUNDS = {"least": "ge", "most": "le", "above": "gt", "below": "lt"}
 
 
@@ -119,7 +81,7 @@ def _sampling(name: str, description: str | None = None, *, default: Any = None,
     return Field(default, description=description or option.metadata["help"], **within)
 
 
-class Extension(_Strict):
+class Extension(Strict):
     """Which layers run, and whether the client wants to know."""
 
     schedule: str | None = Field(default=None, description="one of the names of /v1/models, or routed (serve --router)")
@@ -144,14 +106,14 @@ class Extension(_Strict):
         return self
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Of a stream."""
 
-    neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    neutral: ClassVar[Neutral] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
     include_usage: bool = False
 
 
-class _GenerationFields(_Strict):
+class _GenerationFields(Strict):
     """What completions and chats have in common."""
 
     neutral = _NEUTRAL
@@ -167,7 +129,7 @@ class _GenerationFields(_Strict):
     presence_penalty: float = _sampling("presence_penalty")
     seed: int | None = _sampling("seed", least=-_INT64, below=_INT64)
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="new tokens of a choice at most")
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = Field([])
     stop_token_ids: list[TokenId] = Field([], max_length=_MOST_STOP_TOKENS)
     ignore_eos: bool = False
     logit_bias: dict[BiasKey, Bias] = Field({}, max_length=1000)
@@ -207,7 +169,7 @@ class _GenerationFields(_Strict):
 class CompletionRequest(_GenerationFields):
     """Body of /v1/completions."""
 
-    neutral = {**_NEUTRAL, "add_special_tokens": (True,)}
+    neutral: ClassVar[Neutral] = {**_NEUTRAL, "add_special_tokens": (True,)}
     prompt: (
         Text
         | Annotated[list[Text], Field(min_length=1)]
@@ -237,90 +199,12 @@ class CompletionRequest(_GenerationFields):
         return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in whole]
 
 
-class TextPart(_Strict):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: Text
-
-
-class _Function(_Strict):
-    name: Text
-    arguments: Text = Field("{}", description="a JSON object, as text")
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, arguments: str) -> str:
-        try:
-            found = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise ValueError("give a JSON object, as text")
-        return arguments or "{}"
-
-
-class _ToolCall(_Strict):
-    id: Text | None = None
-    index: int | None = None
-    type: Literal["function"] = "function"
-    function: _Function
-
-
-class Message(_Strict):
-    """One message of a chat; an answer of this server, or of OpenAI's, may be sent back as it came."""
-
-    neutral = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
-    type: Literal["text", "message"] | None = Field(None, description="accepted; says nothing more than the role")
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    name: Text | None = Field(None, description="refused if the chat template does not use it")
-    tool_calls: list[_ToolCall] = []
-    tool_call_id: Text | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise ApiError(400, "invalid_value", "the content of a message is missing: give text", "messages")
-        if self.tool_calls and self.role != "assistant":
-            message = f"tool_calls belong to an assistant's message, not to the role {self.role}: leave them out"
-            raise ApiError(400, "invalid_value", message, "messages")
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """For the chat template, which takes the arguments of calls as objects."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
-        if self.tool_calls:
-            found["tool_calls"] = [
-                call.model_dump(exclude_none=True, exclude={"index"})
-                | {"function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)}}
-                for call in self.tool_calls
-            ]
-        return found
-
-
-Variables = dict[str, Any]
-_VARIABLES = "variables of the chat template, such as enable_thinking"
-
-
-@dataclass(frozen=True)
-class Chat:
-    """Messages, and what else their chat template is given."""
-
-    messages: list[Message]
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    reasoning_effort: str | None = None
-
-
 class ChatRequest(_GenerationFields):
     """Body of /v1/chat/completions."""
 
-    neutral = {**_NEUTRAL, **_NEUTRAL_IN_CHATS}
+    neutral: ClassVar[Neutral] = {**_NEUTRAL, **_NEUTRAL_IN_CHATS}
     messages: Annotated[list[Message], Field(min_length=1)]
-    chat_template_kwargs: Variables = Field({}, description=_VARIABLES)
+    chat_template_kwargs: Variables = Field({}, description=VARIABLES)
     reasoning_effort: Text | None = Field(None, description="for the chat template; none: enable_thinking=false too")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -356,14 +240,14 @@ GenerationRequest = CompletionRequest | ChatRequest
 Prompt = str | tuple[int, ...] | Chat
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """Body of /tokenize: prompt or messages."""
 
-    neutral = {**_NEUTRAL_IN_CHATS, "add_special_tokens": (), "return_token_strs": (False,)}
+    neutral: ClassVar[Neutral] = {**_NEUTRAL_IN_CHATS, "add_special_tokens": (), "return_token_strs": (False,)}
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    chat_template_kwargs: Variables = Field({}, description=_VARIABLES)
+    chat_template_kwargs: Variables = Field({}, description=VARIABLES)
     add_special_tokens: bool | None = Field(
         None, description="the start token and the like; default: true, but for a chat, whose template has them"
     )
@@ -380,12 +264,8 @@ class TokenizeRequest(_Strict):
         return self.prompt if self.prompt is not None else Chat(self.messages or [], self.chat_template_kwargs)
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """Body of /detokenize."""
 
     model: str | None = None
     tokens: list[TokenId]
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,0 +1,132 @@
+"""Messages of chats, as clients send them, and what the bodies of all requests have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from skipdecode.serving.errors import ApiError
+
+__all__ = ["VARIABLES", "Chat", "Message", "Neutral", "Strict", "Text", "Variables"]
+
+
+def _whole_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_text)]
+Neutral = Mapping[str, tuple[Any, ...]]
+
+
+class Strict(BaseModel):
+    """Fields that are known, of the right type. What is null, or changes nothing, is as good as left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_implemented(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if value is None:
+                continue
+            if name in cls.model_fields or name not in cls.neutral:
+                kept[name] = value
+            elif not any(_same(value, neutral) for neutral in cls.neutral[name]):
+                accepted = "".join(f", or give {neutral!r}" for neutral in cls.neutral[name])
+                message = f"{name} is not implemented: leave it out{accepted}"
+                raise ApiError(400, "unsupported_field", message, name)
+        return kept
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class _Function(Strict):
+    name: Text
+    arguments: Text = Field("{}", description="a JSON object, as text")
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, arguments: str) -> str:
+        try:
+            found = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError("give a JSON object, as text")
+        return arguments or "{}"
+
+
+class _ToolCall(Strict):
+    id: Text | None = None
+    index: int | None = None
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class Message(Strict):
+    """One message of a chat; an answer of this server, or of OpenAI's, may be sent back as it came."""
+
+    neutral = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
+    type: Literal["text", "message"] | None = Field(None, description="accepted; says nothing more than the role")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: Text | None = Field(None, description="refused if the chat template does not use it")
+    tool_calls: list[_ToolCall] = []
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ApiError(400, "invalid_value", "the content of a message is missing: give text", "messages")
+        if self.tool_calls and self.role != "assistant":
+            message = f"tool_calls belong to an assistant's message, not to the role {self.role}: leave them out"
+            raise ApiError(400, "invalid_value", message, "messages")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """For the chat template, which takes the arguments of calls as objects."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                call.model_dump(exclude_none=True, exclude={"index"})
+                | {"function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)}}
+                for call in self.tool_calls
+            ]
+        return found
+
+
+Variables = dict[str, Any]
+VARIABLES = "variables of the chat template, such as enable_thinking"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages, and what else their chat template is given."""
+
+    messages: list[Message]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
