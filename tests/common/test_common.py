@@ -1,4 +1,4 @@
-"""What every room uses: values kept while a run goes on, names imported on first use, freed memory.
+"""What every room uses: values kept while a run goes on, names imported on first use, processors, freed memory.
 
 Rows of `skipdecode generate` are in a journal too: tests/data/test_output.py.
 """
@@ -6,13 +6,17 @@ Rows of `skipdecode generate` are in a journal too: tests/data/test_output.py.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from skipdecode.cli.options import ThreadOptions
+from skipdecode.common.environment import limit_threads, usable_cores
 from skipdecode.common.files import copy_files
 from skipdecode.common.journal import KeptValues, is_begun
 from skipdecode.common.registry import Registry
@@ -95,6 +99,58 @@ def test_unknown_name_lists_the_choices_and_the_nearest():
     registry = Registry("metric", {"bleu": "a:b", "chrf": "a:c"})
     with pytest.raises(UsageError, match=r"unknown metric 'blue' \(did you mean 'bleu'\?\): accepted are bleu, chrf"):
         registry.get("blue")
+
+
+# ---------------------------------------------------------------------- processors
+
+QUOTAS: dict[str, tuple[str, dict[str, str], int]] = {
+    "version 2, in a container": ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
+    "version 2, no limit": ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
+    "less than one processor": ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+    "a part of a processor": ("0::/\n", {"cpu.max": "350000 100000\n"}, 3),
+    "a limit above": ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),
+    "the least of all": ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "100000 50000"}, 2),
+    "a group beside": ("0::/a\n", {"b/cpu.max": "100000 100000\n"}, 8),
+    "the host's path": ("0::/docker/0123\n", {"cpu.max": "200000 100000\n"}, 2),
+    "version 1": (
+        "5:memory:/x\n4:cpu,cpuacct:/a\n0::/\n",
+        {"cpu,cpuacct/a/cpu.cfs_quota_us": "400000\n", "cpu,cpuacct/a/cpu.cfs_period_us": "100000\n"},
+        4,
+    ),
+    "version 1, no limit": ("4:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000"}, 8),
+    "a damaged file": ("0::/\n", {"cpu.max": "\n"}, 8),
+    "a limit above all processors": ("0::/\n", {"cpu.max": "9900000 100000\n"}, 8),
+}
+
+
+@pytest.mark.parametrize("case", QUOTAS)
+def test_a_quota_limits_the_processors(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own, files, expected = QUOTAS[case]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path, tmp_path / "own") == expected
+    assert usable_cores(tmp_path, tmp_path / "none") == 8
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs an affinity")
+def test_threads_are_those_of_the_processors_unless_they_are_chosen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(affinity)})
+        torch.set_num_threads(3)
+        ThreadOptions(threads=3).use_threads()
+        limit_threads()  # as when a model is loaded
+        assert torch.get_num_threads() == 3
+        limit_threads.cache_clear()
+        ThreadOptions().use_threads()
+        assert torch.get_num_threads() == 1
+    finally:
+        os.sched_setaffinity(0, affinity)
+        torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------------- freed memory

