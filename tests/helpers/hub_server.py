@@ -14,6 +14,7 @@ import pytest
 
 from skipdecode.models.loading import hub_probe
 
+_ports = [0]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -54,6 +55,7 @@ def _handler(models: dict[str, Path]) -> type[BaseHTTPRequestHandler]:
             self.send_response(404)
             self.send_header("X-Error-Code", code)
             self.send_header("X-Error-Message", code)
+            self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -74,7 +76,8 @@ def _entry(file: Path) -> dict[str, object]:
 @contextmanager
 def hub_of(models: dict[str, Path]) -> Iterator[str]:
     """Serve directories by hub id; yields the address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(models))
+    server = ThreadingHTTPServer(("127.0.0.1", _ports[0]), _handler(models))
+    _ports[0] = server.server_address[1]  # the same for all: the client keeps its first address in several places
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -94,3 +97,4 @@ def use_hub(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr(hub_probe, "TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(hub_probe, "_unreachable", {})

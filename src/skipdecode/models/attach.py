@@ -22,7 +22,7 @@ from skipdecode.errors import (
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.carried import of_model, tuned_under
 from skipdecode.models.families import decoder_layers, find_family, unwrap
-from skipdecode.models.fit import Fit, fit_of
+from skipdecode.models.fit import Fit
 from skipdecode.models.forward import (
     ALL_PROMPT,
     PART_ALONE,
@@ -34,6 +34,7 @@ from skipdecode.models.forward import (
     foreign_cache,
 )
 from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
+from skipdecode.models.loading.base_weights import carried_fit
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.models.release import renamed_cache
@@ -62,7 +63,8 @@ def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None)
         Default: the schedule of the model's PEFT adapter, else of its config (key `skipdecode`), as `skipdecode tune`
         writes it.
     fit : Fit, optional
-        Bridges and prompt maps for skipped layers. Default: the fit with which the model was loaded.
+        Bridges and prompt maps for skipped layers. Default: the fit with which the model was loaded, or which lies in
+        the directory, or at the hub id, that transformers loaded it from.
 
     Returns
     -------
@@ -83,7 +85,8 @@ def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None)
     ScheduleError
         The schedule is for another number of layers, or there is none.
     FitError
-        The fit is for another model, or has prompt maps for a family with one product for queries, keys and values.
+        The fit is for another model, or has prompt maps for a family with one product for queries, keys and values; or
+        the weights were tuned with a fit, and it is missing: PEFT does not load the one beside an adapter.
     """
     attachment = Attachment(model, schedule, fit)
     if not attachment.model.training:
@@ -145,7 +148,10 @@ class Attachment:
         self.last_run: GenerationStats | None = None
         self._gate_state = GateState(family.returns_tuple, self.new_cache, self._warn_of_parts)
         self._schedule = Schedule.full(len(self._layers))
-        self.fit = fit_of(model) if fit is None else fit
+        self._find_fit: Callable[[], Fit | None] | None = functools.partial(carried_fit, model) if fit is None else None
+        self._fit: Fit | None = None
+        if fit is not None:
+            self.fit = fit
         self.schedule = of_model(model) if schedule is None else schedule
         self._arguments = CallArguments(self._model)
         self._prompt_columns: int | None = None  # within generate
@@ -178,6 +184,8 @@ class Attachment:
         if not isinstance(schedule, Schedule):
             raise ScheduleError(f"a Schedule is needed, not {type(schedule).__name__}: see skipdecode.Schedule")
         schedule.check_fits(len(self._layers))
+        if self._find_fit is not None and not schedule.is_full:
+            self.fit = self._find_fit()
         self._schedule = schedule
         self._gate_state.take_fit(self._fit, schedule, self._layers)
         self._step_plans: dict[int | None, StepPlan] = {}
@@ -191,7 +199,7 @@ class Attachment:
     def fit(self, fit: Fit | None) -> None:
         if fit is not None:
             fit.check_fits(self._model)
-        self._fit = fit
+        self._fit, self._find_fit = fit, None
         self._gate_state.take_fit(fit, self._schedule, self._layers)
 
     def new_cache(self, prompt_length: int | None = None) -> SkipCache:

@@ -7,6 +7,7 @@ of this config (``auto_mapping``, unused if the task type is named) stores the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ from skipdecode.models.families import decoder_layers, layers_in, unwrap
 from skipdecode.schedule import Schedule
 
 __all__ = [
+    "CHECKPOINT_FILES",
     "FIT_FILE",
+    "RECIPE_FILE",
     "SCHEDULE_FILE",
     "bundled_schedules",
     "carry",
+    "carry_in_config",
+    "digest_in",
+    "digest_of_model",
     "drop_schedule",
     "keep_tuned",
     "of_adapter",
@@ -30,8 +36,11 @@ __all__ = [
 
 SCHEDULE_FILE = "skipdecode.json"
 FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
+RECIPE_FILE = "recipe.json"
+CHECKPOINT_FILES = (SCHEDULE_FILE, FIT_FILE, RECIPE_FILE)
+"""What a tuned checkpoint or adapter has beside weights, config and tokenizer; each may be absent."""
 _FITS = Path(__file__).parent / "fits"
-_KEY = "skipdecode"
+_KEY, _FIT_KEY = "skipdecode", "skipdecode_fit"
 _TUNED = "_skipdecode_tuned_under"
 
 
@@ -74,9 +83,7 @@ def of_model(model: Any) -> Schedule:
     """
     plain, layers = unwrap(model), len(decoder_layers(unwrap(model)))
     adapters = getattr(model, "peft_config", None) or {}
-    active = getattr(model, "active_adapter", None)
-    adapter = adapters.get(active) if isinstance(active, str) else next(iter(adapters.values()), None)
-    data = (getattr(adapter, "auto_mapping", None) or {}).get(_KEY)
+    data = _of_active_adapter(model).get(_KEY)
     if data is not None:
         return _fitting(data, layers, "the adapter's config")
     data = getattr(plain.config, _KEY, None)
@@ -91,15 +98,37 @@ def of_model(model: Any) -> Schedule:
     return _fitting(data, layers, "the model's config")
 
 
-def carry(adapted: Any, schedule: Schedule) -> None:
-    """Store a schedule in the active adapter of a PeftModel, so that saving the adapter saves the schedule."""
+def carry(adapted: Any, schedule: Schedule, fit: str | None = None) -> None:
+    """Store a schedule and the digest of a fit in the active adapter of a PeftModel, so that they are saved with it."""
     config = adapted.active_peft_config
-    config.auto_mapping = {**(config.auto_mapping or {}), _KEY: schedule.to_dict()}
+    others = {name: value for name, value in (config.auto_mapping or {}).items() if name not in (_KEY, _FIT_KEY)}
+    config.auto_mapping = others | _entries(schedule, fit)
+
+
+def carry_in_config(config: Any, schedule: Schedule, fit: str | None = None) -> None:
+    """Store a schedule, and the digest of a fit, in a transformers config."""
+    drop_schedule(config)
+    vars(config).update(_entries(schedule, fit))
 
 
 def drop_schedule(config: Any) -> None:
-    """Have a transformers config carry no schedule."""
-    vars(config).pop(_KEY, None)
+    """Have a transformers config carry no schedule and no fit."""
+    for name in (_KEY, _FIT_KEY):
+        vars(config).pop(name, None)
+
+
+def digest_in(entries: Mapping[str, Any]) -> str | None:
+    """The digest of a checkpoint's fit among the entries of a config; None without a fit."""
+    return entries.get(_FIT_KEY)
+
+
+def digest_of_model(model: Any) -> tuple[bool, str | None]:
+    """Whether the active adapter of a loaded model has a schedule, and the digest of the fit that goes with it.
+
+    Without a schedule of the adapter, the digest is of the base model's fit; None without a fit.
+    """
+    adapter = _of_active_adapter(model)
+    return _KEY in adapter, digest_in(adapter if _KEY in adapter else vars(unwrap(model).config))
 
 
 def keep_tuned(model: Any, schedules: tuple[Schedule, ...]) -> None:
@@ -114,6 +143,19 @@ def tuned_under(model: Any) -> tuple[Schedule, ...]:
         return (*known, of_model(model))
     except ScheduleError:
         return known
+
+
+def _of_active_adapter(model: Any) -> dict[str, Any]:
+    """What the active adapter of a PeftModel carries; nothing for other models."""
+    adapters = getattr(model, "peft_config", None) or {}
+    active = getattr(model, "active_adapter", None)
+    adapter = adapters.get(active) if isinstance(active, str) else next(iter(adapters.values()), None)
+    found: dict[str, Any] = getattr(adapter, "auto_mapping", None) or {}
+    return found
+
+
+def _entries(schedule: Schedule, fit: str | None) -> dict[str, Any]:
+    return {_KEY: schedule.to_dict()} | ({} if fit is None else {_FIT_KEY: fit})
 
 
 def _fitting(data: Any, num_layers: int, where: str) -> Schedule:

@@ -35,6 +35,7 @@ __all__ = [
     "fit_of",
     "fit_state",
     "keep_fit",
+    "knows_fit",
     "trainable_fit",
 ]
 
@@ -158,6 +159,14 @@ class Fit(nn.Module):
                     f"{wanted} there: fit this model with skipdecode calibrate"
                 )
 
+    def check_is(self, digest: str | None, name: object = "the fit") -> None:
+        """Raise FitError unless the fit is the one with this digest; None: any."""
+        if digest is not None and digest != self.digest():
+            raise FitError(
+                f"{name}: is not the one that the checkpoint was tuned with: put that file back; to use this one, "
+                "delete 'skipdecode_fit' from the checkpoint's config"
+            )
+
     def check_prompts(self, schedule: Schedule, name: object = "the fit") -> None:
         """Raise FitError if prompts of this schedule need maps, and the fit has maps for other prompt sets only."""
         asked = schedule.prompt_layers()
@@ -275,12 +284,13 @@ class Fit(nn.Module):
 
 
 def keep_fit(model: Any, fit: Fit | None) -> None:
-    """Store a fit in a loaded model; None removes it. Raises FitError if the fit is for another model."""
+    """Store a fit in a loaded model; None: it has none, even if its checkpoint has one.
+
+    Raises FitError if the fit is for another model.
+    """
     plain = unwrap(model)
-    if fit is None:
-        plain.__dict__.pop(_KEPT, None)
-        return
-    fit.check_fits(plain)
+    if fit is not None:
+        fit.check_fits(plain)
     plain.__dict__[_KEPT] = fit
 
 
@@ -288,6 +298,11 @@ def fit_of(model: Any) -> Fit | None:
     """The fit of a loaded model; None if it has none."""
     found: Fit | None = unwrap(model).__dict__.get(_KEPT)
     return found
+
+
+def knows_fit(model: Any) -> bool:
+    """Whether `keep_fit` has said which fit a model has, or that it has none."""
+    return _KEPT in unwrap(model).__dict__
 
 
 @contextlib.contextmanager

@@ -27,7 +27,13 @@ __all__ = ["CostSource", "find_cost", "find_geometry"]
 
 _NOISY = 0.1  # residual of a fit, above which a plan deserves a second measurement
 _UNKNOWN_DTYPE = torch.bfloat16
-_VOLATILE = ("_name_or_path", "transformers_version", "skipdecode")  # of a config: no size depends on it
+# Of a config: no size depends on it.
+_VOLATILE = (
+    "_name_or_path",
+    "transformers_version",
+    "skipdecode",
+    "skipdecode_fit",
+)
 
 
 @dataclass(frozen=True)

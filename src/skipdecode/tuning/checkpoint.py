@@ -23,7 +23,7 @@ import torch
 from skipdecode.common.files import writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OutputError
-from skipdecode.models.carried import SCHEDULE_FILE, carry
+from skipdecode.models.carried import SCHEDULE_FILE, carry, carry_in_config
 from skipdecode.models.families import unwrap
 from skipdecode.models.fit import FIT_FILE, Fit, fit_of, fit_state, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
@@ -191,10 +191,14 @@ def save_tuned(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     state_dict, fitted = (None, None) if state_dict is None else fit_state(state_dict)
+    digest = None
+    if (fit := fit_of(model)) is not None:
+        fit.save(partial / FIT_FILE, fitted or None)
+        digest = Fit.load(partial / FIT_FILE).digest()  # of the numbers as the file has them
     if hasattr(model, "get_base_model"):
         if base_name is not None:
             model.active_peft_config.base_model_name_or_path = base_name
-        carry(model, schedule)
+        carry(model, schedule, digest)
         state = model.state_dict() if state_dict is None else state_dict
         dtype = getattr(torch, adapter_dtype)
         adapter = {name: tensor.to(dtype) for name, tensor in state.items() if "lora_" in name}
@@ -206,10 +210,8 @@ def save_tuned(
         unwrap(model).generation_config.to_json_file(partial / GENERATION_FILE)
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
     else:
-        model.config.skipdecode = schedule.to_dict()
+        carry_in_config(model.config, schedule, digest)
         save_model(model, tokenizer, partial, state_dict=state_dict, shown=directory)
-    if (fit := fit_of(model)) is not None:
-        fit.save(partial / FIT_FILE, fitted or None)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 

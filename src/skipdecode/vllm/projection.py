@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skipdecode.errors import UnsupportedFeatureError
-from skipdecode.models.fit import FIT_FILE, Fit
+from skipdecode.models.carried import digest_in
+from skipdecode.models.fit import Fit
+from skipdecode.models.loading.beside import fit_beside
 from skipdecode.models.maps import Bridge, PromptMap, normed
 from skipdecode.schedule import Schedule
 
@@ -31,17 +32,19 @@ __all__ = [
 
 
 def checkpoint_fit(model: Any) -> Fit | None:
-    """The fit beside the weights of a checkpoint's directory (vLLM's `model_config`); None where there is none.
+    """The fit of a checkpoint (vLLM's `model_config`), in a directory or on the hub; None where there is none.
 
     Raises
     ------
     FitError
-        The fit is broken or for another model.
+        The fit is broken, missing, another one, or for another model.
     """
-    file = Path(str(model.model)) / FIT_FILE
-    if not file.is_file():
+    digest = digest_in(vars(model.hf_config))
+    file = fit_beside(str(model.model), digest, getattr(model, "revision", None))
+    if file is None:
         return None
     fit, config = Fit.load(file), model.hf_text_config
+    fit.check_is(digest, f"fit {file}")
     keys = 2 * model.get_total_num_kv_heads() * model.get_head_size()
     fit.check_sizes(config.hidden_size, [keys] * config.num_hidden_layers, f"fit {file}")
     return fit

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.progress import note
 from skipdecode.errors import FitError, ModelLoadError
+from skipdecode.models.carried import digest_of_model
 from skipdecode.models.families import unwrap
+from skipdecode.models.loading.beside import fit_beside
 from skipdecode.models.loading.store import SOURCE_FILE
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from skipdecode.models.fit import Fit
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["base_entry", "base_sample", "check_base", "checkpoint_digest", "is_other_model", "put_fit"]
+__all__ = ["base_entry", "base_sample", "carried_fit", "check_base", "checkpoint_digest", "is_other_model", "put_fit"]
 
 _PLACES = 64
 _CAST = 0.004
@@ -73,17 +76,20 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
         )
 
 
-def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = ()) -> None:
-    """Load the fit of a file into a model; `schedules` are the schedule files in the directory of the fit.
+def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = (), digest: str | None = None) -> None:
+    """Load the fit of a file into a model.
+
+    `schedules` are the schedule files in the directory of the fit, and `digest` is of the fit that belongs there.
 
     Raises
     ------
     FitError
-        The fit is broken, or for another model, other weights, or prompts of other schedules.
+        The fit is broken, another one, or for another model, other weights, or prompts of other schedules.
     """
     from skipdecode.models.fit import Fit, keep_fit
 
     fit = Fit.load(file)
+    fit.check_is(digest, f"fit {file}")
     fit.check_fits(model, f"fit {file}")
     for schedule in schedules:
         fit.check_prompts(Schedule.load(schedule), f"fit {file}")
@@ -92,6 +98,31 @@ def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = ()) -> Non
             f"fit {file}: was made for other weights than this model has: make one with skipdecode calibrate"
         )
     keep_fit(model, fit)
+
+
+def carried_fit(model: Any) -> Fit | None:
+    """The fit of a loaded model; of one that transformers loaded, the fit beside its weights.
+
+    Raises
+    ------
+    FitError
+        The weights were tuned with a fit that is not there, is another one, or was not loaded with them.
+    """
+    from skipdecode.models.fit import fit_of, knows_fit
+
+    of_adapter, digest = digest_of_model(model)
+    where = getattr(unwrap(model).config, "_name_or_path", "")
+    if knows_fit(model) or (digest is None and (of_adapter or not Path(where or "?").is_dir())):
+        return fit_of(model)
+    if of_adapter or not where:
+        raise FitError(
+            f"the {'adapter' if of_adapter else 'model'} was tuned with a fit, which was not loaded with it: give "
+            "attach(model, fit=Fit.load(FILE)), with Fit of skipdecode.models.fit, the file skipdecode.fit beside the "
+            "weights, or load the model with load_model of skipdecode.models.loading.hub"
+        )
+    if (file := fit_beside(where, digest)) is not None:
+        put_fit(model, file, digest=digest)
+    return fit_of(model)
 
 
 def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:

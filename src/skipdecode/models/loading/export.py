@@ -17,13 +17,14 @@ from typing import Any
 from torch import nn
 
 from skipdecode.common.files import PARTIAL, write_whole, writing
+from skipdecode.common.progress import note
 from skipdecode.errors import ScheduleError, UsageError
-from skipdecode.models.carried import drop_schedule
+from skipdecode.models.carried import RECIPE_FILE, drop_schedule
 from skipdecode.models.families import decoder_layers, find_family
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.models.loading.recipe import RECIPE_FILE, stored_recipe
+from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import save_model
 from skipdecode.schedule import Schedule
@@ -55,9 +56,11 @@ def check_exportable(schedule: Schedule, ref: ModelRef) -> tuple[int, ...]:
         )
     if ref.fit is not None and len(layers) < schedule.num_layers and Fit.load(ref.fit).bridges:
         raise UsageError(
-            f"the bridges of {ref.fit} cannot be exported, as no ordinary model computes them: take that file away "
-            "and tune the model without it (skipdecode tune --schedule)"
+            f"the bridges of {ref.fit} cannot be exported, as no ordinary model computes them: tune the base model "
+            "under the schedule without a fit (skipdecode tune BASE --schedule FILE, no skipdecode.fit beside FILE)"
         )
+    if ref.fit is not None:
+        note(f"the fit {ref.fit} is left out: the exported layers do not use it")
     return layers
 
 

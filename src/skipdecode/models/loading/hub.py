@@ -118,15 +118,15 @@ def load_model(
     if recipe is not None:
         keep_tuned(model, recipe.tuned_under)
     if fit is not None:
-        put_fit(
-            model, fit, [file for file in ref.schedule_files if Path(file).expanduser().resolve().parent == fit.parent]
-        )
+        near = [file for file in ref.schedule_files if Path(file).expanduser().resolve().parent == fit.parent]
+        is_own = ref.own_fit is not None and ref.own_fit.resolve() == fit.resolve()
+        put_fit(model, fit, near, ref.fit_digest if is_own else None)
     if ref.adapter is not None:
         check_base(model, ref.base, ref.adapter, None if recipe is None else recipe.base)
         model = put_adapter(model, ref.adapter, target)
         _take_generation_config(unwrap(model), ref.adapter)
         if ref.schedule is not None:
-            carry(model, ref.schedule)
+            carry(model, ref.schedule, ref.fit_digest)
     if tokenizer is not None:
         _complete(tokenizer, model, ref)
     return LoadedModel(model.eval(), tokenizer, ref)

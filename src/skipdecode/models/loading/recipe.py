@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.common.jsonl import kind_of
 from skipdecode.common.kinds import read_json
 from skipdecode.errors import DataError, ScheduleError
+from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import prompt_set
 
@@ -33,7 +34,6 @@ __all__ = [
     "untuned_line",
 ]
 
-RECIPE_FILE = "recipe.json"
 RECIPE_KIND, RECIPE_FORMAT = "recipe", 1
 
 

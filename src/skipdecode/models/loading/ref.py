@@ -14,11 +14,12 @@ from typing import Any
 from skipdecode.common.progress import note
 from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
-from skipdecode.models.carried import FIT_FILE, of_adapter, of_config
+from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, SCHEDULE_FILE, digest_in, of_adapter, of_config
 from skipdecode.models.families import FAMILIES, layers_in
 from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.beside import beside, fit_beside
 from skipdecode.models.loading.hub_probe import ask_hub
-from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
+from skipdecode.models.loading.recipe import Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
 from skipdecode.models.loading.store import find_model
 from skipdecode.models.windows import drop_unread, layer_windows
 from skipdecode.schedule import Schedule
@@ -104,10 +105,7 @@ class ModelRef:
         file = self.adapter / ADAPTER_FILE
         if self.given_base is not None:
             return _no_adapter(self.given_base, "--base")
-        try:
-            base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        except (ValueError, AttributeError) as e:
-            raise ModelLoadError(f"{file} is not the JSON object of a PEFT adapter: {e}") from e
+        base = _adapter_settings(file).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise ModelLoadError(f"{file} names no base model: base_model_name_or_path is needed")
         return _no_adapter(base, str(file))
@@ -144,20 +142,11 @@ class ModelRef:
     @cached_property
     def recipe(self) -> Recipe | None:
         """The recipe of the adapter or the whole model; None if there is none."""
-        from transformers.utils import cached_file
-
         if self.name == smollm2.NAME and find_model(smollm2.NAME) is None:
             return None
-        place = self.place if self.adapter is None else Place(str(self.adapter), local_only=True)
-        # None if the hub has no such file, or cannot be reached.
-        found = cached_file(
-            place.where,
-            RECIPE_FILE,
-            local_files_only=place.local_only,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        return checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), self.schedule, self.num_layers)
+        where = self.place.where if self.adapter is None else self.adapter
+        file = beside(where, RECIPE_FILE)
+        return checkpoint_recipe(file or Path(where) / RECIPE_FILE, self.schedule, self.num_layers)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -168,22 +157,39 @@ class ModelRef:
     def fit(self) -> Path | None:
         """The file of the model's fit: the one beside `schedule_files`, else the checkpoint's own; None without a fit.
 
-        Raises UsageError if schedules in several directories have fits, because a model uses only one.
+        Raises UsageError if schedules in several directories have fits, because a model uses only one, and FitError if
+        the checkpoint was tuned with a fit that is missing.
         """
         folders = {Path(file).expanduser().resolve().parent for file in self.schedule_files}
-        found = sorted(file for folder in folders if (file := folder / FIT_FILE).is_file())
+        found = sorted(file for folder in folders if (file := beside(folder, FIT_FILE)) is not None)
         if len(found) > 1:
             raise UsageError(
                 f"the schedules have fits in {found[0].parent} and in {found[1].parent}, and a model uses one: name "
                 "schedules of one directory, or start a command for each"
             )
-        return found[0] if found else self.own_fit
+        if found or self._fitted is None:
+            return found[0] if found else None
+        return fit_beside(*self._fitted)
+
+    @cached_property
+    def own_fit(self) -> Path | None:
+        """The file of the fit that the checkpoint has beside its weights; None without one."""
+        return None if self._fitted is None else beside(self._fitted[0], FIT_FILE)
 
     @property
-    def own_fit(self) -> Path | None:
-        """The file of the fit that lies in the checkpoint's directory; None without one."""
-        own = self.folder / FIT_FILE
-        return own if own.is_file() else None
+    def fit_digest(self) -> str | None:
+        """The digest of the checkpoint's own fit, from its config; None if the config has none."""
+        return None if self._fitted is None else self._fitted[1]
+
+    @cached_property
+    def _fitted(self) -> tuple[Path | str, str | None] | None:
+        """Where the checkpoint's own fit may be, and its digest: the adapter if it has a schedule, else the base."""
+        if self.adapter is not None and any((self.adapter / name).exists() for name in (SCHEDULE_FILE, FIT_FILE)):
+            entries = _adapter_settings(self.adapter / ADAPTER_FILE).get("auto_mapping")
+            return self.adapter, digest_in(entries if isinstance(entries, dict) else {})
+        if self.base == smollm2.NAME:
+            return None
+        return self.place.where, digest_in(vars(self._config))
 
     @property
     def folder(self) -> Path:
@@ -267,6 +273,17 @@ def _no_adapter(base: str, where: str) -> str:
     if ModelRef(base).adapter is not None:
         raise ModelLoadError(f"{where} names {base} as its base, which is an adapter itself: merge that one first")
     return base
+
+
+def _adapter_settings(file: Path) -> dict[str, Any]:
+    """The content of an adapter's config."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ModelLoadError(f"{file} is not the JSON object of a PEFT adapter: {e}") from e
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{file} is not the JSON object of a PEFT adapter")
+    return found
 
 
 def _located(name: str) -> Place:
