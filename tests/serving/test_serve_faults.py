@@ -228,13 +228,20 @@ def test_requests_have_to_be_whole_in_time():
 
 
 def test_connections_that_wait_make_room():
-    with running(tiny_service(), max_connections=10) as client:
+    service = slowed(tiny_service(), 0.005)
+    with running(service, max_connections=10) as client:
         assert client.post(COMPLETIONS, json=SHORT).status_code == 200
         held = [connected(client, unfinished()) for _ in range(40)]
         fresh = httpx.Client(base_url=client.base_url, timeout=20)
         for _ in range(5):
             assert fresh.post(COMPLETIONS, json=SHORT).status_code == 200
         assert b" 408 " in answer_of(held[0])
+        busy = [raw_stream(client, LONG) for _ in range(10)]
+        until(lambda: running_rows(service) == 10)
+        assert httpx.get(f"{client.base_url}/health").status_code == 503  # none waits
+        for sock in busy:
+            sock.close()
+        until(lambda: is_idle(service))
         kept = [connected(client, HEAD) for _ in range(40)]
         assert httpx.get(f"{client.base_url}/health").status_code == 200
         fresh.close()

@@ -102,10 +102,11 @@ class _Bounded(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See uvicorn."""
         super().connection_made(transport)
-        if len(self.connections) >= self._most and self._all_waiting:
+        if len(self.connections) > self._most and self._all_waiting:
             longest = next(iter(self._all_waiting))
             longest._stop_waiting()
             longest._give_up()
+            self.connections.discard(longest)  # now, as the request of this connection may come before its end is told
         self._wait(self._seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -156,6 +157,8 @@ class _Bounded(HttpToolsProtocol):
         self._in_head, self._unparsed = False, 0
         if len(self.pipeline) >= _MOST_PIPELINED:
             raise ValueError("too many requests wait on one connection")
+        # uvicorn would also count tasks, and those of connections that were closed for this one have not all ended.
+        self.limit_concurrency = 0 if len(self.connections) > self._most else None
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:

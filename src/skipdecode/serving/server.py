@@ -69,8 +69,7 @@ def make_server(service: Service, binding: Binding, keys: ApiKeys | None = None)
     """A uvicorn server; its `run` returns once it is stopped."""
     app = create_app(service, keys=keys, local_only=is_loopback(binding.host), cors=binding.cors)
     _log_to_stderr(binding.log_level)
-    most = _within_open_files(binding.max_connections)
-    protocol: Any = bounded_protocol(most, binding.request_seconds)
+    protocol: Any = bounded_protocol(_within_open_files(binding.max_connections), binding.request_seconds)
     config = uvicorn.Config(
         app,
         http=protocol,
@@ -78,7 +77,6 @@ def make_server(service: Service, binding: Binding, keys: ApiKeys | None = None)
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=most,
         timeout_graceful_shutdown=math.ceil(binding.drain_seconds) + _LAST_WORDS_SECONDS,
         timeout_keep_alive=30,
     )
