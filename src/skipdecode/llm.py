@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import threading
 import time
 import warnings
@@ -36,7 +35,6 @@ from skipdecode.errors import (
     DataError,
     ModelLoadError,
     OptionError,
-    ScheduleError,
     UntunedScheduleWarning,
     UsageError,
 )
@@ -46,6 +44,7 @@ from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import named_schedules
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.grammar import base_of, parse_schedule
 from skipdecode.schedule.order import bottom_up
 
 __all__ = ["LLM", "Output", "Outputs", "Prompt", "generate"]
@@ -60,7 +59,6 @@ _LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 M = TypeVar("M", bound=Callable[..., Any])
 _OPTIONS = ("max_new_tokens", "schedule", "stop", "template", "exact")
 _NEW_TOKENS = ("max_tokens", "max_length", "max_completion_tokens")
-_SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
 def _one_at_a_time(method: M) -> M:
@@ -157,7 +155,8 @@ class LLM:
     ) -> None:
         if not isinstance(model, LoadedModel):
             schedule = schedule_file(schedule) if isinstance(schedule, str) else schedule
-            files = (str(schedule),) if isinstance(schedule, str | Path) and os.path.isfile(schedule) else ()
+            named = base_of(str(schedule)) if isinstance(schedule, str | Path) else ""
+            files = (named,) if os.path.isfile(named) else ()
             model = load(ModelRef(checked_name(model), files), dtype=dtype, device=device, engine=engine, base=base)
         elif base is not None:
             raise UsageError("base is for an adapter that is loaded by name: give it to skipdecode.load")
@@ -194,9 +193,9 @@ class LLM:
         Parameters
         ----------
         asked : Schedule, str or None
-            A schedule; a name of `schedules`; a schedule file; or a nominal speed-up such as "2x", with the order and
-            positions of the checkpoint's schedule, else those of the paper over `max_new_tokens` positions. None: the
-            schedule of the LLM, by default that of the checkpoint, else full depth.
+            A schedule, or its text (`skipdecode.schedule.grammar`), such as "2x:p15"; a speed-up without a schedule of
+            the checkpoint falls over `max_new_tokens` positions. None: the schedule of the LLM, by default the
+            checkpoint's, else full depth.
 
         Raises
         ------
@@ -206,24 +205,12 @@ class LLM:
         asked, carried = self._schedule if asked is None else asked, self.loaded.schedule
         if asked is None:
             return self.schedules["full"] if carried is None else carried
-        name = str(asked)
         if isinstance(asked, Schedule):
-            schedule = asked
-        elif name in self.schedules:
-            schedule = self.schedules[name]
-        elif (speedup := _SPEEDUP.fullmatch(name)) is None and os.path.isfile(name):
-            schedule = Schedule.load(name)
-        elif speedup is None:
-            raise ScheduleError(
-                f"unknown schedule {name[:80]!r}: accepted are {', '.join(map(repr, self.schedules))}, a speed-up "
-                "such as '2x', a schedule file"
-            )
-        elif carried is not None and carried.drop_order:
-            schedule = carried.with_speedup(float(speedup[1]))
-        else:
-            schedule = Schedule.from_speedup(self.num_layers, float(speedup[1]), max_new_tokens)
-        schedule.check_fits(self.num_layers)
-        return schedule
+            asked.check_fits(self.num_layers)
+            return asked
+        return parse_schedule(
+            str(asked), self.num_layers, seq_len=max_new_tokens, carried=carried, named=self.schedules
+        )
 
     @_one_at_a_time
     def generate(

@@ -268,7 +268,7 @@ def test_schedule_is_that_of_the_file_the_speedup_or_the_checkpoint(capsysbinary
     assert text(tuned, "--schedule", schedule.name) == skipping
     assert text(tuned, "--schedule", "full") == full
     assert generate(tuned, "hello", "--schedule", "other") == 2
-    assert f"schedules of the checkpoint are full, {schedule.name}" in capsysbinary.readouterr().err.decode()
+    assert f"accepted are full, {schedule.name} by name" in capsysbinary.readouterr().err.decode()
 
 
 def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Path, model_dir: str):

@@ -160,7 +160,7 @@ def test_schedules_of_the_checkpoint_are_methods_by_name(
     assert found == own
     capsys.readouterr()
     assert main([*call, "yours"]) == 2
-    assert ", mine and schedule files" in capsys.readouterr().err
+    assert ", mine, speed-ups such as 2x" in capsys.readouterr().err
 
 
 def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

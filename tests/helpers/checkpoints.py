@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BertConfig, BertModel, BertTokenizer, PreTrainedTokenizerFast
@@ -64,7 +63,8 @@ def save_checkpoint(folder: Path, schedule: Any = None, tokenizer: bool = True, 
 
 
 def save_adapter(folder: Path, base: str) -> Any:
-    peft = pytest.importorskip("peft")
+    import peft  # of an extra
+
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     model = peft.get_peft_model(tiny_model("llama"), config).eval()
     model.save_pretrained(folder)

@@ -46,6 +46,7 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
     options = [
         "--schedule",
         str(schedule),
+        "1.5x:p6",
         "--nominal-speedup",
         "2",
         "--flat",
@@ -62,7 +63,12 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
         until(lambda: is_up(url) or process.poll() is not None, 120)
         entry = httpx.get(f"{url}/v1/models").json()["data"][0]
         assert entry["id"] == "tiny-model"
-        assert [s["name"] for s in entry["skipdecode"]["schedules"]] == ["full", "mine", "skipdecode-2x-flat"]
+        assert [s["name"] for s in entry["skipdecode"]["schedules"]] == [
+            "full",
+            "mine",
+            "skipdecode-p6-1.5x",
+            "skipdecode-2x-flat",
+        ]
         body = greedy(prompt="a secret", max_tokens=200, stream=True, skipdecode={"schedule": "mine"})
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
@@ -77,7 +83,7 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
     text = log.read_text()
     assert "default: full\n" in text
     assert text.count("tuned under") == 1, "said once"
-    assert "were not tuned under mine, skipdecode-2x-flat" in text
+    assert "were not tuned under mine, skipdecode-p6-1.5x, skipdecode-2x-flat" in text
     assert "secret" not in text
     records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     request = next(r for r in records if r.get("path") == "/v1/completions")
@@ -131,12 +137,22 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):
         (["--api-keys", "/nowhere"], "cannot read the API keys in /nowhere"),
         (["--cors", "http://localhost:3000/"], "--cors 'http://localhost:3000/' is not accepted"),
         (["--engine", "vllm", "--cors", "*"], "--cors is not for --engine vllm"),
-        (["--schedule", "/nowhere.json"], "cannot read the schedule /nowhere.json"),
         (["--engine", "vllm", "--api-keys", "x"], "VLLM_API_KEY"),
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(arguments, message, capsys):
     assert main(["serve", "/nowhere-model", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [("/nowhere.json", "cannot read the schedule /nowhere.json"), ("fast", "unknown schedule 'fast'")],
+)
+def test_a_schedule_that_is_none_is_refused_before_weights_are_loaded(schedule, message, tmp_path, capsys):
+    model = save_tiny_model(tmp_path / "model", context=64)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"not read")
+    assert main(["serve", model, "--schedule", schedule]) == 2
     assert message in capsys.readouterr().err
 
 

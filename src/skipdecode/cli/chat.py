@@ -43,6 +43,7 @@ from skipdecode.errors import DataError, SkipDecodeError, UsageError
 from skipdecode.models.carried import bundled_schedules, schedule_file
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.grammar import base_of, is_speedup
 
 if TYPE_CHECKING:
     from skipdecode.llm import LLM
@@ -63,7 +64,8 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
     @cached_property
     def ref(self) -> ModelRef:
         """What the name stands for, with the schedule file that is named, else those that the package has for it."""
-        files = bundled_schedules(self.model) if self.schedule is None else [self.schedule]
+        files = bundled_schedules(self.model) if self.schedule is None else [base_of(self.schedule)]
+        files = [file for file in files if os.path.isfile(file)]
         return ModelRef(self.model, tuple(files), self.adapter_base)
 
 
@@ -151,7 +153,7 @@ class _Session:
             self._system = value or None
         elif name == "schedule" and not value:
             note(f"{self._schedule.name}; others: {', '.join(self._llm.schedules)}, a speed-up such as /2x, or a file")
-        elif name == "schedule" or name == "full" or re.fullmatch(r"[\d.]+x(-p\d+)?", name):
+        elif name == "schedule" or name == "full" or is_speedup(name) or re.fullmatch(r"[\d.]+x-p\d+", name):
             self._switch(value if name == "schedule" else name)
         else:
             raise UsageError(f"unknown command /{name}: /help lists the commands")

@@ -15,7 +15,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import EngineOptions
@@ -25,6 +25,7 @@ from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.grammar import parse_schedule
 from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
 
@@ -43,7 +44,8 @@ class Config(Binding, ServerLimits, EngineOptions):
 
     name: str | None = option("name of the model for clients (default: the last part of MODEL)", default=None)
     schedule: tuple[str, ...] = option(
-        "schedule files (JSON), or names of bundled schedules, that requests can select",
+        "schedules that requests can select: speed-ups such as 2x, files (JSON), names of bundled schedules; with "
+        ":p15 for prompts through 15 layers, :flat for the same depth at every position",
         default=(),
         parse=schedule_file,
         path=Reads(),
@@ -53,7 +55,7 @@ class Config(Binding, ServerLimits, EngineOptions):
         default=(),
         least=1,
     )
-    seq_len: int = option("positions over which --nominal-speedup decreases the depth", default=128, least=1)
+    seq_len: int = option("positions over which a nominal speed-up decreases the depth", default=128, least=1)
     flat: bool = option(
         "--nominal-speedup with the same depth at all positions: faster for continuous batching",
         default=False,
@@ -115,15 +117,17 @@ def _checked(config: Config) -> list[Schedule]:
     """The schedules of the options; refuses, before weights are loaded, what does not fit."""
     if config.prefix_per_key and not config.prefix_cache:
         raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
-    found = [Schedule.load(path) for path in config.schedule]
+    ref = config.ref
+    known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules} if config.schedule else {}
+    found = [parse_schedule(text, ref.num_layers, seq_len=config.seq_len, **known) for text in config.schedule]
     for speedup in config.nominal_speedup:
-        schedule = Schedule.from_speedup(config.ref.num_layers, speedup, config.seq_len)
+        schedule = Schedule.from_speedup(ref.num_layers, speedup, config.seq_len)
         found.append(schedule.flattened() if config.flat else schedule)
     text, router = config.prompt_layers, _router(config)
     found = found if text is None else [s.with_prompt(prompt_set(text, s.num_layers)) for s in found]
     found += [] if router is None else router.schedules
     for schedule in found:
-        schedule.check_fits(config.ref.num_layers)
+        schedule.check_fits(ref.num_layers)
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from skipdecode.errors import ScheduleError
 from skipdecode.models.families import decoder_layers, layers_in, unwrap
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.grammar import base_of
 
 __all__ = [
     "CHECKPOINT_FILES",
@@ -50,12 +51,14 @@ def bundled_schedules(model: str) -> list[str]:
 
 
 def schedule_file(name: str) -> str:
-    """The file of a schedule that is named: a path, or the name of one that the package has, such as smollm2-135m-1.2x.
+    """A schedule's text in which a bundled name, such as smollm2-135m-1.2x, is replaced by its file.
 
     A file of such a name is ``./smollm2-135m-1.2x``.
     """
-    bundled = _FITS / f"{name}.json"
-    return str(bundled) if name == Path(name).name and bundled.is_file() else name
+    base = base_of(name)
+    bundled = _FITS / f"{base}.json"
+    known = base == Path(base).name and bundled.is_file()
+    return f"{bundled}{name.removeprefix(base)}" if known else name
 
 
 def of_config(config: Any, where: str) -> Schedule | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -23,6 +24,7 @@ from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
+from skipdecode.schedule.grammar import base_of, parse_schedule
 
 if TYPE_CHECKING:
     from skipdecode.engine.opening import Backend
@@ -89,9 +91,9 @@ class NamedModel(Options):
     def ref(self) -> ModelRef:
         """The model of the name, with the schedule files among the options."""
         named: Any = getattr(self, "schedule", None) or ()
-        files = [file for file in ([named] if isinstance(named, str) else named) if Path(file).is_file()]
-        methods = [word for word in getattr(self, "methods", ()) if word.endswith(".json")]
-        return ModelRef(self.model, (*files, *methods), self.adapter_base)
+        bases = map(base_of, [named] if isinstance(named, str) else named)
+        methods = [base for word in getattr(self, "methods", ()) if (base := base_of(word)).endswith(".json")]
+        return ModelRef(self.model, (*filter(os.path.isfile, bases), *methods), self.adapter_base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,14 +177,15 @@ class DecodingOptions(SamplingOptions):
 class ScheduleOptions(Options):
     """The schedule: a file, a nominal speed-up, or that of the checkpoint; and the layers that prompt tokens run."""
 
-    NEEDS: ClassVar = {"seq_len": ("nominal_speedup",)}
+    NEEDS: ClassVar = {"seq_len": ("nominal_speedup", "schedule")}
     EXCLUDES: ClassVar = {"schedule": ("nominal_speedup",)}
 
     schedule: str | None = option(
-        "schedule file (JSON, written by plan and calibrate; a skipdecode.fit beside it is used too), the name of a "
-        "schedule that the checkpoint was tuned under, or of a bundled one with a fit: smollm2-135m-1.2x, "
-        "smollm2-135m-1.4x, smollm2-135m-1.2x-p22 (default: the schedule of the checkpoint if it has one, else full "
-        "depth)",
+        "full, a nominal speed-up such as 2x (all layers / mean layers of a token; the measured speed-up is lower), "
+        "the name of a schedule that the checkpoint was tuned under, a file (JSON, written by plan and calibrate; a "
+        "skipdecode.fit beside it is used too), or a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, "
+        "smollm2-135m-1.2x-p22; then :p15 for prompts through 15 layers, :flat for the same depth at every position "
+        "(default: the schedule of the checkpoint if it has one, else full depth)",
         default=None,
         parse=schedule_file,
         path=Reads(),
@@ -235,18 +238,20 @@ def choose_schedule(
     carried : Schedule or None
         The schedule of the checkpoint; `own` is its origin if it has another.
     default_seq_len : int
-        Positions for --nominal-speedup without --seq-len.
+        Positions for a nominal speed-up without --seq-len.
     named : mapping of str to Schedule
         Schedules that --schedule can give by name.
 
     Raises
     ------
     ScheduleError
-        The schedule does not fit the model, or --schedule is neither a name nor a file.
+        The schedule does not fit the model, or --schedule has no form of `skipdecode.schedule.grammar`.
     """
     if options.schedule is not None:
-        origin = "of the checkpoint" if options.schedule in named else f"from {options.schedule}"
-        chosen = ScheduleChoice(find_schedule(options.schedule, named), origin)
+        found = parse_schedule(
+            options.schedule, num_layers, seq_len=options.seq_len or default_seq_len, carried=carried, named=named
+        )
+        chosen = ScheduleChoice(found, "of the checkpoint" if options.schedule in named else f"from {options.schedule}")
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len
         schedule = Schedule.from_speedup(num_layers, options.nominal_speedup, seq_len)
@@ -254,7 +259,7 @@ def choose_schedule(
     elif carried is not None:
         chosen = ScheduleChoice(carried, own or "the checkpoint's own")
     else:
-        origin = "the checkpoint has no schedule; --schedule or --nominal-speedup selects one"
+        origin = "the checkpoint has no schedule; --schedule selects one"
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
     return adjusted_schedule(options, *chosen)

@@ -27,6 +27,7 @@ from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
+from skipdecode.schedule.grammar import base_of, is_speedup
 
 __all__ = ["EVAL_DIRECTORY", "Config", "MethodChoice", "choose_method", "each_method"]
 
@@ -45,7 +46,8 @@ def _files_of_run(place: str) -> list[Path]:
 
 
 def _schedule_file(method: str) -> list[Path]:
-    return [Path(method)] if method.endswith(".json") else []
+    base = base_of(method)
+    return [Path(base)] if base.endswith(".json") else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +80,9 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
         path=Reads(),
     )
     methods: tuple[str, ...] = option(
-        "several schedules in one run: full, names with nominal speed-up (skipdecode:2) and prompt layers "
-        "(skipdecode:3:15), schedule files (*.json), names of schedules that the checkpoint was tuned under",
+        "several schedules in one run, as --schedule names them: full, 2x, 2x:p15, files (*.json), names of the "
+        "checkpoint's schedules; or a published method with its nominal speed-up (even:2) and prompt layers "
+        "(even:3:15)",
         default=(),
         path=Reads(_schedule_file),
     )
@@ -143,9 +146,9 @@ class MethodChoice(NamedTuple):
 def each_method(options: Config) -> list[MethodChoice]:
     """The methods of --methods, or the single method of the other options.
 
-    A method is ``full``, ``even:3`` (a schedule with its nominal speed-up), ``even:3:15`` (also with prompt layers), a
-    schedule file (*.json) or the name of a schedule of the checkpoint. Raises UsageError if a method is unknown, if
-    options exclude each other, or if no method uses --drop-order.
+    A method is a schedule's text (`skipdecode.schedule.grammar`), such as ``2x:p15``, or a published method with its
+    nominal speed-up, such as ``even:3`` or ``even:3:15`` (also with prompt layers). Raises UsageError if a
+    method is unknown, if options exclude each other, or if no method uses --drop-order.
     """
     wanted = options.methods
     own = [name for name in options.ref.schedules if name != "full"] if wanted and options.model else []
@@ -159,12 +162,13 @@ def each_method(options: Config) -> list[MethodChoice]:
 
 
 def _from_word(options: Config, word: str, own: Sequence[str]) -> MethodChoice:
-    if word in own or word.endswith(".json"):
+    base = base_of(word)
+    if base in own or base.endswith(".json") or is_speedup(word) or (base == "full" and word != base):
         return MethodChoice(replace(options, schedule=word, seq_len=None, drop_order=None))
     name, colon, rest = word.partition(":")
     speedup, _, prompt = rest.partition(":")
     if name not in PUBLISHED:
-        accepted = f"{', '.join((*PUBLISHED, *own))} and schedule files (*.json)"
+        accepted = f"{', '.join((*PUBLISHED, *own))}, speed-ups such as 2x, and schedule files (*.json)"
         raise UsageError(f"--methods {word}: unknown method {name!r}{near(name, PUBLISHED)}: accepted are {accepted}")
     if not colon:
         if name != "full":

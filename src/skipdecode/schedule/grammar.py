@@ -1,0 +1,100 @@
+"""Schedules as text, the same in Python, on the command line, in evaluations and in requests.
+
+================== ===================================================================================================
+text               schedule
+================== ===================================================================================================
+``full``           every layer of every token
+``2x``             nominal speed-up 2: the drop order, positions and prompts of the checkpoint's schedule, else the
+                   paper's bottom-up order
+a name             a schedule that the checkpoint carries
+a file             a schedule file (JSON)
+any ``:p15``       prompt tokens run the lower 15 layers (also ``:pfull``, ``:pmax_exit``, ``:p0-14,20``)
+any ``:flat``      the same mean number of layers at every position
+================== ===================================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from skipdecode.errors import ScheduleError
+from skipdecode.schedule import order as layer_order
+from skipdecode.schedule.schedule import Schedule
+
+FORMS = "full, a nominal speed-up such as 2x, a schedule file; then :p15 for prompts through 15 layers, :flat"
+_SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
+_ENDING = re.compile(r"(.+):(flat|p(?:full|max_exit|[\d,-]+))")
+
+
+def base_of(text: str) -> str:
+    """A text without its endings: a name, a file or a nominal speed-up."""
+    return text if os.path.isfile(text) else _parts(text)[0]
+
+
+def is_speedup(text: str) -> bool:
+    """Whether a text is a nominal speed-up, with or without endings."""
+    return _SPEEDUP.fullmatch(base_of(text)) is not None
+
+
+def parse_schedule(
+    text: str,
+    num_layers: int,
+    *,
+    seq_len: int,
+    carried: Schedule | None = None,
+    named: Mapping[str, Schedule] = MappingProxyType({}),
+) -> Schedule:
+    """The schedule of a text (see the module) for a model of `num_layers` layers.
+
+    Parameters
+    ----------
+    seq_len : int
+        Positions over which the budgets of a speed-up fall, unless `carried` has a drop order.
+    carried : Schedule, optional
+        The schedule of the checkpoint.
+    named : mapping of str to Schedule
+        Schedules that the text can name.
+
+    Raises
+    ------
+    ScheduleError
+        If the text has no such form, if the file cannot be read, or if the schedule does not fit the model.
+    """
+    known = {"full": Schedule.full(num_layers)} | dict(named)
+    base, endings = (text, []) if text in known or os.path.isfile(text) else _parts(text)
+    schedule = _base(base, known, num_layers, seq_len, carried)
+    schedule.check_fits(num_layers)
+    for ending in endings:
+        if ending != "flat":
+            schedule = schedule.with_prompt(layer_order.prompt_set(ending[1:], num_layers))
+        elif not schedule.is_flat:
+            schedule = schedule.flattened()
+    return schedule
+
+
+def _base(
+    text: str, known: Mapping[str, Schedule], num_layers: int, seq_len: int, carried: Schedule | None
+) -> Schedule:
+    if text in known:
+        return known[text]
+    if (found := _SPEEDUP.fullmatch(text)) is not None:
+        if carried is not None and carried.drop_order:
+            return carried.with_speedup(float(found[1]))
+        return Schedule.from_speedup(num_layers, float(found[1]), seq_len)
+    if text.endswith("-wall") and _SPEEDUP.fullmatch(text.removesuffix("-wall")):
+        raise ScheduleError(f"{text}: a measured speed-up needs costs: skipdecode plan --target-speedup finds one")
+    if not text or not (text.endswith(".json") or os.path.exists(text)):
+        raise ScheduleError(f"unknown schedule {text[:80]!r}: accepted are {', '.join(known)} by name; {FORMS}")
+    return Schedule.load(text)
+
+
+def _parts(text: str) -> tuple[str, list[str]]:
+    """A text without its endings, and these from left to right."""
+    endings: list[str] = []
+    while (found := _ENDING.fullmatch(text)) is not None:
+        text, ending = found[1], found[2]
+        endings.insert(0, ending)
+    return text, endings

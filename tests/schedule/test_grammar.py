@@ -1,0 +1,103 @@
+"""One grammar of schedules: `parse_schedule`, and the verbs and Python calls that take its texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skipdecode
+from checkpoints import byte_tokenizer
+from skipdecode import Schedule
+from skipdecode.cli import main
+from skipdecode.errors import ScheduleError
+from skipdecode.schedule.grammar import parse_schedule
+from tiny import LAYERS, tiny_model
+
+CARRIED = Schedule.even(LAYERS, (6, 5, 4, 3))
+
+
+def parsed(text: str, **options: Any) -> Schedule:
+    return parse_schedule(text, LAYERS, **({"seq_len": 12} | options))
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule"),
+    [
+        ("full", Schedule.full(LAYERS)),
+        ("2x", Schedule.from_speedup(LAYERS, 2, 12)),
+        ("1x", Schedule.full(LAYERS)),
+        ("1.5x:p5", Schedule.from_speedup(LAYERS, 1.5, 12).with_prompt((0, 1, 2, 3, 4))),
+        ("2x:pmax_exit", Schedule.from_speedup(LAYERS, 2, 12).with_prompt("max_exit")),
+        ("2x:p0-2,7", Schedule.from_speedup(LAYERS, 2, 12).with_prompt((0, 1, 2, 7))),
+        ("2x:flat", Schedule.from_speedup(LAYERS, 2, 12).flattened()),
+        ("2x:flat:p5", Schedule.from_speedup(LAYERS, 2, 12).flattened().with_prompt((0, 1, 2, 3, 4))),
+        ("2x:p5:flat", Schedule.from_speedup(LAYERS, 2, 12).with_prompt((0, 1, 2, 3, 4)).flattened()),
+    ],
+)
+def test_each_form_is_the_schedule_that_it_names(text: str, schedule: Schedule):
+    found = parsed(text)
+    assert (found.budgets[0], found.budgets[-1]) == (schedule.budgets[0], schedule.budgets[-1])
+    assert found.prompt_layers() == schedule.prompt_layers()
+    assert [found.layers(i) for i in range(14)] == [schedule.layers(i) for i in range(14)]
+
+
+def test_a_speedup_has_the_order_positions_and_prompts_of_the_checkpoint():
+    carried = CARRIED.with_prompt((0, 1, 2))
+    found = parsed("2x", carried=carried)
+    assert (found.drop_order, found.seq_len, found.prompt) == (carried.drop_order, 4, (0, 1, 2))
+    assert parsed("2x", carried=Schedule.full(LAYERS)).seq_len == 12
+
+
+def test_names_and_files_take_endings(tmp_path: Path):
+    file = tmp_path / "mine.json"
+    CARRIED.save(file)
+    assert parsed(str(file)) == CARRIED
+    assert parsed(f"{file}:p3") == CARRIED.with_prompt((0, 1, 2))
+    assert parsed("even:flat", named={"even": CARRIED}) == CARRIED.flattened()
+    assert parsed("odd:p3", named={"odd:p3": CARRIED}) == CARRIED  # a name comes first
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fast", "unknown schedule 'fast': accepted are full, mine by name; full, a nominal speed-up such as 2x"),
+        ("2", "unknown schedule '2'"),
+        ("x2", "unknown schedule 'x2'"),
+        ("2x:q3", "unknown schedule '2x:q3'"),
+        ("2x:p", "unknown schedule '2x:p'"),
+        ("2x:p99", "prompt layers '99' are not accepted"),
+        ("0.5x", "nominal_speedup=0.5"),
+        ("99x", "nominal_speedup=99"),
+        ("1.5x-wall", "skipdecode plan"),
+        ("", "unknown schedule ''"),
+    ],
+)
+def test_other_texts_are_refused_in_one_line(text: str, said: str):
+    with pytest.raises(ScheduleError) as refused:
+        parsed(text, named={"mine": CARRIED})
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_for_another_model_is_refused(tmp_path: Path):
+    Schedule.full(LAYERS + 1).save(tmp_path / "s.json")
+    with pytest.raises(ScheduleError, match=f"the model has {LAYERS}"):
+        parsed(str(tmp_path / "s.json"))
+
+
+def test_python_and_the_command_line_take_the_same_text(tmp_path: Path, capsysbinary: Any):
+    tokenizer = byte_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    llm = skipdecode.LLM(tmp_path / "model")
+    texts = {text: llm.generate(["say a"], 12, schedule=text)[0].text for text in ("full", "2x:p5", "3x:flat")}
+    assert len(set(texts.values())) == 3
+    for text, wanted in texts.items():
+        command = ["generate", str(tmp_path / "model"), "say a", "--schedule", text, "--max-new-tokens", "12"]
+        capsysbinary.readouterr()
+        assert main([*command, "--output-format", "jsonl"]) == 0
+        assert json.loads(capsysbinary.readouterr().out)["text"] == wanted
