@@ -6,12 +6,16 @@ import json
 import os
 import re
 import shutil
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skipdecode.cli import main
+from fits import random_fit
+from skipdecode import Schedule
+from skipdecode.cli import main, prepare
 from skipdecode.common.journal import KeptValues
 from skipdecode.models.fit import FIT_FILE, Fit
 from skipdecode.models.loading.adapter import merge_adapter
@@ -19,6 +23,7 @@ from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.performance.cost import CostModel
 from skipdecode.tuning.checkpoint import save_tuned
+from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 
@@ -171,6 +176,84 @@ def test_other_records_or_weights_are_not_compared_with_earlier_ones(place: Path
     save_model(model, seed=7)
     assert main(command) == 2
     assert "checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_is_deleted_is_made_again_and_all_schedules_lie_within_the_fit(
+    place: Path, tmp_path: Path, capsys: Any
+) -> None:
+    more = ("--fit-rank", "4", "--prompt-depths", "0-3", "--out", str(tmp_path / "out"))
+    fitted = said(capsys, arguments(place, "--minutes", "0", *more))
+    file = tmp_path / "out" / "fit" / FIT_FILE
+    fit = Fit.load(file)
+    schedules = [Schedule.load(one) for one in file.parent.glob("*er.json")] + [
+        Schedule.load(file.parent / "target.json")
+    ]
+    assert all(fit.serves(one) for one in schedules)
+    minutes = f"{2 * fitted['seconds']['fit'] / 60 + 0.05:.3f}"
+    tuned = said(capsys, arguments(place, "--minutes", minutes, *more))
+    model = tuned["next"][0].split()[2]
+    file.unlink()
+    shutil.rmtree(model)
+    again = said(capsys, arguments(place, "--minutes", minutes, *more))
+    assert Fit.load(file).digest() == fit.digest()
+    assert again["next"] == tuned["next"]
+    assert load_model(model).schedule.prompt_layers() == (0, 1, 2, 3)
+    assert said(capsys, arguments(place, "--minutes", minutes, *more)) == again
+
+
+def test_a_stage_whose_files_are_gone_or_changed_is_done_again(tmp_path: Path, capsys: Any) -> None:
+    runs, file = [], tmp_path / "fit" / "schedule.json"
+    file.parent.mkdir()
+
+    def work() -> dict[str, Any]:
+        file.write_text("made")
+        runs.append(1)
+        return {"run": len(runs)}
+
+    with closing(KeptValues(tmp_path / "prepare.jsonl", {}, pieces="stages", remedy="give another --out")) as kept:
+
+        def stage(of: Any = None) -> int:
+            return prepare._stage(kept, "fit", work, place=file.parent, of=of)["run"]
+
+        assert [stage(), stage()] == [1, 1]
+        file.write_text("another")
+        assert [stage(), stage()] == [2, 2]
+        file.unlink()
+        assert [stage(), stage()] == [3, 3]
+        assert "is done again" in capsys.readouterr().err
+        assert [stage(of="another fit"), stage(of="another fit")] == [4, 4]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_faster_schedule_lies_within_the_fit(tmp_path: Path, flat: bool) -> None:
+    layers = 16
+    model = tiny_model("llama", num_hidden_layers=layers)
+    target = Schedule(layers, tuple(range(1, 12)), (8,) if flat else (16, 14, 12, 10, 8), name="target")
+    bare = {Path(file).stem for file in prepare._neighbours(target, tmp_path)}
+    assert bare == {"target", "milder", "faster"}
+    random_fit(model).of_schedule(target).save(tmp_path / FIT_FILE)
+    fit = Fit.load(tmp_path / FIT_FILE)
+    found = {Path(file).stem: Schedule.load(file) for file in prepare._neighbours(target, tmp_path)}
+    assert all(fit.serves(schedule) for schedule in found.values())
+    assert ("faster" in found) is not flat
+    if not flat:
+        assert found["faster"].mean_budget() < target.mean_budget()
+
+
+def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
+    def interrupted() -> dict[str, Any]:
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+
+    settings = {"pieces": "stages", "remedy": "give another --out"}
+    for _ in range(2):
+        kept = KeptValues(tmp_path / "prepare.jsonl", {}, **settings)
+        with closing(kept), pytest.raises(KeyboardInterrupt):
+            prepare._stage(kept, "fit", interrupted)
+    with closing(KeptValues(tmp_path / "prepare.jsonl", {}, **settings)) as kept:
+        assert 0.6 <= prepare._stage(kept, "fit", lambda: {"done": True})["seconds"] < 60
+        assert prepare._stage(kept, "tune 1", dict)["seconds"] < 0.6
 
 
 def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_continued(

@@ -15,11 +15,13 @@ results of both values.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import shlex
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -44,8 +46,10 @@ from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, Sel
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import load
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import ScheduleError, SkipDecodeError, UsageError
 from skipdecode.evaluation.settings import MetricOptions
+from skipdecode.models.carried import FIT_FILE, RECIPE_FILE
+from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.reporting.charts import save_chart
 from skipdecode.reporting.kept import kept_chart, kept_columns, rows_of, speedups_that_keep, with_kept
@@ -62,6 +66,8 @@ _DIRECTORY = RunDirectory(
 )
 _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _NOT_KEPT = ("minutes", "out", "json", "resume")
+_OUTPUTS = ("schedule.json", FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
+_CLOCK, _CLOCK_SECONDS = "stage.json", 5.0
 _LEAST_MINUTES = 0.02
 _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
 _HELD_OUT = 256  # self-generated records, at most
@@ -151,26 +157,90 @@ def _prepared(config: Config, prompts: PromptSource | None, kept: KeptValues) ->
         data = stage("data", lambda: _answers(config, prompts))
     else:
         data = {name: getattr(config, name) for name in ("train", "dev", *_FORM)}
-    fit = stage("fit", lambda: _said(calibrate.run, _calibration(config, data)))
-    stage("rows 0", lambda: {"rows": _rows(config, data, config.model, out / "fit")})
+    fit = stage("fit", lambda: _said(calibrate.run, _calibration(config, data)), place=out / "fit")
+    of = fit.get("files")
+    stage("rows 0", lambda: {"rows": _rows(config, data, config.model, out / "fit")}, of=of)
     left, tuned = config.minutes - fit["seconds"] / 60, out / f"tuned-{minutes}"
     if left >= _LEAST_MINUTES:
-        stage(f"tune {minutes}", lambda: _said(tune.run, _tuning(config, data, left, tuned)))
-        stage(f"rows {minutes}", lambda: {"rows": _rows(config, data, str(tuned), tuned)})
+        work = partial(_said, tune.run, _tuning(config, data, left, tuned))
+        run = stage(f"tune {minutes}", work, place=tuned, of=of)
+        stage(f"rows {minutes}", lambda: {"rows": _rows(config, data, str(tuned), tuned)}, of=[of, run["result"]])
     elif config.minutes:
         note(f"order and fit took {config.minutes - left:.1f} minutes: none are left to tune")
     return _document(config, dict(kept.read()), tuned)
 
 
-def _stage(kept: KeptValues, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of a stage with its times, from an earlier run or computed now."""
-    if kept.get(name) is None:
-        start, busy = time.perf_counter(), time.process_time()
-        found = work()
-        took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
-        kept.put(name, found | {key: round(value, 1) for key, value in took.items()})
-    stage: dict[str, Any] = kept.get(name)
+def _stage(
+    kept: KeptValues, name: str, work: Callable[[], dict[str, Any]], *, place: Path | None = None, of: Any = None
+) -> dict[str, Any]:
+    """The result of a stage with its times, from an earlier run or computed now.
+
+    A stage is computed again if a file that it made in `place` is gone or changed, or if `of`, what it depends on, is
+    not what it was.
+    """
+    stage: dict[str, Any] | None = kept.get(name)
+    if stage is not None and place is not None and (lost := _lost(place, stage.get("files", {}))):
+        note(f"{place / lost} is gone, or not the file that this run made: the stage {name!r} is done again")
+        (place / RECIPE_FILE).unlink(missing_ok=True)  # else the tuning would be told as finished
+        stage = None
+    if stage is None or stage.get("of", of) != of:
+        clock = kept.path.with_name(_CLOCK)
+        with _counted(clock, name) as took:
+            found = work()
+        made = {} if place is None else {"files": _files(place)}
+        kept.put(name, found | {key: round(value, 1) for key, value in took().items()} | made | {"of": of})
+        clock.unlink(missing_ok=True)
+        stage = dict(kept.get(name))
     return stage
+
+
+def _files(place: Path) -> dict[str, str]:
+    """The files of a stage that later stages and users need, with digests of the small ones."""
+    files = (file for pattern in _OUTPUTS for file in sorted(place.glob(pattern)))
+    return {file.name: _digest(file) for file in files}
+
+
+def _digest(file: Path) -> str:
+    if file.suffix == ".safetensors":  # gigabytes
+        return ""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _lost(place: Path, files: Mapping[str, str]) -> str | None:
+    """The first file that is not there as it was made; None if all are."""
+    return next((n for n, known in files.items() if not (place / n).is_file() or _digest(place / n) != known), None)
+
+
+@contextlib.contextmanager
+def _counted(file: Path, name: str) -> Iterator[Callable[[], dict[str, float]]]:
+    """A context in which a stage's times are counted, on top of those of earlier processes; `file` keeps them."""
+    before = {"seconds": 0.0, "cpu_seconds": 0.0}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["stage"] == name:
+            before = {key: float(kept[key]) for key in before}
+    start, busy, over = time.perf_counter(), time.process_time(), threading.Event()
+
+    def took() -> dict[str, float]:
+        now = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
+        return {key: before[key] + value for key, value in now.items()}
+
+    def keep() -> None:
+        with contextlib.suppress(SkipDecodeError):
+            write_whole(file, json.dumps({"stage": name} | took()))
+
+    def keep_on() -> None:  # a kill leaves no time to write
+        while not over.wait(_CLOCK_SECONDS):
+            keep()
+
+    thread = threading.Thread(target=keep_on, daemon=True)
+    thread.start()
+    try:
+        yield took
+    finally:
+        over.set()
+        thread.join()
+        keep()
 
 
 def _checked(config: Config) -> tuple[PromptSource | None, dict[str, str]]:
@@ -328,13 +398,16 @@ def _rows(config: Config, data: Mapping[str, Any], model: str, place: Path) -> l
 
 
 def _neighbours(target: Schedule, place: Path) -> tuple[str, ...]:
-    """Files of the target, and of a milder and a faster schedule if its drop order allows them."""
+    """Files of the target, and of a milder and a faster schedule if its drop order, and the fit, allow them."""
     target.save(place / "target.json")
     files = [str(place / "target.json")]
+    fit = Fit.load(place / FIT_FILE) if (place / FIT_FILE).is_file() else None
     for name, share in _NEIGHBOURS.items():
         with contextlib.suppress(ScheduleError):
             other = target.with_speedup(1 + (target.nominal_speedup - 1) * share)
-            if not other.is_full and other.budgets != target.budgets:
+            if fit is not None and not fit.serves(other):  # no layer is skipped that has no bridge
+                other = replace(other, budgets=tuple(max(n, target.budgets[-1]) for n in other.budgets))
+            if not other.is_full and other.budgets != target.budgets and (fit is None or fit.serves(other)):
                 replace(other, name=f"{target.name}, {name}").save(place / f"{name}.json")
                 files.append(str(place / f"{name}.json"))
     return tuple(files)
