@@ -498,7 +498,7 @@ def test_a_fit_is_used_from_calibrate_to_generate_and_tune(files: Files, tmp_pat
     assert "started from a fit" in capsys.readouterr().err
     texts(tuned)
     (tuned / "skipdecode.fit").unlink()
-    assert main(["generate", str(tuned), "x"]) == 2
+    assert main(["generate", str(tuned), "x", "--no-template"]) == 2
     assert "is missing" in capsys.readouterr().err
     fit.write_bytes(fit.read_bytes()[:100])
     assert main(["generate", files["model"], "x", "--schedule", str(schedule)]) == 2
