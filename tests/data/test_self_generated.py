@@ -327,10 +327,14 @@ def test_a_calibration_needs_no_data(model: str, tuned: Path, tmp_path: Path, ca
     document = json.loads(capsys.readouterr().out)
     assert 1 <= document["records"] <= len(read_rows(out / TRAIN_FILE))
     assert (out / "skipdecode.fit").is_file()
-    assert main(["generate", model, "hello", "--schedule", str(out / "schedule.json"), "--max-new-tokens", "4"]) == 0
+    generate = ["generate", model, "hello", "--schedule", str(out / "schedule.json"), "--max-new-tokens", "4"]
+    assert main(generate) == 0
     told = capsys.readouterr().err
-    assert "bridges of rank 2" in told
+    assert "bridges of rank" not in told
+    assert "copy of the head" not in told
     assert "not tuned under" not in told
+    assert main([*generate, "--debug"]) == 0
+    assert "bridges of rank 2" in capsys.readouterr().err
     assert main([*call, "--resume"]) == 2
     assert "--self" in capsys.readouterr().err
     # Full depth says the same with a fit, so its words serve a tuning that starts from one.

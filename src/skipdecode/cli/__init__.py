@@ -13,12 +13,11 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from skipdecode import __version__
 from skipdecode.cli.arguments import Parser, add_options, check_together, config_from
 from skipdecode.cli.paths import claimed
-from skipdecode.common.progress import quiet
+from skipdecode.common.progress import detailed, quiet
 from skipdecode.common.registry import near
 from skipdecode.errors import SkipDecodeError
 
@@ -41,7 +40,7 @@ VERBS = {
     "info": "list versions, devices, supported model types and cached models",
 }
 _INTERRUPTED = 130
-_DEBUG = "show tracebacks, and warnings of other packages"
+_DEBUG = "show tracebacks, details of the run, and warnings of other packages"
 # Errors of a path in the command: wrong usage, not failed work.
 _NO_SUCH_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
     try:
-        with nullcontext() if debug else quiet():
+        with detailed() if debug else quiet():
             return _run(arguments)
     except SkipDecodeError as error:
         return _fail(str(error), error.exit_code, debug)

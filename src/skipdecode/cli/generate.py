@@ -38,7 +38,7 @@ from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line
 from skipdecode.common.options import Reads, Writes, option
-from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.progress import detail, note, progress_bar
 from skipdecode.common.rows import FORMATS
 from skipdecode.data.forms import PromptForm, choose_form
 from skipdecode.data.output import RowWriter, named_text, open_writer, partial_path, plain_text
@@ -326,6 +326,9 @@ def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None
 
     for line in summary_lines(summary):
         note(line)
+    stats = summary.stats
+    if asked := stats.short_heads + stats.head_fallbacks:
+        detail(f"the 8-bit copy of the head decided {stats.short_heads} of {asked} forwards")
     if summary.comparison is not None:
         _tell_comparison(summary.comparison.to_dict())
     if config.summary is not None:

@@ -17,7 +17,7 @@ from skipdecode.models.loading.ref import model_files
 
 __all__ = ["Config", "run"]
 
-_NOT_FOR_USERS = "dev"
+_NOT_FOR_USERS = {"conformance", "dev", "docs"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _report() -> dict[str, Any]:
 
 
 def _extras() -> dict[str, dict[str, str | None]]:
-    """For each optional extra, the versions of its packages; None for a package that is not installed."""
+    """For each extra for users, the versions of its packages; None for a package that is not installed."""
     from packaging.requirements import Requirement
 
     try:
@@ -114,6 +114,6 @@ def _extras() -> dict[str, dict[str, str | None]]:
     except importlib.metadata.PackageNotFoundError:
         return {}
     wanted = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
-    extras = sorted(set(metadata.get_all("Provides-Extra") or []) - {_NOT_FOR_USERS})
+    extras = sorted(set(metadata.get_all("Provides-Extra") or []) - _NOT_FOR_USERS)
     brings = {e: [r.name for r in wanted if r.marker is not None and r.marker.evaluate({"extra": e})] for e in extras}
     return {extra: {name: package_version(name) for name in names} for extra, names in brings.items()}

@@ -11,20 +11,38 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["note", "progress_bar", "quiet", "without_foreign_bars"]
+__all__ = ["detail", "detailed", "note", "progress_bar", "quiet", "without_foreign_bars"]
 
 _LINE_SECONDS = 30.0
 _RECENT = 32  # updates from which a rate is computed
 _KEPT_SECONDS = 1e-4  # no work is faster
+_DETAILED = ContextVar("detailed", default=False)
 
 
 def note(line: str) -> None:
     """Print one line; a progress bar stays below it."""
     tqdm.write(f"skipdecode: {line}", file=sys.stderr)
+
+
+def detail(line: str) -> None:
+    """Print one line for the developers of this package; nothing outside of `detailed`."""
+    if _DETAILED.get():
+        note(line)
+
+
+@contextmanager
+def detailed() -> Iterator[None]:
+    """Print the lines of `detail`."""
+    token = _DETAILED.set(True)
+    try:
+        yield
+    finally:
+        _DETAILED.reset(token)
 
 
 def progress_bar(

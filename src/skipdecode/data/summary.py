@@ -196,11 +196,6 @@ def summary_lines(summary: RunSummary) -> list[str]:
             f"({summary.num_layers / layers:.2f}x nominal); keys and values: at most "
             f"{_bytes(stats.kv_bytes_peak)}, {summary.kv_saved or 0:.0%} saved"
         )
-    if asked := stats.short_heads + stats.head_fallbacks:
-        lines.append(
-            f"an 8-bit copy of the head found the tokens of {stats.short_heads / asked:.1%} of {asked} forwards (the "
-            "same ones), the full head those of the rest"
-        )
     if summary.ended_at_once:
         good = _counted(summary.rows - summary.bad_rows, "record")
         lines.append(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from skipdecode.common.environment import limit_threads
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
-from skipdecode.common.progress import note
+from skipdecode.common.progress import detail, note
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.loading import load
 from skipdecode.engine.requests import SamplingOptions
@@ -131,13 +131,13 @@ class EngineOptions(NamedModel, ThreadOptions):
             )
 
     def load(self) -> LoadedModel:
-        """The model with its weights and its fit, which is printed."""
+        """The model with its weights and its fit."""
         from skipdecode.models.fit import fit_of
 
         self.use_threads()
         loaded = load(self.ref, dtype=self.dtype, device=self.device, engine=self.engine)
         if (fit := fit_of(loaded.model)) is not None:
-            note(f"fit {self.ref.fit}: {fit.describe()}")
+            detail(f"fit {self.ref.fit}: {fit.describe()}")
             if self.ref.fit is not None and (own := self.ref.own_fit) is not None and not own.samefile(self.ref.fit):
                 note(f"the checkpoint's own fit, {own}, is not used: copy the schedule beside it to use it")
         return loaded
