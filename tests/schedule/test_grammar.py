@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import skipdecode
 from checkpoints import byte_tokenizer
-from skipdecode import Schedule
+from skipdecode import Schedule, attach
 from skipdecode.cli import main
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule.grammar import parse_schedule
@@ -86,6 +87,21 @@ def test_a_file_for_another_model_is_refused(tmp_path: Path):
     Schedule.full(LAYERS + 1).save(tmp_path / "s.json")
     with pytest.raises(ScheduleError, match=f"the model has {LAYERS}"):
         parsed(str(tmp_path / "s.json"))
+
+
+def test_attach_takes_the_text_too():
+    model = tiny_model("llama")
+    ids = torch.arange(3, 15)[None]
+    texts = {}
+    for text in ("full", "2x:p5", Schedule.from_speedup(LAYERS, 2, 128).with_prompt((0, 1, 2, 3, 4))):
+        with attach(model, text):
+            texts[str(text)[:5]] = model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+    assert texts["2x:p5"] == texts["Sched"] != texts["full"]
+    with pytest.raises(ScheduleError, match="unknown schedule 'fast'"):
+        attach(model, "fast")
+    model.config.skipdecode = CARRIED.to_dict()
+    with attach(model, "2x") as attachment:
+        assert attachment.schedule.drop_order == CARRIED.drop_order
 
 
 def test_python_and_the_command_line_take_the_same_text(tmp_path: Path, capsysbinary: Any):

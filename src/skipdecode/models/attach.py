@@ -20,7 +20,7 @@ from skipdecode.errors import (
     UntunedScheduleWarning,
 )
 from skipdecode.models.cache import SkipCache
-from skipdecode.models.carried import of_model, tuned_under
+from skipdecode.models.carried import named_schedule, of_model, tuned_under
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.fit import Fit
 from skipdecode.models.forward import (
@@ -46,7 +46,7 @@ __all__ = ["Attachment", "at_full_depth", "attach", "detach"]
 _MARK = "_skipdecode_attachment"
 
 
-def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None) -> Attachment:
+def attach(model: Any, schedule: Schedule | str | None = None, fit: Fit | None = None) -> Attachment:
     """Put a schedule on a model: its `generate` and `forward` then skip layers.
 
     Works with and without `with`. On exit (also after an exception), or after `detach`, the model is as before.
@@ -59,9 +59,9 @@ def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None)
     ----------
     model : PreTrainedModel or PeftModel
         A causal LM of a family in `skipdecode.models.families`.
-    schedule : Schedule, optional
-        Default: the schedule of the model's PEFT adapter, else of its config (key `skipdecode`), as `skipdecode tune`
-        writes it.
+    schedule : Schedule or str, optional
+        A schedule, or its text (`skipdecode.schedule.grammar`), such as "2x:p15". Default: the schedule of the model's
+        PEFT adapter, else of its config (key `skipdecode`), as `skipdecode tune` writes it.
     fit : Fit, optional
         Bridges and prompt maps for skipped layers. Default: the fit with which the model was loaded, or which lies in
         the directory, or at the hub id, that transformers loaded it from.
@@ -136,7 +136,7 @@ class Attachment:
         Statistics of the last `generate` call.
     """
 
-    def __init__(self, model: Any, schedule: Schedule | None = None, fit: Fit | None = None) -> None:
+    def __init__(self, model: Any, schedule: Schedule | str | None = None, fit: Fit | None = None) -> None:
         self._model = unwrap(model)
         family = find_family(self._model)
         self._layers = list(decoder_layers(self._model))
@@ -152,6 +152,7 @@ class Attachment:
         self._fit: Fit | None = None
         if fit is not None:
             self.fit = fit
+        schedule = named_schedule(model, schedule) if isinstance(schedule, str) else schedule
         self.schedule = of_model(model) if schedule is None else schedule
         self._arguments = CallArguments(self._model)
         self._prompt_columns: int | None = None  # within generate

@@ -14,7 +14,7 @@ from typing import Any
 from skipdecode.errors import ScheduleError
 from skipdecode.models.families import decoder_layers, layers_in, unwrap
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of
+from skipdecode.schedule.grammar import base_of, parse_schedule
 
 __all__ = [
     "CHECKPOINT_FILES",
@@ -28,6 +28,7 @@ __all__ = [
     "digest_of_model",
     "drop_schedule",
     "keep_tuned",
+    "named_schedule",
     "of_adapter",
     "of_config",
     "of_model",
@@ -43,6 +44,7 @@ CHECKPOINT_FILES = (SCHEDULE_FILE, FIT_FILE, RECIPE_FILE)
 _FITS = Path(__file__).parent / "fits"
 _KEY, _FIT_KEY = "skipdecode", "skipdecode_fit"
 _TUNED = "_skipdecode_tuned_under"
+_POSITIONS = 128  # those of LLM.generate by default
 
 
 def bundled_schedules(model: str) -> list[str]:
@@ -146,6 +148,18 @@ def tuned_under(model: Any) -> tuple[Schedule, ...]:
         return (*known, of_model(model))
     except ScheduleError:
         return known
+
+
+def named_schedule(model: Any, text: str) -> Schedule:
+    """The schedule of a text (`skipdecode.schedule.grammar`) for a loaded model.
+
+    A speed-up without a schedule of the model falls over 128 positions. Raises ScheduleError if the text has no such
+    form.
+    """
+    known = {schedule.name: schedule for schedule in tuned_under(model)}
+    own = next(reversed(known.values()), None)
+    layers = len(decoder_layers(unwrap(model)))
+    return parse_schedule(text, layers, seq_len=_POSITIONS, carried=own, named=known)
 
 
 def _of_active_adapter(model: Any) -> dict[str, Any]:
