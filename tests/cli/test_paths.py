@@ -35,7 +35,6 @@ from textgen_tools import read_rows, save_tiny_model
 COMMANDS = {
     "demo": "--model model",
     "plan": "model --nominal-speedup 2 --measure --out p.json --png p.png",
-    "simulate": "--cost cost.json --schedule s.json",
     "generate": "model --input a.jsonl --output o.jsonl --summary sum.json --schedule s.json --task t.yaml",
     "chat": "model --schedule s.json",
     "tune": "model --train a.jsonl --dev d.jsonl --out run --recipe recipe.json --schedule s.json --task t.yaml",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import shlex
 import sys
 import time
@@ -17,7 +18,8 @@ import transformers
 
 from checkpoints import save_adapter
 from skipdecode import Schedule, errors
-from skipdecode.cli import main
+from skipdecode.cli import VERBS, main
+from skipdecode.cli.retired import RETIRED
 from skipdecode.common import progress
 from skipdecode.performance import cost_source
 from textgen_tools import save_tiny_model
@@ -28,6 +30,8 @@ WRONG = {
     # Words that are not known, and what they are like.
     "genrate": "'generate'",
     "--verison": "'--version'",
+    "simulate --model cfg.json --requests 5": "simulate was removed: skipdecode plan",
+    "simulate --help": "benchmarks/",
     "plan hollow --btach 2": "'--batch'",
     "plan hollow --nominal-speedup 2 --order bottm-up": "'bottom-up'",
     "plan hollow --nominal-speedup 2 --dtype bf16": "'bfloat16'",
@@ -35,7 +39,6 @@ WRONG = {
     "generate hollo x": "'hollow'",
     "generate e2e-smollm2-135 x": "'e2e-smollm2-135m'",
     "bench hollow --engines fats": "'fast'",
-    "simulate --model cfg.json --policy statik": "'static'",
     f"{EVAL} --methods evn:2": "'even'",
     f"{EVAL} --metrics BLUE": "'bleu'",
     f"{EVAL.replace('e2e', 'E2')}": "'e2e'",
@@ -55,7 +58,6 @@ WRONG = {
     "plan hollow --nominal-speedup 2 --seq-len 100000000": "1 to 32768",
     "plan hollow --nominal-speedup 2 --batch 100000": "1 to 1024",
     "plan hollow --nominal-speedup 2 --batch 1000 --prompt-len 1000000": "give at most 1048576",
-    "simulate --model cfg.json --new-tokens lognormal:5:1e9": "sigma from 0 to 4",
     "generate hollow x --device gpu": "'gpu'",
     "serve hollow --flat": "--flat",
     "tune hollow": "--train",
@@ -73,12 +75,12 @@ WRONG = {
     "serve hollow --router nowhere.json": "router nowhere.json",
     "calibrate hollow --data rec.jsonl --out new --task e2e --router full --target-speedup 2 --least 4": "--least",
     "chat hollow --prompt-layers 0-8": "0 to 7",
+    "plan cfg.json --nominal-speedup 2 --prompt-layers lower": "'lower'",
     f"tune hollow --task e2e {RECORDS} --nominal-speedup 2 --prompt-layers 1-3": "layer 0",
     f"{EVAL} --methods even:2:9": "1 to 8",
     "eval hollow --self --out new --schedule full --nominal-speedup 2": "--nominal-speedup",
     "calibrate hollow --data rec.jsonl --out new --task e2e --nominal-speedup 2 --phase decode": "--phase",
     "serve hollow --prompt-layers 4": "--prompt-layers",
-    "simulate --model cfg.json --nominal-speedup 2 --prompt-layers lower": "'lower'",
     f"tune hollow --task e2e {RECORDS} --schedule ten.json": "10 layers",
     "calibrate hollow --data rec.jsonl --out new --task e2e --nominal-speedup 99": "at most 4.00",
     f"{EVAL} --schedule ten.json": "10 layers",
@@ -100,8 +102,8 @@ WRONG = {
     "eval --compare nowhere": "nowhere",
     "plan cfg.json --nominal-speedup 2 --out .": "directory",
     "bench hollow --png rec.jsonl/x.png": "rec.jsonl/x.png",
+    "calibrate hollow --data rec.jsonl --out new --task e2e --target-speedup 2 --cost nowhere.json": "nowhere.json",
     "serve hollow --api-keys nowhere.txt": "nowhere.txt",
-    "simulate --cost nowhere.json": "nowhere.json",
     "report nowhere": "nowhere",
     "report ten.json --out rec.jsonl/r.html": "rec.jsonl/r.html",
 }
@@ -133,6 +135,16 @@ def test_one_line_and_exit_code_2_before_weights_are_read(
     assert printed.err.startswith("skipdecode: ")
     assert printed.err.count("\n") == 1
     assert WRONG[command] in printed.err
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_a_removed_name_says_what_to_use_instead(name: str, capsys: Any):
+    verb, *flags = shlex.split(name if name[0] != "-" else f"generate {name}")
+    assert main([verb, *flags]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"skipdecode: {name} was removed: ")
+    assert told.count("\n") == 1
+    assert set(re.findall(r"skipdecode ([a-z]+)", told)) <= set(VERBS), "it names verbs of today"
 
 
 def test_exit_codes_tell_what_was_asked_from_what_failed():

@@ -12,7 +12,6 @@ from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import ScheduleError, UsageError
-from skipdecode.performance.simulation import rows_by_layer
 from skipdecode.schedule import Schedule
 
 
@@ -70,14 +69,10 @@ def test_bad_settings_are_refused():
         Scheduler(1, 2)
 
 
-def test_depth_order_counts_a_layers_rows():
+def test_depth_order_gives_the_layers_of_a_budget():
     schedule = Schedule.from_speedup(8, 2, 10)
     order = DepthOrder(schedule)
     for position in range(12):
         assert order.layers(schedule.budget(position)) == schedule.layers(position)
-    budgets = [8, 5, 5, 3]
-    want = [sum(layer in order.layers(b) for b in budgets) for layer in range(8)]
-    assert rows_by_layer(8, [(order.layers(budget), 1) for budget in budgets]) == want
-    assert rows_by_layer(8, [(order.layers(5), 2)]) == [2 * (layer in order.layers(5)) for layer in range(8)]
     with pytest.raises(ScheduleError, match="budget 1 "):
         order.layers(1)

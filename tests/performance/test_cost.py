@@ -175,8 +175,6 @@ def test_prediction_takes_the_slower_of_reads_and_arithmetic():
     slow = Machine(30e9, flops=1e9)
     busy = CostModel.predicted(geometry, slow, 4)
     assert busy.step.layer_seconds == pytest.approx(4 * 2 * 3_540_096 / 1e9)
-    for rows, step in enumerate(CostModel.predicted(geometry, slow, 4, range(1, 5)).steps, start=1):
-        assert step == CostModel.predicted(geometry, slow, rows).step
     layer, projection = busy.prompt_layer_seconds(100)
     assert layer == pytest.approx(100 * 2 * 3_540_096 / 1e9)
     assert projection == pytest.approx(layer * 2 * 3 * 64 * 576 / 3_540_096, rel=0.001), (
@@ -260,24 +258,20 @@ def test_what_is_no_cost_model_is_refused(text):
 
 
 def test_costs_between_measured_batches():
-    models = [
-        CostModel.of_step(8, n, *parts) for n, *parts in ((1, 0.01, 0.002), (8, 0.016, 0.004), (4, 0.012, 0.0026))
-    ]
-    cost = CostModel.joined(models)
-    assert (cost.batch, cost.max_rows) == (8, 8)
+    steps = StepCost(1, 0.01, 0.002), StepCost(4, 0.012, 0.0026), StepCost(8, 0.016, 0.004)
+    cost = CostModel(8, 8, steps)
+    assert cost.max_rows == 8
     assert cost.at(1).layer_seconds == 0.002
     assert cost.at(2).layer_seconds == pytest.approx(0.0022)
     assert cost.at(6).layer_seconds == pytest.approx(0.0033)
-    assert CostModel.joined(models, 6).step_seconds(8) == pytest.approx(0.014 + 8 * 0.0033)
-    assert models[1].at(1) == (1, 0.016, 0.004, 0.0), "weights are read for one row as well"
+    assert replace(cost, batch=6).step_seconds(8) == pytest.approx(0.014 + 8 * 0.0033)
+    assert CostModel(8, 8, steps[2:]).at(1) == (1, 0.016, 0.004, 0.0), "weights are read for one row as well"
     with pytest.raises(UsageError, match="known for 1 to 8 rows"):
-        CostModel.joined(models, 9)
+        replace(cost, batch=9)
     with pytest.raises(UsageError, match="known for 1 to 8 rows"):
         cost.at(9)
-    with pytest.raises(UsageError, match="do not go together"):
-        CostModel.joined([models[0], models[0]])
-    with pytest.raises(UsageError, match="no cost model"):
-        CostModel.joined([])
+    with pytest.raises(UsageError, match="rising from 1"):
+        CostModel(8, 1, (steps[0], steps[0]))
 
 
 def test_prompts_lie_on_lines_between_what_is_known():

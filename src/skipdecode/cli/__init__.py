@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from skipdecode import __version__
 from skipdecode.cli.arguments import Parser, add_options, check_together, config_from
 from skipdecode.cli.paths import claimed
+from skipdecode.cli.retired import refuse_retired
 from skipdecode.common.progress import detailed, quiet
 from skipdecode.common.registry import near
 from skipdecode.errors import SkipDecodeError
@@ -26,7 +27,6 @@ __all__ = ["VERBS", "main"]
 VERBS = {
     "demo": "compare schedules with full depth on the embedded model",
     "plan": "find a schedule for a model and a speed target",
-    "simulate": "predict throughput and latency of a load, without a model",
     "generate": "generate text for every prompt of a file, with fewer layers per token",
     "chat": "chat with a model in the terminal",
     "prepare": "make a fast checkpoint in minutes: layer order, fit, tuning and evaluation",
@@ -74,6 +74,7 @@ def _run(arguments: list[str]) -> int:
     verb = arguments[0] if arguments else "--help"
     if verb not in VERBS:
         parser = _top_parser()
+        refuse_retired(verb)
         if not verb.startswith("-"):
             parser.error(f"unknown verb {verb!r}{near(verb, VERBS)}: accepted are {', '.join(VERBS)}")
         parser.read([verb, *arguments[1:]])

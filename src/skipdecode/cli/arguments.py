@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from skipdecode.cli.retired import refuse_retired
 from skipdecode.common.options import Kind, kinds
 from skipdecode.common.registry import near
 from skipdecode.errors import OptionError, UsageError
@@ -146,6 +147,8 @@ class Parser(argparse.ArgumentParser):
         known = self._option_string_actions
         for word in words[: words.index("--") if "--" in words else None]:
             name = word.partition("=")[0]
+            if name not in known:
+                refuse_retired(self.prog.rpartition(" ")[2], name)
             # As in argparse, a word with a space is a text, and the beginning of an option is accepted.
             if name.startswith("--") and " " not in name and not any(each.startswith(name) for each in known):
                 self.error(f"unknown option {name}{near(name, known)}")

@@ -15,8 +15,7 @@ from skipdecode.errors import DataError
 __all__ = ["KINDS", "check_kind", "heading", "read_json", "read_result"]
 
 KINDS = (
-    "bench", "benchmark", "calibration", "evaluation", "prepared", "quality-table", "self-generated", "simulation",
-    "tuning",
+    "bench", "benchmark", "calibration", "evaluation", "prepared", "quality-table", "self-generated", "tuning",
 )  # fmt: skip
 """All kinds; "benchmark" and "quality-table" are for scripts outside the package."""
 _FORMAT = 1

@@ -4,9 +4,8 @@
 the `Scheduler` (scheduler.py) and gets a slot and pages (kv.py). Its tokens run in batches (batch.py) through the
 `FastModel` (fast_model.py), which is read from a transformers model (model_spec.py). The schedule of the sequence gives
 the layers of each token (depth.py). The `Sampler` of the sequence (sampling.py) chooses each new token. `DecodeLoop`
-(loop.py) decides what each forward runs; `FastEngine` (fast.py) runs it on the C++ kernels, and
-`skipdecode.performance.simulation` on a cost model. `GatedEngine` (gated.py) decodes through transformers.
-`open_engines` (opening.py) chooses the fast engine if it supports the model.
+(loop.py) decides what each forward runs, and `FastEngine` (fast.py) runs it on the C++ kernels. `GatedEngine`
+(gated.py) decodes through transformers. `open_engines` (opening.py) chooses the fast engine if it supports the model.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Engine(ABC):
         The schedule of requests without one of their own.
     stats : EngineStats
     began : float
-        Reading of `clock` at which `StepOutput.seconds` is 0.
+        Reading of `time.perf_counter` at which `StepOutput.seconds` is 0.
     drafts, scores_prompts : bool
         Whether the engine accepts exact requests, and requests with `scores_prompt`.
     """
@@ -131,12 +131,8 @@ class Engine(ABC):
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers, self.schedule = schedule.num_layers, schedule
         self.stats = EngineStats()
-        self.began = self.clock()
+        self.began = time.perf_counter()
         self._submitted = 0
-
-    def clock(self) -> float:
-        """Seconds since an arbitrary moment; all times of this engine use this clock."""
-        return time.perf_counter()
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
         """Queue requests; returns their numbers, which continue those of earlier requests.
@@ -214,7 +210,7 @@ class Engine(ABC):
 
     def _emit(self, chosen: list[tuple[Sequence, NextToken]], start: float) -> list[StepOutput]:
         """Append the chosen tokens to their sequences, and make the outputs; the step began at `start`."""
-        now = self.clock()
+        now = time.perf_counter()
         times = now - self.began, now - start
         self.stats.new_tokens += len(chosen)
         outputs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from operator import eq
 from typing import Any
@@ -95,7 +96,7 @@ class DecodeLoop(Engine):
 
         Drafts of exact sequences run before it, and are checked in it.
         """
-        start = self.clock()
+        start = time.perf_counter()
         for sequence in self._scheduler.admit(self.rows, self._free_pages()):
             self._join(sequence)
             if sequence.drafting is not None:
@@ -107,7 +108,7 @@ class DecodeLoop(Engine):
             tokens = sequence.output[-1], *drafted.get(sequence, ())
             chunks.append(Chunk.following(sequence, tokens))
         outputs = self._forward(chunks, drafted) if chunks else []
-        self.stats.seconds += self.clock() - start
+        self.stats.seconds += time.perf_counter() - start
         return outputs
 
     # ------------------------------------------------------------------ what subclasses say
@@ -124,22 +125,25 @@ class DecodeLoop(Engine):
     def _choose(self, predicted: Any, row: int, sampler: Any) -> NextToken:
         """The token that a sequence's sampler takes after a row."""
 
+    @abstractmethod
     def _free_pages(self) -> int | None:
         """Free pages of keys and values for new sequences; None: unlimited."""
-        return None
 
-    def _join(self, sequence: Sequence) -> None:  # without keys and values there is nothing to do
-        """Reserve memory for an admitted sequence."""
+    @abstractmethod
+    def _join(self, sequence: Sequence) -> None:
+        """Reserve memory for an admitted sequence, and make its sampler."""
 
+    @abstractmethod
     def _leave(self, sequence: Sequence) -> None:
         """Free the memory of an admitted sequence."""
 
+    @abstractmethod
     def _drop(self, sequence: Sequence, layers: list[int]) -> None:
         """Free the pages of layers that a sequence will not run again."""
 
+    @abstractmethod
     def _starts(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Whether a sequence's next prompt tokens run now, with `chunks`; a prefix cache may move `sequence.ran`."""
-        return True
 
     # ------------------------------------------------------------------ one forward
 
@@ -169,11 +173,11 @@ class DecodeLoop(Engine):
 
     def _forward(self, chunks: list[Chunk], drafted: Drafts) -> list[StepOutput]:
         """Run prompt chunks, and tokens of decoding sequences with their drafts; returns the outputs."""
-        start = self.clock()
+        start = time.perf_counter()
         due, predicted = self._run(chunks)
         for chunk in chunks:
             chunk.sequence.ran = chunk.end
-        self._count(chunks, self.clock() - start)
+        self._count(chunks, time.perf_counter() - start)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.in_prefill]
         self._decoding += [sequence for sequence in due if not sequence.output]
         outputs = self._emit(self._chosen(due, predicted, drafted), start) if due else []
@@ -222,14 +226,14 @@ class DecodeLoop(Engine):
             for sequence in samplers
             if len(drafted[sequence]) < wanted[sequence]
         ]:
-            start = self.clock()
+            start = time.perf_counter()
             due, predicted = self._run(chunks, drafting=True)
             for row, sequence in enumerate(due):
                 draft = self._choose(predicted, row, samplers[sequence])
                 drafted[sequence] += (draft.token,)
                 if draft.logprob < self.planner.least_logprob:
                     del samplers[sequence]
-            self.planner.drafts.note(len(chunks), self.clock() - start)
+            self.planner.drafts.note(len(chunks), time.perf_counter() - start)
             self.stats.token_layers += sum(len(chunk.layers) for chunk in chunks)
         return drafted
 

@@ -1,1 +1,1 @@
-"""Performance: what a model costs, predicted, measured, solved for and simulated."""
+"""Performance: what a model costs, predicted, measured and solved for."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -29,7 +29,6 @@ __all__ = ["FORMAT", "CostModel", "Phase", "PromptCost", "StepCost", "Use", "bet
 
 Use = Literal["lockstep", "continuous"]
 Phase = Literal["request", "decode"]
-_OF_THE_LARGEST = ("prompts", "window", "window_share", "source", "residual", "bridge_share", "taps")
 FORMAT = 3
 _ENDLESS = 1e15  # tokens: where arithmetic takes no time, no prompt is longer than its weights' read
 
@@ -153,22 +152,14 @@ class CostModel:
         return cls(num_layers, batch, (StepCost(batch, fixed_seconds, layer_seconds, kv_seconds),))
 
     @classmethod
-    def predicted(
-        cls, geometry: ModelGeometry, machine: Machine, batch: int = 1, rows: Iterable[int] | None = None
-    ) -> Self:
-        """From bytes and FLOPs: each part takes the longer of its read and its arithmetic (roofline).
-
-        `rows` are the numbers of sequences to predict, increasing; by default `batch` alone.
-        """
+    def predicted(cls, geometry: ModelGeometry, machine: Machine, batch: int = 1) -> Self:
+        """From bytes and FLOPs: each part takes the longer of its read and its arithmetic (roofline)."""
         launch = machine.launch_seconds
-        steps = tuple(
-            StepCost(
-                count,
-                machine.seconds(geometry.fixed_bytes(count), count * geometry.fixed_flops()) + launch,
-                machine.seconds(geometry.layer_bytes(count), count * geometry.layer_flops()) + launch,
-                machine.seconds(geometry.kv_bytes_per_token(), geometry.kv_flops_per_token()),
-            )
-            for count in ((batch,) if rows is None else rows)
+        step = StepCost(
+            batch,
+            machine.seconds(geometry.fixed_bytes(batch), batch * geometry.fixed_flops()) + launch,
+            machine.seconds(geometry.layer_bytes(batch), batch * geometry.layer_flops()) + launch,
+            machine.seconds(geometry.kv_bytes_per_token(), geometry.kv_flops_per_token()),
         )
         read = machine.seconds(geometry.layer_bytes(PROMPT_TOKENS), 0) + launch
         prompt = PromptCost.of_token(machine.seconds(0, geometry.layer_flops()), read)
@@ -176,7 +167,7 @@ class CostModel:
         return cls(
             geometry.num_layers,
             batch,
-            steps,
+            (step,),
             (prompt._replace(projection_seconds=min(projection, prompt.layer_seconds)),),
             window=geometry.window,
             window_share=geometry.window_share,
@@ -185,28 +176,6 @@ class CostModel:
     def with_fit(self, geometry: ModelGeometry, rank: float, taps: int = 0) -> Self:
         """The cost with a fit's bridges of `rank` over skipped layers, and its maps with `taps`."""
         return replace(self, bridge_share=geometry.bridge_bytes(rank) / geometry.layer_bytes(), taps=taps)
-
-    @classmethod
-    def joined(cls, models: Sequence[Self], batch: int | None = None) -> Self:
-        """Costs of one model at different numbers of sequences, as one cost model.
-
-        `batch` is the batch to plan for, by default the largest known one. Prompts, windows and source are taken from
-        the cost model of the most sequences, a step that several know from the one of the smallest batch. Raises
-        UsageError if the cost models differ in layers or share a batch.
-        """
-        if not models:
-            raise UsageError("no cost model was given: give one or more")
-        models = sorted(models, key=lambda m: m.batch)
-        counts = [model.batch for model in models]
-        if len({m.num_layers for m in models}) > 1 or len(set(counts)) < len(counts):
-            raise UsageError(
-                f"cost models of {[m.num_layers for m in models]} layers at batches {counts} do not go together: give "
-                "one model's, at different batch sizes"
-            )
-        steps = {step.rows: step for model in reversed(models) for step in model.steps}
-        last = max(models, key=lambda m: m.max_rows)
-        rest = {name: getattr(last, name) for name in _OF_THE_LARGEST}
-        return cls(last.num_layers, last.max_rows if batch is None else batch, tuple(sorted(steps.values())), **rest)
 
     # ------------------------------------------------------------------ one forward
 

@@ -198,8 +198,7 @@ class ScheduleOptions(Options):
     )
     seq_len: int | None = option(
         "positions over which --nominal-speedup decreases the depth; best near the real output length (default: the "
-        "95th percentile of the response lengths for tune and eval, the mean output length for simulate, else "
-        "--max-new-tokens)",
+        "95th percentile of the response lengths for tune and eval, else --max-new-tokens)",
         default=None,
         least=1,
     )

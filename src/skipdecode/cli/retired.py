@@ -1,0 +1,20 @@
+"""Verbs and flags of earlier versions, each with the text that names what to use instead."""
+
+from __future__ import annotations
+
+from skipdecode.errors import UsageError
+
+__all__ = ["RETIRED", "refuse_retired"]
+
+RETIRED = {
+    "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "
+    "measure throughput and latency (serve_load.py for a server)",
+}
+"""By the name of a verb, of a flag of any verb (`--flag`), or of a flag of one verb (`verb --flag`)."""
+
+
+def refuse_retired(verb: str, flag: str | None = None) -> None:
+    """Raise UsageError, with the replacement, if the verb or the verb's flag was removed."""
+    for name in (verb,) if flag is None else (f"{verb} {flag}", flag):
+        if name in RETIRED:
+            raise UsageError(f"{name} was removed: {RETIRED[name]}")
