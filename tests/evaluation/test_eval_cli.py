@@ -267,6 +267,7 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
     [
         (["--out", "{place}/full"], 2, "holds a run already"),
         (["--out", "{place}/x", "--metrics", "blew"], 2, "unknown metric 'blew'"),
+        (["--out", "{place}/x", "--metrics", "bleu", "meteor"], 2, "meteor was removed: use bertscore_f1 or chrf"),
         (["--out", "{place}/x", "--schedule", "full", "--nominal-speedup", "2"], 2, "exclude each other"),
         (["--out", "{place}/x", "--schedule", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
         (["--out", "{place}/x", "--drop-order", "f"], 2, "--drop-order needs --nominal-speedup"),

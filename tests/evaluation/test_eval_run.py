@@ -19,8 +19,8 @@ from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
-from skipdecode.errors import DataError, OptionError, OutputError
-from skipdecode.evaluation.compare import compare_runs
+from skipdecode.errors import DataError, OptionError, OutputError, UsageError
+from skipdecode.evaluation.compare import compare_runs, runs_tables
 from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run, check_free, load_run
@@ -243,6 +243,17 @@ def test_settings_out_of_range_are_refused(name: str):
 
 
 # ---------------------------------------------------------------------- comparison and files
+
+
+def test_a_removed_metric_of_old_runs_is_left_out_of_the_comparison(full: Run, skipping: Run):
+    old = [
+        Run(run.path, dict(run.data, metrics={**run.data["metrics"], "meteor": run.data["metrics"]["bleu"]}))
+        for run in (full, skipping)
+    ]
+    assert [pair.metric for pair in compare_runs(old, resamples=20)] == ["bleu", "rougeL", "loss"]
+    assert "meteor" in runs_tables(old)
+    with pytest.raises(UsageError, match="the metric meteor was removed: use bertscore_f1 or chrf"):
+        compare_runs(old, ["meteor"])
 
 
 def test_runs_on_other_records_are_not_compared(full: Run, skipping: Run):

@@ -35,18 +35,23 @@ class Registry:
         What the names are, in the singular; used in errors ("unknown metric ...").
     targets : mapping of str to str
         ``"package.module:attribute"`` by name.
+    retired : mapping of str to str
+        What to use in place of a name that is no longer there.
     """
 
-    def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, targets: Mapping[str, str], retired: Mapping[str, str] | None = None) -> None:
         self.kind = kind
         self._targets = dict(targets)
+        self._retired = dict(retired or {})
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
 
-    def check(self, name: object) -> str:
-        """`name` if it is known; see `check_name`."""
-        return check_name(self.kind, name, self._targets)
+    def check(self, name: object, *others: str) -> str:
+        """`name` if it is known or one of `others`; see `check_name`. The error of a retired name says what to use."""
+        if isinstance(name, str) and name in self._retired:
+            raise UsageError(f"the {self.kind} {name} was removed: use {self._retired[name]}")
+        return check_name(self.kind, name, (*self._targets, *others))
 
     def get(self, name: str) -> Any:
         """The object of the name; raises UsageError for an unknown name."""

@@ -45,7 +45,7 @@ def compare_runs(
     Parameters
     ----------
     metrics : sequence of str
-        Only these metrics, which all runs must have. Default: the metrics in common.
+        Only these metrics, which all runs must have. Default: the known metrics in common.
 
     Raises
     ------
@@ -63,7 +63,9 @@ def compare_runs(
             raise DataError(
                 f"{first.path} and {other.path} are on different records: paired intervals need the same data"
             )
-        for metric in metrics or [m for m in first.data["metrics"] if m in other.data["metrics"]]:
+        # A run of an older version may have a metric that was removed.
+        common = [m for m in first.data["metrics"] if m in other.data["metrics"] and m in (*METRICS, *FIDELITY)]
+        for metric in metrics or common:
             _check_signatures(first, other, metric)
             result = compare(
                 first.table(metric), other.table(metric), scorer_of(metric), resamples=resamples, seed=seed

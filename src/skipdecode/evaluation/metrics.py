@@ -1,7 +1,7 @@
 """Metrics by name, with one interface: statistics of each record, and a score from their sum.
 
 Every score of this package is a function of a *sum over records* (BLEU's n-gram counts, a mean's value and count). A
-bootstrap therefore resamples rows of a table and does not score text again. Scores are 0 to 100; CIDEr is 0 to 10.
+bootstrap therefore resamples rows of a table and does not score text again. Scores are 0 to 100.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ METRICS = Registry(
         "rouge2": "skipdecode.evaluation.overlap:Rouge2",
         "rougeL": "skipdecode.evaluation.overlap:RougeL",
         "bertscore_f1": "skipdecode.evaluation.bertscore:BertScore",
-        "meteor": "skipdecode.evaluation.coco:Meteor",
-        "cider": "skipdecode.evaluation.coco:Cider",
     },
+    retired={"meteor": "bertscore_f1 or chrf", "cider": "bertscore_f1 or chrf"},
 )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
-from skipdecode.common.registry import check_name
 from skipdecode.evaluation.metrics import METRICS
 
 __all__ = ["FIDELITY", "IN_NATS", "Scored", "free_running", "ratio_score", "scorer_of", "table_of"]
@@ -62,7 +61,7 @@ def scorer_of(name: str) -> Callable[[Table], float]:
     """
     if name in FIDELITY:
         return partial(ratio_score, name)
-    score: Callable[[Table], float] = METRICS.get(check_name("metric", name, (*METRICS, *FIDELITY))).score
+    score: Callable[[Table], float] = METRICS.get(METRICS.check(name, *FIDELITY)).score
     return score
 
 

@@ -20,8 +20,6 @@ METRIC_NAMES = {
     "chrf": "chrF",
     "rouge1": "ROUGE-1",
     "rouge2": "ROUGE-2",
-    "meteor": "METEOR",
-    "cider": "CIDEr",
     "loss": "loss on references, nats per token (lower is better)",
     "kl": "KL divergence from full depth, nats (lower is better)",
     "top1_agreement": "top-1 agreement with full depth, %",

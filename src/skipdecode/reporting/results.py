@@ -165,7 +165,7 @@ def _result(run: Run) -> Result:
         request=_bounded(data, "measured_speedup_with_prompt"),
         speed=_bounded(data, "measured_speedup"),
         scores={m: Bounded(e["score"], _bounds(e["interval"])) for m, e in data["metrics"].items()},
-        kept={m: Bounded(e["estimate"], _bounds(e)) for m, e in data["kept"].items() if e is not None},
+        kept={m: Bounded(e["estimate"], _bounds(e)) for m, e in data["kept"].items() if e and m in METRICS},
         measured=", ".join(text.format(value) for text, value in measured.items() if value not in (None, "none")),
     )
 

@@ -90,7 +90,7 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
     overwrite: bool = option("replace an existing run in --out, and the file of --report", default=False)
     name: str | None = option("text before the method's name in tables, such as the checkpoint's name", default=None)
     metrics: tuple[str, ...] = option(
-        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: those of the task, without those "
+        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1 (default: those of the task, without those "
         "whose model is neither cached nor can be downloaded); with --compare also full_depth_agreement, "
         "token_agreement, top1_agreement, kl, loss",
         default=(),
