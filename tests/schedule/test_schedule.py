@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -184,6 +186,22 @@ def schedules(draw):
     own = st.sets(st.integers(0, layers - 1)).map(lambda some: tuple(some | set(range(max(1, warm_up)))))
     prompt = draw(st.one_of(st.sampled_from(["full", "max_exit"]), own))
     return Schedule(layers, tuple(order), tuple(budgets), warm_up, prompt)
+
+
+@given(schedules())
+def test_a_file_has_each_budget_once_and_gives_the_schedule_back(s):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "s.json"
+        s.save(file)
+        assert Schedule.load(file) == s
+        written = json.loads(file.read_text())["budgets"]
+    assert len(written.split(",")) == len(set(s.budgets))
+
+
+@pytest.mark.parametrize("budgets", ["", "6*", "6*2,", "six", "6*0", "6*1000001", "6*999999, 5*2", "5, 6"])
+def test_runs_of_budgets_that_are_none_are_refused(budgets):
+    with pytest.raises(ScheduleError, match="budgets"):
+        Schedule.from_dict(Schedule.full(6).to_dict() | {"drop_order": [1, 2, 3], "budgets": budgets})
 
 
 @given(schedules())

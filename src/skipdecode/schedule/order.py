@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence, Set
+from itertools import groupby
 from typing import Any, Literal
 
 from skipdecode.errors import ScheduleError
@@ -21,6 +22,7 @@ __all__ = [
     "check_layers",
     "check_order",
     "evenly_spaced",
+    "from_run_lengths",
     "int_tuple",
     "least_budget",
     "linear",
@@ -32,11 +34,13 @@ __all__ = [
     "require_int",
     "require_positive",
     "require_speedup",
+    "run_lengths",
     "top_down",
 ]
 
 Order = Literal["bottom-up", "even", "top-down"]
 PromptDepth = Literal["full", "max_exit"] | tuple[int, ...]
+_MOST_POSITIONS = 1_000_000
 
 
 # ---------------------------------------------------------------------- plain values
@@ -245,6 +249,24 @@ def one_or_more(budgets: int | Sequence[int]) -> tuple[int, ...]:
     if not values:
         raise ScheduleError("budgets is empty: give the number of layers of at least one position")
     return values
+
+
+def run_lengths(budgets: Sequence[int]) -> str:
+    """Budgets as text: each value with the number of positions that have it, such as "20*4, 19*4, 18"."""
+    runs = ((value, len(list(same))) for value, same in groupby(budgets))
+    return ", ".join(f"{value}*{count}" if count > 1 else str(value) for value, count in runs)
+
+
+def from_run_lengths(text: str) -> tuple[int, ...]:
+    """Budgets from the text of `run_lengths`; raises ScheduleError for other texts and for more than a million."""
+    runs = [re.fullmatch(r"(\d{1,7})(?:\*(\d{1,7}))?", part.strip()) for part in text.split(",")]
+    counted = [(int(found[1]), int(found[2] or 1)) for found in runs if found is not None]
+    if len(counted) < len(runs) or sum(count for _, count in counted) > _MOST_POSITIONS:
+        raise ScheduleError(
+            f"budgets {text[:80]!r} are not accepted: give a list of numbers, or runs such as '20*4, 19*4, 18', of at "
+            f"most {_MOST_POSITIONS:,} positions"
+        )
+    return tuple(value for value, count in counted for _ in range(count))
 
 
 def check_budgets(budgets: tuple[int, ...], num_layers: int, droppable: int) -> None:

@@ -469,7 +469,8 @@ class Schedule:
             raise ScheduleError(f"unknown schedule field {unknown[0]!r}: accepted are {', '.join(known)}")
         if missing := [name for name in _REQUIRED if name not in data]:
             raise ScheduleError(f"schedule field {missing[0]!r} is missing: needed are {', '.join(_REQUIRED)}")
-        return cls(**data)
+        budgets = data["budgets"]
+        return cls(**data | {"budgets": layer_order.from_run_lengths(budgets)} if isinstance(budgets, str) else data)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -480,8 +481,12 @@ class Schedule:
             raise ScheduleError(f"a schedule must be JSON: {error}") from None
 
     def save(self, path: Path | str) -> None:
-        """Write the schedule as a JSON file for `load` and --schedule; raises OutputError if that fails."""
-        write_whole(_checked(path), self.to_json(indent=1) + "\n")
+        """Write the schedule as a JSON file for `load` and --schedule, with budgets as runs ("20*4, 19*4, 18").
+
+        Raises OutputError if that fails.
+        """
+        values = self.to_dict() | {"budgets": layer_order.run_lengths(self.budgets)}
+        write_whole(_checked(path), json.dumps(values, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
