@@ -34,8 +34,8 @@ from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit
 from skipdecode.performance.cost import CostModel, PromptCost
 from skipdecode.schedule import PromptDepth
-from skipdecode.tuning.collate import IGNORE, collate
-from skipdecode.tuning.objective import Objective, response_logits
+from skipdecode.tuning.collate import collate
+from skipdecode.tuning.objective import Objective
 from tiny import SCHEDULES
 from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model, write_jsonl
 
@@ -98,19 +98,12 @@ def test_losses_with_a_shared_prompt_equal_the_parallel_form(
     model, rows, schedule = tuning_model(family), examples(), SCHEDULES[name].with_prompt(prompt)
     with attach(model, schedule) as attachment:
         meter = meter_of(attachment, rows, tmp_path / "m.jsonl")
-        sums = {example.id: loss for example, (loss,) in meter.by_record([schedule])}
         (loss,) = meter.losses([schedule])
         attachment.schedule = schedule
         batch = collate(rows)
         with torch.inference_mode():
             losses = Objective()(model, batch)
-            logits = response_logits(model, batch).log_softmax(-1)
     assert loss == pytest.approx(float(losses.cross_entropy) / losses.tokens, rel=1e-4)
-    gathered = -logits.gather(-1, batch.targets.clamp(min=0)[..., None])[..., 0]
-    expected = torch.where(batch.targets != IGNORE, gathered, 0.0).sum(1)
-    torch.testing.assert_close(
-        torch.tensor([sums[e.id] for e in rows]), expected, rtol=1e-4, atol=1e-3, check_dtype=False
-    )
 
 
 def test_prompts_and_responses_of_one_token_are_measured_too(tmp_path: Path) -> None:

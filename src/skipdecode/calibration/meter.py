@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ class LossMeter:
         advance: Callable[[], object],
         fit: Fit | None = None,
     ) -> None:
-        self._ordered = sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id))
-        self._batches = batches_of(self._ordered, batch_size)
+        self._batches = batches_of(sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id)), batch_size)
+        self._tokens = sum(len(example.response) for example in examples)
         self._attachment = attachment
         self._store = store
         self._part = part if fit is None else f"{part}, fit {fit.digest()}"
@@ -86,25 +87,9 @@ class LossMeter:
         return len(self._batches)
 
     def losses(self, schedules: Sequence[Schedule]) -> list[float]:
-        """Cross-entropy per response token of each schedule; raises as `by_record`."""
-        tokens = sum(len(example.response) for example in self._ordered)
-        sums = [losses for _, losses in self.by_record(schedules)]
-        return [sum(column) / tokens for column in zip(*sums, strict=True)]
-
-    def by_record(self, schedules: Sequence[Schedule]) -> list[tuple[Example, list[float]]]:
-        """Each record with its summed cross-entropy under each schedule, in no order.
-
-        Raises
-        ------
-        DivergedError
-            A loss is not finite.
-        """
-        found: list[tuple[Example, list[float]]] = []
-        for number, batch in enumerate(self._batches):
-            sums = self._batch(number, batch, schedules)
-            rows = self._ordered[len(found) : len(found) + len(batch.ids)]
-            found += zip(rows, map(list, zip(*sums, strict=True)), strict=True)
-        return found
+        """Cross-entropy per response token of each schedule; raises DivergedError if a loss is not finite."""
+        found = [self._batch(number, batch, schedules) for number, batch in enumerate(self._batches)]
+        return [sum(chain(*sums)) / self._tokens for sums in zip(*found, strict=True)]
 
     def _batch(self, number: int, batch: Batch, schedules: Sequence[Schedule]) -> list[list[float]]:
         """Summed losses of each record under each schedule."""

@@ -1,7 +1,4 @@
-"""A calibration from records to a schedule: the order, the depth that the target leaves, and the prompt set.
-
-`measured_records` are the measurements of a router, which selects one of several known schedules instead.
-"""
+"""A calibration from records to a schedule: the order, the depth that the target leaves, and the prompt set."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.goal import Goal, TextCost
 from skipdecode.calibration.meter import LossMeter, measuring
@@ -21,15 +16,13 @@ from skipdecode.calibration.order import Round, block_influence, greedy_order, g
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.common.progress import note
 from skipdecode.data.prompts import Example
-from skipdecode.engine.router import Measured, prompt_features
 from skipdecode.errors import FitError
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
 __all__ = ["Calibration", "Meters", "Verdict", "calibrate", "calibrate_model", "draw_records"]
-__all__ += ["measured_records", "records_for_fit", "trials"]
+__all__ += ["records_for_fit", "trials"]
 
 _TOKENS_A_COLUMN = 4
 Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
@@ -200,7 +193,7 @@ def calibrate(
     Raises
     ------
     FitError, DivergedError
-        See `Fitter.fit` and `LossMeter.by_record`.
+        See `Fitter.fit` and `LossMeter.losses`.
     """
     layers = goal.workload.cost.num_layers
     rounds: list[Round] = []
@@ -226,33 +219,6 @@ def calibrate(
     verdicts = [_verdict(s, settings, goal.unfitted, *meters(None)) for s in bare]
     verdicts += [_verdict(s, settings, goal.workload, *meters(fit)) for s in (*others, result)]
     return Calibration(result, order, tuple(rounds), tuple(influence), tuple(verdicts), own)
-
-
-def measured_records(
-    loaded: LoadedModel,
-    schedules: Sequence[Schedule],
-    examples: list[Example],
-    cost: CostModel,
-    batch_size: int,
-    file: Path,
-) -> Measured:
-    """Losses and times of records under each schedule, for a router; `file` as in `calibrate_model`."""
-    for schedule in schedules:
-        schedule.check_fits(cost.num_layers)
-    with measuring(loaded, {"router": examples}, batch_size, file) as (_, meters, bar):
-        meter = meters(None)["router"]
-        bar.reset(total=len(schedules) * meter.batches)
-        found = meter.by_record(schedules)
-    features, every = prompt_features(loaded.model), [*schedules, Schedule.full(cost.num_layers)]
-    sizes = [(len(example.prompt), max(2, len(example.response))) for example, _ in found]
-    seconds = np.array([[cost.request_seconds(each, *size) for each in every] for size in sizes])
-    return Measured(
-        features=np.array([features(example.prompt) for example, _ in found]),
-        losses=np.array([losses for _, losses in found]),
-        seconds=seconds[:, :-1],
-        tokens=np.array([float(len(example.response)) for example, _ in found]),
-        full_seconds=seconds[:, -1],
-    )
 
 
 def trials(settings: CalibrationSettings, goal: Goal, fitted: bool) -> tuple[int, int]:

@@ -20,13 +20,13 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.calibration.goal import Goal, check_layers, prompt_sets, set_goal
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import NamedModel, find_schedule, read_cost
+from skipdecode.cli.options import NamedModel, read_cost
 from skipdecode.cli.options.records import (
     LearningOptions,
     augmented,
@@ -49,7 +49,6 @@ from skipdecode.data.source import PromptSource
 from skipdecode.engine.loading import load
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.families import unwrap
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.performance.cost import CostModel
@@ -58,15 +57,13 @@ from skipdecode.schedule import Schedule
 if TYPE_CHECKING:
     from skipdecode.calibration.fitting import Fitter
     from skipdecode.calibration.run import Calibration
-    from skipdecode.engine.router import Routed
 
 __all__ = ["STORE_FILE", "Config", "run"]
 
 STORE_FILE = "measured.jsonl"
-_SCHEDULE, _REPORT, _PICTURE, _ROUTER = "schedule.json", "calibration.json", "calibration.png", "router.json"
+_SCHEDULE, _REPORT, _PICTURE = "schedule.json", "calibration.json", "calibration.png"
 _DIRECTORY = RunDirectory("run of skipdecode calibrate", {STORE_FILE: JOURNAL_KEY, ABOUT_FILE: "settings"})
 _SHOWN_ORDER = 12
-_OF_ROUTERS = ("target_speedup", "batch_size")  # the settings that --router uses
 _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
@@ -74,7 +71,7 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, LearningOptions):
     """Options of `skipdecode calibrate`."""
 
-    NEEDS: ClassVar = {"cost": ("target_speedup",), "router": ("target_speedup",)}
+    NEEDS: ClassVar = {"cost": ("target_speedup",)}
 
     data: str = option(
         "JSONL or CSV file of records with prompts and responses, unless --self", default="", path=Reads()
@@ -94,13 +91,6 @@ class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, 
         "fit bridges over skipped layers, which the search measures in place, and keys and values of prompts",
         default=True,
     )
-    router: tuple[str, ...] = option(
-        "make a router (OUT/router.json) in place of a schedule: it selects one of these schedules for each request, "
-        "so that all requests together reach --target-speedup; schedule files, full, or names of schedules that the "
-        "checkpoint was tuned under",
-        default=(),
-        path=Reads(),
-    )
     json: bool = option("print one JSON document", default=False)
 
 
@@ -114,8 +104,6 @@ def run(config: Config) -> int:
     if config.self == bool(config.data):
         raise UsageError("give one of --data FILE and --self")
     cost = _cost(config)
-    if config.router:
-        return _route(config, prompts, cost)
     layers = config.ref.num_layers
     check_layers(config, layers)
     prompt_sets(config, layers)
@@ -282,55 +270,3 @@ def _remarks(verdicts: list[dict[str, Any]]) -> list[str]:
     key, where = ("measured", "these records") if chosen["held_out"] is None else ("held_out", "held-out records")
     better = [v["name"] for v in verdicts if v["name"] in ("paper", "even") and v[key] < chosen[key]]
     return [f"on {where}, the calibrated schedule is not better than: {', '.join(better)}"] if better else []
-
-
-# ---------------------------------------------------------------------- a router
-
-
-def _route(config: Config, prompts: PromptSource | None, cost: CostModel | None) -> int:
-    """Measure the schedules of --router, fit the router, write and print it."""
-    from skipdecode.calibration.run import draw_records, measured_records
-    from skipdecode.engine.router import fit_router
-
-    settings = (field.name for field in fields(CalibrationSettings) if field.name not in _OF_ROUTERS)
-    if unused := next((name for name in settings if getattr(config, name) != getattr(Config, name)), None):
-        raise UsageError(f"--router does not learn a schedule: leave out {flag(unused)}")
-    schedules = _routed_schedules(config)
-    loaded, examples = _read(config, prompts)
-    examples, _ = draw_records(examples, config.records, 0, config.seed)
-    cost, _ = _found_cost(config, cost, round(median(len(example.prompt) for example in examples)))
-    records = measured_records(loaded, schedules, examples, cost, config.batch_size, Path(config.out) / STORE_FILE)
-    target = cast("float", config.target_speedup)
-    router, found = fit_router(schedules, records, target, base_sample(unwrap(loaded.model)))
-    place = Path(config.out) / _ROUTER
-    router.save(place)
-    document = {"schedules": [schedule.name for schedule in schedules], **found._asdict()}
-    print(json.dumps(document) if config.json else _routed_report(config, schedules, found, place))
-    return 0
-
-
-def _routed_schedules(config: Config) -> list[Schedule]:
-    """The schedules of --router, the deepest first."""
-    from skipdecode.engine.router import common_order
-
-    named = config.ref.schedules
-    found = [find_schedule(word, named) for word in config.router]
-    if len(set(found)) < max(2, len(found)):
-        raise UsageError(f"--router {' '.join(config.router)}: give two different schedules or more")
-    common_order(found)
-    return sorted(found, key=lambda each: -each.mean_budget())
-
-
-def _routed_report(config: Config, schedules: list[Schedule], found: Routed, place: Path) -> str:
-    shares = ", ".join(f"{each.name} {share:.0%}" for each, share in zip(schedules, found.shares, strict=True))
-    pays = "" if found.low > 0 else ": not significant, so a static schedule is the better choice"
-    use = ["skipdecode", "generate", *config.words, "--router", str(place), "--input", "prompts.jsonl"]
-    return "\n".join(
-        [
-            f"requests: {found.speedup:.2f}x by the cost model; {shares}",
-            f"loss per response token {found.loss:.4f}; best schedule, or mix of two, with the same time: "
-            f"{found.static:.4f}",
-            f"gain {found.gain:+.4f} ({found.low:+.4f} to {found.high:+.4f}){pays}",
-            f"next: {shlex.join(use)}",
-        ]
-    )

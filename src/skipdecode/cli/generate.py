@@ -52,13 +52,12 @@ from skipdecode.errors import UsageError
 from skipdecode.models.families import vocabulary_size
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.data.run import Job
     from skipdecode.data.summary import RunSummary
-    from skipdecode.engine.base import Engine
     from skipdecode.engine.opening import Backend
-    from skipdecode.engine.router import Router
 
 __all__ = ["Config", "run"]
 
@@ -71,10 +70,7 @@ def _output_files(output: str) -> list[Path]:
 class Config(EngineOptions, DecodingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
-    EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {
-        "prompts": ("input", "field"),
-        "router": ("schedule", "nominal_speedup", "prompt_layers", "compare"),
-    }
+    EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {"prompts": ("input", "field")}
 
     prompts: tuple[str, ...] = option("prompts, instead of --input", positional=True, default=())
     input: str | None = option(
@@ -133,33 +129,27 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
         "afterwards run up to 8 batches again, in turn with full depth, and print both speeds",
         default=False,
     )
-    router: str | None = option(
-        "file of skipdecode calibrate --router, which selects a schedule for each prompt; the output record names the "
-        "schedule",
-        default=None,
-        path=Reads(),
-    )
     summary: str | None = option("file for the statistics of the run (JSON)", default=None, path=Writes())
 
 
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if records could not be used, or 130 if interrupted."""
     _check(config)
-    router, source, form = _router(config), _source(config), _form(config)
+    source, form = _source(config), _form(config)
     ref, rows = config.ref, source.count(form, all_usable=config.on_error == "stop")
-    chosen = router or choose_schedule(
+    chosen = choose_schedule(
         config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens, named=ref.schedules
     )
     loaded = config.load()
-    _tell_schedules(config, chosen, loaded)
+    _tell_schedule(config, chosen, loaded)
     engines = config.engines(loaded)
     if form.remark is not None:
         note(form.remark)
-    fingerprint = _fingerprint(config, source, form, chosen, loaded, engines)
+    fingerprint = _fingerprint(config, source, form, chosen.schedule, loaded, engines)
     shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
     writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:
-        summary = _generate(source, form, config, _job(config, loaded, form, engines, chosen), writer, rows)
+        summary = _generate(source, form, config, _job(config, loaded, form, engines, chosen.schedule), writer, rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
         return 130
@@ -202,26 +192,11 @@ def _form(config: Config) -> PromptForm:
     )
 
 
-def _router(config: Config) -> Router | None:
-    if config.router is None:
-        return None
-    from skipdecode.engine.router import Router
-
-    router = Router.load(Path(config.router))
-    router.schedules[0].check_fits(config.ref.num_layers)
-    return router
-
-
-def _tell_schedules(config: Config, chosen: ScheduleChoice | Router, loaded: LoadedModel) -> None:
+def _tell_schedule(config: Config, chosen: ScheduleChoice, loaded: LoadedModel) -> None:
     from skipdecode.data.summary import schedule_line
 
-    if isinstance(chosen, ScheduleChoice):
-        note(schedule_line(*chosen))
-        schedules = [chosen.schedule]
-    else:
-        schedules = list(chosen.schedules)
-        note(f"router {config.router} selects one of {', '.join(each.name for each in schedules)} for each prompt")
-    if not config.exact and (line := loaded.untuned_line(schedules)):
+    note(schedule_line(*chosen))
+    if not config.exact and (line := loaded.untuned_line([chosen.schedule])):
         note(line)
 
 
@@ -229,12 +204,11 @@ def _fingerprint(
     config: Config,
     source: PromptSource,
     form: PromptForm,
-    chosen: ScheduleChoice | Router,
+    schedule: Schedule,
     loaded: LoadedModel,
     engines: Backend,
 ) -> dict[str, Any]:
     """All that the output records depend on; without the batch size, so that a run may continue with another."""
-    schedule = chosen.schedule if isinstance(chosen, ScheduleChoice) else chosen
     return {
         "model": config.model,
         "max_new_tokens": config.max_new_tokens,
@@ -256,17 +230,10 @@ def _fingerprint(
 # ---------------------------------------------------------------------- the run
 
 
-def _job(
-    config: Config, loaded: LoadedModel, form: PromptForm, engines: Backend, chosen: ScheduleChoice | Router
-) -> Job:
+def _job(config: Config, loaded: LoadedModel, form: PromptForm, engines: Backend, schedule: Schedule) -> Job:
     from skipdecode.data.detokenizer import TokenTexts
     from skipdecode.data.run import Job
     from skipdecode.engine.opening import end_tokens
-
-    def make_engine(rows: int) -> Engine:
-        if isinstance(chosen, ScheduleChoice):
-            return engines.engine(chosen.schedule, max_rows=rows)
-        return engines.for_order(chosen.order, max_rows=rows)
 
     tokenizer, context = loaded.tokenizer, context_length(loaded.model.config)
     chat = config.chat or config.system is not None
@@ -285,8 +252,7 @@ def _job(
             template=form.template,
             vocabulary=vocabulary_size(loaded.model),
         ),
-        make_engine=make_engine,
-        route=None if isinstance(chosen, ScheduleChoice) else chosen.bind(loaded.model),
+        make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
         batch_size=config.batch_size,
         repeat=asked if _prints_text(config) else attrgetter("text") if config.include_prompt else None,
         full_depth=(lambda rows: engines.engine(max_rows=rows)) if config.compare else None,

@@ -7,6 +7,7 @@ from skipdecode.errors import UsageError
 __all__ = ["RETIRED", "refuse_retired"]
 
 RETIRED = {
+    "--router": "a fixed schedule is the better choice (generate and serve take one with --schedule)",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "
     "measure throughput and latency (serve_load.py for a server)",
 }

@@ -30,7 +30,6 @@ from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
 
 if TYPE_CHECKING:
-    from skipdecode.engine.router import Router
     from skipdecode.serving.service import Service
 
 __all__ = ["Config", "run"]
@@ -75,12 +74,6 @@ class Config(Binding, ServerLimits, EngineOptions):
         "--no-template: use texts unchanged",
         default=True,
     )
-    router: str | None = option(
-        "file of skipdecode calibrate --router: adds its schedules, and selects one for each request with the schedule "
-        "routed",
-        default=None,
-        path=Reads(),
-    )
     api_keys: str | None = option("file with the SHA-256 of one API key per line", default=None, path=Reads())
 
 
@@ -123,20 +116,11 @@ def _checked(config: Config) -> list[Schedule]:
     for speedup in config.nominal_speedup:
         schedule = Schedule.from_speedup(ref.num_layers, speedup, config.seq_len)
         found.append(schedule.flattened() if config.flat else schedule)
-    text, router = config.prompt_layers, _router(config)
+    text = config.prompt_layers
     found = found if text is None else [s.with_prompt(prompt_set(text, s.num_layers)) for s in found]
-    found += [] if router is None else router.schedules
     for schedule in found:
         schedule.check_fits(ref.num_layers)
     return found
-
-
-def _router(config: Config) -> Router | None:
-    if config.router is None:
-        return None
-    from skipdecode.engine.router import Router
-
-    return Router.load(Path(config.router))
 
 
 def _name(config: Config) -> str:
@@ -163,8 +147,6 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         note=note,
     )
     catalog = service.catalog
-    if (router := _router(config)) is not None:
-        catalog.route = router.bind(loaded.model)
     own = " (the checkpoint's own)" if loaded.schedule is not None else ""
     note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{own}")
     if (line := loaded.untuned_line(catalog.loaded.values())) is not None:
@@ -182,7 +164,6 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
 
 _NOT_FOR_VLLM = {
     "quantization": "vLLM uses the quantization of the checkpoint",
-    "router": "requests name their schedules",
     "api_keys": "set the environment variable VLLM_API_KEY",
     "prefix_per_key": "a request has its own cache_salt",
     "cors": "vLLM accepts pages of any origin",

@@ -22,9 +22,7 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary, SpeedComparison
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
-from skipdecode.engine.router import Route
 from skipdecode.errors import DataError, WorkError
-from skipdecode.schedule import Schedule
 
 __all__ = ["Decoding", "Job", "generate_rows", "refuse_bad_rows"]
 
@@ -80,8 +78,6 @@ class Job(Decoding):
         From a number of sequences to an engine under the job's schedule.
     repeat : callable, optional
         From a prompt to what the output repeats of it.
-    route : callable, optional
-        From a prompt's token ids to its schedule, which the output names (`Router.bind`); `make_engine`'s takes any.
     full_depth : callable, optional
         From a number of sequences to an engine at full depth, on which some batches are timed again.
     """
@@ -90,7 +86,6 @@ class Job(Decoding):
     make_engine: Callable[[int], Engine]
     batch_size: int
     repeat: Callable[[EncodedPrompt], str] | None = None
-    route: Route | None = None
     full_depth: Callable[[int], Engine] | None = None
 
     def row(self, prompt: EncodedPrompt, text: str, tokens: int, finish_reason: FinishReason) -> dict[str, Any]:
@@ -110,7 +105,6 @@ class _Open:
 
     prompt: EncodedPrompt
     reader: Detokenizer
-    schedule: Schedule | None
     text: list[str] = field(default_factory=list)
 
 
@@ -119,17 +113,13 @@ class _Run:
 
     def __init__(self, job: Job, writer: RowWriter, rows: int, summary: RunSummary, engine: Engine) -> None:
         self.job, self.writer, self.summary, self.engine = job, writer, summary, engine
-        self.due: list[tuple[Schedule | None, list[EncodedPrompt]]] = []
         self.open: dict[int, _Open] = {}
         self.compared: list[list[Request]] = []  # each with as many tokens as its sequence took
         self._every = max(1, rows // job.batch_size // _COMPARED_BATCHES)
         self._finished = 0
 
     def take(self, window: list[Record], report: Callable[[EncodedPrompt], None]) -> int:
-        """Queue a window's records; records that cannot be used are written at once. Returns the number of the latter.
-
-        Records of one schedule are together, because a step costs the layers of its deepest sequence.
-        """
+        """Submit a window's records, and write those that cannot be used at once; returns the number of the latter."""
         prompts = self.job.encoder.encode(window)
         bad = [prompt for prompt in prompts if prompt.error is not None]
         for prompt in bad:
@@ -139,20 +129,10 @@ class _Run:
             self.writer.put(record.index, error, bad=True)
         self.summary.rows += len(bad)
         self.summary.bad_rows += len(bad)
-        parts: dict[Schedule | None, list[EncodedPrompt]] = {}
-        for prompt in prompts:
-            if prompt.error is None:
-                chosen = None if self.job.route is None else self.job.route(prompt.token_ids)
-                parts.setdefault(chosen, []).append(prompt)
-        self.due += parts.items()
+        good = [prompt for prompt in prompts if prompt.error is None]
+        numbers = self.engine.submit(map(self.job.request, good))
+        self.open |= {n: _Open(prompt, self.job.reader()) for n, prompt in zip(numbers, good, strict=True)}
         return len(bad)
-
-    def submit(self) -> None:
-        """Submit the next records of one schedule."""
-        schedule, prompts = self.due.pop(0)
-        numbers = self.engine.submit([self.job.request(prompt) for prompt in prompts], schedule)
-        rows = (_Open(prompt, self.job.reader(), schedule) for prompt in prompts)
-        self.open |= dict(zip(numbers, rows, strict=True))
 
     def step(self) -> int:
         """One step of the engine; returns the number of sequences that ended."""
@@ -180,9 +160,7 @@ class _Run:
             return False
         del self.open[out.request]
         self.summary.ended_at_once += reason == "eos" and tokens == 1
-        told = self.job.row(row.prompt, "".join(row.text), tokens, reason)
-        named = {} if row.schedule is None else {"schedule": row.schedule.name}
-        self.writer.put(row.prompt.record.index, told | named)
+        self.writer.put(row.prompt.record.index, self.job.row(row.prompt, "".join(row.text), tokens, reason))
         self.summary.rows += 1
         self._keep_for_comparison(row.prompt, tokens)
         return True
@@ -232,12 +210,10 @@ def generate_rows(
     run = _Run(job, writer, rows, summary, engine)
     windows = _windows(records, _WINDOW_BATCHES * job.batch_size)
     window = next(windows, None)
-    while window is not None or run.due or engine.has_work:
-        if window is not None and not run.due and not engine.waiting:
+    while window is not None or engine.has_work:
+        if window is not None and not engine.waiting:
             progress(run.take(window, report), summary)
             window = next(windows, None)
-        if run.due and not engine.waiting:
-            run.submit()
         if ended := run.step():
             progress(ended, summary)
     summary.seconds = time.perf_counter() - started

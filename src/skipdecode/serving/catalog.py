@@ -7,15 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from skipdecode.engine.router import Route
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.serving.errors import ApiError, ExactModel
 
-__all__ = ["ROUTED", "Catalog", "ModelEntry", "ModelList", "TemplateEntry"]
-
-ROUTED = "routed"
-"""For requests: the schedule that a router chooses (`skipdecode serve --router`)."""
+__all__ = ["Catalog", "ModelEntry", "ModelList", "TemplateEntry"]
 
 
 class _ScheduleEntry(ExactModel):
@@ -88,8 +84,6 @@ class Catalog:
         All schedules by name, full depth included.
     default : str
         Name of the schedule of requests that ask for none.
-    route : callable or None
-        Chooses one of the schedules for a prompt's token ids, for requests that ask for `ROUTED`.
 
     Raises
     ------
@@ -106,7 +100,6 @@ class Catalog:
     ) -> None:
         self.num_layers = num_layers
         self._tuned_under = tuned_under
-        self.route: Route | None = None
         self.loaded: dict[str, Schedule] = {}
         self._add(Schedule.full(num_layers))
         self.default = "full" if carried is None else self._add(carried)
@@ -117,19 +110,13 @@ class Catalog:
         self._budget_order = orders[0] if orders else layer_order.bottom_up(num_layers, min(1, num_layers))
         self._least_budget = max(1, num_layers - len(self._budget_order))
 
-    def find(self, name: str | None, budget: int | None, prompts: Sequence[Sequence[int]] = ()) -> Schedule:
-        """The schedule that a request of these prompts asks for; raises ApiError if there is none."""
+    def find(self, name: str | None, budget: int | None) -> Schedule:
+        """The schedule that a request asks for; raises ApiError if there is none."""
         if budget is not None:
             return self._constant(min(budget, self.num_layers))
         name = self.default if name is None else name
-        if name == ROUTED and self.route is not None:
-            if len(prompts) != 1:
-                message = f"{ROUTED} is for requests of one prompt, not of {len(prompts)}: send a request for each"
-                raise ApiError(400, "invalid_value", message, "skipdecode.schedule")
-            name = self._add(self.route(prompts[0]))  # which is loaded, and the name tells
         if name not in self.loaded:
-            names = (*self.loaded, *(() if self.route is None else (ROUTED,)))
-            message = f"there is no schedule of this name: the server has {', '.join(names)}"
+            message = f"there is no schedule of this name: the server has {', '.join(self.loaded)}"
             raise ApiError(400, "invalid_value", message, "skipdecode.schedule")
         return self.loaded[name]
 

@@ -97,7 +97,7 @@ class Preprocessor:
             message = "only a text goes into the checkpoint's template, no chat and no token ids: leave template out"
             raise ApiError(400, "invalid_value", message, "skipdecode.template")
         prompts = self._all_checked(sources, template)
-        schedule = self._catalog.find(asked.schedule, asked.budget, prompts)
+        schedule = self._catalog.find(asked.schedule, asked.budget)
         state = RequestState(
             schedule=schedule,
             label=self._catalog.label(schedule),

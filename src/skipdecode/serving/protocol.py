@@ -84,7 +84,7 @@ def _sampling(name: str, description: str | None = None, *, default: Any = None,
 class Extension(Strict):
     """Which layers run, and whether the client wants to know."""
 
-    schedule: str | None = Field(default=None, description="one of the names of /v1/models, or routed (serve --router)")
+    schedule: str | None = Field(default=None, description="one of the names of /v1/models")
     budget: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="a constant number of layers after the prompt; at most all layers run"
     )

@@ -17,7 +17,7 @@ from skipdecode.common.progress import detail, note
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.loading import load
 from skipdecode.engine.requests import SamplingOptions
-from skipdecode.errors import DataError, ScheduleError, UsageError
+from skipdecode.errors import DataError, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import DTYPES, LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
@@ -40,7 +40,6 @@ __all__ = [
     "ThreadOptions",
     "adjusted_schedule",
     "choose_schedule",
-    "find_schedule",
     "read_cost",
     "stop_text",
     "with_breaks",
@@ -262,18 +261,6 @@ def choose_schedule(
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
     return adjusted_schedule(options, *chosen)
-
-
-def find_schedule(text: str, named: Mapping[str, Schedule]) -> Schedule:
-    """The schedule of this name, else of this file; raises ScheduleError, with the names, if there is neither."""
-    if text in named:
-        return named[text]
-    if named and not Path(text).exists():
-        raise ScheduleError(
-            f"cannot read the schedule {text}: there is no such file; schedules of the checkpoint are "
-            f"{', '.join(named)}"
-        )
-    return Schedule.load(text)
 
 
 def adjusted_schedule(options: ScheduleOptions, schedule: Schedule, origin: str) -> ScheduleChoice:
