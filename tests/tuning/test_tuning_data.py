@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from checkpoints import CHATML, byte_tokenizer, chatml_tokenizer
+from skipdecode.data.chats import response_ids
 from skipdecode.data.prompts import Example, encode_examples, read_file
 from skipdecode.data.records import Template
 from skipdecode.errors import DataError, UsageError
@@ -125,6 +126,13 @@ def test_a_learned_answer_is_what_the_chat_template_writes(tmp_path: Path, templ
     assert tokenizer.convert_ids_to_tokens(example.response[-1]) in ("<|im_end|>", "</s>")
     (plain,), _ = load_examples(path, Template("{thing}", "ref"), tokenizer)
     assert tokenizer.decode(plain.response) == "a {ref}</s>"
+
+
+@pytest.mark.parametrize("answer", ["end", "e", "im_end", "assistant", "a"])
+def test_an_answer_that_stands_in_the_templates_own_text_is_whole(answer: str) -> None:
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = OTHER_START
+    assert tokenizer.batch_decode(response_ids([answer], tokenizer, chat=True)) == [f"{answer}<|im_end|>"]
 
 
 def test_a_token_of_the_answer_is_not_its_end(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ __all__ = [
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"}
 """By which a list of messages is told from a list of records."""
 _PROBE = [{"role": "user", "content": "a"}]
+_MARK = "8c1f0e"  # a text that stands nowhere else in a rendered chat
 
 
 def token_ids(tokenizer: Any, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
@@ -166,9 +167,14 @@ def response_ids(texts: Sequence[str], tokenizer: Any, *, chat: bool = False) ->
 
 def _turn(tokenizer: Any, before: str, text: str) -> str:
     """What the template writes for an answer behind the prompt `before`, without white space at its end."""
-    whole = render_chat(tokenizer, [*_PROBE, {"role": "assistant", "content": text}], answer=False)
+    whole = _answered(tokenizer, text)
     if whole.startswith(before):
         return whole[len(before) :].rstrip()
-    # The beginning of an answer is written otherwise than that of a finished one.
-    _, found, tail = whole.rpartition(text)
+    # The beginning of an answer is written otherwise than that of a finished one. The text of an answer may be part of
+    # what ends it, such as "end" of <|im_end|>, so the end is found behind another text.
+    _, found, tail = _answered(tokenizer, _MARK).rpartition(_MARK)
     return (text + tail if found else text).rstrip()
+
+
+def _answered(tokenizer: Any, text: str) -> str:
+    return render_chat(tokenizer, [*_PROBE, {"role": "assistant", "content": text}], answer=False)

@@ -28,6 +28,7 @@ def put_adapter(model: Any, adapter: Path, device: Any) -> Any:
     options: dict[str, Any] = {"torch_device": str(device), "autocast_adapter_dtype": False}
     with told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars(), _without_warnings():
         adapted = peft.PeftModel.from_pretrained(model, str(adapter), **options)
+        unwrap(adapted)  # refuses prompt learning, whose tensors are not checked as others are
         # Again, as only this returns which tensors did not fit.
         found = adapted.load_adapter(str(adapter), adapted.active_adapter, **options)
         tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
