@@ -28,6 +28,7 @@ from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 Files = dict[str, str]
+OLD_OPTIONS = {"tensorboard": True}  # of recipes of earlier versions
 PRESETS = Path(__file__).parents[2] / "presets"
 
 
@@ -130,9 +131,15 @@ def test_a_run_by_the_clock_ends_in_time_with_its_learning_rate_at_the_end(files
     assert main(arguments(files, tmp_path / "no", "--minutes", "1", "--curriculum", "lower")) == 2
 
 
+def add_options(recipe: Path, options: dict[str, Any]) -> None:
+    content = json.loads(recipe.read_text())
+    recipe.write_text(json.dumps(content | {"options": content["options"] | options}))
+
+
 def test_a_recipe_repeats_the_run_and_options_come_before_it(files: Files, tmp_path: Path) -> None:
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     assert main(arguments(files, first, "--nominal-speedup", "2", "--seed", "3")) == 0
+    add_options(first / "recipe.json", OLD_OPTIONS)
     data = ["--train", files["train"], "--dev", files["dev"]]
     recipe = ["tune", "--recipe", str(first / "recipe.json"), *data]
     assert main([*recipe, "--out", str(again)]) == 0
@@ -158,6 +165,8 @@ def test_a_run_is_resumed_on_as_many_processes(files: Files, tmp_path: Path, cap
     command = arguments(files, tmp_path, "--nominal-speedup", "2", "--resume")
     assert main(command) == 0
     recipe = json.loads((tmp_path / "recipe.json").read_text())
+    add_options(tmp_path / "recipe.json", OLD_OPTIONS)
+    assert main(command) == 0
     (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"processes": 2, "result": None}))
     capsys.readouterr()
     assert "started on 2 processes, and 1 would get other batches" in refused(capsys, command)

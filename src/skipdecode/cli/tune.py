@@ -32,6 +32,7 @@ from skipdecode.cli.options.records import (
     self_template,
     with_self_generated,
 )
+from skipdecode.cli.retired import refuse_retired
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.options import Reads, option
@@ -71,6 +72,8 @@ _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABO
 _SOME_POSITIONS = 64  # until the responses are read
 _INVENTED = 3  # copies of a record with invented names; with one, more of the names that training lacks get lost
 _FRESH_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+# Of recipes of earlier versions: these options do not change the weights.
+_RETIRED = ("tensorboard",)
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 # Self-generated data can only teach what full depth does; milder schedules lose very little there.
 _SELF_DEFAULTS = {"distill_weight": 1.0, "curriculum": "sampled", "sampled_speedups": (1.0, 1.25)}
@@ -116,9 +119,10 @@ def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     if path is None:
         return
     recipe = read_recipe(Path(path))
-    options = recipe["options"]
+    options = _current(recipe["options"])
     known = {f.name for f in fields(Config)} - set(_NOT_IN_RECIPE)
     if unknown := sorted(set(options) - known):
+        refuse_retired("tune", flag(unknown[0]))
         raise UsageError(f"recipe {path}: unknown option {unknown[0]!r}; accepted are {', '.join(sorted(known))}")
     if recipe.get("schedule") is not None:
         # The recipe has the schedule itself: the file may have been deleted or changed.
@@ -152,7 +156,7 @@ def run(config: Config) -> int:
     about = {"checkpoint": digest, "base": base, "processes": processes}
     recipe = make_recipe(options, template, schedule, data, environment(), **about)
     if config.resume and (stored := stored_recipe(out)) is not None:
-        check_same_run(stored, recipe)
+        check_same_run(stored | {"options": _current(stored["options"])}, recipe)
         if stored.get("result") is not None:
             if state.is_main_process:
                 _finish_again(config, stored, out)
@@ -166,6 +170,11 @@ def run(config: Config) -> int:
     if state.is_main_process:
         _show(config, recipe | {"result": result.to_dict()}, out)
     return 0
+
+
+def _current(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's options without those that earlier versions had and that change nothing."""
+    return {name: value for name, value in options.items() if name not in _RETIRED}
 
 
 def _name_ends(loaded: LoadedModel, examples: Sequence[Example]) -> None:
@@ -205,8 +214,6 @@ def _check(config: Config) -> None:
         make_template(config)
     if not config.full and find_spec("peft") is None:
         raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
-    if config.tensorboard and find_spec("tensorboard") is None:
-        raise MissingExtraError("--tensorboard", "tensorboard")
     if config.goes_on and (given := [n for n in _FRESH_LORA if getattr(config, n) != getattr(Config, n)]):
         raise UsageError(
             f"{config.model} is an adapter, which is tuned further: leave out {flag(given[0])}, or add --merge, which "

@@ -1,4 +1,4 @@
-"""A run's log: JSON lines as it goes, and TensorBoard on request; names of what a run writes."""
+"""A run's log: JSON lines as it goes; names of what a run writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from skipdecode.common.files import write_whole, writing
 from skipdecode.common.kinds import heading
-from skipdecode.errors import MissingExtraError
 
 __all__ = ["CHECKPOINTS", "LOG_FILE", "RunLog", "dev_losses", "read_log"]
 
@@ -22,36 +21,22 @@ class RunLog:
     ----------
     keep_steps : int
         Rows of later steps are dropped: those that a killed run wrote after its last checkpoint, and that come again.
-    tensorboard : bool
-        Write events to `directory`/tensorboard too.
-
-    Raises
-    ------
-    MissingExtraError
-        TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, directory: Path, *, keep_steps: int, tensorboard: bool) -> None:
+    def __init__(self, directory: Path, *, keep_steps: int) -> None:
         path = directory / LOG_FILE
         rows = [row for row in read_log(path) if row["step"] <= keep_steps] if keep_steps else []
         write_whole(path, "".join(map(_line, [heading("tuning"), *rows])))
         self._path, self._file = path, path.open("ab", buffering=0)
-        self._events = _event_writer(directory / "tensorboard", keep_steps) if tensorboard else None
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """One row; it is on its way to the disk when this returns."""
         with writing(self._path):
             self._file.write(_line({"kind": kind, "step": step, **values}).encode())
-        if self._events is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._events.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -72,12 +57,3 @@ def dev_losses(path: Path) -> list[tuple[float, float]]:
 
 def _line(row: dict[str, Any]) -> str:
     return json.dumps(row) + "\n"
-
-
-def _event_writer(directory: Path, keep_steps: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise MissingExtraError("--tensorboard", "tensorboard") from None
-    # TensorBoard hides older events from the first repeated step on.
-    return SummaryWriter(str(directory), purge_step=keep_steps + 1 if keep_steps else None)

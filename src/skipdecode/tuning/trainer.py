@@ -187,7 +187,7 @@ class Tuner:
     def _train_all(self) -> None:
         config, progress = self._config, self._checkpoints.progress
         main = self._accelerator.is_main_process
-        log = RunLog(self._out, keep_steps=progress.step, tensorboard=config.tensorboard) if main else None
+        log = RunLog(self._out, keep_steps=progress.step) if main else None
         world, rank = self._accelerator.num_processes, self._accelerator.process_index
         first = progress.step * config.accumulation * world
         numbers = GroupedBatches(self._train, config.batch_size, seed=config.seed, start=first)
