@@ -40,7 +40,6 @@ from skipdecode.serving.streaming import EventStreamResponse, collect
 __all__ = ["create_app"]
 
 _STOP_SECONDS = 10.0
-_PAGES = {"index.html": "/", "docs.html": "/docs"}
 _MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 # Of one event; its data is JSON (a chunk, or an error), and "[DONE]" at the end.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -208,7 +207,7 @@ def _add_page(app: FastAPI) -> None:
     for file in files("skipdecode.serving").joinpath("static").iterdir():
         kind = _MEDIA_TYPES.get(file.name.rpartition(".")[2])
         if kind is not None:
-            path = _PAGES.get(file.name, f"/{file.name}")
+            path = "/" if file.name == "index.html" else f"/{file.name}"
             app.add_route(path, partial(_file, file.read_bytes(), kind), include_in_schema=False)
 
 
