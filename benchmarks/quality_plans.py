@@ -179,7 +179,7 @@ _ANY_SPEED = [
     *("--dev-records", "64", "--compare-batches", "0"),
 ]
 _ANY_METHODS = ["full", *files("learned", 2, 3, 5), *files("lower10", 2, 3, 5)]
-_LOWERED = ["--steps", "450", "--curriculum", "lower", "--curriculum-fraction", "0.3", "--distill-weight", "0.5"]
+_TAUGHT = ["--steps", "450", "--distill-weight", "0.5"]
 _SHORT = ["--steps", "50", "--distill-weight", "0.5"]
 _ABLATED = ("paper", "warmup0", "warmup2", "warmup4", "flat", "max_exit", "median")
 
@@ -347,7 +347,7 @@ PLANS = {
         **_E2E,
         # As many steps as full depth had, for one schedule each.
         checkpoints={
-            f"{short}-{speedup}x": tuned(f"{order}-{speedup}x", _LOWERED, files(order, speedup))
+            f"{short}-{speedup}x": tuned(f"{order}-{speedup}x", _TAUGHT, files(order, speedup))
             for short, order in (("even", "even"), ("cal", "calibrated"))
             for speedup in (2, 3, 5)
         },

@@ -156,25 +156,6 @@ def test_axe_finds_nothing_serious(browser: Browser, address: str, size: tuple[i
         assert serious(page) == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_the_interface_is_described(browser: Browser, address: str, size: tuple[int, int], scheme: str):
-    with opened(browser, address, size, color_scheme=scheme) as page:
-        page.get_by_text("How to read this page").click()
-        page.get_by_role("link", name="What the server answers to").click()
-        described = page.request.get(f"{address}/openapi.json").json()
-        expect(page.get_by_role("heading", name="/v1/completions")).to_be_visible()
-        assert page.locator("#contents a").count() == sum(map(len, described["paths"].values()))
-        body = page.locator("[id='object-CompletionRequest']")
-        names = body.locator("td code").all_inner_texts()
-        assert names == list(described["components"]["schemas"]["CompletionRequest"]["properties"])
-        expect(body.get_by_role("row").filter(has_text="min_p")).to_contain_text("number, from 0 to 1")
-        page.locator("[id='post/v1/completions']").get_by_role("link", name="CompletionRequest").click()
-        expect(body.get_by_role("heading")).to_be_in_viewport()
-        assert page.evaluate("document.documentElement.scrollWidth") == size[0]
-        assert serious(page) == []
-
-
 def test_two_empty_answers_are_not_called_equal(browser: Browser, tmp_path: Path):
     directory = save_tiny_model(tmp_path, context=512)
     model = AutoModelForCausalLM.from_pretrained(directory)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import OptionError, ScheduleError, UsageError
-from skipdecode.schedule import PromptDepth
 from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.curriculum import Lower, Sampled, make_curriculum
+from skipdecode.tuning.curriculum import Sampled, make_curriculum
 
 TARGET = Schedule.from_speedup(12, 3, 20)
 
@@ -21,25 +18,6 @@ def test_without_a_curriculum_every_step_runs_the_target() -> None:
     curriculum = make_curriculum(TARGET, TuneConfig())
     assert curriculum.goals == (TARGET,)
     assert {curriculum.schedule_at(step) for step in range(5)} == {TARGET}
-
-
-@given(st.integers(1, 50), st.integers(0, 60), st.sampled_from(["full", "max_exit", (0, 1, 2), (0, 3, 7, 11)]))
-def test_lowering_starts_at_full_depth_never_deepens_and_arrives(steps: int, step: int, prompt: PromptDepth) -> None:
-    target = TARGET.with_prompt(prompt)
-    curriculum = Lower(target, steps)
-    assert curriculum.schedule_at(0).is_full
-    assert curriculum.schedule_at(steps) == curriculum.schedule_at(steps + step) == target
-    now, later = curriculum.schedule_at(step), curriculum.schedule_at(step + 1)
-    assert now.contains(later)
-    assert now.contains(target)
-    fewer = len(target.prompt_layers())
-    assert len(curriculum.schedule_at(steps // 2).prompt_layers()) >= (12 + fewer) // 2
-
-
-def test_lowering_takes_the_stated_part_of_the_run() -> None:
-    curriculum = make_curriculum(TARGET, TuneConfig(steps=40, curriculum="lower", curriculum_fraction=0.25))
-    assert curriculum.schedule_at(9) != TARGET
-    assert curriculum.schedule_at(10) == TARGET
 
 
 def test_sampling_draws_each_speed_up_and_repeats_itself() -> None:
@@ -113,7 +91,8 @@ def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "accepted"),
     [
-        ("curriculum", "sampeld", "one of none, lower, sampled"),
+        ("curriculum", "sampeld", "one of none, sampled"),
+        ("curriculum", "lower", "one of none, sampled"),
         ("precision", "fp16", "one of auto, fp32, bf16"),
         ("full", "false", "true or false"),
         ("lora_targets", "all-linear", "a list of values"),
@@ -151,7 +130,6 @@ def test_learning_rate_rises_then_falls_to_almost_nothing() -> None:
         ("lora_rank", 0),
         ("distill_weight", 1.1),
         ("temperature", 0),
-        ("curriculum_fraction", -1),
         ("lora_dropout", 1),
         ("clip", -1),
         ("sampled_speedups", (0.5,)),

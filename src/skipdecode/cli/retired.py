@@ -10,6 +10,7 @@ RETIRED = {
     "--router": "a fixed schedule is the better choice (generate and serve take one with --schedule)",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "
     "measure throughput and latency (serve_load.py for a server)",
+    "tune --curriculum-fraction": "tune runs the schedule, or those of --curriculum sampled, from the first step",
     "tune --tensorboard": "OUT/log.jsonl has the losses of every step, and OUT/loss.png shows them",
 }
 """By the name of a verb, of a flag of any verb (`--flag`), or of a flag of one verb (`verb --flag`)."""

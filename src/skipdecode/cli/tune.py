@@ -72,8 +72,8 @@ _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABO
 _SOME_POSITIONS = 64  # until the responses are read
 _INVENTED = 3  # copies of a record with invented names; with one, more of the names that training lacks get lost
 _FRESH_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
-# Of recipes of earlier versions: these options do not change the weights.
-_RETIRED = ("tensorboard",)
+# Of recipes of earlier versions: these options change nothing.
+_RETIRED = ("curriculum_fraction", "tensorboard")
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 # Self-generated data can only teach what full depth does; milder schedules lose very little there.
 _SELF_DEFAULTS = {"distill_weight": 1.0, "curriculum": "sampled", "sampled_speedups": (1.0, 1.25)}

@@ -84,13 +84,10 @@ class TuneConfig(Options):
         least=0,
     )
 
-    curriculum: Literal["none", "lower", "sampled"] = option(
-        "none: the schedule from the first step; lower: from full depth down to it; sampled: each step one of the "
-        "schedules of --sampled-speedups, so that one checkpoint serves all of them",
+    curriculum: Literal["none", "sampled"] = option(
+        "none: each step the schedule; sampled: each step one of the schedules of --sampled-speedups, so that one "
+        "checkpoint serves all of them",
         default="none",
-    )
-    curriculum_fraction: float = option(
-        "lower: the part of the run after which the schedule is reached", default=0.5, least=0, most=1
     )
     sampled_speedups: tuple[float, ...] = option(
         "sampled: nominal speed-ups next to the schedule's own, with its drop order and positions; one that is given "
@@ -119,8 +116,6 @@ class TuneConfig(Options):
         super().__post_init__()
         if self.full and (self.lora_rank is not None or self.merge):
             raise UsageError("--full tunes all weights: it takes no --lora-rank and no --merge")
-        if self.minutes is not None and self.curriculum == "lower":
-            raise UsageError("--curriculum lower counts steps: give --steps, not --minutes")
 
     @property
     def rank(self) -> int:
