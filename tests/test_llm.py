@@ -359,7 +359,7 @@ REFUSED: dict[str, Callable[[LLM], Any]] = {
         {"schedule": ["2x"]}, {"foo": 1},
     )},
     **{f"prompts {prompts!r}": lambda llm, prompts=prompts: llm.generate(prompts, 2) for prompts in (
-        None, 5, True, 1.5, b"hello", object(),
+        None, 5, True, 1.5, b"hello", Path(),
     )},
     "encode None": lambda llm: llm.encode(None),
     "encode a text": lambda llm: llm.encode("hello"),
@@ -372,12 +372,12 @@ REFUSED: dict[str, Callable[[LLM], Any]] = {
         {"max_rows": 0}, {"max_rows": "8"}, {"max_rows": None}, {"schedule": 5},
     )},
     **{f"load {str(name)[:20]}": lambda llm, name=name: skipdecode.load(name) for name in (
-        None, 5, b"x", ["x"], object(), "x" * 10_000, "", "\0",
+        None, 5, b"x", ["x"], 2.5, "x" * 10_000, "", "\0",
     )},
     "LLM of a model": lambda llm: LLM(llm.loaded.model),
     "generate None": lambda llm: skipdecode.generate(None, "hello"),
     "attach to text": lambda llm: skipdecode.attach("model", llm.schedules["full"]),
-    "attach a name": lambda llm: skipdecode.attach(llm.loaded.model, "2x"),
+    "attach a number": lambda llm: skipdecode.attach(llm.loaded.model, 2),
     "schedule_of": lambda llm: llm.schedule_of("2x", "many"),
     "full None": lambda llm: Schedule.full(None),
     "full text": lambda llm: Schedule.full("8"),
