@@ -146,6 +146,22 @@ def test_a_removed_name_says_what_to_use_instead(name: str, capsys: Any):
     assert set(re.findall(r"skipdecode ([a-z]+)", told)) <= set(VERBS), "it names verbs of today"
 
 
+def test_a_removed_flag_may_be_of_one_verb_and_texts_are_no_flags(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(place)
+    monkeypatch.setitem(RETIRED, "generate --order", "give --schedule")
+    for words, told in {
+        "generate hollow x --order 3": "generate --order was removed: give --schedule",
+        "chat hollow --order 3": "unknown option --order",
+        "plan hollow --order bottm-up": "'bottom-up'",  # which plan has
+        "generate hollow '--order of layers' --top-k -1": "--top-k -1",
+        "generate hollow --top-k -1 -- --router": "--top-k -1",
+    }.items():
+        assert main(shlex.split(words)) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_exit_codes_tell_what_was_asked_from_what_failed():
     kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, errors.SkipDecodeError)]
     failed = {error for error in kinds if error.exit_code == 1}
