@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from fitted import batches_of, save_fit
+from invented_names import with_invented_names
 from shared import script_parser
 
 from skipdecode import Schedule
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
-from skipdecode.data.names import with_invented_names
 from skipdecode.data.prompts import encode_examples, read_file
 from skipdecode.data.tasks import load_task
 from skipdecode.models.fit import FIT_FILE, Fit
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--task", required=True)
     parser.add_argument("--data", required=True, help="JSONL file of records with responses")
     parser.add_argument("--records", type=int, default=300)
-    parser.add_argument("--augment-names", nargs="*", default=[], help="as of skipdecode tune, one copy each")
+    parser.add_argument("--augment-names", nargs="*", default=[], help="--fields of invented_names.py, one copy each")
     parser.add_argument("--fit-taps", type=int, default=0, help="as of skipdecode calibrate")
     parser.add_argument("--keep-bridges", action="store_true", help="those of the checkpoint, in place of new ones")
     given = parser.parse_args()

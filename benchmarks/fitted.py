@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from invented_names import invented_names
 from shared import RESULTS, script_parser, write_json, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 from unseen_names import WORDS, questions
@@ -40,7 +41,6 @@ from skipdecode.calibration.settings import FitOptions
 from skipdecode.common.bootstrap import Table, interval, ratio_of_sums
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note
-from skipdecode.data.names import invented_names
 from skipdecode.data.prompts import Example
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.opening import Backend, end_tokens, open_engines

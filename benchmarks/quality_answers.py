@@ -21,9 +21,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from invented_names import invented_names, renamed
+
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line
-from skipdecode.data.names import invented_names, renamed
 from skipdecode.data.records import Template
 from skipdecode.data.tasks import load_task
 

@@ -48,7 +48,7 @@ TASKS = {
         "e2e-smollm2-135m",
         1.6,
         ("bleu", *SUMMARY),
-        ["--self-records", "320", "--self-tokens", "64", "--test-records", "128", "--augment-names", "mr"],
+        ["--self-records", "320", "--self-tokens", "64", "--test-records", "128"],
     ),
     "chat": Task(
         "smollm2-135m",

@@ -5,7 +5,7 @@
 
 E2E's 18 test names are all among the 34 of its training records, so its scores do not tell. Greedy, bf16; a name counts
 where it stands in the answer letter for letter. No first or last word
-is one of `skipdecode.data.names`, which tuning may have seen.
+is one of `benchmarks/invented_names.py`, which tuning may have seen.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from invented_names import invented_names, renamed
 from quality_answers import NAME
 from shared import script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode import LLM, Schedule
-from skipdecode.data.names import invented_names, renamed
 from skipdecode.data.tasks import load_task
 from skipdecode.models.loading.ref import ModelRef
 

@@ -350,16 +350,6 @@ def test_records_held_out_share_no_prompt(files: Files, tmp_path: Path, capsys: 
     assert (told["records"], told["held_out_records"]) == (18, 9)
 
 
-def test_records_with_invented_names_are_learned_from_too(files: Files, tmp_path: Path, capsys: Any) -> None:
-    places = [f"{first}{last}" for first in ("Al", "Bo", "Cor") for last in ("dar", "fen", "lin")]
-    data = write_jsonl(tmp_path / "names.jsonl", [{"thing": place, "ref": f"to {place}"} for place in places])
-    command = ["calibrate", files["model"], "--data", str(data), "--prompt-field", "thing", "--response-field", "ref"]
-    command += ["--nominal-speedup", "2", "--held-out", "0", "--no-fit", "--method", "block-influence", "--json"]
-    for more, expected in ([], len(places)), (["--augment-names", "thing"], 2 * len(places)):
-        assert main([*command, "--out", str(tmp_path / f"out{expected}"), *more]) == 0
-        assert json.loads(capsys.readouterr().out)["records"] == expected
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path, capsys: Any) -> None:
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"

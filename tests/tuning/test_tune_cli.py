@@ -28,7 +28,7 @@ from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 Files = dict[str, str]
-OLD_OPTIONS = {"curriculum_fraction": 0.5, "tensorboard": True}  # of recipes of earlier versions
+OLD_OPTIONS = {"augment_names": [], "curriculum_fraction": 0.5, "tensorboard": True}  # of recipes of earlier versions
 PRESETS = Path(__file__).parents[2] / "presets"
 
 
@@ -314,6 +314,7 @@ def test_a_directory_in_use_needs_resume_and_the_same_run(files: Files, tmp_path
     ("content", "code", "message"),
     [
         ('{"options": {"stepz": 3}}', 2, "unknown option 'stepz'"),
+        ('{"options": {"augment_names": ["mr"]}}', 2, "benchmarks/invented_names.py"),
         ('{"options": {"steps": [3]}}', 2, "--steps"),
         ("[]", 2, "the key 'options'"),
         ('{"kind": "bench", "options": {}}', 2, "'bench'"),

@@ -28,8 +28,7 @@ from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import NamedModel, read_cost
 from skipdecode.cli.options.records import (
-    LearningOptions,
-    augmented,
+    RecordOptions,
     encode_file,
     make_template,
     read_files,
@@ -68,7 +67,7 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, LearningOptions):
+class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
     NEEDS: ClassVar = {"cost": ("target_speedup",)}
@@ -192,8 +191,8 @@ def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, li
 
 
 def _records(config: Config, template: Template) -> RecordFile:
-    """The records of --data, with those of --augment-names."""
-    return augmented(config, template, read_files(config, template, data=None)["data"], config.seed)
+    """The records of --data."""
+    return read_files(config, template, data=None)["data"]
 
 
 def _fitter(config: Config, loaded: LoadedModel, records: Sequence[Example], width: int) -> Fitter | None:

@@ -34,7 +34,7 @@ from skipdecode.cli import calibrate, eval, tune
 from skipdecode.cli.arguments import command_line, flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import NamedModel
-from skipdecode.cli.options.records import LearningOptions, make_template, read_files, with_self_generated
+from skipdecode.cli.options.records import RecordOptions, make_template, read_files, with_self_generated
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.journal import JOURNAL_KEY, KeptValues
@@ -80,10 +80,10 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, FitOptions, SelfGeneratedOptions, LearningOptions, MetricOptions):
+class Config(NamedModel, FitOptions, SelfGeneratedOptions, RecordOptions, MetricOptions):
     """Options of `skipdecode prepare`."""
 
-    EXCLUDES: ClassVar = LearningOptions.EXCLUDES | {"self": ("train", "dev", "base")}
+    EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev", "base")}
 
     target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", default=1.5, above=1)
     minutes: float = option("minutes of layer order, fit and tuning together; 0: no tuning", default=10.0, least=0)
@@ -367,7 +367,6 @@ def _common(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "max_length": config.max_length,
         "bad_records": bad_records,
-        "augment_names": config.augment_names,
     }
 
 

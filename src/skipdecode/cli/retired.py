@@ -7,6 +7,8 @@ from skipdecode.errors import UsageError
 __all__ = ["RETIRED", "refuse_retired"]
 
 RETIRED = {
+    "--augment-names": "benchmarks/invented_names.py of the source repository writes a file of records with invented "
+    "names, for --train (calibrate: --data)",
     "--router": "a fixed schedule is the better choice (generate and serve take one with --schedule)",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "
     "measure throughput and latency (serve_load.py for a server)",

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import MODEL, NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule
 from skipdecode.cli.options.records import (
-    LearningOptions,
-    augmented,
+    RecordOptions,
     encode_file,
     make_template,
     read_files,
@@ -70,7 +69,6 @@ _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"
 _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings"})
 _SOME_POSITIONS = 64  # until the responses are read
-_INVENTED = 3  # copies of a record with invented names; with one, more of the names that training lacks get lost
 _FRESH_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 # Of recipes of earlier versions: these options change nothing.
 _RETIRED = ("curriculum_fraction", "tensorboard")
@@ -81,12 +79,12 @@ _SELF_SPEEDUP = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, TuneConfig, SelfGeneratedOptions, LearningOptions, ScheduleOptions):
+class Config(NamedModel, TuneConfig, SelfGeneratedOptions, RecordOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
     NEEDS: ClassVar = ScheduleOptions.NEEDS
     EXCLUDES: ClassVar = (
-        ScheduleOptions.EXCLUDES | LearningOptions.EXCLUDES | {"self": ("train", "dev", "response_field")}
+        ScheduleOptions.EXCLUDES | RecordOptions.EXCLUDES | {"self": ("train", "dev", "response_field")}
     )
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
@@ -174,7 +172,11 @@ def run(config: Config) -> int:
 
 def _current(options: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe's options without those that earlier versions had and that change nothing."""
-    return {name: value for name, value in options.items() if name not in _RETIRED}
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in _RETIRED and (name, value) != ("augment_names", [])
+    }
 
 
 def _name_ends(loaded: LoadedModel, examples: Sequence[Example]) -> None:
@@ -227,8 +229,7 @@ def _check(config: Config) -> None:
 
 def _files(config: Config, template: Template) -> dict[str, RecordFile]:
     """The records of --train and --dev; each file is read once."""
-    found = read_files(config, template, train=config.train_records, dev=config.dev_records)
-    return found | {"train": augmented(config, template, found["train"], config.seed, _INVENTED)}
+    return read_files(config, template, train=config.train_records, dev=config.dev_records)
 
 
 def _self_generated(config: Config, prompts: PromptSource | None) -> tuple[Config, Template, dict[str, Any]]:

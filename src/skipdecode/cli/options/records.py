@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from skipdecode.data.source import PromptSource
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["LearningOptions", "RecordOptions", "augmented", "encode_file", "make_template", "read_files"]
+__all__ = ["RecordOptions", "encode_file", "make_template", "read_files"]
 __all__ += ["self_template", "with_self_generated"]
 
 C = TypeVar("C", bound=Any)
@@ -54,17 +54,6 @@ class RecordOptions(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LearningOptions(RecordOptions):
-    """Records that a model learns from."""
-
-    augment_names: tuple[str, ...] = option(
-        "prompt fields whose names and numbers are repeated in the response: such records are used again with invented "
-        "names (by tune three times, each time with others), so that the model learns to copy names",
-        default=(),
-    )
-
-
 def make_template(options: RecordOptions) -> Template:
     """The template of the options; raises UsageError if there is none, or more than one."""
     from skipdecode.data.records import Template
@@ -92,16 +81,6 @@ def read_files(options: RecordOptions, template: Template, **limits: int | None)
         flag: read_file(getattr(options, flag), template, limit=limit, skip_bad=skip_bad)
         for flag, limit in limits.items()
     }
-
-
-def augmented(options: LearningOptions, template: Template, file: RecordFile, seed: int, copies: int = 1) -> RecordFile:
-    """The records of a file, and copies with invented names of those that repeat names of --augment-names."""
-    from skipdecode.data.names import with_invented_names
-
-    if not options.augment_names:
-        return file
-    records = with_invented_names(file.records, template, options.augment_names, seed, copies)
-    return replace(file, records=tuple(records))
 
 
 def encode_file(
