@@ -124,7 +124,8 @@ def test_a_field_is_looked_for_in_jsonl_only(tmp_path: Path):
         (b'{"prompt": "', "not JSON: Unterminated string starting at character 12"),
         (b'["a"]', "not a JSON object: a list"),
         (b'"text"', "not a JSON object: text"),
-        (b'{"x": 1}', "name the prompt's field with --field"),
+        (b'{"x": 1}', "name the prompt's field with --field (the record has 'x')"),
+        (b"{}", "name the prompt's field with --field (the record has no field)"),
         (b'{"prompt": 5}', "field 'prompt' is a number: give text"),
         (b'{"prompt": null}', "field 'prompt' is null"),
         (b'{"prompt": ""}', "field 'prompt' is empty"),
@@ -144,7 +145,7 @@ def test_bad_row_is_told_and_its_neighbours_are_read(tmp_path: Path, line: bytes
 
 def test_missing_field_names_the_field(tmp_path: Path):
     path = write_rows(tmp_path / "in.jsonl", [{"prompt": "p"}])
-    assert next(PromptSource.open(path).records(PromptForm("question"))).error == "field 'question' is missing"
+    assert next(PromptSource.open(path).records(PromptForm("question"))).error == "field 'question' is missing (the record has 'prompt')"
 
 
 def test_bad_row_keeps_its_id(tmp_path: Path):

@@ -88,9 +88,10 @@ class PromptForm:
         if name is None and self.template is not None:
             self.template.values(row)  # raises for the missing field
         if name is None:
-            raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
+            wanted = ", ".join(map(repr, PROMPT_FIELDS))
+            raise DataError(f"no field {wanted}: name the prompt's field with --field ({_named(row)})")
         if name not in row:
-            raise DataError(f"field {name!r} is missing")
+            raise DataError(f"field {name!r} is missing ({_named(row)})")
         return name
 
     def _prompt(self, name: str, row: Mapping[str, Any]) -> str | list[Message]:
@@ -105,6 +106,12 @@ class PromptForm:
         if isinstance(more, str) and more.strip():
             value = f"{value}\n\n{more}"
         return checked_text(f"field {name!r}", value)
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """The fields of a row, at most the first eight, for an error."""
+    names = [repr(name) for name in row]
+    return f"the record has {', '.join(names[:8]) or 'no field'}{', …' if len(names) > 8 else ''}"
 
 
 def _for_chat(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -139,8 +139,8 @@ class Preprocessor:
         else:
             encoded = self._encoder.encode([Record(0, 0, 0, prompt)])[0]
         if encoded.error is not None:
-            message = encoded.error + (" (in a request: skipdecode.template=false)" if template else "")
-            raise ApiError(400, "invalid_value", message, _field_of(prompt))
+            hint = " (in a request: skipdecode.template=false)" if template and prompt.strip() else ""
+            raise ApiError(400, "invalid_value", encoded.error + hint, _field_of(prompt))
         if special is None:
             return encoded.token_ids
         return token_ids(self._tokenizer, [encoded.text], special=special)[0]
