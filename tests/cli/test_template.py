@@ -220,3 +220,10 @@ def test_a_template_is_refused_where_it_would_change_nothing() -> None:
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "skipdecode.template")
             for extension in ({"template": False}, {"template": None}, {}):
                 assert client.post(f"/v1/{path}", json=greedy(max_tokens=2, skipdecode=extension, **body)).is_success
+
+
+def test_the_hint_to_leave_out_the_template_is_given_where_that_helps() -> None:
+    with running(service(Recipe("{colour} {thing}:"))) as client:
+        messages = [client.post("/v1/completions", json=greedy(prompt=p)).json()["error"]["message"] for p in ("", "x")]
+    assert ["skipdecode.template=false" in message for message in messages] == [False, True]
+    assert "is empty" in messages[0]

@@ -145,7 +145,8 @@ def test_bad_row_is_told_and_its_neighbours_are_read(tmp_path: Path, line: bytes
 
 def test_missing_field_names_the_field(tmp_path: Path):
     path = write_rows(tmp_path / "in.jsonl", [{"prompt": "p"}])
-    assert next(PromptSource.open(path).records(PromptForm("question"))).error == "field 'question' is missing (the record has 'prompt')"
+    record = next(PromptSource.open(path).records(PromptForm("question")))
+    assert record.error == "field 'question' is missing (the record has 'prompt')"
 
 
 def test_bad_row_keeps_its_id(tmp_path: Path):
