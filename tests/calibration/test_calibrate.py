@@ -284,8 +284,6 @@ def test_prompt_sets_are_told_measured_once_and_reported(files: Files, tmp_path:
     assert main([*command[:-1]]) == 0
     printed = capsys.readouterr().out
     assert printed.index("request speed-up") < printed.index("decode speed-up") < printed.index("prompt layers")
-    assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
-    assert "prompt layers" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -296,7 +294,6 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     printed = capsys.readouterr()
     document = json.loads(printed.out)
     assert document == json.loads((out / "calibration.json").read_text())
-    assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
     schedule = Schedule.from_json((out / "schedule.json").read_text())
     assert schedule == Schedule.from_dict(document["schedule"])
     first = document["rounds"][0]
@@ -338,6 +335,8 @@ def test_block_influence_measures_less_and_the_report_is_for_people(files: Files
     assert (tmp_path / "tuned" / "skipdecode.json").exists()
     document = json.loads((out / "calibration.json").read_text())
     assert document["rounds"] == []
+    height, width, _ = image.imread(out / "calibration.png").shape
+    assert width < 2 * height  # no panel for a search that was not made
     influence = document["block_influence"]
     assert document["order"] == sorted(document["order"], key=lambda layer: influence[layer])
 

@@ -40,9 +40,8 @@ COMMANDS = {
     "tune": "model --train a.jsonl --dev d.jsonl --out run --recipe recipe.json --schedule s.json --task t.yaml",
     "prepare": "model --train a.jsonl --dev d.jsonl --out run --cost cost.json --task t.yaml",
     "calibrate": "model --data a.jsonl --out run --cost cost.json --task t.yaml --target-speedup 1.5",
-    "eval": "model --task t.yaml --data a.jsonl --out run --report r.html --methods s.json",
+    "eval": "model --task t.yaml --data a.jsonl --out run --methods s.json",
     "export": "model --schedule s.json --out run",
-    "report": "s.json --out page.html",
     "bench": "model --out b.json --png b.png --profile b.trace",
     "serve": "model --schedule s.json --api-keys keys.txt",
     "info": "model",
@@ -124,7 +123,7 @@ def test_every_option_that_names_a_file_says_what_it_does_with_it(verb: str):
         r"^(a )?(files?|directory|JSON lines|JSONL|result files|schedule files?)\b|YAML file|\\*.json|hub id"
     )
     named = {name for name, kind in kinds(config_of(verb)).items() if words.search(kind.metadata["help"])}
-    assert named - {"bad", "bertscore_model", "format", "samples"} <= set(paths_of(verb, Reads, Writes, RunDirectory))
+    assert named - {"bertscore_model", "format", "samples"} <= set(paths_of(verb, Reads, Writes, RunDirectory))
 
 
 @pytest.mark.parametrize(("verb", "one", "other"), pairs())
@@ -180,12 +179,6 @@ def test_two_new_outputs_of_one_name_are_refused(
         ("plan model --nominal-speedup 2 --out new/", "it is a directory"),
         ("bench model --profile s.json", "s.json exists: give --overwrite"),
         ("generate model x --summary s.json", "s.json exists: give --overwrite"),
-        ("report run0 --out run0/run.json --overwrite", "are the same file"),
-        ("report run0 --out run0/outputs.jsonl --overwrite", "are the same file"),
-        ("report . --out s.json --overwrite", "are the same file"),
-        ("eval --compare run0 --report run0/outputs.jsonl --overwrite", "lies in --compare run0"),
-        ("eval --compare run0 run0/run.json --report s.json", "s.json exists: give --overwrite"),
-        ("eval model --task t.yaml --data a.jsonl --out run --report run/run.json", "lies in --out run"),
         ("eval model --task t.yaml --data a.jsonl --out .", "lies in --out ."),
         ("eval model --task t.yaml --data a.jsonl --out foreign", "holds no run of skipdecode eval (outputs.jsonl"),
         ("eval model --task t.yaml --data a.jsonl --out other", "other holds a model"),
@@ -207,7 +200,6 @@ def test_what_would_be_lost_is_refused(command: str, named: str, place: Path, ca
     for folder in ("run0", "foreign"):
         Path(folder).mkdir()
         Path(folder, "outputs.jsonl").write_text("{}\n")
-        Path(folder, "report.html").write_text("mine")
     Path("run0/run.json").write_text('{"kind": "evaluation", "format": 1}')
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(place / "model")}))
@@ -226,9 +218,6 @@ def test_what_would_be_lost_is_refused(command: str, named: str, place: Path, ca
 
 def test_outputs_in_what_is_read_that_replace_nothing_are_written(place: Path):
     assert main(["plan", "model", "--nominal-speedup", "2", "--no-measure", "--out", "model/schedule.json"]) == 0
-    assert main(["report", "s.json", "--out", "new/page.html"]) == 0
-    assert main(["report", "s.json", "--out", "new/page.html", "--overwrite"]) == 0
-    assert main(["report", ".", "--out", "page.html", "--bad", "skip"]) == 0
 
 
 # ---------------------------------------------------------------------- streams and links
@@ -344,24 +333,19 @@ def test_a_finished_run_is_not_replaced_where_an_unfinished_one_lies(
     assert main([*own, "--overwrite"]) == 0
 
 
-def test_a_page_and_a_place_of_a_method_that_eval_did_not_write_stay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_place_of_a_method_that_eval_did_not_write_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     prepare(tmp_path)
     out = tmp_path / "out"
     first = eval_arguments(tmp_path, "--out", str(out), "--limit", "2", "--no-teacher-forced", "--methods", "even:2")
     assert main(first) == 0
-    assert main(["report", str(out), "--out", str(out / "page.html")]) == 0
-    (out / "page.html").replace(out / "report.html")
     (out / "even-1.5x").mkdir()
     (out / "even-1.5x" / "outputs.jsonl").write_text("mine\n")
     second = [*first[:-1], "even:1.5"]
-    for file, message in (("report.html", "is no report of skipdecode eval"), ("even-1.5x", "holds no run")):
-        before = content(out)
-        assert main(second) == 2
-        assert message in capsys.readouterr().err
-        assert content(out) == before
-        shutil.move(out / file, tmp_path)
+    before = content(out)
+    assert main(second) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert content(out) == before
+    shutil.move(out / "even-1.5x", tmp_path)
     assert main(second) == 0
     assert main([*first[:-1], "even:3"]) == 0
 

@@ -35,6 +35,9 @@ WRONG = {
     "generate hollow x --router nowhere.json": "--router was removed: a fixed schedule is the better choice",
     "serve hollow --router=nowhere.json": "with --schedule",
     "calibrate hollow --data rec.jsonl --out new --task e2e --router full ten.json": "a fixed schedule",
+    "report results --out page.html": "tables in Markdown",
+    f"{EVAL} --report page.html": "eval --report was removed: the printed tables are Markdown",
+    "eval --compare nowhere --report=page.html": "tables are Markdown",
     "plan hollow --btach 2": "'--batch'",
     "plan hollow --nominal-speedup 2 --order bottm-up": "'bottom-up'",
     "plan hollow --nominal-speedup 2 --dtype bf16": "'bfloat16'",
@@ -97,14 +100,11 @@ WRONG = {
     f"tune hollow --task e2e {RECORDS.replace('new', 'rec.jsonl/x')}": "rec.jsonl/x",
     "calibrate hollow --data array.json --out new --task e2e --nominal-speedup 2": "array.json",
     "calibrate hollow --data rec.jsonl --out new --task e2e --target-speedup 2 --cost rec.jsonl": "rec.jsonl",
-    f"{EVAL} --report rec.jsonl/r.html": "rec.jsonl/r.html",
     "eval --compare nowhere": "nowhere",
     "plan cfg.json --nominal-speedup 2 --out .": "directory",
     "bench hollow --png rec.jsonl/x.png": "rec.jsonl/x.png",
     "calibrate hollow --data rec.jsonl --out new --task e2e --target-speedup 2 --cost nowhere.json": "nowhere.json",
     "serve hollow --api-keys nowhere.txt": "nowhere.txt",
-    "report nowhere": "nowhere",
-    "report ten.json --out rec.jsonl/r.html": "rec.jsonl/r.html",
 }
 
 

@@ -248,7 +248,6 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     assert len(texts) == document["n"]
     assert not {row["prompt"] for row in texts} & {row["prompt"] for row in read_rows(tuned / TRAIN_FILE)}
     assert main(call) == 2  # there is a run
-    assert main(["report", str(out), "--out", str(tmp_path / "r.html")]) == 0
     assert main([*call, "--overwrite", "--json"]) == 0
     again = json.loads(capsys.readouterr().out.partition("\n")[2])
     assert [row["kl"] for row in again["rows"][1:]] == [row["kl"] for row in document["rows"][1:]]

@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 
-from skipdecode.reporting.kept import rows_of, speedups_that_keep, with_kept
+from skipdecode.reporting.kept import kept_charts, rows_of, speedups_that_keep, with_kept
 
 
-def run(name: str, score: float, request: float, nominal: float = 2.0) -> dict[str, Any]:
+def run(name: str, score: float, request: float | None, nominal: float = 2.0, **more: Any) -> dict[str, Any]:
     speed = {"nominal_speedup": nominal, "measured_speedup": 1.0, "measured_speedup_with_prompt": request}
-    return {"name": name, "metrics": {"rougeL": {"score": score}}, **speed}
+    return {"name": name, "metrics": {"rougeL": {"score": score}}, **speed, **more}
+
+
+def share(estimate: float) -> dict[str, Any]:
+    """The entry of a run for what it keeps of full depth in the same evaluation."""
+    return {"kept": {"rougeL": {"estimate": estimate, "low": estimate - 0.1, "high": estimate + 0.05, "level": 0.95}}}
+
+
+def evaluated(minutes: float, *runs: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"minutes": minutes, **row} for row in rows_of({"runs": runs})]
 
 
 def test_a_schedule_that_shortens_prompts_alone_is_not_full_depth():
@@ -30,3 +39,39 @@ def test_the_speed_up_that_keeps_a_share_starts_from_the_checkpoints_own_full_de
 
     assert reached(100) == {"99%": pytest.approx(1.167), "98%": pytest.approx(1.333), "95%": pytest.approx(1.75)}
     assert reached(80) == {"99%": None, "98%": None, "95%": pytest.approx(1.75)}
+
+
+def test_the_picture_has_full_depth_a_line_for_each_checkpoint_and_the_intervals_that_are_known():
+    fit = evaluated(0, run("full", 20, 1.0), run("target", 10, 1.5, **share(0.5)))
+    tuned = evaluated(10, run("full", 50, 1.0), run("target", 45, 1.5, **share(0.9)), run("unmeasured", 40, None))
+    rows = with_kept([*fit, *tuned])
+    by_speed, over_minutes = kept_charts(rows, {0.0: 0.2, 10.0: 0.9}, "target", "model")
+    before, after, full = by_speed.series
+    assert (full.points[0].x, full.points[0].y, full.points[0].label) == (1, 100, "1.0x, 100%")
+    assert [(p.x, p.y) for p in before.points] == [(1, pytest.approx(40)), (1.5, pytest.approx(20))]
+    assert [(p.x, p.y) for p in after.points] == [(1, pytest.approx(100)), (1.5, pytest.approx(90))]
+    assert after.points[-1].label == "1.50x, 90%"
+    # What an interval compares with must be what the share compares with: here full depth after 10 minutes.
+    assert before.points[-1].y_bounds is None
+    assert after.points[-1].y_bounds == pytest.approx((80, 95))
+    (line,) = over_minutes.series
+    assert [(p.x, p.y) for p in line.points] == [(0, pytest.approx(20)), (10, pytest.approx(90))]
+    assert [p.y_bounds for p in line.points] == [None, pytest.approx((80, 95))]
+    assert all(chart.title and chart.xlabel and chart.ylabel for chart in (by_speed, over_minutes))
+
+
+def test_texts_of_the_model_itself_have_the_interval_of_their_perplexity():
+    def row(name: str, ratio: float) -> dict[str, Any]:
+        of_base = {"estimate": ratio, "low": ratio / 1.25, "high": ratio * 1.25}
+        return {"name": name, "measured_speedup_with_prompt": 1.5, "measured_speedup": 1.6, "of_base": of_base}
+
+    _, found = with_kept(rows_of({"rows": [row("base", 1.0), row("target", 2.0)]}))
+    assert found["kept"] == pytest.approx(0.5)
+    assert found["kept_interval"] == pytest.approx({"low": 0.4, "high": 0.625})
+
+
+@pytest.mark.parametrize("runs", [[run("target", 40, None)], [run("target", 0, 1.5)], []])
+def test_without_a_measured_schedule_there_is_no_picture(runs: list[dict[str, Any]]):
+    score = 0 if runs and runs[0]["metrics"]["rougeL"]["score"] == 0 else 50
+    rows = with_kept(evaluated(0, run("full", score, 1.0), *runs))
+    assert kept_charts(rows, {0.0: rows[-1]["kept"]}, "target", "model") == []

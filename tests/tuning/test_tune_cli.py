@@ -73,7 +73,6 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert "Loading weights" not in printed.err
     assert "100%" not in printed.err
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
 
 
 @pytest.mark.parametrize("kind", ["adapter", "merged"])

@@ -146,7 +146,18 @@ def _model(config: Config, ref: ModelRef | None) -> Any:
 
 # ---------------------------------------------------------------------- report
 
-_BESIDE_REPORT = {
+_COLUMNS = {
+    "engine": "{engine}",
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "nominal": "{nominal_speedup:g}x",
+    "layers": "{mean_layers:.1f}",
+    "request": "{request_speedup:.2f}x",
+    "decode": "{decode_speedup:.2f}x",
+    "tokens/s": "{decode_tokens_per_s:.1f}",
+    "byte bound": "{amdahl_bound:.2f}x",
+    "x transformers": "{speedup_over_transformers:.2f}x",
+    "of limit": "{roofline_share:.0%}",
     "request x transformers": "{request_speedup_over_transformers:.2f}x",
     "ms/step": "{ms_per_step:.2f}",
     "MB/step": "{mb_per_step:.1f}",
@@ -163,12 +174,10 @@ _RUN = ("engine", "batch", "prompt", "nominal_speedup")
 
 
 def _report(document: dict[str, Any]) -> list[str]:
-    from skipdecode.reporting.contents import BENCH
-
     rows = [row | {"mb_per_step": row["bytes_per_step"] / 1e6} for row in document["rows"]]
     rates = "".join(f", products in {kind}: {rate:.0f} GFLOP/s" for kind, rate in document["products_gflop_s"].items())
     read = f"large read: {document['bandwidth_gb_s']:.1f} GB/s{rates}, {document['environment']['threads']} threads"
-    lines = [*figures(BENCH | _BESIDE_REPORT, rows), "", read]
+    lines = [*figures(_COLUMNS, rows), "", read]
     unprofiled = {tuple(r[k] for k in _RUN): r["ms_per_step"] for r in rows}
     parts: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in document.get("profile", ()):

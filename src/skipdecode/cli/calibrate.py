@@ -229,11 +229,20 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
 
 # ---------------------------------------------------------------------- report
 
+_COLUMNS = {
+    "schedule": "{name}",
+    "speed-up": "{speedup:.2f}x",
+    "request speed-up": "{request_speedup:.2f}x",
+    "decode speed-up": "{decode_speedup:.2f}x",
+    "prompt layers": "{prompt_layers}",
+    "mean layers": "{mean_layers:.1f}",
+    "loss": "{measured:.4f}",
+    "held out": "{held_out:.4f}",
+}
+
 
 def _report(document: dict[str, Any], schedule_file: Path) -> str:
     """The report for a terminal."""
-    from skipdecode.reporting.contents import VERDICTS
-
     schedule = Schedule.from_dict(document["schedule"])
     verdicts = document["verdicts"]
     order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER])) + (
@@ -246,7 +255,7 @@ def _report(document: dict[str, Any], schedule_file: Path) -> str:
         f"loss per response token (teacher-forced cross-entropy) on {document['records']} records"
         + (f", and on {document['held_out_records']} held out" if document["held_out_records"] else ""),
         "",
-        *figures(VERDICTS, verdicts, absent=""),
+        *figures(_COLUMNS, verdicts, absent=""),
     ]
     lines += ["", *_remarks(verdicts), f"next: {shlex.join(_next(document, schedule_file))}"]
     return "\n".join(lines)

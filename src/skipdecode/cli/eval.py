@@ -1,13 +1,13 @@
-"""Measure quality, fidelity and speed of decoding methods on a task; compare runs; write an HTML report.
+"""Measure quality, fidelity and speed of decoding methods on a task; compare runs.
 
   skipdecode eval MODEL --task e2e --data test.jsonl --nominal-speedup 2 --out runs/2x
   skipdecode eval MODEL --task e2e --data test.jsonl --methods skipdecode:2 even:2 mine.json --out runs
-  skipdecode eval --compare runs/full runs/2x --report report.html
+  skipdecode eval --compare runs/full runs/2x
   skipdecode eval MODEL --self --out runs
 
 The first form generates an output for each record with the method and at full depth, scores both, and shows first the
 share of full depth's scores that the method keeps. Speed is measured on a few batches, with the same output lengths for
-both. It writes OUT/run.json and OUT/outputs.jsonl, the same files for full depth in OUT/full, and OUT/report.html.
+both. It writes OUT/run.json and OUT/outputs.jsonl, and the same files for full depth in OUT/full.
 After an interruption, the same command continues.
 The second form evaluates several methods, which share full depth; each has its own directory in OUT. All run on
 the fast engine if it supports the model, else through transformers (--engine).
@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import ScheduleChoice
 from skipdecode.cli.options.evaluation import EVAL_DIRECTORY, Config, MethodChoice, choose_method, each_method
-from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.self_generated import open_prompts
 from skipdecode.data.source import Records, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
-from skipdecode.errors import OutputError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Subject, method_name
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.results import Run
 
 __all__ = ["Config", "run"]
-
-_REPORT, _TITLE = "report.html", "skipdecode eval"
 
 
 def run(config: Config) -> int:
@@ -75,29 +72,21 @@ def _compare(config: Config) -> int:
 
     runs = [load_run(path) for path in config.compare]
     pairs = compare_runs(runs, config.metrics, resamples=config.resamples, seed=config.seed)
-    _show(config, runs, pairs, config.report)
+    _show(config, runs, pairs)
     return 0
 
 
-def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair], report: str | Path | None) -> None:
+def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair] = ()) -> None:
     from skipdecode.evaluation.compare import pairs_table, runs_tables
 
-    if report is not None:
-        from skipdecode.reporting.contents import html_report
-        from skipdecode.reporting.sources import Source
-
-        sources = [Source(run.name, "evaluation", run) for run in runs]
-        write_whole(report, html_report(sources, pairs, title=_TITLE, progress=True))
     if config.json:
         print(json.dumps({"runs": [r.data for r in runs], "pairs": [p.to_dict() for p in pairs]}, indent=1))
         return
     print(runs_tables(runs))
     if pairs:
         print(f"\n{pairs_table(pairs)}")
-    written = [] if config.compare else [f"{run.name}: {run.path}, {run.data['outputs']} beside it" for run in runs]
-    written += [] if report is None else [f"report: {report}"]
-    if written:
-        print("", *written, sep="\n")
+    if not config.compare:
+        print("", *(f"{run.name}: {run.path}, {run.data['outputs']} beside it" for run in runs), sep="\n")
 
 
 # ---------------------------------------------------------------------- a new run
@@ -117,7 +106,7 @@ def _evaluate(config: Config) -> int:
     names = check_metrics(config.metrics or task.metrics, options, None if asked else note)
     chosen = _checked_methods(config, each, task, directory)
     runs = _runs(config, chosen, task, records, make_metrics(names, options), directory)
-    _show(config, runs, (), config.report or directory / _REPORT)
+    _show(config, runs)
     return 0
 
 
@@ -135,12 +124,8 @@ def _check_places(config: Config, methods: dict[Path, ScheduleChoice], directory
     """Refuse, without --overwrite, directories with a finished run and files that are not from a run."""
     from skipdecode.evaluation.results import check_free, is_unfinished
 
-    page = directory / _REPORT
-    if config.overwrite:
-        return
-    if not config.report and page.exists() and f"<title>{_TITLE}</title>" not in page.read_text("utf-8", "ignore"):
-        raise OutputError(f"{page} is no report of skipdecode eval: give --overwrite to replace it, or --report FILE")
-    if is_unfinished(directory):  # `evaluate` checks whether it is the same run: that needs the loaded model
+    # Of an unfinished run, `evaluate` checks whether it is the same: that needs the loaded model.
+    if config.overwrite or is_unfinished(directory):
         return
     for place in {*methods, directory / "full"}:
         EVAL_DIRECTORY.check(place, resume=True)

@@ -46,6 +46,17 @@ from skipdecode.models.loading.recipe import stored_recipe
 __all__ = ["evaluate_self"]
 
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
+_COLUMNS = {
+    "schedule": "{name}",
+    "request": "{measured_speedup_with_prompt:.2f}x",
+    "decode": "{measured_speedup:.2f}x",
+    "nominal": "{nominal_speedup:.2f}x",
+    "KL": "{kl[estimate]:.3f}",
+    "same token": "{top1_agreement[estimate]:.1f}%",
+    "perplexity": "{perplexity:.2f}",
+    "of base model": "{of_base[estimate]:.3f} [{of_base[low]:.3f}, {of_base[high]:.3f}]",
+    "instructions": "{instructions[followed]:.1%}",
+}
 _TITLE = (
     "{n} prompts. KL, same token: on the base model's texts. Perplexity: of the base model on the texts of each\n"
     "schedule, and its ratio [95% interval]. Request, decode: speed-up over full depth on the same engine.\n"
@@ -171,10 +182,8 @@ def _prompts(
 
 def _lines(document: dict[str, Any], out: Path) -> list[str]:
     """The tables of the results."""
-    from skipdecode.reporting.contents import SELF_GENERATED
-
     rows: list[dict[str, Any]] = document["rows"]
-    lines = [_TITLE.format(n=document["n"]), *figures(SELF_GENERATED, rows)]
+    lines = [_TITLE.format(n=document["n"]), *figures(_COLUMNS, rows)]
     for title, name, form in (("KL by position", "kl", "{:.3f}"), ("perplexity", "perplexity", "{:.2f}")):
         shown = {row["name"]: row["by_position"].get(name, ()) for row in rows}
         heads = [f"{bucket['low']}-{bucket['high']}" for bucket in max(shown.values(), key=len)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +76,7 @@ class _Named(NamedTuple):
     def _holds(self, mine: Path, theirs: Path) -> bool:
         """Whether a path of another option belongs to this one: a file in what is read, or in a run directory."""
         if self.directory is not None:
-            return _inside(theirs, mine) and not fnmatch(theirs.name, self.directory.takes)
+            return _inside(theirs, mine)
         if not mine.is_dir():
             return _inside(theirs, mine)
         if not theirs.is_file():

@@ -134,7 +134,7 @@ def run(config: Config) -> int:
 
         title = f"{config.model}: predicted {figures.predicted_request_speedup:.2f}x request, "
         title += f"{figures.predicted_decode_speedup:.2f}x decode; nominal {figures.nominal_speedup:.2f}x"
-        write_whole(config.png, png(depth_figure({title: schedule}, config.seq_len)))
+        write_whole(config.png, png(depth_figure(schedule, title, config.seq_len)))
     if config.json:
         print(json.dumps(_document(plan), indent=2))
     else:

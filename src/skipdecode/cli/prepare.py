@@ -51,18 +51,18 @@ from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.models.carried import FIT_FILE, RECIPE_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.reporting.charts import save_chart
-from skipdecode.reporting.kept import kept_chart, kept_columns, rows_of, speedups_that_keep, with_kept
-from skipdecode.reporting.sources import PREPARE_FILE, PREPARED_FILE
+from skipdecode.reporting.charts import save_charts
+from skipdecode.reporting.kept import kept_charts, kept_columns, rows_of, speedups_that_keep, with_kept
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.run_log import LOG_FILE, dev_losses
 
 __all__ = ["Config", "run"]
 
+_JOURNAL, _RESULT = "prepare.jsonl", "prepared.json"
 _PICTURE, _TASK = "kept.png", "task.yaml"
 _DIRECTORY = RunDirectory(
     "run of skipdecode prepare",
-    {PREPARE_FILE: JOURNAL_KEY, f"answers/{ABOUT_FILE}": "settings", f"fit/{calibrate.STORE_FILE}": JOURNAL_KEY},
+    {_JOURNAL: JOURNAL_KEY, f"answers/{ABOUT_FILE}": "settings", f"fit/{calibrate.STORE_FILE}": JOURNAL_KEY},
 )
 _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _NOT_KEPT = ("minutes", "out", "json", "resume")
@@ -142,10 +142,12 @@ def run(config: Config) -> int:
     (prompts, files), out = _checked(config), Path(config.out)
     settings = {name: value for name, value in asdict(config).items() if name not in _NOT_KEPT}
     settings |= {"files": files, "checkpoint": checkpoint_digest(load(config.ref))}
-    with closing(KeptValues(out / PREPARE_FILE, settings, pieces="stages", remedy="give another --out")) as kept:
+    with closing(KeptValues(out / _JOURNAL, settings, pieces="stages", remedy="give another --out")) as kept:
         document = _prepared(config, prompts, kept)
-    write_whole(out / PREPARED_FILE, json.dumps(document, indent=1) + "\n")
-    save_chart(kept_chart(document["rows"]), out / _PICTURE)
+    write_whole(out / _RESULT, json.dumps(document, indent=1) + "\n")
+    target = Schedule.load(out / "fit" / "schedule.json").name
+    charts = kept_charts(document["rows"], document["kept_by_minutes"], target, Path(config.model).name)
+    save_charts(charts, out / _PICTURE)
     print(json.dumps(document) if config.json else "\n".join(_lines(document)))
     return 0
 

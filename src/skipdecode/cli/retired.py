@@ -10,6 +10,9 @@ RETIRED = {
     "--augment-names": "benchmarks/invented_names.py of the source repository writes a file of records with invented "
     "names, for --train (calibrate: --data)",
     "--router": "a fixed schedule is the better choice (generate and serve take one with --schedule)",
+    "eval --report": "the printed tables are Markdown: write them to a file with > FILE.md",
+    "report": "skipdecode eval prints its tables in Markdown (--compare: those of finished runs); prepare, tune and "
+    "calibrate write their pictures as PNG files into --out",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "
     "measure throughput and latency (serve_load.py for a server)",
     "tune --curriculum-fraction": "tune runs the schedule, or those of --curriculum sampled, from the first step",

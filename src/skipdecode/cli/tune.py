@@ -195,11 +195,12 @@ def _finish_again(config: Config, recipe: dict[str, Any], out: Path) -> None:
 
 def _show(config: Config, recipe: dict[str, Any], out: Path) -> None:
     """Draw and print a run by its recipe, which has the result."""
-    from skipdecode.reporting.charts import save_chart
+    from skipdecode.reporting.charts import save_charts
     from skipdecode.reporting.plots import loss_chart
 
-    save_chart(loss_chart(read_log(out / LOG_FILE)), out / _PICTURE)
     schedule = Schedule.from_dict(recipe["schedule"])
+    title = f"{config.model}, tuned for {schedule.name}"
+    save_charts([loss_chart(read_log(out / LOG_FILE), title)], out / _PICTURE)
     print(json.dumps(recipe) if config.json else _summary(recipe["result"], schedule, out))
 
 

@@ -38,13 +38,10 @@ class RunDirectory:
     marks : mapping of str to str
         Patterns of file names, each with a key of the JSON object at the start of the file. One such file identifies
         the directory of a run.
-    takes : str
-        Pattern of the files in the directory that other options may name.
     """
 
     run: str
     marks: Mapping[str, str]
-    takes: str = ""
 
     def paths(self, value: str) -> tuple[Path, ...]:
         """The directory."""

@@ -14,7 +14,7 @@ from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.scores import FIDELITY, IN_NATS, scorer_of
 
-__all__ = ["WIDTH", "Pair", "compare_runs", "pairs_cells", "pairs_table", "runs_tables"]
+__all__ = ["WIDTH", "Pair", "compare_runs", "pairs_table", "runs_tables"]
 
 WIDTH = 100
 """Columns that a printed table has at most."""
@@ -123,19 +123,13 @@ def _table(title: str, runs: Sequence[Run], columns: Mapping[str, Callable[[Run]
 
 
 def pairs_table(pairs: Sequence[Pair]) -> str:
-    """`pairs_cells` in Markdown, below the name of the run that all others are compared with."""
-    head, *rows = [[_short(cell) for cell in row[:1] + row[2:]] for row in pairs_cells(pairs)]
-    return "\n".join([f"Against A, {pairs[0].a} [paired 95% interval]", *_markdown([head, *rows])])
-
-
-def pairs_cells(pairs: Sequence[Pair]) -> list[list[str]]:
-    """A heading, and one row per comparison."""
-    rows = [["metric", "run A", "run B", "A", "B", "B - A", "B / A"]]
+    """One row per comparison, below the name of the run that all others are compared with."""
+    rows = [["metric", "run B", "A", "B", "B - A", "B / A"]]
     for pair in pairs:
         c = pair.comparison
         scores = f"{c.a:.2f}", f"{c.b:.2f}"
-        rows.append([pair.metric, pair.a, pair.b, *scores, _bounds(c.difference, "+"), _bounds(c.ratio)])
-    return rows
+        rows.append([pair.metric, _short(pair.b), *scores, _bounds(c.difference, "+"), _bounds(c.ratio)])
+    return "\n".join([f"Against A, {pairs[0].a} [paired 95% interval]", *_markdown(rows)])
 
 
 def _bounds(interval: Interval | None, sign: str = "") -> str:

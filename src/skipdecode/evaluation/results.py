@@ -1,6 +1,6 @@
 """A run as data: ``run.json`` (settings, scores, speed, samples) and ``outputs.jsonl`` (one line per record).
 
-Tables, comparisons and reports are made from these two files alone. Until a run is saved, ``unfinished.jsonl`` keeps
+Tables and comparisons are made from these two files alone. Until a run is saved, ``unfinished.jsonl`` keeps
 finished batches, so that a run that was killed continues.
 """
 

@@ -1,1 +1,1 @@
-"""Reports: any mix of result files as one HTML page that needs nothing else."""
+"""Pictures of results as PNG files, and what prepared schedules keep of full depth's scores."""

@@ -1,4 +1,4 @@
-"""Charts with matplotlib (extra `plot`), which is imported when a chart is drawn; as PNG or as SVG.
+"""Charts with matplotlib (extra `plot`), which is imported when a chart is drawn; as PNG.
 
 A chart has named series of points with bounds. Knows nothing about runs or files.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError
 
 __all__ = ["COLORS", "INK", "LEFT_OUT", "Chart", "Point", "Series", "chart_figure", "check_matplotlib"]
-__all__ += ["draw_chart", "grouped", "new_figure", "png", "save_chart", "styled", "styles_of", "svg", "try_picture"]
+__all__ += ["draw_chart", "grouped", "new_figure", "png", "save_charts", "styled", "styles_of", "try_picture"]
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -27,8 +26,6 @@ K = TypeVar("K", bound=Hashable)
 COLORS = ("#0b6fae", "#c8501e", "#0a8f6a", "#a8508a", "#a37a00", "#3d97c4", "#6b5bb5", "#5a6673")
 INK, GRID, LEFT_OUT = "#1d2733", "#d5dbe1", "#e6e8e4"
 _STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "skipdecode",
     "font.family": "sans-serif",
     "font.size": 9,
     "text.color": INK,
@@ -44,8 +41,6 @@ _STYLE = {
     "grid.linewidth": 0.7,
     "legend.frameon": False,
 }
-_VARIABLES = {color: f"--c{i}" for i, color in enumerate(COLORS)} | {INK: "--ink", GRID: "--grid", LEFT_OUT: "--idle"}
-_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _MARKS = "os^Dv*PXph<>"
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.6)), (0, (5, 1.6, 1, 1.6)))
 
@@ -86,9 +81,13 @@ def try_picture(path: Path, make_figure: Callable[[], Any]) -> None:
         note(f"no picture: {error}")
 
 
-def save_chart(chart: Chart, path: Path) -> None:
-    """Write one chart as `try_picture` does."""
-    try_picture(path, lambda: chart_figure([chart], size=(6.4, 4.2)))
+def save_charts(charts: Sequence[Chart], path: Path) -> None:
+    """Write the charts that have points side by side, as `try_picture` does; without points, print a note instead."""
+    drawn = [chart for chart in charts if any(series.points for series in chart.series)]
+    if not drawn:
+        note(f"no picture {path}: there are no points to draw")
+        return
+    try_picture(path, lambda: chart_figure(drawn, size=(6.4, 4.2)))
 
 
 def png(figure: Any) -> bytes:
@@ -99,33 +98,18 @@ def png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def svg(figure: Any) -> str:
-    """The figure as a transparent SVG element; the same text for the same figure.
-
-    Colours are CSS variables of the page: ``--ink``, ``--grid``, ``--idle``, ``--c0`` to ``--c7``.
-    """
-    buffer = io.StringIO()
-    with styled():
-        figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
-    text = buffer.getvalue()
-    # Group ids are not referred to, and would occur twice in a page with several pictures.
-    text = re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :])
-    for color, variable in _VARIABLES.items():
-        text = text.replace(color, f"var({variable})")
-    return text
-
-
 # ---------------------------------------------------------------------- charts
 
 
 @dataclass(frozen=True)
 class Point:
-    """A value with its bounds (low and high), if they are known."""
+    """A value with its bounds (low and high), if they are known, and a text beside it."""
 
     x: float
     y: float
     x_bounds: tuple[float, float] | None = None
     y_bounds: tuple[float, float] | None = None
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -246,6 +230,8 @@ def _draw(axes: Any, series: Series, style: dict[str, Any]) -> None:
     if any(p.x_bounds or p.y_bounds for p in points):
         errors = {"xerr": _errors(x, [p.x_bounds for p in points]), "yerr": _errors(y, [p.y_bounds for p in points])}
         axes.errorbar(x, y, **errors, fmt="none", ecolor=style["color"], elinewidth=0.7)
+    for point in points:
+        axes.annotate(point.label, (point.x, point.y), (5, 5), textcoords="offset points", fontsize=7)
 
 
 def _errors(values: Sequence[float], bounds: Sequence[tuple[float, float] | None]) -> list[list[float]]:

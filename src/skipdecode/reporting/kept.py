@@ -1,26 +1,28 @@
-"""What schedules keep of full depth's scores, and at which speed-up: rows of evaluations, and a chart."""
+"""What schedules keep of full depth's scores, and at which speed-up: rows of evaluations, and charts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from skipdecode.evaluation.metrics import METRICS
-from skipdecode.reporting.charts import Chart, Point, Series
+from skipdecode.reporting.charts import Chart, Point, Series, grouped
 
-__all__ = ["kept_chart", "kept_columns", "minutes_chart", "rows_of", "speedups_that_keep", "with_kept"]
+__all__ = ["kept_charts", "kept_columns", "rows_of", "speedups_that_keep", "with_kept"]
 
 _SHARES = (0.99, 0.98, 0.95)
 _FULL_DEPTH = ("base", "full")
-_KEPT = "kept of full depth, %"
+_KEPT = "worst score, % of full depth"
+_ALL = (100.0, 100.0, 100.0, "full depth")
 Row = Mapping[str, Any]
 
 
 def rows_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row for each schedule in the JSON output of `skipdecode eval`: name, speed-ups, scores (higher is better)."""
     if "runs" in document:
-        return [_speeds(run) | _task_scores(run["metrics"]) for run in document["runs"]]
+        return [_speeds(run) | _task_scores(run) for run in document["runs"]]
     return [_speeds(row) | _self_scores(row) for row in document["rows"]]
 
 
@@ -30,27 +32,41 @@ def _speeds(found: Row) -> dict[str, Any]:
     return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode}
 
 
-def _task_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _task_scores(run: Row) -> dict[str, Any]:
+    metrics = run["metrics"]
     scores = {name: entry["score"] for name, entry in metrics.items() if name in METRICS}
-    return {"copied": metrics.get("copied", {}).get("score"), "scores": scores}
+    return {"copied": metrics.get("copied", {}).get("score"), "scores": scores, "shares": run.get("kept", {})}
 
 
 def _self_scores(found: Row) -> dict[str, Any]:
-    ratio, obeyed = found["of_base"]["estimate"], found.get("instructions")
+    worse, obeyed = found["of_base"], found.get("instructions")
+    ratio = worse["estimate"]
     scores = {"1 / perplexity": 100 / ratio} | ({"instructions": 100 * obeyed["followed"]} if obeyed else {})
-    return {"perplexity_ratio": ratio, "scores": scores}
+    share = {"estimate": 1 / ratio, "low": 1 / worse["high"], "high": 1 / worse["low"]}
+    return {"perplexity_ratio": ratio, "scores": scores, "shares": {"1 / perplexity": share}}
 
 
 def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows with the share of full depth's scores that each keeps: the smallest over all scores.
 
     If there are several rows of full depth, a score is compared with the best of them. Scores that are 0 at full depth
-    do not count; without any other, `kept` is None.
+    do not count; without any other, `kept` is None. `kept_interval` is the 95% interval of `kept`, if it is known: if
+    the score is compared with full depth of the same evaluation, which `shares` are about.
     """
     full = [row["scores"] for row in rows if row["full_depth"]]
     best = {name: max(scores.get(name, 0.0) for scores in full) for name in full[0]}
     best = {name: score for name, score in best.items() if score}
-    return [{**row, "kept": min((row["scores"][n] / score for n, score in best.items()), default=None)} for row in rows]
+    return [{**row} | _least(row, {name: row["scores"][name] / score for name, score in best.items()}) for row in rows]
+
+
+def _least(row: Row, shares: Mapping[str, float]) -> dict[str, Any]:
+    """The smallest share, with its interval."""
+    if not shares:
+        return {"kept": None, "kept_interval": None}
+    name, kept = min(shares.items(), key=lambda entry: entry[1])
+    own = row.get("shares", {}).get(name)
+    known = own is not None and not row["full_depth"] and math.isclose(own["estimate"], kept, rel_tol=1e-6)
+    return {"kept": kept, "kept_interval": {"low": own["low"], "high": own["high"]} if known else None}
 
 
 def speedups_that_keep(rows: Sequence[Row]) -> dict[str, float | None]:
@@ -59,7 +75,7 @@ def speedups_that_keep(rows: Sequence[Row]) -> dict[str, float | None]:
     Linear between measured speed-ups, from the checkpoint's own full depth on, which is the last row of full depth.
     """
     own = [(1.0, row["kept"]) for row in rows if row["full_depth"] and row["kept"] is not None][-1:]
-    measured = [*own, *sorted(point for point in _points(rows) if point[0] > 1)]
+    measured = [*own, *sorted((s, kept) for row, kept in _measured(rows) if (s := row["request_speedup"]) > 1)]
     return {f"{share:.0%}": _speedup_that_keeps(measured, share) for share in _SHARES}
 
 
@@ -84,23 +100,41 @@ def kept_columns(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def kept_chart(rows: Sequence[Row]) -> Chart:
-    """The share that is kept at each request speed-up, with a line for each number of minutes of tuning."""
-    series = []
-    for minutes in dict.fromkeys(row["minutes"] for row in rows):
-        measured = sorted(_points([row for row in rows if row["minutes"] == minutes]))
-        name = f"{minutes:g} minutes" if minutes else "fit alone"
-        series.append(Series(name, [Point(speedup, 100 * kept) for speedup, kept in measured], "-"))
-    return Chart(series, "speed-up of requests", _KEPT)
+def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], target: str, model: str) -> list[Chart]:
+    """What is kept at each request speed-up, and what the schedule `target` keeps after each number of minutes.
+
+    A line begins at the full depth of its checkpoint. Charts without a measured point are left out, and the minutes if
+    only one number of them was tried.
+    """
+    lines = []
+    for minutes, found in grouped(rows, lambda row: float(row["minutes"])).items():
+        if schedules := [_point(row, 100 * kept) for row, kept in _measured(found)]:
+            own = [Point(1.0, 100 * row["kept"]) for row in found if row["full_depth"]][-1:]
+            lines.append(Series(f"after {minutes:g} minutes" if minutes else "not tuned", [*own, *schedules], "-"))
+    known = {minutes: 100 * share for minutes, share in by_minutes.items() if share is not None}
+    bounds = {float(row["minutes"]): _bounds(row) for row in rows if row["name"] == target}
+    after = [Point(minutes, kept, None, bounds.get(minutes), f"{kept:.0f}%") for minutes, kept in known.items()]
+    charts = []
+    if lines:
+        full = Series("full depth", [Point(1.0, 100.0, label="1.0x, 100%")], "")
+        charts.append(Chart([*lines, full], "speed-up of requests over full depth", _KEPT, f"{model}, by speed-up"))
+    if len(after) > 1:
+        title = f"{target}, by minutes of order, fit and tuning"
+        charts.append(Chart([Series(target, after, "-")], "minutes", _KEPT, title, level=_ALL))
+    return charts
 
 
-def minutes_chart(kept: Mapping[str, float | None]) -> Chart:
-    """The share that the target keeps after each number of minutes, which are the keys."""
-    points = sorted((float(minutes), 100 * share) for minutes, share in kept.items() if share is not None)
-    return Chart([Series("target", [Point(*point) for point in points], "-")], "minutes", _KEPT)
+def _point(row: Row, kept: float) -> Point:
+    return Point(row["request_speedup"], kept, None, _bounds(row), f"{row['request_speedup']:.2f}x, {kept:.0f}%")
 
 
-def _points(rows: Sequence[Row]) -> Iterator[tuple[float, float]]:
+def _bounds(row: Row) -> tuple[float, float] | None:
+    found = row.get("kept_interval")
+    return None if found is None else (100 * found["low"], 100 * found["high"])
+
+
+def _measured(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
+    """The schedules whose speed-up and kept share are known, with the share."""
     for row in rows:
         if row["request_speedup"] is not None and row["kept"] is not None and not row["full_depth"]:
-            yield row["request_speedup"], row["kept"]
+            yield row, row["kept"]

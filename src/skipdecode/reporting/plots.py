@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skipdecode.reporting.charts import (
@@ -23,7 +23,7 @@ from skipdecode.reporting.charts import (
 )
 from skipdecode.schedule import Schedule
 
-__all__ = ["calibration_figure", "depth_figure", "loss_chart", "schedule_losses", "speed_figure"]
+__all__ = ["calibration_figure", "depth_figure", "loss_chart", "speed_figure"]
 
 _RUNS, _BARS, _STORED = COLORS[0], COLORS[1], COLORS[5]
 _WINDOW, _DRAWN = 15, 80
@@ -33,34 +33,15 @@ _Rows = Sequence[Mapping[str, Any]]
 # ---------------------------------------------------------------------- depth
 
 
-def depth_figure(schedules: Mapping[str, Schedule], positions: int | None = None) -> Any:
-    """Layers × generation positions, with the layers that prompt tokens run at the left; a panel for each schedule.
-
-    Parameters
-    ----------
-    schedules : mapping of str to Schedule
-        By the title of the panel.
-    positions : int, optional
-        The number of positions. Default: the schedule's `seq_len`, and at least 8.
-    """
-    columns = min(5, len(schedules))
-    rows = -(-len(schedules) // columns)
-    figure = new_figure(8.0, 4.5) if len(schedules) == 1 else new_figure(10.5, 1.9 * rows + 0.4)
+def depth_figure(schedule: Schedule, title: str, positions: int) -> Any:
+    """Layers × generation positions, with the layers that prompt tokens run at the left."""
+    figure = new_figure(8.0, 4.5)
     with styled():
-        places = figure.subplots(rows, columns, squeeze=False).flatten()
-        for axes, (title, schedule) in zip(places, schedules.items(), strict=False):
-            _draw_schedule(axes, schedule, positions)
-            axes.set_title(title, fontsize=10 if len(schedules) == 1 else 6.5)
-        for axes in places[len(schedules) :]:
-            axes.remove()
-        for place, axes in enumerate(places[: len(schedules)]):
-            if place % columns:
-                axes.set_yticks([])
-            else:
-                axes.set_ylabel("layer")
-        for axes in places[len(schedules) - columns : len(schedules)]:
-            axes.set_xlabel("generation position")
-        _legend(figure, schedules.values())
+        axes = figure.subplots()
+        _draw_schedule(axes, schedule, positions)
+        axes.set_title(title, fontsize=10)
+        axes.set(xlabel="generation position", ylabel="layer")
+        _legend(figure, schedule)
     return figure
 
 
@@ -74,14 +55,15 @@ def _importance(calibration: Mapping[str, Any]) -> tuple[str, dict[int, float]]:
 
 
 def calibration_figure(calibration: Mapping[str, Any]) -> Any:
-    """Three panels for a document of `skipdecode calibrate`: importance of layers, schedule, loss during the search."""
+    """Importance of layers, schedule, and loss of a greedy search; from a document of `skipdecode calibrate`."""
     schedule = Schedule.from_dict(calibration["schedule"])
     label, importance = _importance(calibration)
     losses = Series("loss", [Point(i, found["base"]) for i, found in enumerate(calibration["rounds"])], markers=False)
     search = Chart([losses], "layers skipped", "loss per response token", "search")
-    figure = new_figure(10.5, 3.9)
+    panels = 3 if losses.points else 2
+    figure = new_figure(3.5 * panels, 3.9)
     with styled():
-        bars, grid, curve = figure.subplots(1, 3)
+        bars, grid, *rest = figure.subplots(1, panels)
         bars.barh(list(importance), list(importance.values()), 0.8, color=_BARS)
         for rank, layer in enumerate(schedule.drop_order, start=1):
             # In units of the axes' width: the numbers are then in one column at any scale of the bars.
@@ -90,16 +72,17 @@ def calibration_figure(calibration: Mapping[str, Any]) -> Any:
         bars.axvline(0, color=INK, linewidth=0.6)
         bars.set(ylabel="layer", xlabel=label, title="importance; drop order at the right")
         bars.set_ylim(-0.5, schedule.num_layers - 0.5)
-        _draw_schedule(grid, schedule, None)
+        _draw_schedule(grid, schedule, max(8, schedule.seq_len))
         grid.set(xlabel="generation position", title=schedule.name)
-        draw_chart(curve, search, styles_of([search]))
-        _legend(figure, [schedule])
+        for curve in rest:
+            draw_chart(curve, search, styles_of([search]))
+        _legend(figure, schedule)
     return figure
 
 
-def _draw_schedule(axes: Any, schedule: Schedule, positions: int | None) -> None:
+def _draw_schedule(axes: Any, schedule: Schedule, positions: int) -> None:
     """Draw each set of layers as one outline."""
-    shown = max(8, schedule.seq_len) if positions is None else max(1, positions)
+    shown = max(1, positions)
     left, right = -0.13 * shown, -0.02 * shown  # of the strip for prompt tokens
     for span in ((left, right), (0, shown)):
         axes.axvspan(*span, color=LEFT_OUT, linewidth=0)
@@ -120,11 +103,10 @@ def _draw_schedule(axes: Any, schedule: Schedule, positions: int | None) -> None
     axes.locator_params(integer=True, nbins=4)
 
 
-def _legend(figure: Any, schedules: Iterable[Schedule]) -> None:
+def _legend(figure: Any, schedule: Schedule) -> None:
     from matplotlib.patches import Patch
 
-    stored = any(schedule.projected for schedule in schedules)
-    shades = {"runs": _RUNS, "only keys and values": _STORED if stored else None, "skipped": LEFT_OUT}
+    shades = {"runs": _RUNS, "only keys and values": _STORED if schedule.projected else None, "skipped": LEFT_OUT}
     handles = [Patch(color=color, label=label) for label, color in shades.items() if color]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
 
@@ -147,8 +129,9 @@ def speed_figure(rows: _Rows) -> Any:
                 bounds = [Point(r["nominal_speedup"], r["amdahl_bound"]) for r in found if "amdahl_bound" in r]
                 speedups.append(Series(engine, bounds, ":", markers=False, like=engine))
         far = max(r["nominal_speedup"] for r in mine)
-        speedups.append(Series("nominal", [Point(1, 1), Point(far, far)], ":", markers=False))
-        charts.append(Chart(speedups, "nominal speed-up", "decode speed-up", title))
+        if speedups:
+            speedups.append(Series("nominal", [Point(1, 1), Point(far, far)], ":", markers=False))
+            charts.append(Chart(speedups, "nominal speed-up", "decode speed-up", title))
         charts.append(Chart(shares, "nominal speed-up", "% of the limit", title, least=0))
     return chart_figure(charts, columns=2, size=(5.2, 2.8))
 
@@ -156,28 +139,26 @@ def speed_figure(rows: _Rows) -> Any:
 # ---------------------------------------------------------------------- tuning
 
 
-def loss_chart(rows: _Rows, title: str = "", *, by_schedule: bool = True) -> Chart:
-    """Cross-entropy against step from a tuning log: the running mean of training steps, and the dev set.
+def loss_chart(rows: _Rows, title: str) -> Chart:
+    """Cross-entropy by step, from a tuning log: the running mean of training steps, and each schedule on the dev set.
 
     Parameters
     ----------
     rows : sequence of mapping
         With ``kind`` ("train" or "dev"), ``step`` and ``cross_entropy``; kind dev also has losses by schedule name.
-    by_schedule : bool
-        One line for each schedule on the dev set; else one line for their mean.
     """
     train, dev = ([r for r in rows if r["kind"] == kind] for kind in ("train", "dev"))
     losses = [r["cross_entropy"] for r in train]
     ends = range(len(train), 0, -max(1, math.ceil(len(train) / _DRAWN)))  # more points would not be visible
     means = [Point(train[end - 1]["step"], statistics.fmean(losses[max(0, end - _WINDOW) : end])) for end in ends]
     series = [Series(f"train, mean of {_WINDOW} steps", means, "-", markers=False)] if train else []
-    schedules = list(dict.fromkeys(name for r in dev for name in schedule_losses(r))) if by_schedule else []
+    schedules = list(dict.fromkeys(name for r in dev for name in _schedule_losses(r)))
     for name in schedules if len(schedules) > 1 else ["cross_entropy"] if dev else []:
         found = [Point(r["step"], r[name]) for r in dev if name in r]
         series.append(Series(f"dev, {name}" if len(schedules) > 1 else "dev", found))
     return Chart(series, "optimizer step", "cross-entropy per token", title)
 
 
-def schedule_losses(row: Mapping[str, Any]) -> dict[str, float]:
+def _schedule_losses(row: Mapping[str, Any]) -> dict[str, float]:
     """The losses of a line of kind dev in a tuning log, by schedule name."""
     return {name: loss for name, loss in row.items() if name not in ("kind", "step", "cross_entropy")}

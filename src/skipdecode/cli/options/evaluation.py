@@ -19,7 +19,7 @@ from skipdecode.cli.options import (
 )
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
-from skipdecode.common.options import Reads, Writes, option
+from skipdecode.common.options import Reads, option
 from skipdecode.common.registry import near
 from skipdecode.data.self_generated import ABOUT_FILE, SelfGeneratedOptions
 from skipdecode.data.tasks import task_file
@@ -35,7 +35,6 @@ _TAKE_ORDER = tuple(name for name in PUBLISHED if name not in ORDER_OF_ITS_OWN)
 EVAL_DIRECTORY = RunDirectory(
     "run of skipdecode eval",
     {"run.json": "kind", "*/run.json": "kind", "unfinished.jsonl": JOURNAL_KEY, ABOUT_FILE: "settings"},
-    takes="*.html",
 )
 
 
@@ -86,8 +85,8 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
         default=(),
         path=Reads(_schedule_file),
     )
-    out: str | None = option("directory for run.json, outputs.jsonl and report.html", default=None, path=EVAL_DIRECTORY)
-    overwrite: bool = option("replace an existing run in --out, and the file of --report", default=False)
+    out: str | None = option("directory for run.json and outputs.jsonl", default=None, path=EVAL_DIRECTORY)
+    overwrite: bool = option("replace an existing run in --out", default=False)
     name: str | None = option("text before the method's name in tables, such as the checkpoint's name", default=None)
     metrics: tuple[str, ...] = option(
         "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1 (default: those of the task, without those "
@@ -112,9 +111,6 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
         default=(),
         path=Reads(_files_of_run),
     )
-    report: str | None = option(
-        "file for the HTML report (default: report.html in --out; none with --compare)", default=None, path=Writes()
-    )
     json: bool = option("print one JSON document", default=False)
     base: str | None = option(
         f"{BASE}; with --self: the base model to compare with (default: the model that MODEL was tuned from)",
@@ -127,7 +123,7 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
     EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {
         "compare": ("model", "task", "out", "methods"),
         "methods": ("schedule", "nominal_speedup"),
-        "self": ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report", "exact"),
+        "self": ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "exact"),
     }
 
     @property
