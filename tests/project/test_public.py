@@ -40,7 +40,9 @@ def test_a_schedule_is_saved_and_loaded(tmp_path: Path):
     file = tmp_path / "new" / "schedule.json"
     SCHEDULE.save(file)
     assert Schedule.load(file) == Schedule.load(str(file)) == SCHEDULE
-    assert json.loads(file.read_text()) == SCHEDULE.to_dict()
+    written = json.loads(file.read_text())
+    assert Schedule.from_dict(written) == SCHEDULE
+    assert written | {"budgets": None} == SCHEDULE.to_dict() | {"budgets": None}
 
 
 def test_what_cannot_be_loaded_or_saved_names_the_file(tmp_path: Path):
