@@ -18,7 +18,7 @@ import transformers
 from transformers import LlamaConfig
 print("transformers", transformers.__version__, "saves rope_theta 500000 and llama3 scaling")
 rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LlamaConfig(rope_parameters=rope | {"original_max_position_embeddings": 8192}).save_pretrained("saved")
+LlamaConfig(max_position_embeddings=131072, rope_parameters=rope | {"original_max_position_embeddings": 8192}).save_pretrained("saved")
 """
 read = """
 import transformers
