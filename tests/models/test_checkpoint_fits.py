@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from skipdecode.errors import FitError, ModelLoadError
 from skipdecode.models.carried import RECIPE_FILE, SCHEDULE_FILE
 from skipdecode.models.fit import FIT_FILE, Fit, fit_of, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.beside import beside
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
@@ -41,16 +43,18 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("whole", "adapter"):
         loaded = load_model(str(base), device="cpu")
         keep_fit(loaded.model, random_fit(loaded.model, [LOWER], seed=len(name)))
-        model = loaded.model if name == "whole" else adapted(loaded.model, base)
+        model = loaded.model if name == "whole" else adapted(loaded.model)
         save_tuned(model, loaded.tokenizer, SCHEDULE, where / name, base_name=str(base))
     return where
 
 
-def adapted(model: Any, base: Path) -> Any:
+def adapted(model: Any, target: str = "q_proj") -> Any:
     import peft
 
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    return peft.get_peft_model(model, config)
+    config = peft.LoraConfig(r=2, target_modules=[target], task_type="CAUSAL_LM", init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a head that shares its tensor
+        return peft.get_peft_model(model, config)
 
 
 @torch.no_grad()
@@ -165,6 +169,20 @@ def test_merged_and_saved_again_a_checkpoint_keeps_its_fit(tuned: Path, tmp_path
     keep_fit(merged, None)
     save_tuned(merged, loaded.tokenizer, SCHEDULE, tmp_path / "without")
     assert fit_of(load_model(str(tmp_path / "without"), device="cpu").model) is None
+
+
+def test_a_merge_that_unties_the_head_keeps_the_fit(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = tiny_model("llama", tie_word_embeddings=True)
+    fit = random_fit(model, [LOWER])
+    fit.about["base"] = base_sample(model)
+    keep_fit(model, fit)
+    tuned = adapted(model, "lm_head").eval()
+    expected = text(tuned, SCHEDULE)
+    save_tuned(merge_adapter(tuned), None, SCHEDULE, tmp_path / "merged")
+    merged = load_model(str(tmp_path / "merged"), device="cpu", require_tokenizer=False).model
+    assert not merged.config.tie_word_embeddings
+    assert text(merged) == expected
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from skipdecode.models.carried import SCHEDULE_FILE, carry, carry_in_config
 from skipdecode.models.families import unwrap
 from skipdecode.models.fit import FIT_FILE, Fit, fit_of, fit_state, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import GENERATION_FILE
 from skipdecode.models.loading.saving import save_model, save_tokenizer
 from skipdecode.schedule import Schedule
@@ -193,6 +194,8 @@ def save_tuned(
     state_dict, fitted = (None, None) if state_dict is None else fit_state(state_dict)
     digest = None
     if (fit := fit_of(model)) is not None:
+        if state_dict is None and not hasattr(model, "get_base_model") and "base" in fit.about:
+            fit.about["base"] = base_sample(model)  # other weights than it began with; a merge may add a matrix
         fit.save(partial / FIT_FILE, fitted or None)
         digest = Fit.load(partial / FIT_FILE).digest()  # of the numbers as the file has them
     if hasattr(model, "get_base_model"):
