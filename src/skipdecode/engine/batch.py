@@ -99,20 +99,29 @@ def token_rows(chunks: list[Chunk], num_layers: int, taps: int = 0) -> tuple[Tok
     positions = [span.start + i for span in spans for i in range(len(span.tokens))]
     wanted = [span for span in spans if span.place]
     tops = [span.sequence.sampler.top for span in wanted for _ in span.tokens]
-    begins = [0, *accumulate(len(span.tokens) for span in spans)]
-    first = next((begin for begin, span in zip(begins, spans, strict=False) if span.scored or span.place), len(tokens))
-    scored = tuple(
-        (begin - first, Chunk(span.sequence, span.tokens, span.start, span.run))
-        for begin, span in zip(begins, spans, strict=False)
-        if span.scored
-    )
+    scored = _scored(spans)
+    first = scored[0][0] if scored else len(tokens) - len(tops)
     layers = _layer_rows(spans, num_layers)
-    batch = TokenRows(tokens, slots, positions, layers, len(tokens) - first, due=len(tops), scored=scored)
+    batch = TokenRows(tokens, slots, positions, layers, len(tokens) - first, due=len(tops))
+    if scored:
+        batch = batch._replace(scored=tuple((row - first, chunk) for row, chunk in scored))
     if own is not None:
         before = _rows_before(slots, positions, taps) if taps else None
         batch = batch._replace(bridged=len(tokens) - len(tops), before=before, prompt=own.run)
     # One row that takes all logits has the whole head read, and the others have theirs for next to nothing.
     return batch._replace(tops=tops if all(tops) and not scored else None), [span.sequence for span in wanted]
+
+
+def _scored(spans: list[_Span]) -> list[tuple[int, Chunk]]:
+    """The chunks of prompts whose tokens are scored, each with the number of its first row."""
+    if not any(span.scored for span in spans):  # as in nearly every step
+        return []
+    begins = accumulate((len(span.tokens) for span in spans), initial=0)
+    return [
+        (begin, Chunk(span.sequence, span.tokens, span.start, span.run))
+        for begin, span in zip(begins, spans, strict=False)
+        if span.scored
+    ]
 
 
 def _spans(chunk: Chunk, taps: int) -> Iterator[_Span]:
