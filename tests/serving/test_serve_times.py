@@ -148,7 +148,7 @@ def slower(make, seconds):
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_the_first_token_leaves_when_it_is_there(path):
     service, took = tiny_service(), []
-    slow_forwards(service, 0.1)
+    slow_forwards(service, 0.2)
     with running(service) as client:
         for new in (1, 2, 12):
             prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hello"}
@@ -156,4 +156,4 @@ def test_the_first_token_leaves_when_it_is_there(path):
             began, times, found = timed_stream(client, path, body)
             assert found["first_token_s"] == about(times[0] - began)
             took.append(found["first_token_s"])
-    assert max(took) < 0.15  # one forward, of however many
+    assert max(took) < 0.3  # one forward, of however many
