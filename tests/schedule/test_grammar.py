@@ -117,3 +117,6 @@ def test_python_and_the_command_line_take_the_same_text(tmp_path: Path, capsysbi
         capsysbinary.readouterr()
         assert main([*command, "--output-format", "jsonl"]) == 0
         assert json.loads(capsysbinary.readouterr().out)["text"] == wanted
+    CARRIED.save(tmp_path / "s.json")
+    assert main([*command[:3], "--seq-len", "5", "--schedule", str(tmp_path / "s.json")]) == 2
+    assert b"--seq-len is for a nominal speed-up" in capsysbinary.readouterr().err

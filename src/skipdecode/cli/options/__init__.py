@@ -24,7 +24,7 @@ from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
-from skipdecode.schedule.grammar import base_of, parse_schedule
+from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 
 if TYPE_CHECKING:
     from skipdecode.engine.opening import Backend
@@ -246,6 +246,8 @@ def choose_schedule(
         The schedule does not fit the model, or --schedule has no form of `skipdecode.schedule.grammar`.
     """
     if options.schedule is not None:
+        if options.seq_len is not None and not is_speedup(options.schedule):
+            raise UsageError(f"--seq-len is for a nominal speed-up, not for {options.schedule}: leave it out")
         found = parse_schedule(
             options.schedule, num_layers, seq_len=options.seq_len or default_seq_len, carried=carried, named=named
         )

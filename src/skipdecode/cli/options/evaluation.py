@@ -160,7 +160,8 @@ def each_method(options: Config) -> list[MethodChoice]:
 def _from_word(options: Config, word: str, own: Sequence[str]) -> MethodChoice:
     base = base_of(word)
     if base in own or base.endswith(".json") or is_speedup(word) or (base == "full" and word != base):
-        return MethodChoice(replace(options, schedule=word, seq_len=None, drop_order=None))
+        seq_len = options.seq_len if is_speedup(word) else None
+        return MethodChoice(replace(options, schedule=word, seq_len=seq_len, drop_order=None))
     name, colon, rest = word.partition(":")
     speedup, _, prompt = rest.partition(":")
     if name not in PUBLISHED:
