@@ -23,7 +23,8 @@ from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.data.prompts import encode_examples, read_file
 from skipdecode.data.tasks import load_task
-from skipdecode.models.fit import FIT_FILE, Fit
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import load_model
 
 

@@ -18,7 +18,8 @@ from fits import random_fit
 from skipdecode import Schedule
 from skipdecode.cli import main, prepare
 from skipdecode.common.journal import KeptValues
-from skipdecode.models.fit import FIT_FILE, Fit
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef

@@ -22,7 +22,8 @@ from skipdecode.engine.kernels.spec import FitSpec, LinearSpec
 from skipdecode.engine.model_spec import read_model
 from skipdecode.engine.requests import Request
 from skipdecode.errors import FitError, UnfitModelError
-from skipdecode.models.fit import FIT_FILE, Fit, keep_fit
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.base_weights import put_fit
 from tiny import LAYERS, shared_model, tiny_model
 

@@ -18,8 +18,8 @@ from hub_server import hub_of, use_hub
 from skipdecode import LLM, Schedule, attach
 from skipdecode.cli import main
 from skipdecode.errors import FitError, ModelLoadError
-from skipdecode.models.carried import RECIPE_FILE, SCHEDULE_FILE
-from skipdecode.models.fit import FIT_FILE, Fit, fit_of, keep_fit
+from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, SCHEDULE_FILE
+from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.beside import beside

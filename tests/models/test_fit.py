@@ -28,9 +28,9 @@ from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import DepthWarning, FitError, UntunedScheduleWarning, UsageError
 from skipdecode.evaluation.teacher_forced import token_fidelity
-from skipdecode.models.carried import bundled_schedules, schedule_file
+from skipdecode.models.carried import FIT_FILE, bundled_schedules, schedule_file
 from skipdecode.models.families import FAMILIES
-from skipdecode.models.fit import FIT_FILE, Fit, keep_fit
+from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef

@@ -17,7 +17,7 @@ from counted import count_time
 from fits import random_fit
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.models.fit import FIT_FILE
+from skipdecode.models.carried import FIT_FILE
 from skipdecode.performance import cost_source, machine
 from skipdecode.performance.bench.workload import GEOMETRIES
 from skipdecode.performance.cost import CostModel

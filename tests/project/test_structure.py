@@ -1,9 +1,8 @@
-"""The house: arrows point down, no cycles, public names are declared. Ruff's complexity rules bound functions."""
+"""The house: arrows point down, no cycles, ceilings that only fall. Ruff's complexity rules bound functions."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -66,21 +65,15 @@ def test_arrows_point_down(path: Path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_modules_say_what_they_are_and_what_they_export(path: Path):
-    tree = tree_of(path)
-    assert ast.get_docstring(tree), "a module docstring is missing"
-    module = "skipdecode." + ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-    exported = next(
-        (
-            ast.literal_eval(node.value)
-            for node in tree.body
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-        ),
-        [],
-    )
-    loaded = importlib.import_module(module.removesuffix(".__init__")) if exported else None
-    for name in exported:
-        assert hasattr(loaded, name)
+def test_modules_say_what_they_are(path: Path):
+    assert ast.get_docstring(tree_of(path)), "a module docstring is missing"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_public_modules_name_their_exports(path: Path):
+    names = {getattr(node.targets[0], "id", "") for node in tree_of(path).body if isinstance(node, ast.Assign)}
+    public = path.name == "__init__.py" or path.parent == SOURCE
+    assert public or "__all__" not in names, "a private module has an __all__"
 
 
 def test_no_module_needs_itself():

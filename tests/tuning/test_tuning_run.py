@@ -20,7 +20,8 @@ from fits import random_fit
 from skipdecode import Schedule, attach
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError, OutputError
-from skipdecode.models.fit import FIT_FILE, Fit, keep_fit
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import GroupedBatches, collate
 from skipdecode.tuning.config import TuneConfig

@@ -33,8 +33,6 @@ from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import Batch
 
-__all__ = ["Fitter"]
-
 _RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """Of the mean diagonal of the states' products."""
 _DEPTHS = 4

@@ -20,10 +20,6 @@ from skipdecode.performance.cost import CostModel, Use
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import Order, bottom_up, least_budget, prompt_set
 
-__all__ = [
-    "Goal", "TextCost", "check_layers", "flat_within", "layers_only", "linear_within", "prompt_sets", "set_goal",
-]  # fmt: skip
-
 SLACK = 1 + 1e-12
 _MEANS = 2000
 _PROMPT_SHARES = (2 / 3, 1 / 2, 1 / 3)

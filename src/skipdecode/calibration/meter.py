@@ -36,8 +36,6 @@ from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import IGNORE, Batch, batches_of
 
-__all__ = ["LossMeter", "PartMeters", "check_finite", "measuring"]
-
 PartMeters = Callable[[Fit | None], dict[str, "LossMeter"]]
 """From a fit to the meter of each part of the records."""
 

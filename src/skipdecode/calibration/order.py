@@ -16,8 +16,6 @@ from skipdecode.models.families import decoder_layers
 from skipdecode.tuning.collate import IGNORE, batches_of
 from skipdecode.tuning.objective import response_logits
 
-__all__ = ["Round", "block_influence", "greedy_order", "greedy_trials"]
-
 Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
 
 

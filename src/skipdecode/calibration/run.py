@@ -21,9 +21,6 @@ from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
 
-__all__ = ["Calibration", "Meters", "Verdict", "calibrate", "calibrate_model", "draw_records"]
-__all__ += ["records_for_fit", "trials"]
-
 _TOKENS_A_COLUMN = 4
 Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
 

@@ -9,8 +9,6 @@ from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 from skipdecode.performance.cost import Phase, Use
 
-__all__ = ["CalibrationSettings", "FitOptions", "OrderMethod"]
-
 OrderMethod = Literal["greedy", "block-influence"]
 
 

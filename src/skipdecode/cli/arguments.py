@@ -14,8 +14,6 @@ from skipdecode.common.options import Kind, kinds
 from skipdecode.common.registry import near
 from skipdecode.errors import OptionError, UsageError
 
-__all__ = ["Parser", "add_options", "check_together", "command_line", "config_from", "flag", "option_name"]
-
 T = TypeVar("T")
 
 

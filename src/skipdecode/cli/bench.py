@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 Open = Callable[[str, Any], "Backend"]
 """Opens a backend from the name of an engine and a model."""
 
-__all__ = ["Config", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Workload, ThreadOptions):

@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from skipdecode.calibration.fitting import Fitter
     from skipdecode.calibration.run import Calibration
 
-__all__ = ["STORE_FILE", "Config", "run"]
-
 STORE_FILE = "measured.jsonl"
 _SCHEDULE, _REPORT, _PICTURE = "schedule.json", "calibration.json", "calibration.png"
 _DIRECTORY = RunDirectory("run of skipdecode calibrate", {STORE_FILE: JOURNAL_KEY, ABOUT_FILE: "settings"})

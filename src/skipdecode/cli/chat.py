@@ -48,8 +48,6 @@ from skipdecode.schedule.grammar import base_of, is_speedup
 if TYPE_CHECKING:
     from skipdecode.llm import LLM
 
-__all__ = ["Config", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EngineOptions, DecodingOptions, ScheduleOptions):

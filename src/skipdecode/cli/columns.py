@@ -7,8 +7,6 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["SPEEDUPS", "figures", "side_by_side", "speedups", "table"]
-
 _LEAST_WIDTH = 22
 _GAP = 2
 SPEEDUPS = {

@@ -34,8 +34,6 @@ from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
 
-__all__ = ["Config", "run"]
-
 _DEFAULT = "smollm2-135m"
 _RECORDS = "e2e-smollm2-135m"
 _CHAT = "chat-smollm2-135m"

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.metrics import Metric
     from skipdecode.evaluation.results import Run
 
-__all__ = ["Config", "run"]
-
 
 def run(config: Config) -> int:
     """Evaluate or compare."""

@@ -43,8 +43,6 @@ from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import stored_recipe
 
-__all__ = ["evaluate_self"]
-
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
 _COLUMNS = {
     "schedule": "{name}",

@@ -19,8 +19,6 @@ from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.gguf_file import KINDS, check_architecture
 from skipdecode.models.loading.hub import DTYPES, LoadedModel, load_model
 
-__all__ = ["Config", "run"]
-
 _SOME_POSITIONS = 64
 
 

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from skipdecode.data.summary import RunSummary
     from skipdecode.engine.opening import Backend
 
-__all__ = ["Config", "run"]
-
 
 def _output_files(output: str) -> list[Path]:
     return [Path(output), partial_path(output)]

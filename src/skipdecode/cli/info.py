@@ -15,8 +15,6 @@ from skipdecode.common.environment import environment, package_version
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.models.loading.ref import model_files
 
-__all__ = ["Config", "run"]
-
 _NOT_FOR_USERS = {"conformance", "dev", "docs"}
 
 

@@ -19,8 +19,6 @@ from skipdecode.common.files import check_place, is_stream
 from skipdecode.common.options import Reads, Writes, kinds
 from skipdecode.errors import OutputError, UsageError
 
-__all__ = ["OVERWRITE", "claimed"]
-
 OVERWRITE = "replace existing output files; without this option, they are an error"
 # Set by the launchers that accelerate supports: only the first process of a run writes.
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from skipdecode.performance.cost_source import CostSource
     from skipdecode.performance.geometry import ModelGeometry
 
-__all__ = ["Config", "run"]
-
 _MOST_PROMPT_TOKENS = 2**20  # in a batch: the cost of its forwards is added one by one
 _TARGETS = ("target_speedup", "nominal_speedup", "min_exit_layer", "schedule")
 

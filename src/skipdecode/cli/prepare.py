@@ -34,6 +34,7 @@ from skipdecode.cli import calibrate, eval, tune
 from skipdecode.cli.arguments import command_line, flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import NamedModel
+from skipdecode.cli.options.evaluation import Config as EvalConfig
 from skipdecode.cli.options.records import RecordOptions, make_template, read_files, with_self_generated
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.files import is_stream, write_whole
@@ -55,8 +56,6 @@ from skipdecode.reporting.charts import save_charts
 from skipdecode.reporting.kept import kept_charts, kept_columns, rows_of, speedups_that_keep, with_kept
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.run_log import LOG_FILE, dev_losses
-
-__all__ = ["Config", "run"]
 
 _JOURNAL, _RESULT = "prepare.jsonl", "prepared.json"
 _PICTURE, _TASK = "kept.png", "task.yaml"
@@ -395,7 +394,7 @@ def _rows(config: Config, data: Mapping[str, Any], model: str, place: Path) -> l
         asked |= config.part(MetricOptions).__dict__
         asked |= {"task": config.task or _task_file(config, 2 * target.seq_len), "data": config.test or config.dev}
         asked |= {"limit": config.test_records, "teacher_forced": False}
-    return rows_of(_said(eval.run, eval.Config(**asked)))
+    return rows_of(_said(eval.run, EvalConfig(**asked)))
 
 
 def _neighbours(target: Schedule, place: Path) -> tuple[str, ...]:

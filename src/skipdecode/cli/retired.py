@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from skipdecode.errors import UsageError
 
-__all__ = ["RETIRED", "refuse_retired"]
-
 RETIRED = {
     "--augment-names": "benchmarks/invented_names.py of the source repository writes a file of records with invented "
     "names, for --train (calibrate: --data)",

@@ -32,8 +32,6 @@ from skipdecode.serving.limits import Binding, ServerLimits
 if TYPE_CHECKING:
     from skipdecode.serving.service import Service
 
-__all__ = ["Config", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Binding, ServerLimits, EngineOptions):

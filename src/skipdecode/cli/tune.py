@@ -48,11 +48,12 @@ from skipdecode.data.self_generated import (
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.loading import load
 from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.models.families import vocabulary_size
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel, name_ends
-from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe, stored_recipe
+from skipdecode.models.loading.recipe import read_recipe, stored_recipe
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
@@ -62,8 +63,6 @@ from skipdecode.tuning.run_log import CHECKPOINTS, LOG_FILE, read_log
 
 if TYPE_CHECKING:
     from skipdecode.tuning.trainer import Tuner
-
-__all__ = ["Config", "prepare_parser", "run"]
 
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import platform
 
-__all__ = ["keep_freed_memory", "return_freed_memory"]
-
 # malloc.h of the GNU C library.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 

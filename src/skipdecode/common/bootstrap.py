@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from skipdecode.errors import DataError, UsageError
 
-__all__ = ["Interval", "Paired", "Table", "compare", "interval", "ratio_of_sums"]
-
 Table = NDArray[np.float64]
 Scorer = Callable[[Table], float]
 _CHUNK = 256

@@ -19,8 +19,6 @@ from filelock import FileLock, Timeout
 from skipdecode.common.files import PARTIAL, check_place
 from skipdecode.errors import OutputError, UsageError
 
-__all__ = ["Lock", "RunDirectory", "held"]
-
 _LOCK = ".skipdecode.lock"
 _OF_MODELS = ("config.json", "adapter_config.json")
 _SHOWN = 3

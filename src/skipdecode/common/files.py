@@ -14,20 +14,6 @@ from typing import IO
 
 from skipdecode.errors import OutputError, SkipDecodeError, WriteError
 
-__all__ = [
-    "PARTIAL",
-    "cache_dir",
-    "check_place",
-    "copy_files",
-    "give_usual_mode",
-    "is_stream",
-    "linked",
-    "open_stream",
-    "replaced",
-    "write_whole",
-    "writing",
-]
-
 PARTIAL = ".skipdecode-partial-"
 """How files and directories begin that are put into their place when they are whole."""
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}

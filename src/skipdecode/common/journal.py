@@ -20,8 +20,6 @@ from skipdecode.common.directories import Lock
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError, WriteError
 
-__all__ = ["JOURNAL_KEY", "Journal", "KeptValues", "is_begun"]
-
 JOURNAL_KEY, _FORMAT = "skipdecode_partial", 1
 _SYNC_SECONDS = 5.0
 _DIFFERENCES_SHOWN = 3

@@ -12,19 +12,6 @@ from typing import IO, Any
 
 from skipdecode.errors import DataError
 
-__all__ = [
-    "BOM",
-    "MAX_LINE_BYTES",
-    "Row",
-    "decoded",
-    "is_text",
-    "json_line",
-    "kind_of",
-    "object_of",
-    "read_lines",
-    "read_objects",
-]
-
 BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 64 * 2**20
 Row = dict[str, Any] | DataError

@@ -12,8 +12,6 @@ from typing import Any
 
 from skipdecode.errors import DataError
 
-__all__ = ["KINDS", "check_kind", "heading", "read_json", "read_result"]
-
 KINDS = (
     "bench", "benchmark", "calibration", "evaluation", "prepared", "quality-table", "self-generated", "tuning",
 )  # fmt: skip

@@ -21,8 +21,6 @@ from skipdecode.common.jsonl import is_text
 from skipdecode.common.registry import near
 from skipdecode.errors import OptionError
 
-__all__ = ["Kind", "Options", "Reads", "Writes", "kinds", "option"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["detail", "detailed", "note", "progress_bar", "quiet", "without_foreign_bars"]
-
 _LINE_SECONDS = 30.0
 _RECENT = 32  # updates from which a rate is computed
 _KEPT_SECONDS = 1e-4  # no work is faster

@@ -9,8 +9,6 @@ from typing import Any
 
 from skipdecode.errors import UsageError
 
-__all__ = ["Registry", "check_name", "near"]
-
 
 def near(name: object, known: Iterable[str]) -> str:
     """A hint with the known name that is most similar to `name`; empty if no name is similar."""

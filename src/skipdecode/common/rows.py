@@ -24,8 +24,6 @@ from skipdecode.common.files import is_stream
 from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, Row, is_text, object_of, read_lines
 from skipdecode.errors import DataError, UsageError
 
-__all__ = ["FORMATS", "Input", "check_streams", "format_of", "read_rows"]
-
 FORMATS = ("jsonl", "csv", "tsv")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 _DELIMITERS = {"csv": ",", "tsv": "\t"}

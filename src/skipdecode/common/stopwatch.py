@@ -15,8 +15,6 @@ import numpy as np
 
 from skipdecode.common.bootstrap import Interval, Table, interval, ratio_of_sums
 
-__all__ = ["Stopwatch", "timed"]
-
 Side = TypeVar("Side", bound=Hashable)
 Lap = TypeVar("Lap")
 

@@ -10,17 +10,6 @@ from skipdecode.common.jsonl import kind_of
 from skipdecode.data.records import Message, checked_text
 from skipdecode.errors import DataError, ModelLoadError
 
-__all__ = [
-    "MESSAGE_FIELDS",
-    "chat_fault",
-    "checked_chat",
-    "checked_tools",
-    "render_chat",
-    "response_ids",
-    "token_ids",
-    "unused_fields",
-]
-
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"}
 """By which a list of messages is told from a list of records."""
 _PROBE = [{"role": "user", "content": "a"}]

@@ -16,8 +16,6 @@ from skipdecode.engine.requests import FinishReason, Request, StepOutput
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["Detokenizer", "Piece", "TextStream", "TokenTexts"]
-
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, and so the most tokens of one."""

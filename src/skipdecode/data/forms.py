@@ -15,8 +15,6 @@ from skipdecode.data.tasks import load_task
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.loading.recipe import Recipe
 
-__all__ = ["PROMPT_FIELDS", "PromptForm", "choose_form", "recipe_template"]
-
 PROMPT_FIELDS = ("prompt", "messages", "text", "instruction", "input", "question", "mr")
 # A field of these may be the value of a template's only field; the others belong to records of another form.
 _TEXT_FIELDS = PROMPT_FIELDS[:5]

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from skipdecode.data.records import Record
 
-__all__ = ["repeated"]
-
 _WORD = r"[A-ZÀ-ÖØ-Þ][\w'’-]+"
 _VALUE = re.compile(rf"(?<!\w)(?:{_WORD}(?: {_WORD})*|\d[\d.,]*\d)(?!\w)")
 

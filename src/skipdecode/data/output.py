@@ -21,8 +21,6 @@ from skipdecode.common.journal import Journal
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import WriteError
 
-__all__ = ["FileWriter", "RowWriter", "StreamWriter", "named_text", "open_writer", "partial_path", "plain_text"]
-
 RowForm = Callable[[dict[str, Any]], bytes]
 
 

@@ -28,20 +28,6 @@ from skipdecode.data.records import (
 from skipdecode.data.source import Records
 from skipdecode.errors import DataError, UsageError
 
-__all__ = [
-    "EncodedPrompt",
-    "Example",
-    "PromptEncoder",
-    "RecordFile",
-    "check_end_token",
-    "context_length",
-    "encode_examples",
-    "encode_prompts",
-    "outside",
-    "prompt_room",
-    "read_file",
-]
-
 _TOKENIZE_AT_ONCE = 1000
 
 

@@ -20,21 +20,6 @@ from typing import Any, NamedTuple, Protocol
 from skipdecode.common.jsonl import Row, is_text, kind_of
 from skipdecode.errors import DataError, UsageError
 
-__all__ = [
-    "Form",
-    "Message",
-    "Parts",
-    "Record",
-    "Reject",
-    "SeenIds",
-    "Template",
-    "checked_text",
-    "read_records",
-    "refuse_rejects",
-    "reject_summary",
-    "usable",
-]
-
 Message = dict[str, Any]
 """A message of a chat: ``role``, ``content``, and other fields that a chat template may use."""
 _REJECTS_SHOWN, _FIELDS_SHOWN, _CHARACTERS_SHOWN = 5, 20, 80

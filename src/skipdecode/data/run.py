@@ -24,8 +24,6 @@ from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
 from skipdecode.errors import DataError, WorkError
 
-__all__ = ["Decoding", "Job", "generate_rows", "refuse_bad_rows"]
-
 _COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64
 _CHECK_WINDOW = 1024

@@ -36,17 +36,6 @@ if TYPE_CHECKING:
     from skipdecode.engine.base import Engine
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = [
-    "ABOUT_FILE",
-    "DEV_FILE",
-    "TRAIN_FILE",
-    "SelfGeneratedData",
-    "SelfGeneratedOptions",
-    "default_template",
-    "forget_prompts",
-    "open_prompts",
-]
-
 TRAIN_FILE, DEV_FILE = "self.jsonl", "self-dev.jsonl"
 ABOUT_FILE, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"
 _DRAWN = 1000

@@ -17,8 +17,6 @@ from skipdecode.data.records import Record, Reject, read_records, refuse_rejects
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 
-__all__ = ["PromptSource", "Records", "load_records"]
-
 
 class PromptSource:
     """The prompts of one input, which can be read repeatedly in constant memory.

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from skipdecode.errors import UsageError
 
-__all__ = ["StopSearch", "StopStrings"]
-
 
 class StopStrings:
     """The stop strings of a request, with their tables for the search; all sequences of the request share them.

@@ -11,8 +11,6 @@ from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.engine.base import EngineStats
 from skipdecode.schedule import Schedule
 
-__all__ = ["BadRows", "RunSummary", "SpeedComparison", "schedule_line", "summary_lines"]
-
 _BAD_ROWS_SHOWN = 20
 
 

@@ -17,8 +17,6 @@ from skipdecode.data.records import Template
 from skipdecode.data.stopping import StopStrings
 from skipdecode.errors import DataError, OptionError, UsageError
 
-__all__ = ["HubSource", "Task", "load_task", "task_file", "task_names"]
-
 _ENDINGS = (".yaml", ".yml")
 T = TypeVar("T", bound=Options)
 

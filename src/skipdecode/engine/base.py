@@ -18,8 +18,6 @@ from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["ENGINES", "QUANTIZATIONS", "Decoded", "Engine", "EngineStats", "NextToken", "StopCheck"]
-
 ENGINES = ("auto", "fast", "transformers")
 """The engines that a user may name; see `skipdecode.engine.opening.open_fast`."""
 QUANTIZATIONS = ("none", "int8", "int4", "w8a8")

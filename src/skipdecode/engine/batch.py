@@ -10,8 +10,6 @@ from typing import NamedTuple, Self
 from skipdecode.engine.depth import LayerRows
 from skipdecode.engine.sequence import Sequence
 
-__all__ = ["Chunk", "TokenRows", "token_rows"]
-
 
 class Chunk(NamedTuple):
     """Tokens of a sequence that a forward runs, the position of the first, and the layers that they run.

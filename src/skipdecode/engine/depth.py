@@ -7,8 +7,6 @@ from typing import NamedTuple, Self
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
 
-__all__ = ["DepthOrder", "LayerRows", "PromptLayers"]
-
 
 class LayerRows(NamedTuple):
     """The rows of a forward in one layer.

@@ -19,8 +19,6 @@ from collections.abc import Sequence as Several
 
 from skipdecode.schedule import Schedule
 
-__all__ = ["MOST_DRAFTS", "Acceptance", "Drafter", "ForwardTimes", "Planner"]
-
 MOST_DRAFTS = 8
 """Maximum drafts of a sequence at a step."""
 _GRAM = 2  # last tokens that must have occurred before

@@ -20,8 +20,6 @@ from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["FastEngine"]
-
 
 class FastEngine(DecodeLoop):
     """Decodes requests on the package's own kernels, on CPUs; sequences of any age share a step.

@@ -30,8 +30,6 @@ from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.fit import Fit, fit_of
 from skipdecode.models.maps import EPSILON
 
-__all__ = ["FastModel", "StepBytes", "open_model"]
-
 
 class StepBytes(NamedTuple):
     """Bytes that a decode step reads: whatever its depth, of each layer, and of one cached token in one layer."""

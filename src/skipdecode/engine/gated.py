@@ -29,8 +29,6 @@ from skipdecode.models.release import model_cache_name
 from skipdecode.models.rotary import switch_length
 from skipdecode.schedule import Schedule
 
-__all__ = ["GatedEngine", "left_pad"]
-
 _SCORED_AT_ONCE = 128  # tokens of a prompt whose logits are converted together
 
 

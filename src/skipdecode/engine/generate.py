@@ -26,8 +26,6 @@ from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["Around", "BatchEngine", "GenerateEngine", "TimedToken", "TokenClock", "no_context"]
-
 TimedToken = tuple[int, float]
 """A new token of a sequence, and the reading of `time.perf_counter` at its end."""
 Around = Callable[[frozenset[int]], AbstractContextManager[Any]]

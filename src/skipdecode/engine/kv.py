@@ -17,8 +17,6 @@ from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.kernels.memory import huge_pages
 from skipdecode.engine.sequence import Sequence
 
-__all__ = ["PAGE_TOKENS", "KVLayout", "PagedKV"]
-
 PAGE_TOKENS = 16
 
 

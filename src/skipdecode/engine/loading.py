@@ -12,8 +12,6 @@ from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.loading.hub import LoadedModel, choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef
 
-__all__ = ["checked_name", "load", "running_dtype"]
-
 _LONGEST_NAME = 4096
 
 _FASTER = 1.5  # fp32 over bf16 in products, from which on a shorter prompt repays decode steps of twice the bytes

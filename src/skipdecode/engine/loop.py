@@ -16,8 +16,6 @@ from skipdecode.engine.scheduler import PROMPT_TOKENS, Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule import Schedule
 
-__all__ = ["DecodeLoop"]
-
 Drafts = dict[Sequence, tuple[int, ...]]
 """Drafts of a step by sequence."""
 

@@ -21,8 +21,6 @@ from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec,
 from skipdecode.errors import UnfitModelError
 from skipdecode.models.windows import layer_windows
 
-__all__ = ["READERS", "Reader", "read_model", "weights_of"]
-
 
 @dataclass(frozen=True)
 class Reader:

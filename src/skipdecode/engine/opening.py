@@ -23,8 +23,6 @@ from skipdecode.models.loading.hub import configured_ends
 from skipdecode.models.loading.ref import one_line
 from skipdecode.schedule import Schedule
 
-__all__ = ["Backend", "GenerateBackend", "end_tokens", "open_engines", "open_fast"]
-
 
 class Backend:
     """What runs a model: opens engines for any number of schedules, which all share the model's weights.

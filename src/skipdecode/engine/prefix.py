@@ -16,8 +16,6 @@ from typing import Any
 from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.kv import PagedKV
 
-__all__ = ["PREFIX_BYTES", "PrefixKV"]
-
 PREFIX_BYTES = 1 << 30
 """Maximum bytes of cached prompts that no sequence uses."""
 

@@ -25,8 +25,6 @@ from skipdecode.engine.kernels.quantize import quantize
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.errors import DataError, OutputError
 
-__all__ = ["PRODUCT_FLOPS", "cpu_products", "product_rates", "remembered"]
-
 T = TypeVar("T")
 _ROWS, _SIZE = 512, 1024
 PRODUCT_FLOPS = 2 * _ROWS * _SIZE**2

@@ -11,8 +11,6 @@ from typing import Literal, NamedTuple, Self
 from skipdecode.common.options import Options, option
 from skipdecode.errors import OptionError, UsageError
 
-__all__ = ["FinishReason", "Request", "Sampling", "SamplingOptions", "StepOutput", "row_seed"]
-
 FinishReason = Literal["eos", "length", "stop"]
 """The reason why a sequence ended: an end token, its length limit, or a stop string."""
 

@@ -20,8 +20,6 @@ from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kernels.native import greedy
 from skipdecode.engine.requests import Sampling
 
-__all__ = ["Predicted", "Sampler", "scores"]
-
 _MOST_TOP = 128  # largest top-k for which candidates are sought
 _NEAR = 512  # top tokens among which a nucleus is sought first: to sort a whole vocabulary takes milliseconds
 

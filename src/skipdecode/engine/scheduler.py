@@ -17,8 +17,6 @@ from operator import attrgetter
 from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
 
-__all__ = ["PROMPT_TOKENS", "REFILL_BELOW", "Scheduler"]
-
 PROMPT_TOKENS = 512
 """Maximum prompt tokens of one forward in batch jobs."""
 REFILL_BELOW = 0.25

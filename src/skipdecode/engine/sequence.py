@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from skipdecode.engine.drafts import Drafter
     from skipdecode.engine.sampling import Sampler
 
-__all__ = ["Sequence"]
-
 
 @dataclass(eq=False, slots=True)
 class Sequence:

@@ -22,8 +22,6 @@ from skipdecode.engine.kernels.quantize import Quantization, QuantizedWeight, qu
 from skipdecode.engine.kernels.spec import LinearSpec, ModelSpec
 from skipdecode.engine.model_spec import read_model, weights_of
 
-__all__ = ["QuantizedWeights", "move_into_one_block"]
-
 _KEPT = 2**25  # bytes of moved weights that malloc may keep
 
 

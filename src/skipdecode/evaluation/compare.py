@@ -14,8 +14,6 @@ from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.scores import FIDELITY, IN_NATS, scorer_of
 
-__all__ = ["WIDTH", "Pair", "compare_runs", "pairs_table", "runs_tables"]
-
 WIDTH = 100
 """Columns that a printed table has at most."""
 _NAME = 40

@@ -16,8 +16,6 @@ from skipdecode.engine.requests import Request
 from skipdecode.evaluation.settings import method_name
 from skipdecode.schedule import Schedule
 
-__all__ = ["Generation", "Method", "Outputs", "batches", "generate_all", "timing_of"]
-
 _MOST_BATCHES = 4
 _LEAST_TURNS = 8  # if there are enough records: an interrupted run keeps whole turns
 

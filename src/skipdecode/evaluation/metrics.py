@@ -16,8 +16,6 @@ from skipdecode.common.registry import Registry
 from skipdecode.errors import DataError, ModelLoadError
 from skipdecode.evaluation.settings import MetricOptions
 
-__all__ = ["METRICS", "MeanMetric", "Metric", "check_metrics", "make_metrics"]
-
 METRICS = Registry(
     "metric",
     {

@@ -12,8 +12,6 @@ from skipdecode.errors import MissingExtraError
 from skipdecode.evaluation.metrics import MeanMetric, Metric
 from skipdecode.evaluation.settings import MetricOptions
 
-__all__ = ["Bleu", "Chrf", "Rouge1", "Rouge2", "RougeL"]
-
 
 class _Sacre(Metric):
     """A corpus metric of sacrebleu, whose statistics add up over records."""

@@ -30,19 +30,6 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.scores import Scored
     from skipdecode.evaluation.settings import EvaluationSettings
 
-__all__ = [
-    "OUTPUTS_FILE",
-    "RUN_FILE",
-    "Run",
-    "check_free",
-    "is_unfinished",
-    "keep_unfinished",
-    "load_run",
-    "run_document",
-    "same_run",
-    "save_run",
-]
-
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
 _UNFINISHED = "unfinished.jsonl"

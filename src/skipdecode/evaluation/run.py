@@ -41,8 +41,6 @@ from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from skipdecode.models.families import vocabulary_size
 
-__all__ = ["evaluate", "note_left_out"]
-
 
 def evaluate(
     subject: Subject,

@@ -17,8 +17,6 @@ import numpy as np
 from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.evaluation.metrics import METRICS
 
-__all__ = ["FIDELITY", "IN_NATS", "Scored", "free_running", "ratio_score", "scorer_of", "table_of"]
-
 FIDELITY = {
     "full_depth_agreement": "outputs equal to full depth's, %",
     "token_agreement": "tokens equal to full depth's at the same place, % of the longer output",

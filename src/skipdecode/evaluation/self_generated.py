@@ -29,8 +29,6 @@ from skipdecode.evaluation.scores import ratio_score, table_of
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
 
-__all__ = ["SelfEvaluation", "followed", "instructions"]
-
 _BATCHES = 4  # decoded and kept together
 _FIRST_BUCKET = 16
 

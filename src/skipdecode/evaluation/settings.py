@@ -8,8 +8,6 @@ from typing import Any
 from skipdecode.common.options import Options, option
 from skipdecode.schedule import Schedule
 
-__all__ = ["EvaluationSettings", "MetricOptions", "Subject", "method_name"]
-
 
 def method_name(schedule: Schedule, exact: bool = False) -> str:
     """The name, in tables, of decoding under a schedule, or of exact decoding with its drafts."""

@@ -17,16 +17,6 @@ from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.evaluation.methods import Generation, Method, batches, timing_of
 from skipdecode.evaluation.settings import EvaluationSettings
 
-__all__ = [
-    "ROUNDS",
-    "WHAT",
-    "Turns",
-    "measured_speeds",
-    "medians_of",
-    "speed_entries",
-    "time_equal_lengths",
-]
-
 ROUNDS = 3
 WHAT = "outputs of the lengths of the references, all methods in turn on the same batches, medians of rounds"
 _WARM_UP_TOKENS = 4

@@ -19,8 +19,6 @@ from skipdecode.evaluation.scores import table_of
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 
-__all__ = ["reference_loss", "teacher_forced", "token_fidelity", "token_losses"]
-
 
 def teacher_forced(
     model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], full: Sequence[Sequence[int]]

@@ -41,8 +41,6 @@ from skipdecode.models.release import renamed_cache
 from skipdecode.models.rotary import RowRotary
 from skipdecode.schedule import Schedule
 
-__all__ = ["Attachment", "at_full_depth", "attach", "detach"]
-
 _MARK = "_skipdecode_attachment"
 
 

@@ -13,8 +13,6 @@ from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.plan import cached_positions
 from skipdecode.models.windows import layer_windows
 
-__all__ = ["SkipCache"]
-
 
 class _StoredError(Exception):
     """Ends the call of a layer after it has stored keys and values of projected tokens."""

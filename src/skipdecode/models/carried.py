@@ -16,26 +16,6 @@ from skipdecode.models.families import decoder_layers, layers_in, unwrap
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, parse_schedule
 
-__all__ = [
-    "CHECKPOINT_FILES",
-    "FIT_FILE",
-    "RECIPE_FILE",
-    "SCHEDULE_FILE",
-    "bundled_schedules",
-    "carry",
-    "carry_in_config",
-    "digest_in",
-    "digest_of_model",
-    "drop_schedule",
-    "keep_tuned",
-    "named_schedule",
-    "of_adapter",
-    "of_config",
-    "of_model",
-    "schedule_file",
-    "tuned_under",
-]
-
 SCHEDULE_FILE = "skipdecode.json"
 FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
 RECIPE_FILE = "recipe.json"

@@ -12,19 +12,6 @@ from typing import Any, Literal
 from skipdecode.errors import AttachError, UnsupportedModelError
 from skipdecode.models.release import before
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "decoder_layers",
-    "family_of",
-    "find_family",
-    "keys_and_values",
-    "layers_in",
-    "projection",
-    "unwrap",
-    "vocabulary_size",
-]
-
 
 @dataclass(frozen=True)
 class Family:

@@ -23,21 +23,9 @@ from torch import Tensor, nn
 
 from skipdecode.common.files import write_whole
 from skipdecode.errors import FitError
-from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import decoder_layers, keys_and_values, unwrap
 from skipdecode.models.maps import Bridge, PromptMap
 from skipdecode.schedule import Schedule
-
-__all__ = [
-    "FIT_FILE",
-    "FIT_FORMAT",
-    "Fit",
-    "fit_of",
-    "fit_state",
-    "keep_fit",
-    "knows_fit",
-    "trainable_fit",
-]
 
 FIT_FORMAT = 1
 MOST_TAPS = 2

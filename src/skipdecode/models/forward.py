@@ -14,17 +14,6 @@ from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.release import model_cache_name, renamed_cache
 
-__all__ = [
-    "ALL_PROMPT",
-    "PART_ALONE",
-    "SECOND_TURN",
-    "CallArguments",
-    "ForwardSlot",
-    "GenerationOptions",
-    "GenerationStats",
-    "foreign_cache",
-]
-
 ALL_PROMPT = (
     "this forward runs full depth, because all tokens are prompt: give prompt_length=… or labels so that a response "
     "runs the schedule, or use_cache=True to begin a decoding loop (said once)"

@@ -25,16 +25,6 @@ from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.models.release import cache_name
 from skipdecode.schedule import Schedule
 
-__all__ = [
-    "GateState",
-    "calling",
-    "gate_layer",
-    "gate_of",
-    "text_columns",
-    "ungate_layer",
-    "with_mixin",
-]
-
 
 class GateState:
     """The plan of the current forward, shared by all gates of a model (None: every layer runs on all columns).

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EPSILON", "Bridge", "PromptMap", "normed", "prompt_features"]
-
 EPSILON = 1e-6
 
 

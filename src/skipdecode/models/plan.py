@@ -18,19 +18,6 @@ from torch import Tensor
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.schedule import Schedule
 
-__all__ = [
-    "AFTER",
-    "LAST_PROMPT",
-    "PROMPT",
-    "LayerPlan",
-    "StepPlan",
-    "cached_positions",
-    "check_prompt_length",
-    "label_positions",
-    "layer_bounds",
-    "length_positions",
-]
-
 PROMPT = -2
 """Position of a prompt token, except the last."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.families import find_family
 
-__all__ = ["RowRotary", "switch_length"]
-
 
 class RowRotary:
     """Replaces the forward of a model's rotary embedding until `restore`; without effect on other rope types."""

@@ -11,8 +11,6 @@ from typing import Any
 from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.families import family_of, layers_in
 
-__all__ = ["drop_unread", "layer_windows"]
-
 _SLIDING = "sliding_attention"
 _KNOWN = (_SLIDING, "full_attention")
 # Settings from which transformers' caches learn what a layer holds.

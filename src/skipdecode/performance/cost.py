@@ -25,8 +25,6 @@ if TYPE_CHECKING:  # both bring torch, which costs read from files do without
     from skipdecode.performance.geometry import ModelGeometry
     from skipdecode.performance.machine import Machine
 
-__all__ = ["FORMAT", "CostModel", "Phase", "PromptCost", "StepCost", "Use", "between", "tokens_read"]
-
 Use = Literal["lockstep", "continuous"]
 Phase = Literal["request", "decode"]
 FORMAT = 3

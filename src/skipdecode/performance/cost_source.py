@@ -23,8 +23,6 @@ from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_machine
 from skipdecode.performance.measure import measure_cost
 
-__all__ = ["CostSource", "find_cost", "find_geometry"]
-
 _NOISY = 0.1  # residual of a fit, above which a plan deserves a second measurement
 _UNKNOWN_DTYPE = torch.bfloat16
 # Of a config: no size depends on it.

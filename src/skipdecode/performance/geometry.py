@@ -19,8 +19,6 @@ from skipdecode.models.release import model_cache_name
 from skipdecode.models.windows import layer_windows
 from skipdecode.schedule import Schedule
 
-__all__ = ["ModelGeometry"]
-
 
 @dataclass(frozen=True)
 class ModelGeometry:

@@ -17,15 +17,6 @@ from skipdecode.engine.kernels.build import KernelBuildError, load_library
 from skipdecode.engine.remembered import PRODUCT_FLOPS, cpu_products, product_rates
 from skipdecode.errors import UsageError
 
-__all__ = [
-    "Machine",
-    "measure_bandwidth",
-    "measure_flops",
-    "measure_machine",
-    "measure_products",
-    "synchronize",
-]
-
 # Several times the largest last-level cache, and small enough for any machine that holds a model.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
 _REPEATS = 3

@@ -25,8 +25,6 @@ from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.timing import Shape, prompt_seconds, step_seconds
 from skipdecode.schedule import Schedule
 
-__all__ = ["CostMeter", "fitted", "measure_cost"]
-
 _LONGER = 512  # cached tokens on top, from which the cost of the cache read follows
 _LEAST_SECONDS = 0.1  # timed of each kind of step
 _MOST_REPEATS = 20

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 from skipdecode.errors import TargetError
 from skipdecode.performance.cost import CostModel, Phase, Use, between
-from skipdecode.schedule import Schedule
+from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule import order as layer_order
-from skipdecode.schedule.schedule import PromptDepth
 
 if TYPE_CHECKING:
     from skipdecode.performance.geometry import ModelGeometry
-
-__all__ = ["Assessment", "Auto", "assess", "solve", "why_flat"]
 
 Auto = Literal["auto"]
 """The layers of prompts follow from the target; see `solve`."""

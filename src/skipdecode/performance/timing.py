@@ -27,8 +27,6 @@ from skipdecode.models.plan import PROMPT
 from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 
-__all__ = ["Shape", "filled_in", "open_engine", "prompt_seconds", "replaced", "step_seconds", "token_times"]
-
 _TOKEN = 5
 
 

@@ -16,9 +16,6 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError
 
-__all__ = ["COLORS", "INK", "LEFT_OUT", "Chart", "Point", "Series", "chart_figure", "check_matplotlib"]
-__all__ += ["draw_chart", "grouped", "new_figure", "png", "save_charts", "styled", "styles_of", "try_picture"]
-
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 

@@ -10,8 +10,6 @@ from typing import Any
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.reporting.charts import Chart, Point, Series, grouped
 
-__all__ = ["kept_charts", "kept_columns", "rows_of", "speedups_that_keep", "with_kept"]
-
 _SHARES = (0.99, 0.98, 0.95)
 _FULL_DEPTH = ("base", "full")
 _KEPT = "worst score, % of full depth"

@@ -23,8 +23,6 @@ from skipdecode.reporting.charts import (
 )
 from skipdecode.schedule import Schedule
 
-__all__ = ["calibration_figure", "depth_figure", "loss_chart", "speed_figure"]
-
 _RUNS, _BARS, _STORED = COLORS[0], COLORS[1], COLORS[5]
 _WINDOW, _DRAWN = 15, 80
 _Rows = Sequence[Mapping[str, Any]]

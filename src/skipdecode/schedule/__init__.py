@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from skipdecode.schedule.schedule import ORDER_OF_ITS_OWN, PUBLISHED, PromptDepth, Schedule
+from skipdecode.schedule.order import PromptDepth
+from skipdecode.schedule.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 
 __all__ = ["ORDER_OF_ITS_OWN", "PUBLISHED", "PromptDepth", "Schedule"]

@@ -6,8 +6,6 @@ from itertools import pairwise
 
 from skipdecode.schedule import Schedule
 
-__all__ = ["schedule_picture", "shows_blocks"]
-
 _BLOCKS = ("█", "·", "▒", "└", "│", "─")
 _ASCII = ("#", ".", "=", "+", "|", "-")
 _WIDEST_POSITION = 8

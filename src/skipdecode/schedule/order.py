@@ -13,31 +13,6 @@ from typing import Any, Literal
 
 from skipdecode.errors import ScheduleError
 
-__all__ = [
-    "PROMPT_SETS",
-    "Order",
-    "PromptDepth",
-    "bottom_up",
-    "check_budgets",
-    "check_layers",
-    "check_order",
-    "evenly_spaced",
-    "from_run_lengths",
-    "int_tuple",
-    "least_budget",
-    "linear",
-    "make_order",
-    "one_or_more",
-    "paper_budgets",
-    "power_law",
-    "prompt_set",
-    "require_int",
-    "require_positive",
-    "require_speedup",
-    "run_lengths",
-    "top_down",
-]
-
 Order = Literal["bottom-up", "even", "top-down"]
 PromptDepth = Literal["full", "max_exit"] | tuple[int, ...]
 _MOST_POSITIONS = 1_000_000

@@ -49,8 +49,6 @@ from skipdecode.schedule.order import (
     require_positive,
 )
 
-__all__ = ["ORDER_OF_ITS_OWN", "PUBLISHED", "PromptDepth", "Schedule"]
-
 PUBLISHED = ("full", "skipdecode", "even", "unified", "d3", "early_termination", "static_pruning")
 ORDER_OF_ITS_OWN = ("full", "even", "unified", "early_termination")
 _REQUIRED = ("num_layers", "drop_order", "budgets")

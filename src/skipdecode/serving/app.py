@@ -37,8 +37,6 @@ from skipdecode.serving.responses import (
 from skipdecode.serving.service import Service
 from skipdecode.serving.streaming import EventStreamResponse, collect
 
-__all__ = ["create_app"]
-
 _STOP_SECONDS = 10.0
 _MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 # Of one event; its data is JSON (a chunk, or an error), and "[DONE]" at the end.

@@ -11,8 +11,6 @@ from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.serving.errors import ApiError, ExactModel
 
-__all__ = ["Catalog", "ModelEntry", "ModelList", "TemplateEntry"]
-
 
 class _ScheduleEntry(ExactModel):
     name: str

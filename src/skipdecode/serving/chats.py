@@ -14,8 +14,6 @@ from skipdecode.errors import DataError, ModelLoadError
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.messages import Chat
 
-__all__ = ["chat_text"]
-
 _UNREAD = {"tool_call_id"}  # fields that say which messages belong together, which their order says too
 
 

@@ -11,8 +11,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from skipdecode.serving.errors import ApiError
 
-__all__ = ["bounded_protocol"]
-
 _MOST_HEAD_BYTES = 64 * 1024
 _MOST_PIPELINED = 16  # requests behind one that runs
 _LINGER_SECONDS, _LINGER_BYTES = 2.0, 2**22

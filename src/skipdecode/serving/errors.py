@@ -11,8 +11,6 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
-__all__ = ["ApiError", "ErrorResponse", "ExactModel", "add_error_handlers"]
-
 _ACCEPTED = {
     "prompt": "give text, a list of texts, a list of token ids, or a list of lists of token ids, none empty",
     "stop": "give text or a list of up to 16 texts, each of 1 to 1000 characters",

@@ -15,8 +15,6 @@ from skipdecode.engine.requests import StepOutput
 from skipdecode.schedule import Schedule
 from skipdecode.serving.request_state import Choice
 
-__all__ = ["Group", "make_groups"]
-
 _PROMPT_TOKENS = 128
 """Of one forward: a row's next token waits for it. The kernels are as fast with 512, within 2% (docs/LOG.md)."""
 

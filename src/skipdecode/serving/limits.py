@@ -12,8 +12,6 @@ from typing import Literal
 from skipdecode.common.options import Options, option
 from skipdecode.errors import OptionError
 
-__all__ = ["Binding", "ServerLimits"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits(Options):

@@ -11,8 +11,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from skipdecode.serving.errors import ApiError
 
-__all__ = ["VARIABLES", "Chat", "Message", "Neutral", "Strict", "Text", "Variables"]
-
 
 def _whole_text(text: str) -> str:
     try:

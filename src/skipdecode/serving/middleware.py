@@ -19,8 +19,6 @@ from skipdecode.errors import UsageError
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.metrics import Metrics
 
-__all__ = ["ENVIRONMENT_VARIABLE", "ApiKeys", "Middleware"]
-
 ENVIRONMENT_VARIABLE = "SKIPDECODE_API_KEY"
 _LOG = logging.getLogger("skipdecode.serve")
 _CLOSED_PATHS = ("/v1/", "/tokenize", "/detokenize", "/metrics")

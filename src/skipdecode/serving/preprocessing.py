@@ -22,8 +22,6 @@ from skipdecode.serving.messages import Chat
 from skipdecode.serving.protocol import CompletionRequest, GenerationRequest, Prompt
 from skipdecode.serving.request_state import Choice, RequestState
 
-__all__ = ["Preprocessor"]
-
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
 

@@ -11,16 +11,6 @@ from skipdecode.engine.requests import Sampling
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.messages import VARIABLES, Chat, Message, Neutral, Strict, Text, Variables
 
-__all__ = [
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "Extension",
-    "GenerationRequest",
-    "Prompt",
-    "TokenizeRequest",
-]
-
 _MOST_STOPS = 16
 _MOST_STOP_TOKENS = 64
 _MOST_STOP_CHARACTERS = 1000

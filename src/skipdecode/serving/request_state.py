@@ -20,9 +20,6 @@ from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.metrics import Metrics
 
-__all__ = ["Choice", "ChoiceFinish", "RequestState", "Summary", "Update", "merge"]
-
-
 ChoiceFinish = Literal["stop", "length"]
 """OpenAI's words; the engine tells an end token from a stop sequence, and both are a stop here."""
 

@@ -20,15 +20,6 @@ from skipdecode.serving.errors import ExactModel
 from skipdecode.serving.protocol import GenerationRequest
 from skipdecode.serving.request_state import ChoiceFinish, RequestState, Summary, Update
 
-__all__ = [
-    "ChatResponse",
-    "ChatResponseBuilder",
-    "CompletionResponse",
-    "CompletionResponseBuilder",
-    "ResponseBuilder",
-    "server_sent_event",
-]
-
 # ---------------------------------------------------------------------- fields
 
 

@@ -29,8 +29,6 @@ from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.service import Service
 from skipdecode.serving.worker import ModelWorker
 
-__all__ = ["is_loopback", "make_server", "open_socket", "run_server"]
-
 _UNREAD_SECONDS = 60
 _OTHER_FILES = 128  # that the process has open beside connections
 _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off

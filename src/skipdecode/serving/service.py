@@ -23,8 +23,6 @@ from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.preprocessing import Preprocessor
 from skipdecode.serving.worker import ModelWorker
 
-__all__ = ["Service", "open_service"]
-
 
 @dataclass(frozen=True)
 class Service:

@@ -14,8 +14,6 @@ from skipdecode.serving.request_state import RequestState, Update, merge
 from skipdecode.serving.responses import ResponseBuilder, server_sent_event
 from skipdecode.serving.service import Service
 
-__all__ = ["EventStreamResponse", "collect"]
-
 
 class EventStreamResponse(StreamingResponse):
     """Server-sent events of a request that was submitted."""

@@ -24,8 +24,6 @@ from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.request_state import Choice, RequestState, Update
 
-__all__ = ["ModelWorker"]
-
 _LOG = logging.getLogger("skipdecode.serve")
 _LONGEST_RETRY = 60
 

@@ -23,16 +23,14 @@ import torch
 from skipdecode.common.files import writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OutputError
-from skipdecode.models.carried import SCHEDULE_FILE, carry, carry_in_config
+from skipdecode.models.carried import FIT_FILE, SCHEDULE_FILE, carry, carry_in_config
 from skipdecode.models.families import unwrap
-from skipdecode.models.fit import FIT_FILE, Fit, fit_of, fit_state, keep_fit
+from skipdecode.models.fit import Fit, fit_of, fit_state, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import GENERATION_FILE
 from skipdecode.models.loading.saving import save_model, save_tokenizer
 from skipdecode.schedule import Schedule
-
-__all__ = ["Checkpoints", "merge_saved", "save_tuned"]
 
 _KEEP = 2
 _ADAPTER, _FITTED = "adapter.safetensors", "fit.safetensors"

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from skipdecode.data.prompts import Example
 
-__all__ = ["IGNORE", "Batch", "GroupedBatches", "batches_of", "collate"]
-
 IGNORE = -100
 """Label of a column that is not response."""
 

@@ -13,8 +13,6 @@ from typing import Literal
 from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 
-__all__ = ["DEFAULT_LORA_RANK", "TuneConfig"]
-
 DEFAULT_LORA_RANK = 16
 
 

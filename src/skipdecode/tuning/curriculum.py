@@ -10,8 +10,6 @@ from skipdecode.models.loading.recipe import sampled_schedules
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["Curriculum", "Sampled", "make_curriculum"]
-
 
 @dataclass(frozen=True)
 class Curriculum:

@@ -15,8 +15,6 @@ from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import Batch
 from skipdecode.tuning.objective import Objective
 
-__all__ = ["SpeedReport", "compare_speed", "dev_loss"]
-
 
 @torch.no_grad()
 def dev_loss(

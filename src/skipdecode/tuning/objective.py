@@ -34,8 +34,6 @@ from skipdecode.models.attach import Attachment
 from skipdecode.models.families import unwrap
 from skipdecode.tuning.collate import IGNORE, Batch
 
-__all__ = ["KeptTeacher", "Losses", "Objective", "Taught", "Teacher", "response_logits", "token_losses"]
-
 _TOKENS = 32
 """Whose probabilities are in memory at a time."""
 _LEAST_REST = 1e-4

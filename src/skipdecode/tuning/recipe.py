@@ -15,10 +15,9 @@ from skipdecode.common.files import write_whole
 from skipdecode.data.prompts import RecordFile
 from skipdecode.data.records import Template
 from skipdecode.errors import UsageError
-from skipdecode.models.loading.recipe import RECIPE_FILE, RECIPE_FORMAT, RECIPE_KIND
+from skipdecode.models.carried import RECIPE_FILE
+from skipdecode.models.loading.recipe import RECIPE_FORMAT, RECIPE_KIND
 from skipdecode.schedule import Schedule
-
-__all__ = ["check_same_run", "data_entry", "make_recipe", "write_recipe"]
 
 _MUST_AGREE = ("options", "prompt", "schedule", "data", "checkpoint")
 

@@ -9,8 +9,6 @@ from typing import Any
 from skipdecode.common.files import write_whole, writing
 from skipdecode.common.kinds import heading
 
-__all__ = ["CHECKPOINTS", "LOG_FILE", "RunLog", "dev_losses", "read_log"]
-
 CHECKPOINTS, LOG_FILE = "checkpoints", "log.jsonl"
 
 

@@ -18,8 +18,6 @@ from skipdecode.models.fit import fit_state
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["make_accelerator", "make_optimizer", "process_state", "with_lora"]
-
 
 def with_lora(model: Any, config: TuneConfig) -> Any:
     """The model with a LoRA adapter in a PEFT wrapper, its own or a fresh one; only the adapter is trainable.

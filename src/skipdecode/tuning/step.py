@@ -16,8 +16,6 @@ from accelerate import DistributedType
 from skipdecode.tuning.collate import Batch
 from skipdecode.tuning.objective import Objective
 
-__all__ = ["StepReport", "TrainStep"]
-
 
 @dataclass(frozen=True)
 class StepReport:

@@ -41,8 +41,6 @@ from skipdecode.tuning.run_log import CHECKPOINTS, RunLog
 from skipdecode.tuning.setup import make_accelerator, make_optimizer, with_lora
 from skipdecode.tuning.step import StepReport, TrainStep
 
-__all__ = ["DIVERGED_FILE", "TuneResult", "Tuner"]
-
 DIVERGED_FILE = "diverged.json"
 
 

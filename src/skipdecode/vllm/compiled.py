@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BLOCK", "STATES", "LayerPieces", "listed"]
-
 BLOCK = 4
 """Layers of a block."""
 STATES = ("hidden_states", "residual")  # what a layer is given and gives back; not every family has the second

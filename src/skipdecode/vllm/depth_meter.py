@@ -10,8 +10,6 @@ import numpy as np
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import LayerLimits, StepBatch
 
-__all__ = ["DEPTH_PREFIX", "PREFIX", "DepthMeter"]
-
 PREFIX = "skipdecode:"
 """Prefix of the names of counts on their way to the front end."""
 DEPTH_PREFIX = f"{PREFIX}depth:"

@@ -28,8 +28,6 @@ from skipdecode.vllm.projection import KeyProjection, LayerBridge
 from skipdecode.vllm.step_rows import ALL, NONE, StepRows
 from skipdecode.vllm.taps import TapMemory, TapRows
 
-__all__ = ["ARCHITECTURES", "Architecture", "LayerGates", "check_architecture", "check_projects", "find_layers"]
-
 
 @dataclass(frozen=True)
 class Architecture:

@@ -17,8 +17,6 @@ from torch import Tensor
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.vllm.step_rows import NONE, RowSubset, StepRows
 
-__all__ = ["StepMetadata", "cut_metadata"]
-
 _PER_REQUEST = (
     "block_table_tensor",
     "is_prefilling",

@@ -20,8 +20,6 @@ from skipdecode.vllm.gates import check_architecture, check_projects
 from skipdecode.vllm.projection import checkpoint_fit
 from skipdecode.vllm.settings import KEY, PluginSettings
 
-__all__ = ["layers_of_stages", "register"]
-
 _OLDEST, _UP_TO = Version("0.27"), Version("0.33")
 """vLLM versions whose interfaces the plugin was written against: from the first up to before the second."""
 

@@ -21,15 +21,6 @@ from skipdecode.models.loading.beside import fit_beside
 from skipdecode.models.maps import Bridge, PromptMap, normed
 from skipdecode.schedule import Schedule
 
-__all__ = [
-    "GivenKeys",
-    "KeyProjection",
-    "LayerBridge",
-    "checkpoint_fit",
-    "given_keys",
-    "layer_bridges",
-]
-
 
 def checkpoint_fit(model: Any) -> Fit | None:
     """The fit of a checkpoint (vLLM's `model_config`), in a directory or on the hub; None where there is none.

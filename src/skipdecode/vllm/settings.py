@@ -18,8 +18,6 @@ from skipdecode.common.registry import check_name
 from skipdecode.errors import MissingExtraError, ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["KEY", "Mode", "PluginSettings", "server_command"]
-
 KEY = "skipdecode"
 """The plugin's key in config.json, in `additional_config`, and in the extra arguments of a request."""
 _FULL = "full"  # a schedule that is always loaded

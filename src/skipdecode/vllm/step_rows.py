@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from skipdecode.models.plan import AFTER, PROMPT, layer_bounds
 from skipdecode.schedule import Schedule
 
-__all__ = ["ALL", "NONE", "LayerLimits", "RowSubset", "StepBatch", "StepRows"]
-
 ALL = -1
 """In `StepRows`: every row."""
 NONE = -2

@@ -20,8 +20,6 @@ from skipdecode.models.maps import normed
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.step_rows import StepBatch
 
-__all__ = ["TapMemory", "TapRows", "stops_of", "tap_rows"]
-
 
 @dataclass(frozen=True)
 class TapRows:

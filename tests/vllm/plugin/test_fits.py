@@ -21,7 +21,8 @@ from engines import (
 )
 from fits import random_fit
 from skipdecode import Schedule
-from skipdecode.models.fit import FIT_FILE, Fit, keep_fit
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.fit import Fit, keep_fit
 from tiny import LAYERS
 
 LOWER, GAPS = (0, 1, 2, 3), (0, 1, 3, 6)

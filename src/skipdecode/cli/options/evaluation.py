@@ -29,8 +29,6 @@ from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
 
-__all__ = ["EVAL_DIRECTORY", "Config", "MethodChoice", "choose_method", "each_method"]
-
 _TAKE_ORDER = tuple(name for name in PUBLISHED if name not in ORDER_OF_ITS_OWN)
 EVAL_DIRECTORY = RunDirectory(
     "run of skipdecode eval",

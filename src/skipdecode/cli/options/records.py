@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from skipdecode.data.source import PromptSource
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["RecordOptions", "encode_file", "make_template", "read_files"]
-__all__ += ["self_template", "with_self_generated"]
 
 C = TypeVar("C", bound=Any)
 """`RecordOptions` and `SelfGeneratedOptions` with --out and --seed."""

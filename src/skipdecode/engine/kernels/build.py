@@ -24,8 +24,6 @@ from skipdecode.common.progress import note
 from skipdecode.engine.kernels.targets import HEADERS, SOURCES, TARGETS, compile_command, find_compiler
 from skipdecode.errors import WriteError
 
-__all__ = ["KernelBuildError", "load_library"]
-
 _HINT = "install a C++ compiler with OpenMP (for example g++) or name one in the environment variable CXX"
 
 

@@ -23,8 +23,6 @@ from skipdecode.engine.kernels.native import LinearCall, NativeKernels
 from skipdecode.engine.kernels.quantize import QuantizedWeight, in_blocks, quantize
 from skipdecode.engine.kernels.spec import LinearSpec
 
-__all__ = ["MOST_ROWS", "MOST_WORDS", "Candidates", "NativeHead", "ShortHead"]
-
 MOST_ROWS = 32
 """Maximum rows of a forward for which the copy is used; with more rows the full head is as fast."""
 MOST_WORDS = 512

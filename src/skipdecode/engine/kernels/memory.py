@@ -13,8 +13,6 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "huge_pages"]
-
 _LEAST = 2**22  # smaller tensors do not profit
 _ALIGN = 4096
 

@@ -20,8 +20,6 @@ from skipdecode.engine.kernels.quantize import QuantizedWeight
 from skipdecode.engine.kernels.sizes import check_fit, check_input, check_layers, check_linear
 from skipdecode.engine.kernels.spec import AttentionSpec, FitSpec, LayerSpec, LinearSpec, StackInput
 
-__all__ = ["WEIGHT_DTYPES", "GreedyArgs", "NativeKernels", "NativeStack", "greedy"]
-
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTIZED = {"int8": 2, "int4": 3, "w8a8": 4}
 _PROLOGUES = {"none": 0, "rms_norm": 1, "layer_norm": 2, "swiglu": 3, "geglu_tanh": 4}

@@ -19,8 +19,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["QUANTIZATIONS", "Quantization", "QuantizedWeight", "in_blocks", "quantize"]
-
 Quantization = Literal["int8", "int4", "w8a8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4", "w8a8")
 

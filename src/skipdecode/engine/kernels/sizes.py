@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from skipdecode.engine.kernels.spec import FitSpec, LayerSpec, LinearSpec, StackInput
 from skipdecode.errors import FitError, UnfitModelError
 
-__all__ = ["check_fit", "check_input", "check_layers", "check_linear"]
-
 
 def check_linear(spec: LinearSpec) -> None:
     """Raise UnfitModelError unless the vectors of an operation are as long as its weight has rows or columns."""

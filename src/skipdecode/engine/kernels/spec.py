@@ -11,17 +11,6 @@ import torch
 from skipdecode.engine.depth import LayerRows
 from skipdecode.engine.kernels.quantize import QuantizedWeight
 
-__all__ = [
-    "Activation",
-    "AttentionSpec",
-    "FitSpec",
-    "LayerSpec",
-    "LinearSpec",
-    "ModelSpec",
-    "Prologue",
-    "StackInput",
-]
-
 Prologue = Literal["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"]
 Activation = Literal["none", "relu", "gelu_tanh"]
 

@@ -11,8 +11,6 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["HEADERS", "SOURCES", "TARGETS", "Target", "compile_command", "find_compiler"]
-
 SOURCES = ("skinny_gemm.cpp", "paged_attention.cpp", "stack.cpp", "greedy.cpp", "head.cpp", "read.cpp")
 HEADERS = ("kernels.h", "prologue.h", "team.h", "vectors.h", "weights.h", "wide_gemm.h")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")

@@ -15,8 +15,6 @@ from skipdecode.models.families import unwrap
 from skipdecode.models.loading.ref import ADAPTER_FILE, told
 from skipdecode.models.loading.stored import StoredTensor, check_stored, check_tensors, header
 
-__all__ = ["add_tokens", "merge_adapter", "put_adapter"]
-
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 

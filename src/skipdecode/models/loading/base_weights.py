@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from skipdecode.models.fit import Fit
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["base_entry", "base_sample", "carried_fit", "check_base", "checkpoint_digest", "is_other_model", "put_fit"]
-
 _PLACES = 64
 _CAST = 0.004
 _OTHER_MODEL = 0.3

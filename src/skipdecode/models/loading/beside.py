@@ -14,8 +14,6 @@ from skipdecode.errors import DataError, FitError, ModelLoadError
 from skipdecode.models.carried import FIT_FILE, RECIPE_FILE
 from skipdecode.models.loading.hub_probe import ask_hub
 
-__all__ = ["beside", "fit_beside"]
-
 
 def beside(where: str | Path, name: str, revision: str | None = None) -> Path | None:
     """A file of a checkpoint; None if the checkpoint has no such file.

@@ -29,8 +29,6 @@ from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import save_model
 from skipdecode.schedule import Schedule
 
-__all__ = ["check_exportable", "cut_model", "save_checkpoint", "save_gguf"]
-
 _ONE_VALUE_A_LAYER = ("layer_types", "attention_layers", "no_rope_layers")
 
 

@@ -15,8 +15,6 @@ from skipdecode.errors import MissingExtraError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["KINDS", "GgufSizes", "check_architecture", "write_gguf"]
-
 KINDS = ("bf16", "f16", "q8_0", "q4_0", "q4_1")
 # transformers' model type -> GGUF's architecture, and whether its rotary pairs are neighbours instead of halves.
 _ARCHITECTURES = {

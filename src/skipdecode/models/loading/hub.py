@@ -29,8 +29,6 @@ from skipdecode.models.loading.stored import (
 )
 from skipdecode.schedule import Schedule
 
-__all__ = ["DTYPES", "GENERATION_FILE", "LoadedModel", "choose_device", "configured_ends", "load_model", "name_ends"]
-
 GENERATION_FILE = "generation_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Without one of these files, transformers either fails or makes an empty tokenizer.

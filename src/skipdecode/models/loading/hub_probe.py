@@ -10,8 +10,6 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["HubAnswer", "ask_hub"]
-
 TIMEOUT_SECONDS = 5.0
 _REMEMBERED_SECONDS = 60.0
 _unreachable: dict[str, tuple[float, HubAnswer]] = {}  # by address, so that a command waits only once

@@ -20,20 +20,6 @@ from skipdecode.schedule.order import prompt_set
 if TYPE_CHECKING:
     from skipdecode.models.fit import Fit
 
-__all__ = [
-    "RECIPE_FILE",
-    "RECIPE_FORMAT",
-    "RECIPE_KIND",
-    "Recipe",
-    "checkpoint_recipe",
-    "named_schedules",
-    "ran_in_bf16",
-    "read_recipe",
-    "sampled_schedules",
-    "stored_recipe",
-    "untuned_line",
-]
-
 RECIPE_KIND, RECIPE_FORMAT = "recipe", 1
 
 

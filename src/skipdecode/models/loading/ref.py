@@ -24,8 +24,6 @@ from skipdecode.models.loading.store import find_model
 from skipdecode.models.windows import drop_unread, layer_windows
 from skipdecode.schedule import Schedule
 
-__all__ = ["ADAPTER_FILE", "ModelRef", "Place", "check_config_values", "model_files", "one_line", "told"]
-
 ADAPTER_FILE = "adapter_config.json"
 _BUNDLED = Path(__file__).parents[1] / "adapters"
 _NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{ADAPTER_FILE}")))

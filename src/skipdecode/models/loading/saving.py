@@ -15,8 +15,6 @@ from typing import Any
 from skipdecode.common.files import give_usual_mode, write_whole, writing
 from skipdecode.common.progress import note, without_foreign_bars
 
-__all__ = ["save_model", "save_tokenizer", "with_old_names"]
-
 _CONFIG, _WEIGHTS, _TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 # Entries of rotary positions that are not in version 4's `rope_scaling`, and the names that GPT-NeoX has for them.
 _BESIDE_SCALING = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}

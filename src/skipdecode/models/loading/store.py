@@ -19,8 +19,6 @@ from skipdecode.common.files import cache_dir
 from skipdecode.common.progress import note
 from skipdecode.errors import FetchError, WriteError
 
-__all__ = ["SOURCE_FILE", "CachedModel", "add_model", "cached_models", "find_model"]
-
 SOURCE_FILE = "skipdecode-source.txt"
 
 

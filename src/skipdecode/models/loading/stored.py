@@ -18,16 +18,6 @@ from skipdecode.models.families import FAMILIES, layers_in
 if TYPE_CHECKING:
     from skipdecode.models.loading.ref import Place
 
-__all__ = [
-    "StoredTensor",
-    "check_stored",
-    "check_tensors",
-    "header",
-    "stored_tensors",
-    "unused_tensors",
-    "without_wrappers",
-]
-
 _FORMATS = ("model.safetensors", "pytorch_model.bin")
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _NAMED_TENSORS = 2

@@ -25,8 +25,6 @@ from skipdecode.performance.machine import Machine, measure_bandwidth, measure_p
 from skipdecode.performance.timing import Shape, prompt_seconds, step_seconds
 from skipdecode.schedule import Schedule
 
-__all__ = ["measure", "open_backend", "step_reads"]
-
 _BASELINES = ("transformers", "gated")
 
 

@@ -27,8 +27,6 @@ from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.timing import Shape, filled_in, open_engine, replaced, step_seconds, token_times
 from skipdecode.schedule import Schedule
 
-__all__ = ["profile"]
-
 # Phases of a layer in the C++ kernels, in the order of their times.
 _PHASES = ("qkv", "append", "attention", "out", "mlp_in", "mlp_out")
 _PARTS = {"embed", *_PHASES, "layers", "head", "sampling", "cache"}

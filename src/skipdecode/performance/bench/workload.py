@@ -9,8 +9,6 @@ from skipdecode.common.options import Options, option
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 
-__all__ = ["ENGINES", "GEOMETRIES", "Workload", "build"]
-
 ENGINES = ("fast", "fast-int8", "fast-int4", "fast-w8a8", "transformers", "transformers-static", "gated")
 """Names of the backends that can be measured."""
 
