@@ -25,7 +25,7 @@ TESTS = (
     "tests/engine/test_gated_engine.py",
     "tests/engine/test_engine.py",
     "tests/cli/test_prepare.py",
-    "tests/test_llm.py",
+    "tests/generation/test_llm.py",
 )
 # What these tests need besides the extras of the install line.
 EXTRAS = "eval,gguf,peft,serve,tune"

@@ -18,7 +18,7 @@ from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.engine.loading import load
-    from skipdecode.llm import LLM, generate
+    from skipdecode.generation.llm import LLM, generate
     from skipdecode.models.attach import Attachment, attach, detach
 
 __version__ = "0.1.0"
@@ -36,10 +36,10 @@ __all__ = [
 
 _LAZY = {
     "Attachment": ("models.attach", "Attachment"),
-    "LLM": ("llm", "LLM"),
+    "LLM": ("generation.llm", "LLM"),
     "attach": ("models.attach", "attach"),
     "detach": ("models.attach", "detach"),
-    "generate": ("llm", "generate"),
+    "generate": ("generation.llm", "generate"),
     "load": ("engine.loading", "load"),
 }
 

@@ -434,7 +434,7 @@ for name in "fcntl pwd grp termios tty pty readline syslog uvloop".split():  # t
     sys.modules[name] = None
 for name in "sched_getaffinity geteuid getloadavg statvfs mkfifo".split():
     vars(os).pop(name, None)
-import skipdecode.llm
+import skipdecode.generation.llm
 for module in pkgutil.walk_packages(skipdecode.__path__, "skipdecode."):
     if not module.name.startswith("skipdecode.vllm") and not module.name.endswith("__main__"):
         importlib.import_module(module.name)

@@ -14,7 +14,7 @@ from checkpoints import byte_tokenizer
 from serve_tools import greedy, offline, running, tiny_served_model
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.data.output import open_writer
+from skipdecode.generation.output import open_writer
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.serving.service import Service, open_service
 from textgen_tools import read_rows, save_tiny_model, write_rows

@@ -43,7 +43,6 @@ from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.data.prompts import Example, RecordFile
 from skipdecode.data.records import Template
-from skipdecode.data.self_generated import ABOUT_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.loading import load
 from skipdecode.errors import UsageError
@@ -52,6 +51,7 @@ from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
+from skipdecode.tuning.self_generated import ABOUT_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 
 if TYPE_CHECKING:
     from skipdecode.calibration.fitting import Fitter

@@ -46,7 +46,7 @@ from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
 
 if TYPE_CHECKING:
-    from skipdecode.llm import LLM
+    from skipdecode.generation.llm import LLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ def run(config: Config) -> int:
 
 
 def _open(config: Config, choice: ScheduleChoice) -> LLM:
-    from skipdecode.data.summary import schedule_line
-    from skipdecode.llm import LLM
+    from skipdecode.generation.llm import LLM
+    from skipdecode.generation.summary import schedule_line
 
     loaded = config.load()
     if (fault := chat_fault(loaded.tokenizer)) is not None:
@@ -157,7 +157,7 @@ class _Session:
             raise UsageError(f"unknown command /{name}: /help lists the commands")
 
     def _switch(self, asked: str) -> None:
-        from skipdecode.data.summary import schedule_line
+        from skipdecode.generation.summary import schedule_line
 
         file = schedule_file(f"{self._config.model}-{asked}")
         named = file if file in self._config.ref.schedule_files else asked

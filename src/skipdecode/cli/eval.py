@@ -29,7 +29,6 @@ from skipdecode.cli.options.evaluation import EVAL_DIRECTORY, Config, MethodChoi
 from skipdecode.common.progress import note
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
-from skipdecode.data.self_generated import open_prompts
 from skipdecode.data.source import Records, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.errors import UsageError
@@ -37,6 +36,7 @@ from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Su
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import Recipe, stored_recipe
+from skipdecode.tuning.self_generated import open_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,14 +19,6 @@ from skipdecode.common.progress import note
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
 from skipdecode.data.records import Record, Template
-from skipdecode.data.self_generated import (
-    DEV_FILE,
-    TRAIN_FILE,
-    SelfGeneratedData,
-    SelfGeneratedOptions,
-    default_template,
-    forget_prompts,
-)
 from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.base import Engine
 from skipdecode.engine.loading import load
@@ -42,6 +34,14 @@ from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import stored_recipe
+from skipdecode.tuning.self_generated import (
+    DEV_FILE,
+    TRAIN_FILE,
+    SelfGeneratedData,
+    SelfGeneratedOptions,
+    default_template,
+    forget_prompts,
+)
 
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
 _COLUMNS = {

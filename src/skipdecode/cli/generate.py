@@ -41,7 +41,6 @@ from skipdecode.common.options import Reads, Writes, option
 from skipdecode.common.progress import detail, note, progress_bar
 from skipdecode.common.rows import FORMATS
 from skipdecode.data.forms import PromptForm, choose_form
-from skipdecode.data.output import RowWriter, named_text, open_writer, partial_path, plain_text
 from skipdecode.data.prompts import PromptEncoder, asked, context_length
 from skipdecode.data.records import SeenIds
 from skipdecode.data.source import PromptSource
@@ -49,15 +48,16 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import task_file
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import UsageError
+from skipdecode.generation.output import RowWriter, named_text, open_writer, partial_path, plain_text
 from skipdecode.models.families import vocabulary_size
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.data.run import Job
-    from skipdecode.data.summary import RunSummary
     from skipdecode.engine.opening import Backend
+    from skipdecode.generation.run import Job
+    from skipdecode.generation.summary import RunSummary
 
 
 def _output_files(output: str) -> list[Path]:
@@ -191,7 +191,7 @@ def _form(config: Config) -> PromptForm:
 
 
 def _tell_schedule(config: Config, chosen: ScheduleChoice, loaded: LoadedModel) -> None:
-    from skipdecode.data.summary import schedule_line
+    from skipdecode.generation.summary import schedule_line
 
     note(schedule_line(*chosen))
     if not config.exact and (line := loaded.untuned_line([chosen.schedule])):
@@ -229,9 +229,9 @@ def _fingerprint(
 
 
 def _job(config: Config, loaded: LoadedModel, form: PromptForm, engines: Backend, schedule: Schedule) -> Job:
-    from skipdecode.data.detokenizer import TokenTexts
-    from skipdecode.data.run import Job
     from skipdecode.engine.opening import end_tokens
+    from skipdecode.generation.detokenizer import TokenTexts
+    from skipdecode.generation.run import Job
 
     tokenizer, context = loaded.tokenizer, context_length(loaded.model.config)
     chat = config.chat or config.system is not None
@@ -260,8 +260,8 @@ def _job(config: Config, loaded: LoadedModel, form: PromptForm, engines: Backend
 def _generate(
     source: PromptSource, form: PromptForm, config: Config, job: Job, writer: RowWriter, rows: int
 ) -> RunSummary:
-    from skipdecode.data.run import generate_rows, refuse_bad_rows
-    from skipdecode.data.summary import BadRows
+    from skipdecode.generation.run import generate_rows, refuse_bad_rows
+    from skipdecode.generation.summary import BadRows
 
     if config.on_error == "stop":
         refuse_bad_rows(source.records(form), job.encoder)
@@ -286,7 +286,7 @@ def _generate(
 
 
 def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None:
-    from skipdecode.data.summary import summary_lines
+    from skipdecode.generation.summary import summary_lines
 
     for line in summary_lines(summary):
         note(line)

@@ -43,7 +43,6 @@ from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input
-from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import load
@@ -56,6 +55,7 @@ from skipdecode.reporting.charts import save_charts
 from skipdecode.reporting.kept import kept_charts, kept_columns, rows_of, speedups_that_keep, with_kept
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.run_log import LOG_FILE, dev_losses
+from skipdecode.tuning.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 
 _JOURNAL, _RESULT = "prepare.jsonl", "prepared.json"
 _PICTURE, _TASK = "kept.png", "task.yaml"

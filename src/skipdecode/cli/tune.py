@@ -38,13 +38,6 @@ from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.prompts import Example, RecordFile
 from skipdecode.data.records import Template
-from skipdecode.data.self_generated import (
-    ABOUT_FILE,
-    DEV_FILE,
-    TRAIN_FILE,
-    SelfGeneratedOptions,
-    open_prompts,
-)
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.loading import load
 from skipdecode.errors import MissingExtraError, UsageError
@@ -60,6 +53,13 @@ from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, write_recipe
 from skipdecode.tuning.run_log import CHECKPOINTS, LOG_FILE, read_log
+from skipdecode.tuning.self_generated import (
+    ABOUT_FILE,
+    DEV_FILE,
+    TRAIN_FILE,
+    SelfGeneratedOptions,
+    open_prompts,
+)
 
 if TYPE_CHECKING:
     from skipdecode.tuning.trainer import Tuner

@@ -8,12 +8,12 @@ from typing import Any
 
 from skipdecode.common.options import kinds
 from skipdecode.data.chats import chat_fault, token_ids
-from skipdecode.data.detokenizer import Detokenizer, TokenTexts
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Request, Sampling, row_seed
+from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.serving.catalog import Catalog
 from skipdecode.serving.chats import chat_text
 from skipdecode.serving.errors import ApiError

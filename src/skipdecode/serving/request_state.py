@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, with_config
 
-from skipdecode.data.detokenizer import Detokenizer, Piece
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.requests import Request
+from skipdecode.generation.detokenizer import Detokenizer, Piece
 from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.metrics import Metrics

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic_core import to_json
 
-from skipdecode.data.detokenizer import Piece, TokenTexts
 from skipdecode.engine.requests import StepOutput
+from skipdecode.generation.detokenizer import Piece, TokenTexts
 from skipdecode.serving.errors import ExactModel
 from skipdecode.serving.protocol import GenerationRequest
 from skipdecode.serving.request_state import ChoiceFinish, RequestState, Summary, Update

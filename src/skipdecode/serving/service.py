@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode.data.detokenizer import TokenTexts
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
 from skipdecode.data.records import Template
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
+from skipdecode.generation.detokenizer import TokenTexts
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.performance.geometry import ModelGeometry

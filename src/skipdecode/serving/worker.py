@@ -14,10 +14,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from skipdecode.data.detokenizer import Piece
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.requests import StepOutput
 from skipdecode.errors import SkipDecodeError
+from skipdecode.generation.detokenizer import Piece
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.groups import Group
 from skipdecode.serving.limits import ServerLimits

@@ -21,13 +21,13 @@ from skipdecode.common.directories import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.options import Reads, option
 from skipdecode.common.registry import near
-from skipdecode.data.self_generated import ABOUT_FILE, SelfGeneratedOptions
 from skipdecode.data.tasks import task_file
 from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
+from skipdecode.tuning.self_generated import ABOUT_FILE, SelfGeneratedOptions
 
 _TAKE_ORDER = tuple(name for name in PUBLISHED if name not in ORDER_OF_ITS_OWN)
 EVAL_DIRECTORY = RunDirectory(

@@ -121,12 +121,12 @@ def with_self_generated(
     """The options with self-generated data as records, the template, and the settings of the data.
 
     The data is generated in --out unless it exists; `files` has for each flag the name of the file in --out. See
-    `skipdecode.data.self_generated.SelfGeneratedData.write_records`.
+    `skipdecode.tuning.self_generated.SelfGeneratedData.write_records`.
     """
     from skipdecode.common.progress import note
     from skipdecode.data.forms import recipe_template
-    from skipdecode.data.self_generated import SelfGeneratedData, SelfGeneratedOptions, default_template
     from skipdecode.engine.opening import open_engines
+    from skipdecode.tuning.self_generated import SelfGeneratedData, SelfGeneratedOptions, default_template
 
     template = default_template(loaded.tokenizer, self_template(options) or recipe_template(loaded.recipe))
     engines, skip_bad = open_engines(loaded.model, "auto", note), options.bad_records == "skip"

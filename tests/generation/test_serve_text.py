@@ -11,10 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from checkpoints import byte_tokenizer
-from skipdecode.data.detokenizer import Detokenizer, TokenTexts
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine import StepOutput
 from skipdecode.errors import UsageError
+from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 
 TOKENIZER = byte_tokenizer()
 SPECIAL = ["<unk>", "<s>", "</s>"]

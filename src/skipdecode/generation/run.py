@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 import torch
 
-from skipdecode.data.detokenizer import Detokenizer, TokenTexts
-from skipdecode.data.output import RowWriter
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
-from skipdecode.data.summary import RunSummary, SpeedComparison
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
 from skipdecode.errors import DataError, WorkError
+from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
+from skipdecode.generation.output import RowWriter
+from skipdecode.generation.summary import RunSummary, SpeedComparison
 
 _COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64

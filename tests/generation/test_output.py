@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from skipdecode.data.output import FileWriter, StreamWriter, open_writer
 from skipdecode.errors import OutputError
+from skipdecode.generation.output import FileWriter, StreamWriter, open_writer
 from textgen_tools import read_rows
 
 SETTINGS = {"temperature": 0.0, "input": {"path": "in.jsonl", "bytes": 10}}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from skipdecode.cli import main
-from skipdecode.data.self_generated import DEV_FILE, TRAIN_FILE, _cut
 from skipdecode.evaluation.self_generated import followed, instructions
 from skipdecode.models.loading.hub import load_model
+from skipdecode.tuning.self_generated import DEV_FILE, TRAIN_FILE, _cut
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 
 PACE = ["--steps", "2", "--batch-size", "4", "--compare-batches", "0", "--lora-rank", "2", "--precision", "fp32"]

@@ -234,7 +234,7 @@ def test_what_is_kept_of_prompts_is_bounded_over_all_engines(llm: LLM, monkeypat
     (first,) = llm._engines
     one = first.cached_bytes
     assert one
-    monkeypatch.setattr("skipdecode.llm.PREFIX_BYTES", 2 * one)
+    monkeypatch.setattr("skipdecode.generation.llm.PREFIX_BYTES", 2 * one)
     for schedule in schedules:
         llm.generate(prompt, 4, schedule=schedule)
         assert sum(engine.cached_bytes for engine in llm._engines) <= 2 * one

@@ -24,12 +24,12 @@ from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import check_streams
 from skipdecode.data.chats import chat_fault, render_chat
 from skipdecode.data.forms import PromptForm
-from skipdecode.data.output import open_writer
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length
 from skipdecode.data.records import Record, Reject, Template, refuse_rejects, reject_summary
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
+from skipdecode.generation.output import open_writer
 from skipdecode.models.loading.base_weights import checkpoint_digest
 
 if TYPE_CHECKING:
@@ -244,9 +244,9 @@ class SelfGeneratedData:
         self, file: str, records: Sequence[Record], encoder: type[PromptEncoder], sampling: Sampling, most: int
     ) -> list[dict[str, Any]]:
         """The outputs for records, from the file of an earlier run or generated now."""
-        from skipdecode.data.detokenizer import TokenTexts
-        from skipdecode.data.run import Job, generate_rows
         from skipdecode.engine.opening import end_tokens
+        from skipdecode.generation.detokenizer import TokenTexts
+        from skipdecode.generation.run import Job, generate_rows
 
         path, model, tokenizer = self.directory / file, self.loaded.model, self.loaded.tokenizer
         if not path.exists():

@@ -19,13 +19,10 @@ from typing import Any, TypeVar, cast
 from skipdecode.common.progress import note
 from skipdecode.common.registry import near
 from skipdecode.data.chats import MESSAGE_FIELDS
-from skipdecode.data.detokenizer import TextStream, TokenTexts
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.records import Message
-from skipdecode.data.run import Decoding
 from skipdecode.data.stopping import StopStrings
-from skipdecode.data.summary import RunSummary
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.loading import checked_name, load
 from skipdecode.engine.opening import end_tokens, open_engines
@@ -38,6 +35,9 @@ from skipdecode.errors import (
     UntunedScheduleWarning,
     UsageError,
 )
+from skipdecode.generation.detokenizer import TextStream, TokenTexts
+from skipdecode.generation.run import Decoding
+from skipdecode.generation.summary import RunSummary
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.families import unwrap, vocabulary_size
 from skipdecode.models.loading.hub import LoadedModel
@@ -46,8 +46,6 @@ from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, parse_schedule
 from skipdecode.schedule.order import bottom_up
-
-__all__ = ["LLM", "Output", "Outputs", "Prompt", "generate"]
 
 Prompt = str | list[Message] | Mapping[str, Any]
 """A text; a chat, as a list of ``{"role": …, "content": …}``; or a record for the checkpoint's template."""

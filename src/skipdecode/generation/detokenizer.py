@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from skipdecode.data.stopping import StopSearch, StopStrings
-from skipdecode.data.summary import RunSummary
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import FinishReason, Request, StepOutput
 from skipdecode.errors import UsageError
+from skipdecode.generation.summary import RunSummary
 from skipdecode.schedule import Schedule
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
