@@ -13,7 +13,7 @@ import pytest
 from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.cli.columns import side_by_side, table
+from skipdecode.common.columns import side_by_side, table
 from skipdecode.models.loading import ref, smollm2
 from skipdecode.models.loading.store import add_model
 from textgen_tools import save_tiny_model

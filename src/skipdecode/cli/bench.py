@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.arguments import command_line
-from skipdecode.cli.columns import figures
 from skipdecode.cli.options import BASE, MODEL, ThreadOptions
 from skipdecode.cli.paths import OVERWRITE
+from skipdecode.common.columns import figures
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from skipdecode.calibration.goal import Goal, check_layers, prompt_sets, set_goal
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.columns import figures
 from skipdecode.cli.options import NamedModel, read_cost
 from skipdecode.cli.options.records import (
     RecordOptions,
@@ -35,6 +34,7 @@ from skipdecode.cli.options.records import (
     self_template,
     with_self_generated,
 )
+from skipdecode.common.columns import figures
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole

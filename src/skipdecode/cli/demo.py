@@ -19,8 +19,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
-from skipdecode.cli.columns import SPEEDUPS, figures, side_by_side
 from skipdecode.cli.options import MODEL, EngineOptions
+from skipdecode.common.columns import SPEEDUPS, figures, side_by_side
 from skipdecode.common.environment import environment
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note, progress_bar

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from skipdecode.cli.columns import figures, table
 from skipdecode.cli.options import adjusted_schedule
 from skipdecode.cli.options.evaluation import Config, MethodChoice, choose_method, each_method
+from skipdecode.common.columns import figures, table
 from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading

@@ -23,7 +23,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from skipdecode.cli.columns import speedups
 from skipdecode.cli.options import (
     DecodingOptions,
     EngineOptions,
@@ -34,6 +33,7 @@ from skipdecode.cli.options import (
     with_breaks,
 )
 from skipdecode.cli.paths import OVERWRITE
+from skipdecode.common.columns import speedups
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line

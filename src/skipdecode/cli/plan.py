@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from skipdecode.cli.arguments import command_line
-from skipdecode.cli.columns import speedups
 from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.cli.paths import OVERWRITE
+from skipdecode.common.columns import speedups
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.errors import UsageError

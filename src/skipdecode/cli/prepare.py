@@ -32,10 +32,10 @@ from skipdecode.calibration.goal import prompt_sets
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions, OrderMethod
 from skipdecode.cli import calibrate, eval, tune
 from skipdecode.cli.arguments import command_line, flag
-from skipdecode.cli.columns import figures
 from skipdecode.cli.options import NamedModel
 from skipdecode.cli.options.evaluation import Config as EvalConfig
 from skipdecode.cli.options.records import RecordOptions, make_template, read_files, with_self_generated
+from skipdecode.common.columns import figures
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.journal import JOURNAL_KEY, KeptValues
