@@ -268,8 +268,8 @@ class Attachment:
         if prompt_length is not None:
             check_prompt_length(prompt_length, columns, call.get(self._arguments.cache_name))
         past = call.get(self._arguments.cache_name)
+        self._rotary.check_growth(call, 0 if past is None else past.get_seq_length(), columns)
         if past is not None:
-            self._rotary.check_growth(call, past.get_seq_length(), columns)
             return self._plan_cached(call, prompt_length, columns)
         if self._schedule.is_full:
             return None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.families import find_family
+from skipdecode.models.release import before
 
 
 class RowRotary:
@@ -64,12 +65,21 @@ class RowRotary:
         UnsupportedFeatureError
             The keys of the earlier tokens were made for a text of at most `switch_length` tokens.
         """
-        if self._limit is None or not past:
+        if self._limit is None:
             return
         given, mask = call.get("position_ids"), call.get("attention_mask")
+        if not past:
+            # It gives the last token alone to the forward that makes all keys anew.
+            if before("5.20") and given is not None and bool((given[:, 0] > 0).any()):
+                raise UnsupportedFeatureError(
+                    f"generate of transformers before 5.20 forgets a text that grows beyond {self._limit} tokens "
+                    "(original_max_position_embeddings): install transformers 5.20, or give use_cache=False; "
+                    "skipdecode.LLM takes such texts"
+                )
+            return
         after = torch.tensor([past + columns]) if given is None else given.amax(1) + 1
-        before = after - (columns if mask is None else mask[:, -columns:].bool().sum(1))
-        if bool(((before > 0) & (before <= self._limit) & (after > self._limit)).any()):
+        earlier = after - (columns if mask is None else mask[:, -columns:].bool().sum(1))
+        if bool(((earlier > 0) & (earlier <= self._limit) & (after > self._limit)).any()):
             raise UnsupportedFeatureError(
                 f"a text grows beyond {self._limit} tokens (original_max_position_embeddings) on a cache whose keys "
                 "were made for a shorter one: give use_cache=False, or rows of one length to generate; skipdecode.LLM "
