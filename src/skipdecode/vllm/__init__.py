@@ -5,8 +5,8 @@ what cannot be right and names our worker and scheduler; `PluginSettings` (setti
 `additional_config`. In a step, `StepRows` (step_rows.py) says from positions which rows each layer runs, `LayerGates`
 (gates.py) cut and restore hidden states, `LayerPieces` (compiled.py) runs the layers, `KeyProjection` (projection.py)
 leaves a prompt's keys and values, `StepMetadata` (metadata.py) builds each layer's attention metadata with the
-backend's own builder, `DepthGraphs` (graphs.py) give CUDA graphs a depth, and `SkipRunner` (runner.py) ties them to
-vLLM's model runner. `SkipScheduler` (scheduler.py) admits by policy and publishes only prompts to the prefix cache.
+backend's own builder, and `SkipRunner` (runner.py) ties them to vLLM's model runner. `SkipScheduler` (scheduler.py)
+admits by policy and publishes only prompts to the prefix cache.
 
 docs/vllm.md tells how to use it.
 """

@@ -151,7 +151,6 @@ class LayerGates:
         self.memory: TapMemory | None = None
         self._axis = axis
         self.keep: Tensor | None = None
-        self._replayed = False
         self._last = max(layers)
         self._holds = ALL
         self._waiting: list[Any] = []
@@ -189,14 +188,14 @@ class LayerGates:
         ----------
         keep : Tensor or None
             (rows, layers), bool. With it, a layer that some rows run computes all of them, and rows without it are put
-            back. If the step itself has all layers run all rows or none, a graph is captured, and each replay reads it.
+            back.
         slots : dict of int to Tensor
             Where the rows that a layer projects are stored, by layer.
         taps : TapRows or None
             Where the states before each row are; see `TapMemory.begin`.
         """
         self.step, self.finished = step, False
-        self.keep, self._replayed = keep, keep is not None and not step.parts
+        self.keep = keep
         self._holds, self._waiting = ALL, []
         self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)} | {ALL: slice(None)}
         self._slots = slots
@@ -205,7 +204,7 @@ class LayerGates:
         if self.memory is not None:
             self.memory.begin(taps, device)
         self._done = set()
-        whole = self._axis == 0 and not self._replayed and not self.pieces.eager
+        whole = self._axis == 0 and not self.pieces.eager
         self._blocks = self._blocks_of(step) if whole else {}
 
     def maps_keys(self, layer: int) -> bool:
@@ -238,7 +237,7 @@ class LayerGates:
             return self.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
         kind = NONE if index in self._done else step.layers[index]
         states = [arguments[name] for name in STATES if name in arguments]
-        masked = self.keep is not None and kind != NONE and (kind != ALL or self._replayed)
+        masked = self.keep is not None and kind not in (ALL, NONE)
         if step.projects[index] != NONE and not masked:
             # First, for a text's rows may attend to those that another leaves in this step.
             states = self._project(index, arguments, states, step)
@@ -256,7 +255,6 @@ class LayerGates:
             states = self._across(index, states, step)
         if index == self._last:
             states, self.finished = self._change_rows(states, ALL), True
-            self._done = set()  # A graph's capture calls the layers of one step several times.
         return tuple(states) if len(states) > 1 else states[0]
 
     def _project(self, index: int, arguments: dict[str, Any], states: list[Any], step: StepRows) -> list[Any]:
@@ -332,8 +330,6 @@ class LayerGates:
         states = self._change_rows(states, ALL)
         # Copies, because a fused norm adds into what it is given.
         before = [None if s is None else s.clone() for s in states]
-        if self._replayed and index in self.bridges:
-            before[0] = self._bridged(index, before)
         pairs = zip(self._call(index, layer, arguments, states), before, strict=True)
         return [n.masked_fill(~keep, 0) if old is None else torch.where(keep, n, old) for n, old in pairs]
 

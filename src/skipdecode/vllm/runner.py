@@ -24,7 +24,6 @@ from skipdecode.models.gate import with_mixin
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
 from skipdecode.vllm.gates import ARCHITECTURES, LayerGates, find_layers
-from skipdecode.vllm.graphs import DepthDescriptor, DepthGraphs
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.projection import KeyProjection, checkpoint_fit, given_keys, layer_bridges
 from skipdecode.vllm.settings import Mode, PluginSettings
@@ -77,20 +76,9 @@ class SkipRunner:
         self.skipping.order(self.input_batch, self.requests, scheduler_output)  # type: ignore[attr-defined]
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        determine = super()._determine_batch_execution_and_padding  # type: ignore[misc]
-        return self.skipping.graphs.dispatch(self.skipping.step, determine, *args, **kwargs)
-
-    def _warmup_and_capture(self, desc: Any, *args: Any, **kwargs: Any) -> None:
-        capture = super()._warmup_and_capture  # type: ignore[misc]
-        capture(desc, *args, **kwargs)
-
-        def capture_level(step: StepRows, keep: torch.Tensor | None) -> None:
-            with self.skipping.layer_by_layer(step, keep):
-                capture(desc, *args, **kwargs)
-
-        if desc.uniform:
-            keys = self.cudagraph_dispatcher.cudagraph_keys[CUDAGraphMode.FULL]  # type: ignore[attr-defined]
-            self.skipping.graphs.capture(desc, len(keys), capture_level)
+        if self.skipping.step is not None:  # Without padding, for a CUDA graph would run every layer.
+            kwargs["force_eager"] = True
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super()._model_forward  # type: ignore[misc]
@@ -118,7 +106,7 @@ def _make_stage_input(runner: Any) -> None:
 
 
 class Skipping:
-    """What a runner needs to skip layers: `step`, the rows of the step to come, the gates, metadata, graphs."""
+    """What a runner needs to skip layers: `step`, the rows of the step to come, the gates, and metadata."""
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
@@ -127,8 +115,6 @@ class Skipping:
         self._limits = LayerLimits(settings.schedules, bridged)
         self.step: StepRows | None = None
         self._taps: TapRows | None = None
-        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
-        self.graphs = DepthGraphs(settings.schedules, most_rows, device, bridged)
 
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""
@@ -170,13 +156,13 @@ class Skipping:
         self.gates.pieces.makes_blocks = False
 
     @contextmanager
-    def layer_by_layer(self, step: StepRows, keep: torch.Tensor | None = None) -> Iterator[None]:
+    def layer_by_layer(self, step: StepRows) -> Iterator[None]:
         """Runs that vLLM makes up call the layers of a step by the gates, and not vLLM's graph of them all."""
         before = [module.do_not_compile for module in self._graphs]
         try:
             for module in self._graphs:
                 module.do_not_compile = True
-            self.gates.begin(step, keep, self._device, {})
+            self.gates.begin(step, None, self._device, {})
             yield
         finally:
             self.gates.end()
@@ -214,9 +200,6 @@ class Skipping:
         (step, self.step), (taps, self._taps) = (self.step, None), (self._taps, None)
         # Without metadata it is a dummy run, of which `order` knows nothing.
         if step is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
-            return False
-        if isinstance(context.batch_descriptor, DepthDescriptor):
-            self.graphs.fill(step, context.batch_descriptor)
             return False
         if context.cudagraph_runtime_mode != CUDAGraphMode.NONE:
             raise UnsupportedFeatureError(

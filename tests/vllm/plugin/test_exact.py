@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engines import (
@@ -15,12 +17,15 @@ from engines import (
     pieces_of,
     prompts,
     reference,
+    runner_of,
     save_tiny,
     scheduler_of,
     set_mode,
 )
 from skipdecode import Schedule
+from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.schedule.order import top_down
+from skipdecode.vllm.step_rows import LayerLimits, StepBatch
 from tiny import LAYERS
 
 MODES = ("nested", "where", "auto")
@@ -191,6 +196,19 @@ def test_an_unknown_schedule_is_refused_at_admission(running: Any):
     with pytest.raises(VLLMValidationError, match=r"^unknown schedule 'fast': this server has 'paper', 'even', "):
         generate(running, prompts((5,)), [3], ["fast"])
     assert not running.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_graph_of_every_layer_is_never_replayed_in_a_step_that_skips(one_engine: Any, mode: str):
+    """Should a vLLM ask elsewhere which graph to take, the step is refused."""
+    from vllm.config import CUDAGraphMode
+
+    skipping = runner_of(one_engine).skipping
+    skipping.step = LayerLimits([SCHEDULES["constant"]]).step(StepBatch(*np.array([[9], [1], [4], [0]])))
+    assert skipping.step is not None
+    context = SimpleNamespace(attn_metadata={"layer": None}, cudagraph_runtime_mode=CUDAGraphMode[mode])
+    with pytest.raises(UnsupportedFeatureError):
+        skipping.begin(context)
 
 
 def test_waves_admit_together(checkpoint: Any):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,3 +152,13 @@ def test_stages_split_by_expected_work(tuned: Path, plain: Path):
     assert os.environ["VLLM_PP_LAYER_PARTITION"] == "6,2"
     config_of(plain)  # Another engine of this process finds the environment as it was.
     assert "VLLM_PP_LAYER_PARTITION" not in os.environ
+
+
+def test_builders_that_plan_into_memory_in_use_are_told_from_others():
+    from skipdecode.vllm.metadata import StepMetadata
+
+    for kind, repeatable in (("FlashAttentionMetadataBuilder", True), ("FlashInferMetadataBuilder", False)):
+        builder = type(kind, (), {"build": lambda *_: None, "supports_update_block_table": True})()
+        group = SimpleNamespace(layer_names=["a"], metadata_builders=[builder])
+        assert StepMetadata([[group]], {0: ["a"]}).repeatable is repeatable
+        assert not builder.supports_update_block_table
