@@ -1,4 +1,4 @@
-"""The type that a model is loaded in, by the measured products of the engine that will run it."""
+"""The type that a model is loaded in, by the engine that will run it and the CPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import torch
 
 import skipdecode
 from checkpoints import save_adapter, save_checkpoint
+from skipdecode.engine import loading
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.store import add_model
 from skipdecode.performance.cost_source import find_geometry
-from skipdecode.performance.machine import measure_machine
 
 
 @pytest.fixture(autouse=True)
-def products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the remembered rates."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "products"
+
+
+@pytest.fixture(params=[True, False], ids=["bf16 instructions", "none"])
+def in_hardware(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the CPU multiplies bf16."""
+    monkeypatch.setattr(loading, "multiplies_bf16", lambda device: request.param)
+    return bool(request.param)
 
 
 @pytest.fixture
@@ -35,19 +40,8 @@ def dtype_of(name: str, **options: str) -> torch.dtype:
     return skipdecode.load(name, device="cpu", **options).model.dtype
 
 
-def remember(products: Path, fp32: float) -> None:
-    """Replace what was measured: the rate of fp32 over that of bf16."""
-    for file in products.iterdir():
-        kept = json.loads(file.read_text())
-        file.write_text(json.dumps(kept | {"found": {"bfloat16": 1e9, "float32": fp32 * 1e9}}))
-
-
-@pytest.mark.parametrize(("fp32", "dtype"), [(1.4, torch.bfloat16), (1.6, torch.float32)])
-def test_auto_is_fp32_where_its_products_are_clearly_faster(
-    tmp_path: Path, products: Path, stored: str, fp32: float, dtype: torch.dtype
-) -> None:
-    dtype_of(stored)
-    remember(products, fp32)
+def test_auto_is_bf16_for_the_fast_engine(tmp_path: Path, stored: str, in_hardware: bool) -> None:
+    dtype = torch.bfloat16
     add_model(smollm2.NAME, lambda folder: save_checkpoint(folder) and "test")
     save_adapter(tmp_path / "adapter", smollm2.NAME)
     for name in (smollm2.NAME, str(tmp_path / "adapter"), stored):
@@ -71,38 +65,10 @@ def test_auto_is_fp32_where_its_products_are_clearly_faster(
     for name in (smollm2.NAME, str(tmp_path / "bf16"), stored):
         geometry, planned = find_geometry(ModelRef(name), "auto", torch.device("cpu"))
         assert (planned, geometry.dtype_bytes) == (dtype, dtype.itemsize)
-    assert len(list(products.iterdir())) == 1
-    assert measure_machine("cpu", torch.bfloat16).flops == 1e9
-    assert measure_machine("cpu", torch.float32).flops == fp32 * 1e9
 
 
-def test_each_engine_has_rates_of_its_own(products: Path, stored: str) -> None:
-    dtype_of(stored, engine="transformers")
-    remember(products, 2)
-    kept = set(products.iterdir())
-    dtype_of(stored, engine="fast")
-    (fast,) = set(products.iterdir()) - kept
-    assert json.loads(fast.read_text())["found"]["bfloat16"] != 1e9
-    assert dtype_of(stored, engine="transformers") == torch.float32
+def test_the_transformers_engine_takes_fp32_on_a_cpu_without_bf16(stored: str, in_hardware: bool) -> None:
+    assert dtype_of(stored, engine="transformers") == (torch.bfloat16 if in_hardware else torch.float32)
+    assert dtype_of(stored, engine="fast") == torch.bfloat16
     save_checkpoint(Path(stored), dtype=torch.float16)
     assert dtype_of(stored, engine="transformers") == torch.float16
-
-
-@pytest.mark.parametrize("content", ["", '{"key": ', "[]", '{"key": 0, "found": {}}'])
-def test_damaged_rates_are_measured_again(products: Path, stored: str, content: str) -> None:
-    dtype = dtype_of(stored)
-    (file,) = products.iterdir()
-    kept = json.loads(file.read_text())
-    file.write_text(content)
-    assert dtype_of(stored) == dtype
-    again = json.loads(file.read_text())
-    assert again["key"] == kept["key"]
-    assert again["found"].keys() == kept["found"].keys() == {"bfloat16", "float32"}
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "file"))
-    assert dtype_of(stored) in (torch.bfloat16, torch.float32)

@@ -14,8 +14,6 @@ from skipdecode.models.loading.ref import ModelRef
 
 _LONGEST_NAME = 4096
 
-_FASTER = 1.5  # fp32 over bf16 in products, from which on a shorter prompt repays decode steps of twice the bytes
-
 
 def load(
     name: str | Path | ModelRef,
@@ -79,19 +77,21 @@ def checked_name(name: Any) -> str:
 
 
 def running_dtype(ref: ModelRef, asked: str, device: Any, engine: str = "auto") -> str:
-    """The dtype `asked`, with an exception for "auto": bf16 or fp32, by the device's products.
+    """The dtype `asked`, with an exception for "auto": bf16 or fp32, by what the device multiplies.
 
-    The exception holds for `ModelRef.runs_in_bf16` and, on CPUs, for `ModelRef.stored_in_bf16`. On a CPU fp32 is taken
-    if the engine's measured fp32 product of a prompt is at least 1.5 times as fast as that of bf16: decode steps read
-    twice the bytes in fp32. A GPU takes fp32 only if it does not multiply bf16.
+    The exception holds for `ModelRef.runs_in_bf16` and, on CPUs, for `ModelRef.stored_in_bf16`. bf16 is taken if the
+    device multiplies it in hardware. On other CPUs the kernels of the fast engine multiply bf16 about as fast as fp32,
+    and read half of the bytes; torch emulates bf16 there, so the transformers engine takes fp32.
     """
+    import torch
+
+    from skipdecode.engine.kernels import native_kernels
     from skipdecode.engine.model_spec import READERS
-    from skipdecode.engine.remembered import product_rates
 
     on_cpu = device.type == "cpu"
     if asked != "auto" or not (ref.runs_in_bf16 or (on_cpu and ref.stored_in_bf16)):
         return asked
-    if not on_cpu:
-        return "bfloat16" if multiplies_bf16(device.type) else "float32"
-    rates = product_rates("fast" if engine != "transformers" and ref.config.model_type in READERS else "transformers")
-    return "float32" if rates["float32"] >= _FASTER * rates["bfloat16"] else "bfloat16"
+    fast = on_cpu and engine != "transformers" and ref.config.model_type in READERS
+    if multiplies_bf16(device.type) or (fast and native_kernels(device, torch.bfloat16)[0] is not None):
+        return "bfloat16"
+    return "float32"

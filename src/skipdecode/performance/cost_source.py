@@ -1,19 +1,27 @@
-"""The cost model of a model by name: measured if its weights are on this machine, else predicted from its config."""
+"""The cost model of a model by name: measured if its weights are on this machine, else predicted from its config.
+
+A measurement is kept in the cache directory, and later commands use it again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
+from skipdecode.common.environment import cpu_model, usable_cores
+from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import note
+from skipdecode.engine import kernels
 from skipdecode.engine.loading import running_dtype
 from skipdecode.engine.opening import Backend, open_engines
-from skipdecode.engine.remembered import remembered
-from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
 from skipdecode.models.families import FAMILIES, unwrap
 from skipdecode.models.fit import keep_fit
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
@@ -107,24 +115,48 @@ def _kept_or_measured(
     ref: ModelRef, device: torch.device, asked: tuple[str, str, str, int, int], remeasure: bool
 ) -> CostSource:
     """What an earlier call found for a model of these sizes, without its weights; else measured, and kept."""
-    dtype, engine, quantization, batch, prompt_len = asked
+    key = _key(ref, device, asked)
+    path = cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
 
-    def measured() -> dict[str, Any]:
-        model = load_model(ref, dtype=dtype, device=str(device), require_tokenizer=False).model
-        keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
-        backend = open_engines(model, engine, note, quantization)
-        cost = measure_cost(backend, batch=batch, prompt_len=prompt_len, progress=True)
-        kind, origin = _dtype_name(unwrap(model).dtype), _measured_origin(backend, cost, device)
-        return {"cost": cost.to_dict(), "dtype": kind, "origin": origin}
+    def source(found: Any) -> CostSource:
+        cost, kind = CostModel.from_dict(found["cost"]), str(found["dtype"])
+        return CostSource(cost, find_geometry(ref, kind, device)[0], kind, str(found["origin"]))
 
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, DataError):  # A damaged file is as none.
+        if not remeasure and (data := json.loads(path.read_text(encoding="utf-8")))["key"] == key:
+            return source(data["found"])
+    found = _measured(ref, device, *asked)
+    with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a measurement.
+        write_whole(path, json.dumps({"key": key, "found": found}, indent=1))
+    return source(found)
+
+
+def _measured(
+    ref: ModelRef, device: torch.device, dtype: str, engine: str, quantization: str, batch: int, prompt_len: int
+) -> dict[str, Any]:
+    """A new measurement, JSON-ready."""
+    model = load_model(ref, dtype=dtype, device=str(device), require_tokenizer=False).model
+    keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
+    backend = open_engines(model, engine, note, quantization)
+    cost = measure_cost(backend, batch=batch, prompt_len=prompt_len, progress=True)
+    kind, origin = _dtype_name(unwrap(model).dtype), _measured_origin(backend, cost, device)
+    return {"cost": cost.to_dict(), "dtype": kind, "origin": origin}
+
+
+def _key(ref: ModelRef, device: torch.device, asked: Any) -> Any:
+    """All that a measurement depends on, JSON-ready: model, options, kernels, machine, versions."""
     sizes = {name: value for name, value in ref.config.to_dict().items() if name not in _VOLATILE}
     model = json.dumps(sizes, sort_keys=True, default=str), ref.adapter and str(ref.adapter)
-    cost, kind, origin = remembered("costs", [asked, model, FORMAT], device, measured, _kept, remeasure)
-    return CostSource(cost, find_geometry(ref, kind, device)[0], kind, origin)
-
-
-def _kept(data: Any) -> tuple[CostModel, str, str]:
-    return CostModel.from_dict(data["cost"]), str(data["dtype"]), str(data["origin"])
+    sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
+    here = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return json.loads(json.dumps([[asked, model, FORMAT], hashlib.sha256(sources).hexdigest(), here]))
 
 
 def find_geometry(ref: ModelRef, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:

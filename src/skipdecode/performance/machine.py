@@ -13,13 +13,18 @@ from functools import partial
 
 import torch
 
+from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.build import KernelBuildError, load_library
-from skipdecode.engine.remembered import PRODUCT_FLOPS, cpu_products, product_rates
+from skipdecode.engine.kernels.quantize import quantize
+from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.errors import UsageError
 
 # Several times the largest last-level cache, and small enough for any machine that holds a model.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
 _REPEATS = 3
+_ROWS, _SIZE = 512, 1024
+_PRODUCT_FLOPS = 2 * _ROWS * _SIZE**2
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,11 @@ class Machine:
 def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Machine:
     """Bandwidth and matrix-product rate of a device, for `CostModel.predicted`. Takes less than a second.
 
-    On a CPU the rate is the remembered one of the fast engine's products, for other types than bf16 that of fp32.
+    On a CPU the rate of other types than bf16 is the rate of fp32.
     """
-    if torch.device(device).type != "cpu":
-        return Machine(measure_bandwidth(device), measure_flops(dtype, device))
-    rates = product_rates()
-    return Machine(measure_bandwidth(device), rates["bfloat16" if dtype == torch.bfloat16 else "float32"])
+    kind = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    on_cpu = torch.device(device).type == "cpu"
+    return Machine(measure_bandwidth(device), measure_products(kind) if on_cpu else measure_flops(dtype, device))
 
 
 def measure_bandwidth(device: torch.device | str = "cpu") -> float:
@@ -91,7 +95,26 @@ def measure_products(arithmetic: str, device: torch.device | str = "cpu") -> flo
     device = torch.device(device)
     if device.type != "cpu":
         return measure_flops(torch.bfloat16 if arithmetic == "w8a8" else getattr(torch, arithmetic), device)
-    return PRODUCT_FLOPS / min(_best_seconds(each, device) for each in cpu_products(arithmetic).values())
+    return _PRODUCT_FLOPS / min(_best_seconds(each, device) for each in cpu_products(arithmetic).values())
+
+
+def cpu_products(arithmetic: str) -> dict[str, Callable[[], object]]:
+    """A product of 512 rows in torch ("transformers") and, if they run here, in the kernels ("fast").
+
+    `arithmetic` is the type of the factors: the name of a torch dtype, or "w8a8" for bytes, which stands for bf16 on a
+    CPU that does not multiply bytes.
+    """
+    dtype = torch.bfloat16 if arithmetic == "w8a8" else getattr(torch, arithmetic)
+    # Random numbers, like a model's: products of constants take less power and run a little faster.
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(_ROWS, _SIZE, generator=random), torch.randn(_SIZE, _SIZE, generator=random).to(dtype)
+    work: dict[str, Callable[[], object]] = {"transformers": partial(torch.nn.functional.linear, x.to(dtype), weight)}
+    native, _ = native_kernels(_CPU, dtype)
+    if native is not None:
+        in_bytes = arithmetic == "w8a8" and native.multiplies_bytes
+        call = native.linear(LinearSpec(quantize(weight, "w8a8") if in_bytes else weight))
+        work["fast"] = partial(call, x, torch.empty(_ROWS, _SIZE), _ROWS, False)
+    return work
 
 
 def synchronize(device: torch.device) -> None:

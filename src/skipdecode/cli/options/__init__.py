@@ -101,8 +101,8 @@ class EngineOptions(NamedModel, ThreadOptions):
 
     dtype: str = option(
         "type of the weights; auto: the type in the checkpoint, but for smollm2-135m, for models that tune trained in "
-        "bf16 and, on CPUs, for bf16 checkpoints: bfloat16, or float32 where the engine multiplies a prompt at least "
-        "1.5 times as fast in float32 (measured once)",
+        "bf16 and, on CPUs, for bf16 checkpoints: bfloat16, or float32 for the transformers engine on CPUs without "
+        "bf16 instructions",
         default="auto",
         choices=DTYPES,
     )
