@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skipdecode.engine.loading import load
     from skipdecode.generation.llm import LLM, generate
     from skipdecode.models.attach import Attachment, attach, detach
+    from skipdecode.performance.plan import plan
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "detach",
     "generate",
     "load",
+    "plan",
 ]
 
 _LAZY = {
@@ -41,6 +43,7 @@ _LAZY = {
     "detach": ("models.attach", "detach"),
     "generate": ("generation.llm", "generate"),
     "load": ("engine.loading", "load"),
+    "plan": ("performance.plan", "plan"),
 }
 
 

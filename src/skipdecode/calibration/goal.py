@@ -1,27 +1,19 @@
-"""From a target to a limit in seconds, and the baselines to beat there: the paper's schedule, evenly spaced layers.
-
-Texts differ in length, so late positions are decoded less often than early ones, and a layer left out there saves less.
-The share of texts that are still being generated is taken from the data: in lockstep a step is made while any of the
-batch's rows goes on, in continuous use every row counts for itself. Pure Python.
-"""
+"""From a target to a limit in seconds, and the baselines to beat there: the paper's schedule, evenly spaced layers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
-from typing import Self
 
 from skipdecode.calibration.settings import CalibrationSettings
-from skipdecode.errors import DataError, TargetError, UsageError
-from skipdecode.performance.cost import CostModel, Use
+from skipdecode.errors import TargetError, UsageError
+from skipdecode.performance.cost import CostModel
+from skipdecode.performance.solve import Family, TextCost, out_of_reach
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import Order, bottom_up, least_budget, prompt_set
 
-SLACK = 1 + 1e-12
-_MEANS = 2000
 _PROMPT_SHARES = (2 / 3, 1 / 2, 1 / 3)
 
 
@@ -31,76 +23,13 @@ def layers_only(num_layers: int) -> CostModel:
 
 
 @dataclass(frozen=True)
-class TextCost:
-    """A cost model with the texts that are decoded.
-
-    Rows have `prompt_len` prompt tokens; `steps` are a batch's expected decode steps at generation position 0, 1, ….
-    Where it is the `whole` request that counts, so do the batch's prompts.
-    """
-
-    cost: CostModel
-    prompt_len: int
-    steps: tuple[float, ...]
-    whole: bool = False
-
-    @classmethod
-    def of_lengths(
-        cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], use: Use = "lockstep", *, whole: bool = False
-    ) -> Self:
-        """From the texts' lengths in generated tokens, end token included; rows of a batch are drawn independently.
-
-        Raises
-        ------
-        DataError
-            If no text has a decode step: two tokens are the least.
-        """
-        longest = max(lengths, default=0)
-        if longest < 2:
-            raise DataError(
-                "no response has two tokens or more: there is no decode step whose layers could be left out"
-            )
-        going_on = [sum(length > position + 1 for length in lengths) / len(lengths) for position in range(longest - 1)]
-        rows = cost.batch if use == "lockstep" else 1
-        return cls(cost, prompt_len, tuple(1 - (1 - share) ** rows for share in going_on), whole)
-
-    def seconds_at(self, position: int, budget: int) -> float:
-        """Expected seconds of the steps at one position if they run `budget` layers."""
-        return self.steps[position] * self.cost.step_seconds(budget, self.prompt_len + position + 1)
-
-    def prompts_seconds(self, schedule: Schedule) -> float:
-        """Seconds of a batch's prompts, where they count."""
-        return self.cost.prompts_seconds(schedule, self.prompt_len) if self.whole else 0.0
-
-    def seconds(self, schedule: Schedule) -> float:
-        """Expected seconds of what counts: the decode phase, or the whole request."""
-        schedule.check_fits(self.cost.num_layers)
-        steps = sum(self.seconds_at(position, schedule.budget(position)) for position in range(len(self.steps)))
-        return self.prompts_seconds(schedule) + steps
-
-    def speedup(self, schedule: Schedule) -> float:
-        """Speed-up of what counts over full depth."""
-        return self.full_seconds / self.seconds(schedule)
-
-    def mean_layers(self, schedule: Schedule) -> float:
-        """Layers that a step runs, on average."""
-        listed = (count * schedule.budget(position) for position, count in enumerate(self.steps))
-        return sum(listed) / sum(self.steps)
-
-    @cached_property
-    def full_seconds(self) -> float:
-        """Expected seconds of what counts at full depth."""
-        return self.seconds(Schedule.full(self.cost.num_layers))
-
-
-@dataclass(frozen=True)
 class Goal:
     """What the schedule has to fit in, with texts and cost.
 
     `workload` has the cost of a fit, if there is to be one; `unfitted` has not, and the baselines are solved under it.
-    `limit` is the most seconds (layers, for a nominal target) of what counts, `least` the fewest layers of the drop
-    order, `seq_len` the positions of the linear decay; with `flat` (continuous use) all schedules are flat. `paper` and
-    `even` are baselines of this cost. `prompts` are the prompt sets with which the target is in reach, those of one
-    depth together.
+    `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. Schedules
+    are linear decays over `seq_len` positions, or flat (continuous use). `paper` and `even` are baselines of this cost.
+    `prompts` are the prompt sets with which the target is in reach, those of one depth together.
     """
 
     workload: TextCost
@@ -114,10 +43,15 @@ class Goal:
     prompts: tuple[tuple[PromptDepth, ...], ...]
 
     def schedule(self, order: Sequence[int], prompt: PromptDepth) -> Schedule:
-        """The deepest schedule in a drop order, for a prompt set of `prompts`: linear or flat."""
-        fixed, warmup = (self.workload, self.limit), self.paper.warmup_layers
-        flat = flat_within(*fixed, warmup, prompt, order) if self.flat else None
-        return flat or linear_within(*fixed, self.seq_len, warmup, prompt, order)
+        """The deepest schedule in a drop order, for a prompt set of `prompts`; the fewest layers if none fits."""
+        layers, warmup = self.workload.cost.num_layers, self.paper.warmup_layers
+        family = _family(layers, tuple(order), warmup, self.seq_len, self.flat)
+        return family.within(self.workload, self.limit, prompt) or family.schedule(0.0, prompt)
+
+
+def _family(layers: int, order: tuple[int, ...], warmup: int, seq_len: int, flat: bool) -> Family:
+    spread = {"positions": 1, "spread": 0.0} if flat else {"positions": seq_len}
+    return Family(layers, order, warmup, **spread, name="calibrated")
 
 
 def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[PromptDepth, ...]]:
@@ -129,7 +63,7 @@ def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[Prompt
     for word in settings.prompt_depths or ("full", *(str(max(1, warmup, round(layers * s))) for s in _PROMPT_SHARES)):
         prompt = prompt_set(word, layers)
         if prompt == "max_exit":
-            raise UsageError("--prompt-depths max_exit hangs on the curve that is looked for: list its layers instead")
+            raise UsageError("prompt_depths: max_exit depends on the schedule that is looked for: list layers instead")
         Schedule.constant(layers, layers, warmup_layers=warmup, prompt=prompt)
         spread = word.isdecimal() and warmup < int(word) < layers
         even = (Schedule.even(layers, int(word), warmup_layers=warmup).layers(0),) if spread else ()
@@ -138,13 +72,17 @@ def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[Prompt
 
 
 def check_layers(settings: CalibrationSettings, layers: int) -> None:
-    """Raise UsageError where `least` or `warmup_layers` does not fit a model of so many layers."""
-    warmup = settings.warmup_layers
-    floor = least_budget(layers, warmup)
-    for name, value, most in (("--warmup-layers", warmup, layers - 1), ("--least", settings.least or floor, layers)):
-        low = 0 if name == "--warmup-layers" else floor
+    """Raise an error if the settings do not fit a model of so many layers."""
+    floor, warmup = least_budget(layers, settings.warmup_layers), settings.warmup_layers
+    for name, value, low, most in (
+        ("warmup_layers", warmup, 0, layers - 1),
+        ("least", settings.least or floor, floor, layers),
+    ):
         if not low <= value <= most:
-            raise UsageError(f"{name} {value} is not accepted for {layers} layers: give {low} to {most}")
+            raise UsageError(f"{name}={value} is not accepted for {layers} layers: give {low} to {most}")
+    prompt_sets(settings, layers)
+    if settings.nominal_speedup is not None:
+        Schedule.from_speedup(layers, settings.nominal_speedup, 64, warmup_layers=warmup)
 
 
 def set_goal(
@@ -172,34 +110,43 @@ def set_goal(
         `least` or `warmup_layers` does not fit the model.
     """
     check_layers(settings, layers)
-    warmup = settings.warmup_layers
-    floor = least_budget(layers, warmup)
+    warmup, flat = settings.warmup_layers, settings.use == "continuous"
+    floor = settings.least or least_budget(layers, warmup)
     unfitted = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use, whole=settings.whole)
     workload = replace(unfitted, cost=fitted or unfitted.cost)
     ordered = sorted(lengths)
     seq_len = settings.seq_len or ordered[round(0.95 * (len(ordered) - 1))]
     limit = _limit(settings, workload, seq_len)
-    wanted = prompt_sets(settings, layers)
-    flats = {prompt: flat_within(workload, limit, warmup, prompt) for prompt in chain(*wanted)}
-    deepest = {prompt: flat.budgets[0] for prompt, flat in flats.items() if flat is not None}
-    within = {prompt: most for prompt, most in deepest.items() if most >= (settings.least or floor)}
-    if not within:
-        raise TargetError(_out_of_reach(settings, workload, floor, list(flats)))
-    prompts = tuple(filter(None, (tuple(prompt for prompt in sets if prompt in within) for sets in wanted)))
+    wanted, deepest = prompt_sets(settings, layers), {}
+    for prompt in chain(*wanted):
+        # What prompts run goes first: then they project the most layers, the order that costs most.
+        order = sorted(bottom_up(layers, warmup), key=lambda layer: prompt != "full" and layer not in prompt)
+        found = _family(layers, tuple(order), warmup, 1, True).within(workload, limit, prompt)
+        if found is not None and found.budgets[0] >= floor:
+            deepest[prompt] = found.budgets[0]
+    if not deepest:
+        fewest = Schedule.constant(layers, floor, warmup_layers=0, drop_order=range(layers - 1))
+        best = max((replace(fewest, prompt=prompt) for prompt in chain(*wanted)), key=workload.speedup)
+        why = " that `least` allows" if settings.least is not None else " that warm-up layers and last layer allow"
+        target = settings.target_speedup or settings.nominal_speedup or 1
+        raise TargetError(out_of_reach(workload, target, best, why))
+    prompts = tuple(filter(None, (tuple(prompt for prompt in sets if prompt in deepest) for sets in wanted)))
     # Of baselines one prompt set is enough: the one that leaves both phases most.
-    prompt, most = max(within.items(), key=lambda each: min(layers if each[0] == "full" else len(each[0]), each[1]))
-    if settings.use == "continuous":
-        least = min(within.values())
+    prompt, most = max(deepest.items(), key=lambda each: min(layers if each[0] == "full" else len(each[0]), each[1]))
+    if flat:
         paper = Schedule.constant(layers, most, warmup_layers=warmup, prompt=prompt)
-        even = paper.reordered("even")
+        even, least = paper.reordered("even"), min(deepest.values())
     else:
-        paper = linear_within(unfitted, limit, seq_len, warmup, prompt)
-        even = linear_within(unfitted, limit, seq_len, warmup, prompt, "even")
-        least = max(floor, min(paper.budgets[-1], math.ceil(min(within.values()) / 2)))
+        paper, even = (_baseline(name, unfitted, limit, seq_len, warmup, prompt) for name in ("bottom-up", "even"))
+        lowest = min(paper.budgets[-1], math.ceil(min(deepest.values()) / 2))
+        least = max(least_budget(layers, warmup), lowest)
     baselines = replace(paper, name="paper"), replace(even, name="even")
-    return Goal(
-        workload, unfitted, limit, settings.least or least, seq_len, settings.use == "continuous", *baselines, prompts
-    )
+    return Goal(workload, unfitted, limit, settings.least or least, seq_len, flat, *baselines, prompts)
+
+
+def _baseline(order: Order, texts: TextCost, limit: float, seq_len: int, warmup: int, prompt: PromptDepth) -> Schedule:
+    family = Family(texts.cost.num_layers, order, warmup, seq_len)
+    return family.within(texts, limit, prompt) or family.schedule(0.0, prompt)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:
@@ -208,66 +155,3 @@ def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> f
     layers = workload.cost.num_layers
     named = Schedule.from_speedup(layers, settings.nominal_speedup or 1, seq_len, warmup_layers=settings.warmup_layers)
     return workload.seconds(named.flattened() if settings.use == "continuous" else named)
-
-
-def _out_of_reach(settings: CalibrationSettings, workload: TextCost, floor: int, prompts: Sequence[PromptDepth]) -> str:
-    layers = workload.cost.num_layers
-    asked = settings.least or floor
-    fewest = Schedule.constant(layers, asked, warmup_layers=0, drop_order=range(layers - 1))
-    best = max((replace(fewest, prompt=prompt) for prompt in prompts), key=workload.speedup)
-    bound = math.floor(workload.speedup(best) * 100) / 100
-    what = "--least" if settings.least is not None else "warm-up layers and last layer"
-    target = settings.target_speedup or settings.nominal_speedup
-    depth = f"and {len(best.prompt_layers())} for prompts, of the whole request " if settings.whole else ""
-    return (
-        f"a speed-up of {target:g} is out of reach on these records: with {asked} of {layers} layers, the fewest that "
-        f"{what} allow, {depth}the bound is {bound:.2f}x at batch {workload.cost.batch}"
-    )
-
-
-def linear_within(
-    workload: TextCost,
-    limit: float,
-    seq_len: int,
-    warmup_layers: int,
-    prompt: PromptDepth = "full",
-    order: Order | Sequence[int] = "bottom-up",
-) -> Schedule:
-    """The linear decay of the largest mean depth that takes `limit` at most; else the fewest layers everywhere.
-
-    `order` is one by its name, or a list of layers; layers that it does not name always run.
-    """
-    layers = workload.cost.num_layers
-    floor = least_budget(layers, warmup_layers) if isinstance(order, str) else layers - len(order)
-
-    def ordered(schedule: Schedule) -> Schedule:
-        if isinstance(order, str):
-            return schedule.reordered(order)
-        budgets = tuple(max(budget, floor) for budget in schedule.budgets)
-        return replace(schedule, drop_order=tuple(order), budgets=budgets)
-
-    for step in range(_MEANS + 1):
-        mean = layers - (layers - floor) * step / _MEANS
-        linear = Schedule.from_speedup(layers, layers / mean, seq_len, warmup_layers=warmup_layers, prompt=prompt)
-        if workload.seconds(schedule := ordered(linear)) <= limit * SLACK:
-            return schedule
-    return ordered(Schedule.constant(layers, floor, warmup_layers=warmup_layers, prompt=prompt))
-
-
-def flat_within(
-    workload: TextCost,
-    limit: float,
-    warmup_layers: int,
-    prompt: PromptDepth = "full",
-    order: Sequence[int] | None = None,
-) -> Schedule | None:
-    """The deepest flat schedule that takes `limit` at most, by default in the order that costs most; None if none."""
-    layers = workload.cost.num_layers
-    if order is None:
-        # What prompts run goes first: then they project the most layers.
-        order = sorted(bottom_up(layers, warmup_layers), key=lambda layer: prompt != "full" and layer not in prompt)
-    for budget in range(layers, layers - len(order) - 1, -1):
-        schedule = Schedule.constant(layers, budget, drop_order=order, warmup_layers=warmup_layers, prompt=prompt)
-        if workload.seconds(schedule) <= limit * SLACK:
-            return schedule
-    return None

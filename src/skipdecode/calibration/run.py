@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.calibration.fitting import Fitter
-from skipdecode.calibration.goal import Goal, TextCost
+from skipdecode.calibration.goal import Goal
 from skipdecode.calibration.meter import LossMeter, measuring
 from skipdecode.calibration.order import Round, block_influence, greedy_order, greedy_trials
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
@@ -19,6 +19,7 @@ from skipdecode.data.prompts import Example
 from skipdecode.errors import FitError
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.performance.solve import TextCost
 from skipdecode.schedule import Schedule
 
 _TOKENS_A_COLUMN = 4

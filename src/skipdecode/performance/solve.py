@@ -1,24 +1,196 @@
-"""Solves schedules for a wall-clock speed-up of requests or of decoding, and predicts their figures. Pure Python."""
+"""Solves schedules for a wall-clock speed-up of requests or of decoding. Pure Python."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Self
 
-from skipdecode.errors import TargetError
+from skipdecode.common.options import Options, option
+from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.performance.cost import CostModel, Phase, Use, between
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule import order as layer_order
-
-if TYPE_CHECKING:
-    from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.schedule.order import Order
 
 Auto = Literal["auto"]
 """The layers of prompts follow from the target; see `solve`."""
+SPREAD = 1 / 3
 _ROUNDS = 60
+_MOST_PROMPT_TOKENS = 2**20  # in a batch: the cost of its forwards is added one by one
 _PAYS = 0.9
+_SLACK = 1 + 1e-12
+
+
+@dataclass(frozen=True)
+class TextCost:
+    """A cost model with the texts that are decoded.
+
+    Texts differ in length, so late positions are decoded less often than early ones, and a layer that is skipped there
+    saves less.
+
+    Parameters
+    ----------
+    prompt_len : int
+        Tokens of each prompt.
+    steps : tuple of float
+        Expected decode steps of a batch at generation position 0, 1, …: in lockstep, a step is made while any sequence
+        of the batch goes on; in continuous use, every sequence counts for itself.
+    whole : bool
+        The time of whole requests, prompts included, instead of the decode phase alone.
+    """
+
+    cost: CostModel
+    prompt_len: int
+    steps: tuple[float, ...]
+    whole: bool = False
+
+    @classmethod
+    def of_lengths(
+        cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], use: Use = "lockstep", *, whole: bool = False
+    ) -> Self:
+        """From the texts' lengths in generated tokens, end token included; a batch draws its texts independently.
+
+        Raises DataError if no text has a decode step: two tokens are the least.
+        """
+        longest = max(lengths, default=0)
+        if longest < 2:
+            raise DataError("no response has two tokens or more: there is no decode step whose layers can be skipped")
+        going_on = [sum(length > position + 1 for length in lengths) / len(lengths) for position in range(longest - 1)]
+        rows = cost.batch if use == "lockstep" else 1
+        return cls(cost, prompt_len, tuple(1 - (1 - share) ** rows for share in going_on), whole)
+
+    def prompts_seconds(self, schedule: Schedule) -> float:
+        """Seconds of a batch's prompts, if they count."""
+        return self.cost.prompts_seconds(schedule, self.prompt_len) if self.whole else 0.0
+
+    def seconds(self, schedule: Schedule) -> float:
+        """Expected seconds of the decode phase, or of the whole request."""
+        schedule.check_fits(self.cost.num_layers)
+        each = enumerate(self.steps)
+        steps = (n * self.cost.step_seconds(schedule.budget(i), self.prompt_len + i + 1) for i, n in each)
+        return self.prompts_seconds(schedule) + sum(steps)
+
+    def speedup(self, schedule: Schedule) -> float:
+        """Speed-up over full depth."""
+        return self.full_seconds / self.seconds(schedule)
+
+    def mean_layers(self, schedule: Schedule) -> float:
+        """Layers that a step runs, on average."""
+        return sum(n * schedule.budget(i) for i, n in enumerate(self.steps)) / sum(self.steps)
+
+    @cached_property
+    def full_seconds(self) -> float:
+        """Expected seconds at full depth."""
+        return self.seconds(Schedule.full(self.cost.num_layers))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Schedules that differ in depth alone: linear decays over `positions`, or flat ones with a `spread` of 0.
+
+    An `order` by its name may depend on the depth ("even"); layers that a list does not name always run.
+    """
+
+    layers: int
+    order: Order | tuple[int, ...]
+    warmup: int
+    positions: int
+    spread: float = SPREAD
+    name: str = ""
+
+    def schedule(self, depth: float, prompt: PromptDepth | Auto) -> Schedule:
+        """The schedule of a depth from 0, the least, to 3, full; auto: half depth at 1, full prompts from 2."""
+        order = layer_order.bottom_up(self.layers, self.warmup) if isinstance(self.order, str) else self.order
+        least, most = float(max(1, self.layers - len(order))), float(self.layers)
+        half, ends = max(least, most / 2), ((0.0, least / (1 + self.spread), least), (3.0, most, most))
+        stages = (ends[0], (1.0, half, half), (2.0, half, most), ends[1]) if prompt == "auto" else ends
+        mean, lowest = between(stages, depth)
+        if prompt == "auto":
+            run = max(self.warmup, round(lowest))
+            prompt = "full" if run == self.layers else tuple(range(run))
+        budgets = _decay(mean, self.spread, self.positions, int(least), self.layers)
+        found = Schedule(self.layers, order, budgets, self.warmup, prompt, self.name)
+        return found.reordered(self.order) if isinstance(self.order, str) else found
+
+    def within(self, texts: TextCost, seconds: float, prompt: PromptDepth | Auto = "full") -> Schedule | None:
+        """The deepest schedule that takes `seconds` at most; None if there is none."""
+        return self.deepest(prompt, lambda schedule: texts.seconds(schedule) <= seconds * _SLACK)
+
+    def deepest(self, prompt: PromptDepth | Auto, reaches: Callable[[Schedule], bool]) -> Schedule | None:
+        """The deepest schedule that reaches the target, by bisection: less depth never adds layers."""
+        if reaches(full := self.schedule(3.0, prompt)):
+            return full
+        if not reaches(self.schedule(0.0, prompt)):
+            return None
+        low, high = 0.0, 3.0
+        for _ in range(_ROUNDS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if reaches(self.schedule(middle, prompt)) else (low, middle)
+        return self.schedule(low, prompt)
+
+
+def _decay(mean: float, spread: float, positions: int, least: int, most: int) -> tuple[int, ...]:
+    """The linear decay with this mean, within `least` and `most` layers."""
+    first = max(least, min(most, mean * (1 + spread)))
+    last = max(least, min(first, 2 * mean - first))
+    if positions == 1:
+        first = last = (first + last) / 2
+    return layer_order.linear(first, last, positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Options):
+    """The target and the workload of a plan; each field's help text is its documentation."""
+
+    target_speedup: float | None = option(
+        "wall-clock speed-up of the work that --phase names; the layers are solved for it", default=None, least=1
+    )
+    phase: Phase = option(
+        "what the target is for; request: prompt and steps together; decode: the steps after the prompt",
+        default="request",
+    )
+    prompt_layers: str | None = option(
+        "layers that prompt tokens run, in place of those that the target leaves: full, max_exit, a number n (the "
+        "lowest n), or a list such as 0-14,20",
+        default=None,
+    )
+    seq_len: int = option(
+        "positions over which the depth decreases; also the number of new tokens after the first, which comes with the "
+        "prompt; best near the real output length",
+        default=64,
+        least=1,
+        most=2**15,
+    )
+    warmup_layers: int = option("first layers that always run", default=1, least=0)
+    spread: float = option(
+        "decrease: from mean * (1 + spread) to mean * (1 - spread) layers", default=SPREAD, least=0, below=1
+    )
+    order: Order = option("order in which layers are skipped", default="bottom-up")
+    use: Use = option(
+        "lockstep: all sequences of a batch start together; continuous: continuous batching", default="lockstep"
+    )
+    batch: int = option("sequences decoded together", default=1, least=1, most=1024)
+    prompt_len: int = option("prompt tokens of a sequence", default=64, least=1, most=_MOST_PROMPT_TOKENS)
+    measure: bool | None = option(
+        "load the weights and time prompts and steps (default: only if nothing has to be downloaded)", default=None
+    )
+    remeasure: bool = option("time prompts and steps again, and ignore earlier measurements", default=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (tokens := self.batch * self.prompt_len) > _MOST_PROMPT_TOKENS:
+            raise UsageError(
+                f"{self.batch} prompts of {self.prompt_len} tokens are {tokens} tokens: give at most "
+                f"{_MOST_PROMPT_TOKENS}"
+            )
+
+    @property
+    def new_tokens(self) -> int:
+        """Generated tokens of a sequence: each position runs once."""
+        return self.seq_len + 1
 
 
 def solve(
@@ -30,7 +202,7 @@ def solve(
     prompt: PromptDepth | Auto = "auto",
     use: Use = "lockstep",
     warmup_layers: int = 1,
-    spread: float = 1 / 3,
+    spread: float = SPREAD,
     drop_order: Sequence[int] | None = None,
     prompt_len: int = 64,
 ) -> Schedule:
@@ -62,68 +234,18 @@ def solve(
     Raises TargetError, with the bound and its cause, if no schedule of this kind reaches the target.
     """
     _check(target_speedup, spread, seq_len)
-    order = layer_order.bottom_up(cost.num_layers, warmup_layers) if drop_order is None else tuple(drop_order)
-    decay, positions = (0.0, 1) if use == "continuous" else (spread, seq_len)
-    label = f"{'flat' if use == 'continuous' else 'skipdecode'}-{target_speedup:g}x-wall"
-    family = _Family(cost.num_layers, order, warmup_layers, decay, positions, label)
-    tokens = prompt_len, seq_len + 1
-
-    def reaches(schedule: Schedule) -> bool:
-        return cost.speedup(schedule, *tokens, use, phase) >= target_speedup
-
+    layers, flat = cost.num_layers, use == "continuous"
+    order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
+    name = f"{'flat' if flat else 'skipdecode'}-{target_speedup:g}x-wall"
+    family = Family(layers, order, warmup_layers, 1 if flat else seq_len, 0.0 if flat else spread, name)
+    texts = TextCost.of_lengths(cost, prompt_len, [seq_len + 1], use, whole=phase == "request")
     if prompt == "auto":
-        halved = cost.prompts_seconds(family.schedule(1.0, prompt), prompt_len)
-        full = cost.prompts_seconds(Schedule.full(cost.num_layers), prompt_len)
-        prompt = prompt if phase == "request" and halved < _PAYS * full else "full"
-    found = family.deepest(prompt, reaches)
+        halved = texts.prompts_seconds(family.schedule(1.0, prompt))
+        prompt = prompt if halved < _PAYS * texts.prompts_seconds(Schedule.full(layers)) else "full"
+    found = family.deepest(prompt, lambda schedule: texts.speedup(schedule) >= target_speedup)
     if found is None:
-        raise TargetError(_out_of_reach(cost, target_speedup, family.schedule(0.0, prompt), phase, tokens))
+        raise TargetError(out_of_reach(texts, target_speedup, family.schedule(0.0, prompt)))
     return found
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Schedules that differ in depth alone."""
-
-    layers: int
-    order: tuple[int, ...]
-    warmup: int
-    spread: float
-    positions: int
-    label: str
-
-    def schedule(self, depth: float, prompt: PromptDepth | Auto) -> Schedule:
-        """The schedule of a depth from 0, the least, to 3, full; auto: half depth at 1, full prompts from 2."""
-        least, most = float(max(1, self.layers - len(self.order))), float(self.layers)
-        half, ends = max(least, most / 2), ((0.0, least / (1 + self.spread), least), (3.0, most, most))
-        stages = (ends[0], (1.0, half, half), (2.0, half, most), ends[1]) if prompt == "auto" else ends
-        mean, lowest = between(stages, depth)
-        if prompt == "auto":
-            run = max(self.warmup, round(lowest))
-            prompt = "full" if run == self.layers else tuple(range(run))
-        budgets = _decay(mean, self.spread, self.positions, int(least), self.layers)
-        return Schedule(self.layers, self.order, budgets, self.warmup, prompt, self.label)
-
-    def deepest(self, prompt: PromptDepth | Auto, reaches: Callable[[Schedule], bool]) -> Schedule | None:
-        """The deepest schedule that reaches the target, by bisection: less depth never adds layers."""
-        if reaches(full := self.schedule(3.0, prompt)):
-            return full
-        if not reaches(self.schedule(0.0, prompt)):
-            return None
-        low, high = 0.0, 3.0
-        for _ in range(_ROUNDS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if reaches(self.schedule(middle, prompt)) else (low, middle)
-        return self.schedule(low, prompt)
-
-
-def _decay(mean: float, spread: float, positions: int, least: int, most: int) -> tuple[int, ...]:
-    """The linear decay with this mean, within `least` and `most` layers."""
-    first = max(least, min(most, mean * (1 + spread)))
-    last = max(least, min(first, 2 * mean - first))
-    if positions == 1:
-        first = last = (first + last) / 2
-    return layer_order.linear(first, last, positions)
 
 
 def why_flat(cost: CostModel, linear: Schedule, prompt_len: int, new_tokens: int, phase: Phase = "decode") -> str:
@@ -132,7 +254,7 @@ def why_flat(cost: CostModel, linear: Schedule, prompt_len: int, new_tokens: int
     together = cost.speedup(linear, prompt_len, new_tokens, "lockstep", phase)
     mixed = cost.speedup(linear, prompt_len, new_tokens, "continuous", phase)
     return (
-        f"flat, because rows of mixed ages share a step and the youngest sets its depth: the linear schedule that "
+        f"flat, because sequences of mixed ages share a step and the youngest sets its depth: the linear schedule that "
         f"brings {together:.2f}x in lockstep would run {layers:.1f} of {cost.num_layers} layers a step at batch "
         f"{cost.batch} and bring {mixed:.2f}x"
     )
@@ -147,123 +269,20 @@ def _check(target_speedup: float, spread: float, seq_len: int) -> None:
         raise TargetError(f"seq_len={seq_len} is not accepted: give 1 or more positions")
 
 
-def _rounded(value: float) -> int:
-    return math.floor(value + 0.5)
-
-
-def _out_of_reach(cost: CostModel, target: float, least: Schedule, phase: Phase, tokens: tuple[int, int]) -> str:
-    """The bound and its cause; `least` is the schedule of the least depth, `tokens` of prompt and output."""
-    layers, fewest, bound = cost.num_layers, least.budgets[-1], cost.speedup(least, *tokens, phase=phase)
-    what = f"target_speedup={target:g} is out of reach for {layers} layers at batch {cost.batch}"
-    if phase == "request":
-        seconds = cost.request_seconds(least, *tokens)
-        prompts = cost.prompts_seconds(least, tokens[0]) / seconds
-        outside = (tokens[1] - 1) * cost.step.fixed_seconds / seconds
-        return (
-            f"{what} with {tokens[0]} prompt and {tokens[1]} new tokens: with {fewest} layers for new tokens, the "
-            f"fewest, and {len(least.prompt_layers())} for prompts the bound of the whole request is "
-            f"{_floored(bound)}x, and of that time prompts take {prompts:.0%}, embeddings, head and all else outside "
-            f"the layers {outside:.0%}"
+def out_of_reach(texts: TextCost, target: float, least: Schedule, why: str = "") -> str:
+    """The bound and its cause; `least` is the schedule with the fewest layers, `why` says what sets them."""
+    cost = texts.cost
+    seconds = texts.seconds(least if texts.whole else Schedule.full(cost.num_layers))
+    outside = sum(texts.steps) * cost.step.fixed_seconds / seconds
+    bound = math.floor(texts.speedup(least) * 100) / 100  # so that a bound that is shown can be reached
+    what = f"with {least.budgets[-1]} of {cost.num_layers} layers, the fewest{why}, "
+    if texts.whole:
+        prompts = texts.prompts_seconds(least) / seconds
+        what += f"and {len(least.prompt_layers())} for prompts, the bound of the whole request is {bound:.2f}x, and "
+        what += (
+            f"of that time prompts take {prompts:.0%}, embeddings, head and all else outside the layers {outside:.0%}"
         )
-    half = max(fewest, _rounded(layers / 2))
-    return (
-        f"{what}: embeddings, head and all else outside the layers take {cost.fixed_share(*tokens):.0%} of a full step "
-        f"and cannot be skipped; with the least budget, {fewest} layers, the bound is {_floored(bound)}x "
-        f"({half} layers: {_floored(cost.bound(half, *tokens))}x)"
-    )
-
-
-def _floored(value: float) -> str:
-    """Two decimals, rounded down, so that a bound that is shown can be reached."""
-    return f"{math.floor(value * 100) / 100:.2f}"
-
-
-@dataclass(frozen=True)
-class Assessment:
-    """Predicted figures of a schedule in `use`, for a batch of sequences of one length.
-
-    Parameters
-    ----------
-    nominal_speedup : float
-        Layers of the model / mean layers of a token over the decode phase. Not wall-clock.
-    predicted_decode_speedup, decode_speedup_lockstep, decode_speedup_continuous : float
-        Wall-clock speed-up of the decode phase over full depth: in `use`, and in either use.
-    predicted_request_speedup, request_bound : float
-        The same for whole requests, and its bound: the least budget after the same prompts.
-    request_seconds, request_seconds_full, prompt_share : float
-        Time of a batch's requests in `use` and at full depth; share of the former that prompts take.
-    layers_per_step : float
-        Layers that a step runs for any of its sequences, on average, in `use`.
-    step_seconds, step_seconds_full : float
-        Mean step in `use`, and at full depth.
-    bound, least_budget : float, int
-        Speed-up with the least budget that this drop order allows, and that budget.
-    bound_at_half, half_budget : float, int
-        Speed-up with half the layers, and how many those are.
-    fixed_share : float
-        Share of a full step that cannot be skipped.
-    kv_bytes_held, kv_bytes_saved : int
-        KV cache at the end of the batch's generation, and what full depth would hold in addition.
-    """
-
-    use: Use
-    nominal_speedup: float
-    predicted_decode_speedup: float
-    decode_speedup_lockstep: float
-    decode_speedup_continuous: float
-    predicted_request_speedup: float
-    request_bound: float
-    request_seconds: float
-    request_seconds_full: float
-    prompt_share: float
-    layers_per_step: float
-    step_seconds: float
-    step_seconds_full: float
-    bound: float
-    least_budget: int
-    bound_at_half: float
-    half_budget: int
-    fixed_share: float
-    kv_bytes_held: int
-    kv_bytes_saved: int
-
-
-def assess(
-    schedule: Schedule,
-    cost: CostModel,
-    geometry: ModelGeometry,
-    prompt_len: int,
-    new_tokens: int,
-    use: Use = "lockstep",
-) -> Assessment:
-    """Figures of a schedule for a batch of sequences of `prompt_len` prompt and `new_tokens` (2 or more) new tokens."""
-    uses: tuple[Use, Use] = ("lockstep", "continuous")
-    lockstep, continuous = (cost.speedup(schedule, prompt_len, new_tokens, u) for u in uses)
-    full = cost.sequence_seconds(Schedule.full(cost.num_layers), prompt_len, new_tokens) / (new_tokens - 1)
-    request = cost.request_seconds(schedule, prompt_len, new_tokens, use)
-    gain = cost.request_speedup(schedule, prompt_len, new_tokens, use)
-    least = max(1, cost.num_layers - len(schedule.drop_order))
-    half = max(least, _rounded(cost.num_layers / 2))
-    speedup = lockstep if use == "lockstep" else continuous
-    return Assessment(
-        use=use,
-        nominal_speedup=cost.num_layers / schedule.mean_budget(new_tokens - 1),
-        predicted_decode_speedup=speedup,
-        decode_speedup_lockstep=lockstep,
-        decode_speedup_continuous=continuous,
-        predicted_request_speedup=gain,
-        request_bound=cost.request_speedup(replace(schedule, budgets=(least,)), prompt_len, new_tokens, use),
-        request_seconds=request,
-        request_seconds_full=request * gain,
-        prompt_share=cost.prompts_seconds(schedule, prompt_len) / request,
-        layers_per_step=cost.layers_per_step(schedule, new_tokens, use),
-        step_seconds=full / speedup,
-        step_seconds_full=full,
-        bound=cost.bound(least, prompt_len, new_tokens),
-        least_budget=least,
-        bound_at_half=cost.bound(half, prompt_len, new_tokens),
-        half_budget=half,
-        fixed_share=cost.fixed_share(prompt_len, new_tokens),
-        kv_bytes_held=geometry.kv_bytes_held(schedule, prompt_len, new_tokens, cost.batch),
-        kv_bytes_saved=geometry.kv_bytes_saved(schedule, prompt_len, new_tokens, cost.batch),
-    )
+    else:
+        what += f"the bound is {bound:.2f}x: embeddings, head and all else outside the layers take {outside:.0%} of a "
+        what += "full step and cannot be skipped"
+    return f"a speed-up of {target:g} is out of reach at batch {cost.batch}: {what}"

@@ -1,0 +1,371 @@
+"""Plans: the schedule for a speed target on this machine, with the speed and the memory to expect."""
+
+from __future__ import annotations
+
+import html
+import math
+import textwrap
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.columns import speedups
+from skipdecode.errors import UsageError
+from skipdecode.models.fit import Fit
+from skipdecode.models.loading.hub import LoadedModel, choose_device
+from skipdecode.models.loading.ref import ModelRef
+from skipdecode.performance.cost import CostModel, Use
+from skipdecode.performance.cost_source import CostSource, find_cost, find_geometry
+from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.solve import Auto, PlanOptions, solve, why_flat
+from skipdecode.schedule import Schedule
+from skipdecode.schedule.draw import schedule_picture
+from skipdecode.schedule.grammar import parse_schedule
+from skipdecode.schedule.order import PromptDepth, bottom_up, prompt_set, top_down
+
+_WIDTH, _SHOWN_ORDER = 80, 12
+
+
+def plan(
+    model: str | Path | ModelRef | LoadedModel | Any,
+    schedule: Schedule | str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    engine: str = "auto",
+    quantization: str = "none",
+    **options: Any,
+) -> Plan:
+    """Find the schedule for a speed target, or predict the speed of a schedule. Nothing is generated.
+
+    Prompts and decode steps are timed if the model's weights are on this machine; the times are kept for later calls.
+
+    Parameters
+    ----------
+    model : str, Path, LoadedModel or LLM
+        A name as for `skipdecode.load`, the result of `load`, or an LLM.
+    schedule : Schedule, str or Path, optional
+        The schedule to assess, or its text (`skipdecode.schedule.grammar`), such as "2x:p15"; or give `target_speedup`.
+        A fit beside a schedule file, or of the checkpoint, is counted.
+    dtype, device, engine, quantization
+        As for `skipdecode.LLM`.
+    **options
+        Fields of `PlanOptions`: target_speedup, phase, prompt_layers, seq_len, batch, prompt_len, use, …
+
+    Raises
+    ------
+    TargetError
+        No schedule reaches the target; the message has the bound and its cause.
+    SkipDecodeError
+        The model does not load, or a value is not accepted.
+    """
+    asked = PlanOptions(**options)
+    if (schedule is None) == (asked.target_speedup is None):
+        raise UsageError("give one of target_speedup and a schedule")
+    ref = _ref(model, schedule)
+    geometry, _ = find_geometry(ref, dtype, choose_device(device))
+    known = None if schedule is None else _parsed(schedule, ref, geometry.num_layers, asked)
+    _solved(asked, CostModel.of_step(geometry.num_layers, asked.batch, 0.0, 1.0), 1.0)  # refuses what does not fit
+    fit = _fit(ref, geometry, known)
+    timed = {name: getattr(asked, name) for name in ("batch", "prompt_len", "measure", "remeasure")}
+    source = find_cost(ref, dtype=dtype, device=device, engine=engine, quantization=quantization, **timed)
+    if fit is not None:
+        source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
+    found = known or _solved(asked, source.cost, asked.target_speedup or 1.0)
+    figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens, asked.use)
+    return Plan(asked, ref, source, found, figures, fit)
+
+
+def _ref(model: Any, schedule: Any) -> ModelRef:
+    """The resolved name of a model, with the file of the schedule."""
+    loaded = getattr(model, "loaded", model)  # of an LLM
+    ref = loaded.ref if isinstance(loaded, LoadedModel) else loaded
+    files = (str(schedule),) if isinstance(schedule, str | Path) and Path(schedule).is_file() else ()
+    if not isinstance(ref, ModelRef):
+        return ModelRef(str(ref), files)
+    return replace(ref, schedule_files=files) if files else ref
+
+
+def _parsed(schedule: Schedule | str | Path, ref: ModelRef, layers: int, options: PlanOptions) -> Schedule:
+    only_config = Path(ref.name).is_file()
+    if not isinstance(schedule, Schedule):
+        carried, named = (None, {}) if only_config else (ref.schedule, ref.schedules)
+        schedule = parse_schedule(str(schedule), layers, seq_len=options.seq_len, carried=carried, named=named)
+    schedule.check_fits(layers)
+    asked = options.prompt_layers
+    return schedule if asked is None else schedule.with_prompt(prompt_set(asked, layers))
+
+
+def _solved(
+    options: PlanOptions, cost: CostModel, target: float, use: Use | None = None, prompt: PromptDepth | Auto = "auto"
+) -> Schedule:
+    """The schedule of the options under a cost; `use` and `prompt` replace the options'."""
+    order = top_down(cost.num_layers, options.warmup_layers) if options.order == "top-down" else None
+    if options.prompt_layers is not None:
+        prompt = prompt_set(options.prompt_layers, cost.num_layers)
+    given: dict[str, Any] = {
+        name: getattr(options, name) for name in ("phase", "warmup_layers", "spread", "prompt_len")
+    }
+    found = solve(cost, target, options.seq_len, prompt=prompt, use=use or options.use, drop_order=order, **given)
+    # The even order depends on the least budget, which is known only now. The order does not change the cost: prompts
+    # that run the lowest layers have the most layers to project with bottom-up, where new tokens run the highest.
+    return found.reordered("even") if options.order == "even" else found
+
+
+def _fit(ref: ModelRef, geometry: ModelGeometry, schedule: Schedule | None) -> Fit | None:
+    """The fit beside the schedule, else the fit of the checkpoint, if there is one; it is not compared with weights."""
+    file = None if Path(ref.name).is_file() else ref.fit
+    if file is None:
+        return None
+    fit = Fit.load(file)
+    keys = 2 * geometry.num_kv_heads * geometry.head_dim
+    fit.check_sizes(geometry.hidden_size, [keys] * geometry.num_layers, f"fit {file}")
+    if schedule is not None and ref.schedule_files:
+        fit.check_prompts(schedule, f"fit {file}")
+    return fit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule with the figures that are predicted for it; prints itself as a picture and a table.
+
+    Attributes
+    ----------
+    schedule : Schedule
+    figures : Assessment
+    source : CostSource
+        The cost model of the machine, and its origin.
+    """
+
+    options: PlanOptions
+    ref: ModelRef
+    source: CostSource
+    schedule: Schedule
+    figures: Assessment
+    fit: Fit | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why a schedule that was solved for continuous use is flat."""
+        options, cost = self.options, self.source.cost
+        if options.target_speedup is None or options.use != "continuous":
+            return None
+        linear = _solved(options, cost, options.target_speedup, "lockstep", self.schedule.prompt)
+        return why_flat(cost, linear, options.prompt_len, options.new_tokens, options.phase)
+
+    @property
+    def tuned(self) -> bool:
+        """Whether the weights were tuned for the schedule; nothing is downloaded to find out."""
+        has_weights = not Path(self.ref.name).is_file() and self.ref.has_weights()
+        recipe = self.ref.recipe if has_weights else None
+        return self.schedule.fits_weights(() if recipe is None else recipe.tuned_under)
+
+    @property
+    def fit_bytes(self) -> float:
+        """Bytes of the fit in memory, in the type of the weights."""
+        numbers = () if self.fit is None else self.fit.parameters()
+        return sum(p.numel() for p in numbers) * self.source.geometry.dtype_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        options, source = self.options, self.source
+        return {
+            "model": self.ref.name,
+            **{name: getattr(options, name) for name in ("batch", "prompt_len", "new_tokens", "phase")},
+            "dtype": source.dtype,
+            "weight_bytes": source.geometry.weight_bytes(),
+            "fit_bytes": self.fit_bytes,
+            "schedule": self.schedule.to_dict(),
+            "figures": asdict(self.figures),
+            "reason": self.reason,
+            "tuned": self.tuned,
+            "cost": source.cost.to_dict(),
+            "cost_origin": source.origin,
+        }
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text())}</pre>"
+
+    def text(self, width: int = _WIDTH, *, blocks: bool = True) -> str:
+        """The picture and the report in lines of at most `width` characters; see `schedule_picture`."""
+        figures = self.figures
+        gains = {
+            "request": figures.predicted_request_speedup,
+            "decode": figures.predicted_decode_speedup,
+            "nominal": figures.nominal_speedup,
+        }
+
+        def filled(entries: dict[str, str]) -> list[str]:
+            lines = (f"{name:<10}{text}" for name, text in entries.items())
+            return [textwrap.fill(line, width, subsequent_indent=" " * 10) for line in lines]
+
+        table = speedups(["predicted"], {name: [f"{gain:.2f}x"] for name, gain in gains.items()})
+        picture = schedule_picture(self.schedule, self.options.seq_len, width=min(_WIDTH, width), blocks=blocks)
+        return "\n".join([picture, *filled(self._subject()), "", *table, "", *filled(self._details())])
+
+    def _subject(self) -> dict[str, str]:
+        options, schedule, geometry = self.options, self.schedule, self.source.geometry
+        first, last = schedule.budgets[0], schedule.budgets[-1]
+        depth = f"{first}" if first == last else f"{first} decreasing to {last}"
+        prompts = f"{len(schedule.prompt_layers())} of {schedule.num_layers} layers"
+        if schedule.projected:
+            prompts += f", and only keys and values of {len(schedule.projected)} more that the first new token runs"
+        if options.target_speedup is not None and options.prompt_layers is None and options.phase == "request":
+            prompts += (
+                "; rule: new tokens skip layers first, down to half depth, then prompts, if that pays, down to half "
+                "depth, then both (prompt layers can be given; prepare measures which are best)"
+            )
+        return {
+            "model": f"{self.ref.name}: {geometry.num_layers} layers, {_size(geometry.weight_bytes())} of weights in "
+            f"{self.source.dtype}",
+            "for": f"{options.batch} x ({options.prompt_len} prompt + {options.new_tokens} new tokens), {options.use}; "
+            f"the first new token comes with the prompt, the others from {options.seq_len} decode steps",
+            "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, "
+            f"skipped {_order(schedule)}" + (f"; {self.reason}" if self.reason else ""),
+            "prompts": prompts,
+        }
+
+    def _details(self) -> dict[str, str]:
+        figures, other = self.figures, ""
+        if self.options.batch > 1 and self.options.use == "lockstep":
+            other = f"; {figures.decode_speedup_continuous:.2f}x with continuous batching"
+        elif self.options.batch > 1:
+            other = f"; {figures.decode_speedup_lockstep:.2f}x in lockstep"
+        kv_full = figures.kv_bytes_held + figures.kv_bytes_saved
+        return {
+            "limits": f"request at most {figures.request_bound:.2f}x with these prompts; decode at most "
+            f"{figures.bound:.2f}x with {figures.least_budget} layers, the fewest, and {figures.bound_at_half:.2f}x "
+            f"with {figures.half_budget}{other}",
+            "request": f"{_time(figures.request_seconds_full)} at full depth, {_time(figures.request_seconds)} with "
+            f"the schedule, of which prompts take {figures.prompt_share:.0%}",
+            "step": f"{_time(figures.step_seconds_full)} at full depth, of which {figures.fixed_share:.0%} cannot be "
+            f"skipped; {_time(figures.step_seconds)} with {figures.layers_per_step:.1f} layers, the mean",
+            "KV cache": f"{_size(figures.kv_bytes_held)} at the end; {_size(figures.kv_bytes_saved)} "
+            f"({figures.kv_bytes_saved / kv_full:.0%}) saved",
+            **({} if self.fit is None else {"fit": self._fitted(self.fit)}),
+            "times": self.source.origin,
+        }
+
+    def _fitted(self, fit: Fit) -> str:
+        """The memory and time of the fit."""
+        cost = self.source.cost
+        text = f"{_size(self.fit_bytes)} in memory; maps of rank {fit.rank:.0f} over {len(fit.bridges)} layers, each "
+        text += f"{cost.bridge_share:.1%} of the layer that a token skips"
+        if self.schedule.projected:
+            text += f"; keys and values of prompts take {1 + cost.taps} projection{'s' if cost.taps else ''} a layer"
+        return text + "; all figures include it"
+
+
+def _order(schedule: Schedule) -> str:
+    """The drop order in words."""
+    order, warmup = schedule.drop_order, schedule.warmup_layers
+    for name, known in (("bottom-up", bottom_up), ("top-down", top_down)):
+        if order == known(schedule.num_layers, warmup)[: len(order)]:
+            return name
+    shown = " ".join(map(str, order[:_SHOWN_ORDER]))
+    return f"in the order {shown}" + (" …" if len(order) > _SHOWN_ORDER else "")
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """Predicted figures of a schedule in `use`, for a batch of sequences of one length.
+
+    Parameters
+    ----------
+    nominal_speedup : float
+        Layers of the model / mean layers of a token over the decode phase. Not wall-clock.
+    predicted_decode_speedup, decode_speedup_lockstep, decode_speedup_continuous : float
+        Wall-clock speed-up of the decode phase over full depth: in `use`, and in either use.
+    predicted_request_speedup, request_bound : float
+        The same for whole requests, and its bound: the least budget after the same prompts.
+    request_seconds, request_seconds_full, prompt_share : float
+        Time of a batch's requests in `use` and at full depth; share of the former that prompts take.
+    layers_per_step : float
+        Layers that a step runs for any of its sequences, on average, in `use`.
+    step_seconds, step_seconds_full : float
+        Mean step in `use`, and at full depth.
+    bound, least_budget : float, int
+        Speed-up with the least budget that this drop order allows, and that budget.
+    bound_at_half, half_budget : float, int
+        Speed-up with half the layers, and how many those are.
+    fixed_share : float
+        Share of a full step that cannot be skipped.
+    kv_bytes_held, kv_bytes_saved : int
+        KV cache at the end of the batch's generation, and what full depth would hold in addition.
+    """
+
+    use: Use
+    nominal_speedup: float
+    predicted_decode_speedup: float
+    decode_speedup_lockstep: float
+    decode_speedup_continuous: float
+    predicted_request_speedup: float
+    request_bound: float
+    request_seconds: float
+    request_seconds_full: float
+    prompt_share: float
+    layers_per_step: float
+    step_seconds: float
+    step_seconds_full: float
+    bound: float
+    least_budget: int
+    bound_at_half: float
+    half_budget: int
+    fixed_share: float
+    kv_bytes_held: int
+    kv_bytes_saved: int
+
+
+def assess(
+    schedule: Schedule,
+    cost: CostModel,
+    geometry: ModelGeometry,
+    prompt_len: int,
+    new_tokens: int,
+    use: Use = "lockstep",
+) -> Assessment:
+    """Figures of a schedule for a batch of sequences of `prompt_len` prompt and `new_tokens` (2 or more) new tokens."""
+    uses: tuple[Use, Use] = ("lockstep", "continuous")
+    lockstep, continuous = (cost.speedup(schedule, prompt_len, new_tokens, u) for u in uses)
+    full = cost.sequence_seconds(Schedule.full(cost.num_layers), prompt_len, new_tokens) / (new_tokens - 1)
+    request = cost.request_seconds(schedule, prompt_len, new_tokens, use)
+    gain = cost.request_speedup(schedule, prompt_len, new_tokens, use)
+    least = max(1, cost.num_layers - len(schedule.drop_order))
+    half = max(least, math.floor(cost.num_layers / 2 + 0.5))
+    speedup = lockstep if use == "lockstep" else continuous
+    return Assessment(
+        use=use,
+        nominal_speedup=cost.num_layers / schedule.mean_budget(new_tokens - 1),
+        predicted_decode_speedup=speedup,
+        decode_speedup_lockstep=lockstep,
+        decode_speedup_continuous=continuous,
+        predicted_request_speedup=gain,
+        request_bound=cost.request_speedup(replace(schedule, budgets=(least,)), prompt_len, new_tokens, use),
+        request_seconds=request,
+        request_seconds_full=request * gain,
+        prompt_share=cost.prompts_seconds(schedule, prompt_len) / request,
+        layers_per_step=cost.layers_per_step(schedule, new_tokens, use),
+        step_seconds=full / speedup,
+        step_seconds_full=full,
+        bound=cost.bound(least, prompt_len, new_tokens),
+        least_budget=least,
+        bound_at_half=cost.bound(half, prompt_len, new_tokens),
+        half_budget=half,
+        fixed_share=cost.fixed_share(prompt_len, new_tokens),
+        kv_bytes_held=geometry.kv_bytes_held(schedule, prompt_len, new_tokens, cost.batch),
+        kv_bytes_saved=geometry.kv_bytes_saved(schedule, prompt_len, new_tokens, cost.batch),
+    )
