@@ -5,7 +5,7 @@
 
 Four commands: `tune --self` for a single step, which has the model draw prompts and answer them; `bundled_fit.py` on
 these words, for the fit of presets/fit-chat-smollm2-135m.json; `tune --self` again, on the same words under the
-schedules of this fit; and `eval --self` twice, on prompts drawn anew and on those of `tasks/chat_prompts.txt`. Then
+schedules of this fit; and `eval` without references twice, on prompts drawn anew and on `tasks/chat_prompts.txt`. Then
 requests of the lengths of these texts are timed one at a time. What is finished is left alone. On two cores about an
 hour and a half, evaluation and times a quarter of an hour of it.
 """
@@ -74,9 +74,9 @@ def depths(checkpoint: str, runs: Path) -> list[Path]:
 
 
 def evaluated(checkpoint: str, schedules: Sequence[Path], out: Path, *more: str | Path) -> dict[str, Any]:
-    """What `eval --self` finds."""
+    """What `eval` without references finds."""
     if not (out / "run.json").exists():
-        asked = ["--self", "--self-tokens", "128", *more, "--out", out, "--methods", *schedules]
+        asked = ["--max-new-tokens", "128", *more, "--out", out, "--methods", *schedules]
         call("skipdecode", "eval", checkpoint, *asked)
     return read_result(out / "run.json", "self-generated")
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = options.checkpoint or str(tuned(runs))
         schedules = options.schedules or depths(checkpoint, runs)
         place = runs / f"eval-{Path(checkpoint).name}"
-        drawn = evaluated(checkpoint, schedules, place, "--self-records", str(options.records))
+        drawn = evaluated(checkpoint, schedules, place, "--limit", str(options.records))
         theirs = evaluated(checkpoint, schedules, Path(f"{place}-prompts"), "--prompts", TASKS / "chat_prompts.txt")
     except subprocess.CalledProcessError as e:
         return int(e.returncode)

@@ -18,6 +18,7 @@ from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.engine.loading import load
+    from skipdecode.evaluation.evaluate import evaluate
     from skipdecode.generation.llm import LLM, generate
     from skipdecode.models.attach import Attachment, attach, detach
     from skipdecode.performance.plan import plan
@@ -31,6 +32,7 @@ __all__ = [
     "__version__",
     "attach",
     "detach",
+    "evaluate",
     "generate",
     "load",
     "plan",
@@ -41,6 +43,7 @@ _LAZY = {
     "LLM": ("generation.llm", "LLM"),
     "attach": ("models.attach", "attach"),
     "detach": ("models.attach", "detach"),
+    "evaluate": ("evaluation.evaluate", "evaluate"),
     "generate": ("generation.llm", "generate"),
     "load": ("engine.loading", "load"),
     "plan": ("performance.plan", "plan"),

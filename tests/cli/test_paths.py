@@ -47,7 +47,7 @@ COMMANDS = {
     "info": "model",
 }
 MORE = {  # what goes with options that no command above has
-    "prompts": ["--self"],
+    "prompts": ["--self"],  # not of eval
     "drop_order": ["--nominal-speedup", "2"],
     "compare": ["eval", "--compare", "run0"],
 }
@@ -101,7 +101,7 @@ def call(verb: str, values: dict[str, str]) -> list[str]:
         elif flag(name) in words:
             words[words.index(flag(name)) + 1] = value
         else:
-            words += [flag(name), value, *MORE.get(name, ())]
+            words += [flag(name), value, *(() if (verb, name) == ("eval", "prompts") else MORE.get(name, ()))]
     return [verb, *words]
 
 
@@ -183,7 +183,7 @@ def test_two_new_outputs_of_one_name_are_refused(
         ("eval model --task t.yaml --data a.jsonl --out foreign", "holds no run of skipdecode eval (outputs.jsonl"),
         ("eval model --task t.yaml --data a.jsonl --out other", "other holds a model"),
         ("eval model --task t.yaml --data a.jsonl --out other --overwrite", "other holds a model"),
-        ("eval model --self --out foreign --methods even:2", "holds no run of skipdecode eval (outputs.jsonl"),
+        ("eval model --out foreign --methods even:2", "holds no run of skipdecode eval (outputs.jsonl"),
         ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out model --resume", "MODEL model"),
         ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out model/../model/ --resume", "MODEL model"),
         ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out other --resume", "other holds a model"),
@@ -315,8 +315,8 @@ def test_a_finished_run_is_not_replaced_where_an_unfinished_one_lies(
     prepare(tmp_path)
     out, prompts = tmp_path / "out", tmp_path / "prompts.txt"
     prompts.write_text("a b c\nb c d\n")
-    own = ["eval", str(tmp_path / "model"), "--self", "--prompts", str(prompts), "--methods", "even:2"]
-    own += ["--self-tokens", "4", "--out", str(out)]
+    own = ["eval", str(tmp_path / "model"), "--prompts", str(prompts), "--methods", "even:2"]
+    own += ["--max-new-tokens", "4", "--out", str(out)]
     assert main(own) == 0
     for journal in ('{"skipdecode_partial":1,"settings":{"sha256":"0"}}\n', "not of ours\n"):
         (out / "unfinished.jsonl").write_text(journal)

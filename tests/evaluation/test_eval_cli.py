@@ -98,8 +98,11 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
     assert "--bertscore-model DIRECTORY" in told[0]
     assert set(load_run(tmp_path / "run").data["metrics"]) == {"bleu"}
     # What was asked for by name is not left out, and no model is loaded first.
+    broken = Path(shutil.copytree(place / "model", tmp_path / "broken"))
+    for weights in broken.glob("*.safetensors"):
+        weights.write_bytes(b"no weights")
     for asked in (["--metrics", "bleu", "bertscore_f1"], ["--bertscore-model", "nobody/nothing"]):
-        call[1] = str(tmp_path / "no-model")
+        call[1] = str(broken)
         assert main([*call, "--overwrite", *asked]) == 1
         assert "--bertscore-model DIRECTORY" in capsys.readouterr().err.splitlines()[-1]
 
@@ -109,7 +112,7 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
     [
         (["--max-new-tokens", "100"], "leaves no room for a prompt"),
         (["--schedule", "{place}/nine.json"], "layers"),
-        (["--methods", "skipdecode:2", "skipdecode:2"], "has skipdecode-2x twice"),
+        (["--methods", "skipdecode:2", "skipdecode:2"], "have skipdecode-2x twice"),
     ],
 )
 def test_values_are_checked_before_weights_are_loaded(
@@ -194,7 +197,7 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
         (["even:two"], "'two' is not accepted"),
         (["even"], "--methods even: give a nominal speed-up"),
         (["none.json"], "cannot read the schedule none.json"),
-        (["full", "full"], "--methods has full twice"),
+        (["full", "full"], "have full twice"),
         (["full", "--nominal-speedup", "2"], "exclude each other"),
         (["static_pruning:2"], "needs --drop-order FILE"),
         (["full", "even:2", "--drop-order", "f"], "no method in full even:2 uses it: leave it"),

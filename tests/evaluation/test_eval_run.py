@@ -24,7 +24,7 @@ from skipdecode.evaluation.compare import compare_runs, runs_tables
 from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run, check_free, load_run
-from skipdecode.evaluation.run import evaluate
+from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.evaluation.scores import free_running, ratio_score
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
@@ -53,9 +53,8 @@ def evaluated(model: Any, out: Path, method: Method, *, full_depth: bool = True,
     subject = Subject(model, byte_tokenizer(), {2}, context=256)
     options = EvaluationSettings(**{"batch_size": 3, "resamples": 50, **settings})
     metrics = make_metrics(["bleu", "rougeL"])
-    *_, run = evaluate(
-        subject, {**beside, out: method}, TASK, RECORDS, metrics, options, out=out, config={"model": "tiny"}
-    )
+    work = TaskEvaluation(subject, TASK, RECORDS, metrics, options, {"model": "tiny"})
+    *_, run = work.run({**beside, out: method}, out)
     return run
 
 

@@ -16,7 +16,7 @@ from skipdecode.engine.opening import Backend
 from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run
-from skipdecode.evaluation.run import evaluate
+from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Subject
 from tiny import LAYERS, tiny_model
 
@@ -88,5 +88,5 @@ def quality_runs(place: Path) -> dict[str, Run]:
     about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
     settings = EvaluationSettings(batch_size=3, resamples=50)
     place.mkdir(parents=True, exist_ok=True)
-    runs = evaluate(subject, methods, TASK, records, metrics, settings, out=place, config=about)
+    runs = TaskEvaluation(subject, TASK, records, metrics, settings, about).run(methods, place)
     return dict(zip((path.name for path in methods), runs, strict=True))

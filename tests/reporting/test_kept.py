@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from skipdecode.reporting.kept import kept_charts, rows_of, speedups_that_keep, with_kept
+from skipdecode.evaluation.kept import rows_of, speedups_that_keep, with_kept
+from skipdecode.reporting.kept import kept_charts
 
 
 def run(name: str, score: float, request: float | None, nominal: float = 2.0, **more: Any) -> dict[str, Any]:

@@ -210,8 +210,9 @@ def test_no_text_is_made_without_an_end_token(
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         file = tmp_path / "endless" / name
         file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if "eos_token" not in k}))
-    asked = ["--self-tokens", "4", "--nominal-speedup", "2", *more]
-    call = [verb, model, "--self", *asked, "--out", "out", *(PACE if verb == "tune" else ["--resamples", "20"])]
+    asked = ["--nominal-speedup", "2", *more, "--out", "out"]
+    own = ["--self", "--self-tokens", "4", *PACE] if verb == "tune" else ["--max-new-tokens", "4", "--resamples", "20"]
+    call = [verb, model, *asked, *own]
     if verb == "eval" and more:  # what is compared may end at its limit
         assert main(call) == 0
         return
@@ -225,14 +226,14 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     model: str, tuned: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "eval"
-    asked = ["--self-records", "12", "--self-tokens", "40", "--batch-size", "4", "--resamples", "20"]
-    call = ["eval", str(tuned), "--self", *asked, "--out", str(out)]
+    asked = ["--limit", "12", "--max-new-tokens", "40", "--batch-size", "4", "--resamples", "20"]
+    call = ["eval", str(tuned), *asked, "--out", str(out)]
     assert main(call) == 0
     printed = capsys.readouterr().out.splitlines()
     document = json.loads((out / "run.json").read_text())
     rows = {row["name"]: row for row in document["rows"]}
     assert list(rows) == ["base", "full", "unified-1.5x", "unified-1.25x"]
-    assert [line.split()[0] for line in printed[4:8]] == list(rows)
+    assert [line.split()[1] for line in printed[5:9]] == list(rows)
     base, full, deep, shallow = rows.values()
     assert base["of_base"]["estimate"] == 1.0
     # Two steps move little at full depth, and skipping much.
@@ -252,15 +253,15 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     again = json.loads(capsys.readouterr().out)
     assert [row["kl"] for row in again["rows"][1:]] == [row["kl"] for row in document["rows"][1:]]
     # Other words in the same place.
-    assert main([*call, "--self-records", "6", "--self-tokens", "8", "--overwrite"]) == 0
+    assert main([*call, "--limit", "6", "--max-new-tokens", "8", "--overwrite"]) == 0
     assert json.loads((out / "run.json").read_text())["config"]["self_generated"]["self_tokens"] == 8
 
 
 def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.csv"
     prompts.write_text("text\nhello\nHELLO\nhow are you\n")
-    asked = ["--prompts", str(prompts), "--self-tokens", "20", "--resamples", "20", "--methods"]
-    call = ["eval", model, "--self", "--out", str(tmp_path / "eval"), *asked, "unified:1.5"]
+    asked = ["--prompts", str(prompts), "--max-new-tokens", "20", "--resamples", "20", "--methods"]
+    call = ["eval", model, "--out", str(tmp_path / "eval"), *asked, "unified:1.5"]
     assert main([*call, "unified:1.5"]) == 2
     assert main(call) == 0
     document = json.loads((tmp_path / "eval" / "run.json").read_text())
@@ -271,7 +272,7 @@ def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_
 
 def test_eval_says_where_no_prompt_is_left(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:
     plain = save_tiny_model(tmp_path / "plain", chat=False)
-    call = ["--self", "--out", str(tmp_path / "eval"), "--methods", "unified:1.5"]
+    call = ["--out", str(tmp_path / "eval"), "--methods", "unified:1.5"]
     assert main(["eval", plain, *call]) == 2
     assert "--prompts" in told(capsys)
     empty = tmp_path / "empty.txt"
@@ -284,12 +285,21 @@ def test_eval_says_where_no_prompt_is_left(model: str, tuned: Path, tmp_path: Pa
     assert "no prompt is left" in told(capsys)
 
 
-@pytest.mark.parametrize("more", [["--task", "e2e"], ["--methods", "full"], ["--limit", "3"]])
-def test_eval_refuses_options_that_self_does_not_take(
-    tuned: Path, tmp_path: Path, capsys: Any, more: list[str]
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--prompts", "p.txt", "--task", "e2e"], "--task"),
+        (["--methods", "full"], "schedule"),
+        (["--metrics", "bleu"], "metrics"),
+        (["--self"], "--self was removed"),
+        (["--self-tokens", "3"], "--max-new-tokens"),
+    ],
+)
+def test_eval_without_references_refuses_what_needs_them(
+    tuned: Path, tmp_path: Path, capsys: Any, more: list[str], named: str
 ) -> None:
-    assert main(["eval", str(tuned), "--self", "--out", str(tmp_path / "eval"), *more]) == 2
-    assert more[-2].removesuffix("s") in told(capsys) or "schedule" in told(capsys)
+    assert main(["eval", str(tuned), "--out", str(tmp_path / "eval"), *more]) == 2
+    assert named in told(capsys)
 
 
 def test_every_instruction_can_be_followed_and_noise_does_not() -> None:

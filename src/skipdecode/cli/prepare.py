@@ -47,12 +47,13 @@ from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import load
 from skipdecode.errors import ScheduleError, SkipDecodeError, UsageError
+from skipdecode.evaluation.kept import kept_columns, rows_of, speedups_that_keep, with_kept
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.models.carried import FIT_FILE, RECIPE_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.reporting.charts import save_charts
-from skipdecode.reporting.kept import kept_charts, kept_columns, rows_of, speedups_that_keep, with_kept
+from skipdecode.reporting.kept import kept_charts
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.run_log import LOG_FILE, dev_losses
 from skipdecode.tuning.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
@@ -387,8 +388,9 @@ def _rows(config: Config, data: Mapping[str, Any], model: str, place: Path) -> l
         "json": True,
     }
     if config.self and not config.task:
-        asked |= config.part(SelfGeneratedOptions).__dict__
-        asked |= {"prompts": config.test or None, "self_records": config.test_records, "base": config.model}
+        asked |= {"prompts": config.test or None, "limit": config.test_records, "base": config.model}
+        asked |= {"max_new_tokens": config.self_tokens}
+        asked |= {"temperature": config.self_temperature, "top_p": config.self_top_p}
     else:
         asked |= {"base": config.base} if model == config.model else {}
         asked |= config.part(MetricOptions).__dict__

@@ -9,6 +9,11 @@ RETIRED = {
     "names, for --train (calibrate: --data)",
     "--router": "a fixed schedule is the better choice (generate and serve take one with --schedule)",
     "eval --report": "the printed tables are Markdown: write them to a file with > FILE.md",
+    "eval --self": "without --task and --data, eval compares the texts of the schedules with those of the base model",
+    "eval --self-records": "give --limit",
+    "eval --self-temperature": "give --temperature",
+    "eval --self-tokens": "give --max-new-tokens",
+    "eval --self-top-p": "give --top-p",
     "report": "skipdecode eval prints its tables in Markdown (--compare: those of finished runs); prepare, tune and "
     "calibrate write their pictures as PNG files into --out",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "

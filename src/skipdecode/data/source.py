@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -135,9 +135,13 @@ class Records:
 
 
 def load_records(
-    task: Task, data: str | Path | None = None, *, skip_bad: bool = False, limit: int | None = None
+    task: Task,
+    data: str | Path | Iterable[Mapping[str, Any]] | None = None,
+    *,
+    skip_bad: bool = False,
+    limit: int | None = None,
 ) -> Records:
-    """Records of a task from a JSONL or CSV file, or from the task's hub dataset if `data` is None.
+    """Records of a task from a JSONL or CSV file, from mappings, or from the task's hub dataset if `data` is None.
 
     Records with an empty prompt or no reference are always left out, and named by line.
 
@@ -180,9 +184,13 @@ def load_records(
     return Records(tuple(items.values()), tuple(skipped))
 
 
-def _named_rows(task: Task, data: str | Path | None) -> tuple[str, Iterator[tuple[int, Row]]]:
-    if data is not None:
+def _named_rows(
+    task: Task, data: str | Path | Iterable[Mapping[str, Any]] | None
+) -> tuple[str, Iterator[tuple[int, Row]]]:
+    if isinstance(data, str | Path):
         return str(data), read_rows(data)
+    if data is not None:
+        return "the records", ((line, dict(row)) for line, row in enumerate(data, 1))
     if task.hub is not None:
         return task.hub.id, _hub_rows(task.hub)
     raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")

@@ -117,7 +117,7 @@ def _table(title: str, runs: Sequence[Run], columns: Mapping[str, Callable[[Run]
     if not shown:
         return ""
     table = [[row[i] for i in (0, *shown)] for row in (["run", *columns], *rows)]
-    return "\n".join([*textwrap.wrap(title, WIDTH), *_markdown(table)])
+    return "\n".join([*textwrap.wrap(title, WIDTH), *markdown(table)])
 
 
 def pairs_table(pairs: Sequence[Pair]) -> str:
@@ -127,7 +127,7 @@ def pairs_table(pairs: Sequence[Pair]) -> str:
         c = pair.comparison
         scores = f"{c.a:.2f}", f"{c.b:.2f}"
         rows.append([pair.metric, _short(pair.b), *scores, _bounds(c.difference, "+"), _bounds(c.ratio)])
-    return "\n".join([f"Against A, {pairs[0].a} [paired 95% interval]", *_markdown(rows)])
+    return "\n".join([f"Against A, {pairs[0].a} [paired 95% interval]", *markdown(rows)])
 
 
 def _bounds(interval: Interval | None, sign: str = "") -> str:
@@ -180,7 +180,7 @@ def _short(name: str) -> str:
     return name if len(name) <= _NAME else f"{name[:9]}…{name[10 - _NAME :]}"
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of one table, or of several that each repeat the first column, none wider than `WIDTH`."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) + 3 for column in zip(*cells, strict=True)]

@@ -17,22 +17,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skipdecode.common.bootstrap import Table
+from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.journal import KeptValues, is_begun
+from skipdecode.common.journal import JOURNAL_KEY, KeptValues, is_begun
 from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading, read_result
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.metrics import METRICS, Metric
+from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.tuning.self_generated import ABOUT_FILE
 
 if TYPE_CHECKING:
     from skipdecode.evaluation.methods import Method, Outputs
     from skipdecode.evaluation.scores import Scored
     from skipdecode.evaluation.settings import EvaluationSettings
+    from skipdecode.generation.llm import LLM
 
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
 _UNFINISHED = "unfinished.jsonl"
+EVAL_DIRECTORY = RunDirectory(
+    "run of skipdecode eval",
+    {"run.json": "kind", "*/run.json": "kind", _UNFINISHED: JOURNAL_KEY, ABOUT_FILE: "settings"},
+)
 _NEEDED = ("name", "config", "metrics", "samples", "outputs", "environment", "n", "kept", "free_running")
 
 
@@ -160,6 +168,19 @@ def _digest(about: Mapping[str, Any]) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------- the document
+
+
+def model_about(llm: LLM, name: str | None) -> dict[str, Any]:
+    """What a result says of a loaded model; `name` is its name in tables."""
+    loaded, fast = llm.loaded, llm.backend.fast
+    return {
+        "name": name,
+        "model": loaded.name,
+        "quantization": (fast and fast.quantization) or "none",
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.model.device),
+        "checkpoint": checkpoint_digest(loaded),
+    }
 
 
 def run_document(

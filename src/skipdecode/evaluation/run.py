@@ -1,4 +1,4 @@
-"""One evaluation: a model under a method on a task, from records to a result that has all settings to repeat it."""
+"""An evaluation on records with references: outputs, scores and speed of methods, saved with all settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.chats import response_ids
 from skipdecode.data.names import repeated
 from skipdecode.data.prompts import encode_prompts, outside, prompt_room
-from skipdecode.data.records import Record, Reject
+from skipdecode.data.records import Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.errors import DataError
@@ -42,154 +42,154 @@ from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from skipdecode.models.families import vocabulary_size
 
 
-def evaluate(
-    subject: Subject,
-    methods: Mapping[Path, Method],
-    task: Task,
-    records: Records,
-    metrics: Sequence[Metric],
-    settings: EvaluationSettings,
-    *,
-    out: Path,
-    config: Mapping[str, Any],
-    overwrite: bool = False,
-    skip_bad: bool = False,
-    progress: bool = False,
-) -> list[Run]:
-    """Generate, time, score and save; the runs in the order of `methods`.
-
-    An interrupted run continues. Full depth of an earlier call with the same settings is not generated again for other
-    methods; its speed is measured again, because only methods that took turns can be compared.
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """What all methods are evaluated on.
 
     Parameters
     ----------
-    methods : mapping of Path to Method
-        Methods by the directory for their ``run.json`` and ``outputs.jsonl``. One of them may be full depth, with which
-        the others are compared.
-    out, config : Path, mapping
-        Directory for finished batches until all methods are saved; what the caller adds to the results.
-    overwrite, skip_bad : bool
-        Replace existing runs; leave out, and name, records whose prompt is too long.
+    subject, task, metrics
+        The model, and how its outputs are asked for and scored.
+    given : Records
+        Records with references.
+    config : mapping
+        What the caller adds to the results, JSON-ready.
+    skip_bad : bool
+        Leave out, and name, records whose prompt is too long.
 
     Raises SkipDecodeError for prompts that are too long and results that cannot be written.
     """
-    settings = replace(settings, max_new_tokens=settings.max_new_tokens or task.max_new_tokens)
-    records, prompts = _encoded(subject, task, records, settings, skip_bad)
-    about = _about(config, task, records, settings)
-    work = _Work(subject, task, records.items, prompts, settings, progress)
-    anew = overwrite or is_unfinished(out, _whole(about, methods, prompts))
-    taken = {} if anew else _taken_over(methods, about, metrics)
-    runs: dict[Path, Run] = {}
-    with closing(_begun(out, about, methods, taken, prompts, overwrite)) as kept:
-        given = work.generate(methods, taken, kept)
-        sides = list(methods.values())
-        speeds = measured_speeds(sides, prompts, work.reference_tokens, settings, kept, progress)
-        # Before scoring, because a signature may be complete only afterwards.
-        scored_with = [[metric.name, metric.signature] for metric in metrics]
-        # Full depth first: the others are compared with it.
-        for directory, method in sorted(methods.items(), key=lambda item: not item[1].full_depth):
-            speed = speeds.get(method, {})
-            if directory in taken:
-                run = taken[directory]
-            elif kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
-                run = load_run(directory)
-            else:
-                full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
-                data, rows = work.document(method, given[method], metrics, about, full)
-                run = save_run(directory, {**data, **speed}, rows)
-                kept.put(f"saved {directory}", scored_with)
-            runs[directory] = Run(run.path, {**run.data, **speed})
-        kept.remove()
-    return [runs[directory] for directory in methods]
-
-
-# ---------------------------------------------------------------------- steps
-
-
-def _encoded(
-    subject: Subject, task: Task, records: Records, settings: EvaluationSettings, skip_bad: bool
-) -> tuple[Records, list[list[int]]]:
-    """The records whose prompts fit, and the prompts' tokens."""
-    room = prompt_room(subject.context, settings.max_new_tokens or 0)
-    vocabulary = vocabulary_size(subject.model)
-    fitting, prompts = encode_prompts(
-        task.template(), records, subject.tokenizer, room=room, vocabulary=vocabulary, skip_bad=skip_bad
-    )
-    note_left_out(fitting.skipped[len(records.skipped) :])
-    if settings.teacher_forced:
-        texts = [record.references[0] for record in fitting.items]
-        for record, ids in zip(fitting.items, response_ids(texts, subject.tokenizer, chat=task.chat), strict=True):
-            if (fault := outside(ids, subject.tokenizer, vocabulary)) is not None:
-                raise DataError(f"the reference of record {record.id} has a {fault}", record.line)
-    return fitting, prompts
-
-
-def note_left_out(rejects: Sequence[Reject]) -> None:
-    """Note how many records are left out, and the line and reason of the first ones; nothing if there are none."""
-    if rejects:
-        lines = ", ".join(f"{line} ({reason})" for line, reason in rejects[:5])
-        more = " ..." if len(rejects) > 5 else ""
-        noun = "record" if len(rejects) == 1 else "records"
-        note(f"{len(rejects)} {noun} left out; lines {lines}{more}")
-
-
-def _about(config: Mapping[str, Any], task: Task, records: Records, settings: EvaluationSettings) -> dict[str, Any]:
-    return {
-        **config,
-        "task": asdict(task),
-        "settings": asdict(settings),
-        "data_sha256": records.digest(),
-        "skipped_records": [list(entry) for entry in records.skipped],
-    }
-
-
-def _taken_over(methods: Mapping[Path, Method], about: Mapping[str, Any], metrics: Sequence[Metric]) -> dict[Path, Run]:
-    """Full depth of an earlier call by its directory, if there are other methods to run."""
-    found = {}
-    for directory, method in methods.items() if not all(m.full_depth for m in methods.values()) else ():
-        config = {**about, "method": method.settings()}
-        if method.full_depth and (run := same_run(directory, config, method.engine, metrics)) is not None:
-            note(f"full depth is taken from {directory}, where an earlier call left it")
-            found[directory] = run
-    return found
-
-
-def _begun(
-    out: Path,
-    about: Mapping[str, Any],
-    methods: Mapping[Path, Method],
-    taken: Mapping[Path, Run],
-    prompts: list[list[int]],
-    overwrite: bool,
-) -> KeptValues:
-    """The journal of this run, begun now or earlier; raises OutputError if a finished run would be replaced."""
-    left = {directory: method for directory, method in methods.items() if directory not in taken}
-    about = _whole(about, left, prompts)
-    goes_on = is_unfinished(out, about)
-    for directory, method in left.items():
-        what = "a run of full depth with other settings" if method.full_depth and len(methods) > 1 else "a run"
-        # A run that continues wrote the results that are there, or may replace them.
-        check_free(directory, overwrite=overwrite or goes_on, what=what)
-    return keep_unfinished(out, about)
-
-
-def _whole(about: Mapping[str, Any], methods: Mapping[Path, Method], prompts: list[list[int]]) -> dict[str, Any]:
-    """Everything that the outputs depend on."""
-    return {**about, "methods": [[m.settings(), m.engine] for m in methods.values()], "prompts": prompts}
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The input of all methods: records in order, and their prompts."""
 
     subject: Subject
     task: Task
-    records: Sequence[Record]
-    prompts: list[list[int]]
-    settings: EvaluationSettings
-    progress: bool
+    given: Records
+    metrics: Sequence[Metric]
+    asked: EvaluationSettings
+    config: Mapping[str, Any]
+    skip_bad: bool = False
 
-    def generate(
+    def run(self, methods: Mapping[Path, Method], out: Path, *, overwrite: bool = False) -> list[Run]:
+        """Generate, time, score and save; the runs in the order of `methods`.
+
+        An interrupted run continues. Full depth of an earlier call with the same settings is not generated again for
+        other methods; its speed is measured again, because only methods that took turns can be compared.
+
+        Parameters
+        ----------
+        methods : mapping of Path to Method
+            Methods by the directory for their ``run.json`` and ``outputs.jsonl``. One of them may be full depth, with
+            which the others are compared.
+        out : Path
+            Directory for finished batches until all methods are saved.
+        overwrite : bool
+            Replace existing runs.
+        """
+        anew = overwrite or is_unfinished(out, self._whole(methods))
+        taken = {} if anew else self._taken_over(methods)
+        runs: dict[Path, Run] = {}
+        with closing(self._begun(out, methods, taken, overwrite)) as kept:
+            given = self._generated(methods, taken, kept)
+            speeds = measured_speeds(list(methods.values()), self.prompts, self.reference_tokens, self.settings, kept)
+            # Before scoring, because a signature may be complete only afterwards.
+            scored_with = [[metric.name, metric.signature] for metric in self.metrics]
+            # Full depth first: the others are compared with it.
+            for directory, method in sorted(methods.items(), key=lambda item: not item[1].full_depth):
+                speed = speeds.get(method, {})
+                if directory in taken:
+                    run = taken[directory]
+                elif kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
+                    run = load_run(directory)
+                else:
+                    full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
+                    data, rows = self._document(method, given[method], full)
+                    run = save_run(directory, {**data, **speed}, rows)
+                    kept.put(f"saved {directory}", scored_with)
+                runs[directory] = Run(run.path, {**run.data, **speed})
+            kept.remove()
+        return [runs[directory] for directory in methods]
+
+    # ------------------------------------------------------------------ the input
+
+    @cached_property
+    def settings(self) -> EvaluationSettings:
+        """The settings, with the task's longest output if no other is asked for."""
+        return replace(self.asked, max_new_tokens=self.asked.max_new_tokens or self.task.max_new_tokens)
+
+    @property
+    def records(self) -> Records:
+        """The records whose prompts fit."""
+        return self._encoded[0]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Token ids of the prompts."""
+        return self._encoded[1]
+
+    @cached_property
+    def _encoded(self) -> tuple[Records, list[list[int]]]:
+        tokenizer, vocabulary = self.subject.tokenizer, vocabulary_size(self.subject.model)
+        room = prompt_room(self.subject.context, self.settings.max_new_tokens or 0)
+        fitting, prompts = encode_prompts(
+            self.task.template(), self.given, tokenizer, room=room, vocabulary=vocabulary, skip_bad=self.skip_bad
+        )
+        note_left_out(fitting.skipped[len(self.given.skipped) :])
+        if self.settings.teacher_forced:
+            texts = [record.references[0] for record in fitting.items]
+            for record, ids in zip(fitting.items, response_ids(texts, tokenizer, chat=self.task.chat), strict=True):
+                if (fault := outside(ids, tokenizer, vocabulary)) is not None:
+                    raise DataError(f"the reference of record {record.id} has a {fault}", record.line)
+        return fitting, prompts
+
+    @cached_property
+    def reference_tokens(self) -> list[int]:
+        """Mean length of each record's references."""
+        tokenizer = self.subject.tokenizer
+        each = [response_ids(record.references, tokenizer, chat=self.task.chat) for record in self.records.items]
+        return [round(mean(map(len, ids))) for ids in each]
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        return {
+            **self.config,
+            "task": asdict(self.task),
+            "settings": asdict(self.settings),
+            "data_sha256": self.records.digest(),
+            "skipped_records": [list(entry) for entry in self.records.skipped],
+        }
+
+    def _whole(self, methods: Mapping[Path, Method]) -> dict[str, Any]:
+        """Everything that the outputs depend on."""
+        how = [[method.settings(), method.engine] for method in methods.values()]
+        return {**self._about, "methods": how, "prompts": self.prompts}
+
+    # ------------------------------------------------------------------ earlier runs
+
+    def _taken_over(self, methods: Mapping[Path, Method]) -> dict[Path, Run]:
+        """Full depth of an earlier call by its directory, if there are other methods to run."""
+        found = {}
+        for directory, method in methods.items() if not all(m.full_depth for m in methods.values()) else ():
+            config = {**self._about, "method": method.settings()}
+            if method.full_depth and (run := same_run(directory, config, method.engine, self.metrics)) is not None:
+                note(f"full depth is taken from {directory}, where an earlier call left it")
+                found[directory] = run
+        return found
+
+    def _begun(
+        self, out: Path, methods: Mapping[Path, Method], taken: Mapping[Path, Run], overwrite: bool
+    ) -> KeptValues:
+        """The journal of this run, begun now or earlier; raises OutputError if a finished run would be replaced."""
+        left = {directory: method for directory, method in methods.items() if directory not in taken}
+        about = self._whole(left)
+        goes_on = is_unfinished(out, about)
+        for directory, method in left.items():
+            what = "a run of full depth with other settings" if method.full_depth and len(methods) > 1 else "a run"
+            # A run that continues wrote the results that are there, or may replace them.
+            check_free(directory, overwrite=overwrite or goes_on, what=what)
+        return keep_unfinished(out, about)
+
+    # ------------------------------------------------------------------ steps
+
+    def _generated(
         self, methods: Mapping[Path, Method], taken: Mapping[Path, Run], kept: KeptValues
     ) -> dict[Method, Outputs]:
         """The outputs of each method that is not `taken`, next to those of full depth."""
@@ -212,25 +212,19 @@ class _Work:
             for side, given in zip(sides, found, strict=True)
         }
 
-    @cached_property
-    def reference_tokens(self) -> list[int]:
-        """Mean length of each record's references."""
-        tokenizer = self.subject.tokenizer
-        each = [response_ids(record.references, tokenizer, chat=self.task.chat) for record in self.records]
-        return [round(mean(map(len, ids))) for ids in each]
-
-    def score(self, method: Method, metrics: Sequence[Metric], outputs: Outputs) -> Scored:
+    def _scored(self, method: Method, outputs: Outputs) -> Scored:
         """All scores of the method's outputs."""
-        texts, references = self._texts(outputs.tokens), [record.references for record in self.records]
+        records = self.records.items
+        texts, references = self._texts(outputs.tokens), [record.references for record in records]
         tables: dict[str, Table] = {}
         signatures: dict[str, str] = {}
-        for metric in metrics:
+        for metric in self.metrics:
             with self._bar(metric.name) as bar:
                 tables[metric.name] = metric.statistics(texts, references)
                 bar.update(len(texts))
             signatures[metric.name] = metric.signature
         if self.task.copied:
-            asked = [repeated(record, self.task.copied) for record in self.records]
+            asked = [repeated(record, self.task.copied) for record in records]
             found = [sum(value in text for value in each) for each, text in zip(asked, texts, strict=True)]
             tables["copied"] = table_of(list(zip(found, map(len, asked), strict=True)))
         if outputs.full:
@@ -239,20 +233,20 @@ class _Work:
             tables |= self._teacher_forced(method, outputs)
         return Scored(tables, signatures)
 
-    def document(
-        self, method: Method, outputs: Outputs, metrics: Sequence[Metric], about: Mapping[str, Any], full: Run | None
+    def _document(
+        self, method: Method, outputs: Outputs, full: Run | None
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """A method's result and its rows, scored."""
-        scored = self.score(method, metrics, outputs)
-        rows = self.rows(outputs, scored)
-        about = {**about, "method": method.settings()}
+        scored = self._scored(method, outputs)
+        rows = self._rows(outputs, scored)
+        about = {**self._about, "method": method.settings()}
         return run_document(rows, about, method, scored, outputs, self.settings, full), rows
 
-    def rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
+    def _rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
         """The lines of ``outputs.jsonl``, one per record."""
         texts, full_texts = self._texts(outputs.tokens), self._texts(outputs.full)
         rows = []
-        for i, record in enumerate(self.records):
+        for i, record in enumerate(self.records.items):
             row = {
                 "id": str(record.id),
                 "prompt": record.prompt,
@@ -268,7 +262,7 @@ class _Work:
         return rows
 
     def _bar(self, name: str, passes: int = 1) -> Any:
-        return progress_bar(passes * len(self.prompts), "record", name=name, shown=self.progress)
+        return progress_bar(passes * len(self.prompts), "record", name=name)
 
     def _texts(self, rows: list[list[int]]) -> list[str]:
         decode = self.subject.tokenizer.decode
@@ -292,9 +286,18 @@ class _Work:
 
     def _first_references(self) -> list[list[int]]:
         """Token ids of the first references, cut to the model's context; the last token is not fed."""
-        texts = [record.references[0] for record in self.records]
+        texts = [record.references[0] for record in self.records.items]
         first = response_ids(texts, self.subject.tokenizer, chat=self.task.chat)
         context = self.subject.context
         if context is None:
             return first
         return [ids[: context - len(prompt) + 1] for ids, prompt in zip(first, self.prompts, strict=True)]
+
+
+def note_left_out(rejects: Sequence[Reject]) -> None:
+    """Note how many records are left out, and the line and reason of the first ones; nothing if there are none."""
+    if rejects:
+        lines = ", ".join(f"{line} ({reason})" for line, reason in rejects[:5])
+        more = " ..." if len(rejects) > 5 else ""
+        noun = "record" if len(rejects) == 1 else "records"
+        note(f"{len(rejects)} {noun} left out; lines {lines}{more}")

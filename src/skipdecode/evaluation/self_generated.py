@@ -1,4 +1,4 @@
-"""Evaluates schedules against a base model, without references.
+"""An evaluation without references: schedules against a base model, on texts for prompts.
 
 On the base model's texts: KL divergence and agreement of the next token. On the texts of each schedule for the same
 prompts: the base model's perplexity, next to the perplexity of its own texts. And the share of a fixed set of
@@ -11,25 +11,58 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
+from skipdecode.common.environment import environment
 from skipdecode.common.journal import KeptValues
-from skipdecode.common.progress import progress_bar
-from skipdecode.data.prompts import PromptEncoder
-from skipdecode.data.records import Record
-from skipdecode.engine.requests import Request, Sampling
+from skipdecode.common.jsonl import read_objects
+from skipdecode.common.kinds import heading
+from skipdecode.common.progress import note, progress_bar
+from skipdecode.data.forms import recipe_template
+from skipdecode.data.prompts import PromptEncoder, context_length, encode_prompts, prompt_room
+from skipdecode.data.records import Record, Template
+from skipdecode.data.source import PromptSource, Records
+from skipdecode.engine.opening import end_tokens
+from skipdecode.engine.requests import Request, Sampling, row_seed
+from skipdecode.evaluation.compare import markdown
 from skipdecode.evaluation.methods import Method, batches
+from skipdecode.evaluation.results import (
+    OUTPUTS_FILE,
+    Run,
+    check_free,
+    is_unfinished,
+    keep_unfinished,
+    model_about,
+    save_run,
+)
+from skipdecode.evaluation.run import note_left_out
 from skipdecode.evaluation.scores import ratio_score, table_of
-from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings
+from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
+from skipdecode.generation.llm import LLM
+from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.recipe import stored_recipe
+from skipdecode.schedule import Schedule
+from skipdecode.tuning.self_generated import (
+    DEV_FILE,
+    TRAIN_FILE,
+    SelfGeneratedData,
+    SelfGeneratedOptions,
+    default_template,
+    forget_prompts,
+)
 
 _BATCHES = 4  # decoded and kept together
+_HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
 _FIRST_BUCKET = 16
 
 
@@ -171,3 +204,148 @@ def _by_position(rows: Sequence[Any], score: Callable[[Table], float]) -> list[d
         found.append({"low": low, "high": high - 1, "tokens": len(values), "score": score(_sums([values])[0])})
         low, high = high, 2 * high
     return found
+
+
+# ---------------------------------------------------------------------- the evaluation
+
+
+@dataclass(frozen=True)
+class OwnTexts:
+    """Schedules of a model that are compared with a base model.
+
+    Parameters
+    ----------
+    llm, base : LLM
+        They may be the same.
+    schedules : sequence of Schedule
+        None of full depth, with different names.
+    source : PromptSource or None
+        Prompts; None: the base model draws them.
+    """
+
+    RECORDS: ClassVar = 128
+    TOKENS: ClassVar = 256
+
+    llm: LLM
+    base: LLM
+    schedules: Sequence[Schedule]
+    source: PromptSource | None
+    options: EvaluationOptions
+
+    def run(self, out: Path) -> Run:
+        """Generate, compare, time and save; raises OutputError if `out` has a result that is not to be replaced."""
+        loaded, base, backend = self.llm.loaded, self.base.loaded, self.llm.backend
+        note(f"base model: {base.name}; engine: {backend.name}")
+        reference = Method(self.base.backend, name="base")
+        full = reference if self.base is self.llm else Method(backend)
+        methods = [Method(backend, schedule) for schedule in self.schedules]
+        template, records, prompts = self._prompts(reference, out)
+        settings = replace(self.options.part(EvaluationSettings), max_new_tokens=self._generated.self_tokens)
+        about = {
+            **model_about(self.llm, self.options.name),
+            "base": base.name,
+            "base_checkpoint": checkpoint_digest(base),
+            "self_generated": asdict(self._generated),
+            "template": template.to_dict(),
+            "settings": asdict(settings),
+            "methods": [method.settings() for method in methods],
+            "engine": full.engine,
+            "tuned": (stored_recipe(loaded.path) or {}).get("result"),
+        }
+        variants = list(dict.fromkeys([reference, full, *methods]))
+        tokenizer: Any = base.tokenizer
+        sampling, ends = self._generated.answers(self.options.seed), end_tokens(base.model, tokenizer)
+        whole = about | {"prompts": prompts}
+        check_free(out, overwrite=self.options.overwrite or is_unfinished(out, whole))
+        with closing(keep_unfinished(out, whole)) as kept:
+            comparison = SelfEvaluation(reference, tokenizer, prompts, sampling, ends, settings, kept)
+            texts = {variant: comparison.texts(variant) for variant in variants}
+            rows = comparison.rows(texts, chat=template.chat)
+            lengths = [len(text) for text in texts[reference]]
+            speeds = measured_speeds([full, *methods], prompts, lengths, settings, kept)
+            kept.remove()
+        for variant, row in zip(variants, rows, strict=True):
+            row |= speeds.get(variant, {})
+        said = {one.name: tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in variants}
+        document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
+        document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
+        outputs = [
+            {"id": record.id, "prompt": record.prompt, "texts": {name: each[i] for name, each in said.items()}}
+            for i, record in enumerate(records)
+        ]
+        forget_prompts(out)
+        return save_run(out, document, outputs)
+
+    @property
+    def _generated(self) -> SelfGeneratedOptions:
+        return SelfGeneratedOptions(
+            self=True,
+            prompts=None if self.source is None else self.source.name,
+            self_records=self.options.limit or self.RECORDS,
+            self_tokens=self.options.max_new_tokens or self.TOKENS,
+            self_temperature=self.options.temperature,
+            self_top_p=self.options.top_p,
+        )
+
+    def _prompts(self, reference: Method, out: Path) -> tuple[Template, list[Record], list[list[int]]]:
+        """The template, prompts that the checkpoint was not tuned on, and the token ids of the prompts."""
+        loaded, base = self.llm.loaded, self.base.loaded
+        asked = Template("{prompt}", chat=True) if self.options.chat else recipe_template(loaded.recipe)
+        template, seed = default_template(base.tokenizer, asked), row_seed(self.options.seed, _HELD_OUT)
+        skip_bad = self.options.bad_records == "skip"
+        data = SelfGeneratedData(
+            base, reference.make_engine, template, self._generated, self.source, out, seed, skip_bad
+        )
+        known = (
+            row
+            for file in (TRAIN_FILE, DEV_FILE)
+            if (loaded.path / file).is_file()
+            for _, row in read_objects(loaded.path / file)
+        )
+        rows = (row for row in known if isinstance(row, dict) and row.keys() >= set(template.fields))
+        found = data.prompts(map(template.render, rows))
+        room = prompt_room(context_length(base.model.config), self._generated.self_tokens)
+        fitting, ids = encode_prompts(template, Records(tuple(found)), base.tokenizer, room=room, skip_bad=True)
+        note_left_out(fitting.skipped)
+        return template, list(fitting.items), ids
+
+
+# ---------------------------------------------------------------------- the tables
+
+_COLUMNS = {
+    "schedule": "{name}",
+    "request": "{measured_speedup_with_prompt:.2f}x",
+    "decode": "{measured_speedup:.2f}x",
+    "nominal": "{nominal_speedup:.2f}x",
+    "KL": "{kl[estimate]:.3f}",
+    "same token": "{top1_agreement[estimate]:.1f}%",
+    "perplexity": "{perplexity:.2f}",
+    "against base": "{of_base[estimate]:.3f} [{of_base[low]:.3f}, {of_base[high]:.3f}]",
+    "instructions": "{instructions[followed]:.1%}",
+}
+_TITLE = (
+    "{n} prompts. KL, same token: on the base model's texts. Perplexity: of the base model on the texts of each\n"
+    "schedule, and its ratio [95% interval]. Request, decode: speed-up over full depth on the same engine.\n"
+)
+
+
+def own_texts_tables(document: Mapping[str, Any]) -> str:
+    """The tables of an evaluation without references, in Markdown."""
+    rows: list[dict[str, Any]] = document["rows"]
+    cells = [list(_COLUMNS), *([_cell(form, row) for form in _COLUMNS.values()] for row in rows)]
+    shown = [i for i in range(len(_COLUMNS)) if {row[i] for row in cells[1:]} != {"-"}]
+    lines = [_TITLE.format(n=document["n"]), *markdown([[row[i] for i in shown] for row in cells])]
+    for title, name, form in (("KL by position", "kl", "{:.3f}"), ("perplexity", "perplexity", "{:.2f}")):
+        found = {row["name"]: row["by_position"].get(name, ()) for row in rows}
+        heads = [f"{bucket['low']}-{bucket['high']}" for bucket in max(found.values(), key=len)]
+        scores = [[form.format(b["score"]) for b in buckets] for buckets in found.values()]
+        filled = [[which, *row, *["-"] * (len(heads) - len(row))] for which, row in zip(found, scores, strict=True)]
+        lines += ["", *markdown([[title, *heads], *filled])]
+    return "\n".join(lines)
+
+
+def _cell(form: str, row: Mapping[str, Any]) -> str:
+    try:
+        return form.format_map(row)
+    except (KeyError, TypeError):  # None has no format
+        return "-"

@@ -19,7 +19,9 @@ class EvaluationSettings(Options):
     """Settings of a run, documented by their help texts. Raises UsageError if a value is out of range."""
 
     batch_size: int = option("sequences decoded together, also at full depth", default=16, least=1)
-    max_new_tokens: int | None = option("most tokens of an output (default: the task's)", default=None, least=1)
+    max_new_tokens: int | None = option(
+        "most tokens of an output (default: the task's, or 256 without references)", default=None, least=1
+    )
     full_depth: bool = option(
         "run, score and show full depth too, which retention, agreement and speed refer to; results of full depth in "
         "--out from the same settings are reused",
@@ -47,6 +49,43 @@ class MetricOptions(Options):
         "its layer that is compared (default: bert_score's table)", default=None, least=1
     )
     device: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions(EvaluationSettings, MetricOptions):
+    """Options of `skipdecode.evaluate`, documented by their help texts. Raises UsageError for a wrong value."""
+
+    overwrite: bool = option("replace an existing run in --out", default=False)
+    name: str | None = option("text before the schedule's name in tables, such as the checkpoint's name", default=None)
+    metrics: tuple[str, ...] = option(
+        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1 (default: those of the task, without those "
+        "whose model is neither cached nor can be downloaded); with --compare also full_depth_agreement, "
+        "token_agreement, top1_agreement, kl, loss",
+        default=(),
+    )
+    bad_records: str = option(
+        "records that cannot be read or whose prompt is too long for the model: refuse the file, or skip the records "
+        "and print their lines",
+        default="refuse",
+        choices=("refuse", "skip"),
+    )
+    exact: bool = option(
+        "the schedules only draft, and full depth checks the drafts: same outputs as full depth, other speed",
+        default=False,
+    )
+    limit: int | None = option(
+        "use only the first N records; without references, the number of prompts (default: all records, 128 prompts)",
+        default=None,
+        least=1,
+    )
+    chat: bool = option("apply the model's chat template", default=False)
+    temperature: float = option("without references: of the texts that are compared; 0 is greedy", default=0.7, least=0)
+    top_p: float = option(
+        "without references: sample from the most likely tokens with this total probability",
+        default=0.95,
+        above=0,
+        most=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,6 @@ def measured_speeds(
     lengths: Sequence[int],
     settings: EvaluationSettings,
     kept: KeptValues,
-    progress: bool,
 ) -> dict[Method, dict[str, Any]]:
     """The speed of each method, for its result, from a few batches of records from all over the data.
 
@@ -97,7 +96,7 @@ def measured_speeds(
     chosen = [i * len(prompts) // wanted for i in range(wanted)]
     rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
     each = [min(max(lengths[i], 2), most) for i in chosen]
-    with progress_bar(ROUNDS * wanted, "record", name="speed", shown=progress) as bar:
+    with progress_bar(ROUNDS * wanted, "record", name="speed") as bar:
         turns = time_equal_lengths(methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": ROUNDS, "new_tokens": sum(each)}
     return {method: speed_entries(turns, method, full, settings, about) for method in methods}

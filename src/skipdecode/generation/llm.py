@@ -130,6 +130,8 @@ class LLM:
     ----------
     loaded : LoadedModel
         Model, tokenizer, carried schedule and recipe.
+    backend : Backend
+        Opens engines of the model.
     stats : RunSummary or None
         The statistics of the last finished call.
 
@@ -170,7 +172,7 @@ class LLM:
         self.schedule_of(schedule)
         self._lock = _LOCKS.setdefault(unwrap(self.loaded.model), threading.RLock())
         with self._lock:  # the projection weights may be fused
-            self._source = open_engines(self.loaded.model, engine, note, quantization)
+            self.backend = open_engines(self.loaded.model, engine, note, quantization)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
         self._engines: list[Engine] = []
         self._warned: set[Schedule] = set()
@@ -356,7 +358,7 @@ class LLM:
             # Full depth is possible with any order.
             carried = self.loaded.schedule
             order = schedule.drop_order or (carried and carried.drop_order) or bottom_up(self.num_layers, 1)
-            found = self._source.for_order(order, max_rows=self._max_rows, prefix_cache=True)
+            found = self.backend.for_order(order, max_rows=self._max_rows, prefix_cache=True)
         else:
             self._engines.remove(found)
         self._engines.append(found)  # least recently used first

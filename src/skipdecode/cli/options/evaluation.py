@@ -17,23 +17,18 @@ from skipdecode.cli.options import (
     adjusted_schedule,
     choose_schedule,
 )
-from skipdecode.common.directories import RunDirectory
-from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.options import Reads, option
+from skipdecode.common.progress import note
 from skipdecode.common.registry import near
 from skipdecode.data.tasks import task_file
 from skipdecode.errors import OptionError, UsageError
-from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
+from skipdecode.evaluation.results import EVAL_DIRECTORY
+from skipdecode.evaluation.settings import EvaluationOptions, method_name
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
-from skipdecode.tuning.self_generated import ABOUT_FILE, SelfGeneratedOptions
 
 _TAKE_ORDER = tuple(name for name in PUBLISHED if name not in ORDER_OF_ITS_OWN)
-EVAL_DIRECTORY = RunDirectory(
-    "run of skipdecode eval",
-    {"run.json": "kind", "*/run.json": "kind", "unfinished.jsonl": JOURNAL_KEY, ABOUT_FILE: "settings"},
-)
 
 
 def _files_of_run(place: str) -> list[Path]:
@@ -61,18 +56,24 @@ class MethodOptions(ScheduleOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOptions, MetricOptions):
+class Config(EvaluationOptions, MethodOptions, EngineOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
     task: str = option(
-        "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml) (default: by the template that the "
-        "checkpoint was tuned on)",
+        "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml) (default with --data: the template that "
+        "the checkpoint was tuned on, else jsonl)",
         default="",
         path=Reads(task_file),
     )
     data: str | None = option(
-        "JSONL or CSV file of records (default: the dataset of the task, from the hub)",
+        "JSONL or CSV file of records with references (default with --task: the dataset of the task, from the hub)",
+        default=None,
+        path=Reads(),
+    )
+    prompts: str | None = option(
+        "without references: file of prompts, read as generate reads its input (default: the base model draws them, by "
+        "its chat template)",
         default=None,
         path=Reads(),
     )
@@ -84,26 +85,6 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
         path=Reads(_schedule_file),
     )
     out: str | None = option("directory for run.json and outputs.jsonl", default=None, path=EVAL_DIRECTORY)
-    overwrite: bool = option("replace an existing run in --out", default=False)
-    name: str | None = option("text before the method's name in tables, such as the checkpoint's name", default=None)
-    metrics: tuple[str, ...] = option(
-        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1 (default: those of the task, without those "
-        "whose model is neither cached nor can be downloaded); with --compare also full_depth_agreement, "
-        "token_agreement, top1_agreement, kl, loss",
-        default=(),
-    )
-    bad_records: str = option(
-        "records that cannot be read or whose prompt is too long for the model: refuse the file, or skip the records "
-        "and print their lines",
-        default="refuse",
-        choices=("refuse", "skip"),
-    )
-    exact: bool = option(
-        "the schedules only draft, and full depth checks the drafts: same outputs as full depth, other speed",
-        default=False,
-    )
-    limit: int | None = option("use only the first N records", default=None, least=1)
-    chat: bool = option("apply the model's chat template", default=False)
     compare: tuple[str, ...] = option(
         "runs (run.json or its directory), which are compared with the first of them",
         default=(),
@@ -111,23 +92,27 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
     )
     json: bool = option("print one JSON document", default=False)
     base: str | None = option(
-        f"{BASE}; with --self: the base model to compare with (default: the model that MODEL was tuned from)",
+        f"{BASE}; without references: the base model to compare with (default: the model that MODEL was tuned from)",
         default=None,
         path=Reads(model_files),
     )
-    self_records: int | None = option("with --self: number of prompts, sampled or from --prompts", default=128, least=1)
 
     NEEDS: ClassVar = dict.fromkeys(("seq_len", "drop_order"), ("nominal_speedup", "methods"))
     EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {
         "compare": ("model", "task", "out", "methods"),
         "methods": ("schedule", "nominal_speedup"),
-        "self": ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "exact"),
+        "prompts": ("task", "data", "compare"),
     }
 
     @property
+    def without_references(self) -> bool:
+        """Whether schedules are compared on texts of the model."""
+        return not self.task and self.data is None
+
+    @property
     def adapter_base(self) -> str | None:
-        """The base model of --base, unless --self compares with it."""
-        return None if self.self else self.base
+        """The base model of --base; without references it is the model to compare with."""
+        return None if self.without_references else self.base
 
 
 class MethodChoice(NamedTuple):
@@ -186,13 +171,25 @@ def _from_word(options: Config, word: str, own: Sequence[str]) -> MethodChoice:
         raise UsageError(f"--methods {word}: {speedup!r} is not accepted: give a number, as in {name}:2") from None
 
 
-def choose_method(
-    method: MethodChoice, num_layers: int, *, carried: Schedule | None, default_seq_len: int
-) -> ScheduleChoice:
-    """The schedule of an element of `each_method`, and its origin; other parameters as in `choose_schedule`."""
+def asked_schedules(config: Config) -> Schedule | list[Schedule] | tuple[()]:
+    """The schedules that the options name, a single one unless they come from --methods; their origins are printed.
+
+    Nothing if no option names one. Needs no weights.
+    """
+    if not any((config.methods, config.schedule, config.nominal_speedup, config.prompt_layers, config.flat)):
+        return ()
+    chosen = [choose_method(one, config) for one in each_method(config)]
+    for schedule, origin in chosen:
+        note(f"{method_name(schedule, config.exact)}: {origin}")
+    return [schedule for schedule, _ in chosen] if config.methods else chosen[0].schedule
+
+
+def choose_method(method: MethodChoice, config: Config) -> ScheduleChoice:
+    """The schedule of an element of `each_method`, and its origin."""
     options, published = method
+    num_layers, default = config.ref.num_layers, _default_seq_len(config)
     if options.nominal_speedup is not None:
-        seq_len = default_seq_len if options.seq_len is None else options.seq_len
+        seq_len = default if options.seq_len is None else options.seq_len
         schedule = Schedule.published(
             published or "skipdecode",
             num_layers,
@@ -206,5 +203,16 @@ def choose_method(
         return adjusted_schedule(options, schedule, origin)
     if published is not None:
         return ScheduleChoice(Schedule.full(num_layers), "every layer")
-    named = options.ref.schedules if options.model else {}
-    return choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len, named=named)
+    return choose_schedule(
+        options, num_layers, carried=config.ref.schedule, default_seq_len=default, named=config.ref.schedules
+    )
+
+
+def _default_seq_len(config: Config) -> int:
+    from skipdecode.evaluation.evaluate import task_of
+    from skipdecode.evaluation.self_generated import OwnTexts
+
+    if config.without_references:
+        return config.max_new_tokens or OwnTexts.TOKENS
+    task = task_of(config.ref, config.task or None)
+    return task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)

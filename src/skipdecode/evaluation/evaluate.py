@@ -1,0 +1,353 @@
+"""`skipdecode.evaluate`: schedules of a model next to full depth, with references or on texts of the model."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.progress import note
+from skipdecode.data.forms import recipe_template
+from skipdecode.data.prompts import context_length, prompt_room
+from skipdecode.data.source import PromptSource, load_records
+from skipdecode.data.tasks import Task, load_task, task_names
+from skipdecode.engine.loading import checked_name, load
+from skipdecode.engine.opening import end_tokens
+from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
+from skipdecode.evaluation.kept import rows_of, with_kept
+from skipdecode.evaluation.methods import Method
+from skipdecode.evaluation.metrics import METRICS, check_metrics, make_metrics
+from skipdecode.evaluation.results import EVAL_DIRECTORY, Run, check_free, is_unfinished, model_about
+from skipdecode.evaluation.run import TaskEvaluation, note_left_out
+from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
+from skipdecode.evaluation.settings import (
+    EvaluationOptions,
+    EvaluationSettings,
+    MetricOptions,
+    Subject,
+    method_name,
+)
+from skipdecode.generation.llm import LLM
+from skipdecode.models.carried import schedule_file
+from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.recipe import stored_recipe
+from skipdecode.models.loading.ref import ModelRef
+from skipdecode.schedule import Schedule
+from skipdecode.schedule.grammar import base_of, parse_schedule
+
+Model = LLM | LoadedModel | ModelRef | str | Path
+"""A loaded model, or a name as for `skipdecode.load`."""
+AnySchedule = Schedule | str | Path
+Data = str | Path | Iterable[Mapping[str, Any]]
+"""A JSONL or CSV file, or records."""
+_WITH_REFERENCES = ("metrics", "exact")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Results of an evaluation. Printed, or shown in a notebook, they are tables in Markdown.
+
+    Parameters
+    ----------
+    runs : sequence of Run
+        The result of each schedule on records with references, in order; without references, one result of all.
+    pairs : sequence of Pair
+        Paired comparisons of the runs.
+    """
+
+    runs: Sequence[Run]
+    pairs: Sequence[Pair] = ()
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """All results, JSON-ready, as `skipdecode eval --json` prints them."""
+        if self._own_texts:
+            return dict(self.runs[0].data)
+        return {"runs": [run.data for run in self.runs], "pairs": [pair.to_dict() for pair in self.pairs]}
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each schedule, full depth included: name, request_speedup, decode_speedup, scores, kept and more.
+
+        `kept` is the worst score, compared with full depth, and `kept_interval` its 95% interval. Without a row of full
+        depth, a row has neither.
+        """
+        rows = rows_of(self.document)
+        return with_kept(rows) if any(row["full_depth"] for row in rows) else rows
+
+    def __getitem__(self, schedule: str | Schedule) -> dict[str, Any]:
+        """The row of a schedule, given with its name; raises KeyError."""
+        name = schedule.name if isinstance(schedule, Schedule) else schedule
+        return {row["name"]: row for row in self.rows}[name]
+
+    def __str__(self) -> str:
+        if self._own_texts:
+            return own_texts_tables(self.document)
+        return "\n\n".join([runs_tables(self.runs), *([pairs_table(self.pairs)] if self.pairs else [])])
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+    @property
+    def _own_texts(self) -> bool:
+        return "rows" in self.runs[0].data
+
+
+def evaluate(
+    model: Model,
+    data: Data | None = None,
+    schedules: AnySchedule | Sequence[AnySchedule] = (),
+    *,
+    task: Task | str | Path | None = None,
+    prompts: str | Path | Sequence[str] | None = None,
+    base: Model | None = None,
+    out: str | Path | None = None,
+    loader: Callable[[ModelRef], LLM] = lambda ref: LLM(load(ref)),
+    **options: Any,
+) -> Scores:
+    """Compare schedules of a model with full depth: quality, agreement and speed.
+
+    With `data` or `task`, each schedule generates an output for each record, and references score the outputs. With
+    neither, no references are needed: texts of each schedule are compared with the base model (KL divergence,
+    perplexity, instructions that are followed). Decoding speed is measured for equal work, with the schedules in turn.
+
+    Parameters
+    ----------
+    model : LLM, LoadedModel, str or Path
+        A model that is loaded, or a name as for `skipdecode.load`.
+    data : str, Path or records, optional
+        JSONL or CSV file, or mappings. Default with a task: the task's data set.
+    schedules : Schedule or str, or a list of them
+        Schedules, or their texts (`skipdecode.schedule.grammar`), such as "2x:p15"; full depth runs beside them.
+        Default: the checkpoint's own, else full depth.
+    task : Task, str or Path, optional
+        A task, its name or its YAML file. Default: the prompt and responses on which the checkpoint was tuned, else the
+        fields "prompt" and "response".
+    prompts : str, Path or list of str, optional
+        Without references: a file of prompts, or prompts. Default: the model draws them, by its chat template.
+    base : LLM, LoadedModel, str or Path, optional
+        Without references: the model to compare with. Default: the model that `model` was tuned from.
+    out : str or Path, optional
+        Directory for results (``run.json``, ``outputs.jsonl``); several schedules, given as a list, have a directory
+        each in it. An interrupted evaluation continues there. Default: results are only returned.
+    loader : callable
+        Loads a model that is given by name.
+    **options
+        Fields of `skipdecode.evaluation.settings.EvaluationOptions`: limit, metrics, batch_size, max_new_tokens, …
+
+    Raises
+    ------
+    UsageError, ScheduleError
+        An option or a schedule is not accepted.
+    DataError
+        A record cannot be used.
+    ModelLoadError
+        The model, or a metric's model, cannot be loaded.
+    OutputError
+        `out` has results already, and `overwrite` is not set.
+    """
+    work = _Evaluation(model, schedules, out, loader, EvaluationOptions(**options))
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
+        if data is None and task is None:
+            runs = [work.on_texts(prompts, base, directory)]
+        elif prompts is not None or base is not None:
+            raise UsageError(f"{'base' if prompts is None else 'prompts'} is for an evaluation without data and task")
+        else:
+            runs = work.on_records(data, task, directory)
+        if out is None:
+            for run in runs:
+                _ = run.outputs  # read before the directory is deleted
+    return Scores(runs)
+
+
+class _Evaluation:
+    """The arguments of `evaluate` for both kinds of data."""
+
+    def __init__(
+        self,
+        model: Model,
+        schedules: AnySchedule | Sequence[AnySchedule],
+        out: str | Path | None,
+        loader: Callable[[ModelRef], LLM],
+        options: EvaluationOptions,
+    ) -> None:
+        self.one = isinstance(schedules, AnySchedule)
+        asked: Any = [schedules] if self.one else schedules
+        self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in asked]
+        self.model, self.ref, self.saved = model, _ref(model, self.schedules), out is not None
+        self.loader, self.options = loader, options
+
+    # ------------------------------------------------------------------ records with references
+
+    def on_records(self, data: Data | None, task: Task | str | Path | None, out: Path) -> list[Run]:
+        options, chosen = self.options, task_of(self.ref, task)
+        chosen = replace(chosen, chat=chosen.chat or options.chat)
+        most = options.max_new_tokens or chosen.max_new_tokens
+        prompt_room(context_length(self.ref.config), most)
+        carried = self.ref.schedule
+        asked = self._chosen(chosen.response_tokens.get("p95", most)) or [carried or Schedule.full(self.ref.num_layers)]
+        places = self._places(asked, out)
+        records = load_records(chosen, data, skip_bad=options.bad_records == "skip", limit=options.limit)
+        note_left_out(records.skipped)
+        if task is None:
+            note(f"task {chosen.name}, prompts {chosen.prompt!r}")
+        metric_options = options.part(MetricOptions)
+        # A metric of the task, which was not named, may be skipped.
+        named = bool(options.metrics) or options.bertscore_model != MetricOptions().bertscore_model
+        names = check_metrics(options.metrics or chosen.metrics, metric_options, None if named else note)
+        metrics = make_metrics(names, metric_options)
+        llm = self._open(self.model)
+        _check_template(llm.loaded, chosen)
+        untuned = None if options.exact else llm.loaded.untuned_line(s for s in asked if not s.is_full)
+        for line in (untuned, f"engine: {llm.backend.name}"):
+            note(line) if line else None
+        methods = {place: Method(llm.backend, s, exact=options.exact) for place, s in places.items()}
+        if options.full_depth and not any(method.full_depth for method in methods.values()):
+            methods = {out / "full": Method(llm.backend), **methods}
+        loaded = llm.loaded
+        ends, context = set(end_tokens(loaded.model, loaded.tokenizer)), context_length(loaded.model.config)
+        subject = Subject(loaded.model, loaded.tokenizer, ends, context)
+        about = {
+            **model_about(llm, options.name),
+            "recipe": _recipe(loaded),
+            "data": Path(data).name if isinstance(data, str | Path) else None,
+            "limit": options.limit,
+        }
+        settings, skip_bad = options.part(EvaluationSettings), options.bad_records == "skip"
+        work = TaskEvaluation(subject, chosen, records, metrics, settings, about, skip_bad)
+        return work.run(methods, out, overwrite=options.overwrite)
+
+    def _places(self, schedules: Sequence[Schedule], out: Path) -> dict[Path, Schedule]:
+        """The directory of each schedule's results; refuses directories that are not free."""
+        places: dict[Path, Schedule] = {}
+        for schedule in schedules:
+            name = method_name(schedule, self.options.exact)
+            # Names of schedules are free text.
+            folder = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
+            place = out if self.one or not self.schedules else out / folder
+            if place in places:
+                raise UsageError(f"the schedules have {name} twice: leave one out, or give them different names")
+            places[place] = schedule
+        # Of an unfinished run, `TaskEvaluation` checks whether it is the same: that needs the loaded model.
+        if self.saved and not self.options.overwrite and not is_unfinished(out):
+            for place in {*places, out / "full"}:
+                EVAL_DIRECTORY.check(place, resume=True)
+            for place, schedule in places.items():
+                if not schedule.is_full or len(places) == 1:
+                    check_free(place, overwrite=False)
+        return places
+
+    # ------------------------------------------------------------------ texts of the model
+
+    def on_texts(self, prompts: str | Path | Sequence[str] | None, base: Model | None, out: Path) -> Run:
+        options = self.options
+        for name in _WITH_REFERENCES:
+            if getattr(options, name):
+                raise UsageError(f"{name} needs records with references: give data, a task, or leave it out")
+        source = _prompt_source(prompts)
+        recipe = self.ref.recipe
+        asked = self._chosen(options.max_new_tokens or OwnTexts.TOKENS)
+        asked = asked if self.schedules or recipe is None else list(recipe.tuned_under)
+        schedules = [schedule for schedule in asked if not schedule.is_full]
+        if not schedules:
+            raise UsageError("no schedule to compare with full depth: give some, such as 1.5x and 2x")
+        if len(schedules) > len({schedule.name for schedule in schedules}):
+            raise UsageError("two schedules have the same name: give them different names")
+        check_free(out, overwrite=options.overwrite or is_unfinished(out))
+        llm = self._open(self.model)
+        return OwnTexts(llm, self._base(llm, base), schedules, source, options).run(out)
+
+    def _base(self, llm: LLM, base: Model | None) -> LLM:
+        """The model to compare with."""
+        recipe = stored_recipe(llm.loaded.path)
+        tuned_from = None if recipe is None else recipe["options"].get("model")
+        found = base or (tuned_from if self.ref.adapter is None else self.ref.base) or self.ref.name
+        if isinstance(found, str | Path) and str(found) == self.ref.name:
+            return llm
+        try:
+            return self._open(found)
+        except ModelLoadError as e:
+            raise type(e)(f"the base model: {e} (base selects another)") from None
+
+    # ------------------------------------------------------------------ both
+
+    def _open(self, model: Model) -> LLM:
+        if isinstance(model, LLM):
+            return model
+        if isinstance(model, LoadedModel):
+            return LLM(model)
+        return self.loader(self.ref if model is self.model else _ref(model))
+
+    def _chosen(self, seq_len: int) -> list[Schedule]:
+        """The schedules that were asked for."""
+        ref, found = self.ref, []
+        for asked in self.schedules:
+            schedule = asked
+            if not isinstance(schedule, Schedule):
+                schedule = parse_schedule(
+                    schedule, ref.num_layers, seq_len=seq_len, carried=ref.schedule, named=ref.schedules
+                )
+            schedule.check_fits(ref.num_layers)
+            found.append(schedule)
+        return found
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _ref(model: Model, schedules: Sequence[Schedule | str] = ()) -> ModelRef:
+    if isinstance(model, LLM | LoadedModel):
+        return (model.loaded if isinstance(model, LLM) else model).ref
+    if isinstance(model, ModelRef):
+        return model
+    files = (base_of(one) for one in schedules if isinstance(one, str))
+    return ModelRef(checked_name(model), tuple(filter(os.path.isfile, files)))
+
+
+def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
+    """Schedule name, options, data and result from the recipe of the model, if it has one."""
+    if (recipe := stored_recipe(loaded.path)) is None:
+        return None
+    schedule = (recipe.get("schedule") or {}).get("name")
+    return {"schedule": schedule} | {name: recipe.get(name) for name in ("options", "data", "result")}
+
+
+def task_of(ref: ModelRef, task: Task | str | Path | None) -> Task:
+    """The task, else records in the template that the checkpoint was tuned on, else records with plain fields."""
+    if isinstance(task, Task):
+        return task
+    recipe = ref.recipe if task is None else None
+    template = recipe_template(recipe)
+    if template is None:
+        return load_task(task or "jsonl", METRICS.check)
+    alike = (name for name in task_names() if load_task(name).prompt == template.prompt)
+    plain = load_task(next(alike, "jsonl"), METRICS.check)
+    fields = ("prompt", "chat", "truncate", "max_prompt_tokens")
+    found = {name: getattr(template, name) for name in fields}
+    return replace(plain, **found, references=tuple(dict.fromkeys((*template.responses, *plain.references))))
+
+
+def _check_template(loaded: LoadedModel, task: Task) -> None:
+    """Print a note if the model was tuned on another template: its scores would then be too low."""
+    tuned = recipe_template(loaded.recipe)
+    if tuned is not None and (tuned.prompt, tuned.chat) != (task.prompt, task.chat):
+        note(
+            f"the model was tuned with the template {tuned.prompt!r}, chat={tuned.chat}; the task has another template"
+        )
+
+
+def _prompt_source(prompts: str | Path | Sequence[str] | None) -> PromptSource | None:
+    """The prompts, opened; None if the model draws them."""
+    if prompts is None:
+        return None
+    source = PromptSource.open(str(prompts)) if isinstance(prompts, str | Path) else PromptSource.of_prompts(prompts)
+    source.check_filled()
+    return source

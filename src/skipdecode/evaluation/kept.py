@@ -1,0 +1,102 @@
+"""Scores that schedules keep: rows of evaluations, and the largest speed-up that keeps a share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from skipdecode.evaluation.metrics import METRICS
+
+_SHARES = (0.99, 0.98, 0.95)
+_FULL_DEPTH = ("base", "full")
+Row = Mapping[str, Any]
+
+
+def rows_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each schedule in the JSON output of `skipdecode eval`: name, speed-ups, scores (higher is better)."""
+    if "runs" in document:
+        return [_speeds(run) | _task_scores(run) for run in document["runs"]]
+    return [_speeds(row) | _self_scores(row) for row in document["rows"]]
+
+
+def _speeds(found: Row) -> dict[str, Any]:
+    full = found["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
+    request, decode = (1.0 if full else found.get(f"measured_speedup{end}") for end in ("_with_prompt", ""))
+    return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode}
+
+
+def _task_scores(run: Row) -> dict[str, Any]:
+    metrics = run["metrics"]
+    scores = {name: entry["score"] for name, entry in metrics.items() if name in METRICS}
+    return {"copied": metrics.get("copied", {}).get("score"), "scores": scores, "shares": run.get("kept", {})}
+
+
+def _self_scores(found: Row) -> dict[str, Any]:
+    worse, obeyed = found["of_base"], found.get("instructions")
+    ratio = worse["estimate"]
+    scores = {"1 / perplexity": 100 / ratio} | ({"instructions": 100 * obeyed["followed"]} if obeyed else {})
+    share = {"estimate": 1 / ratio, "low": 1 / worse["high"], "high": 1 / worse["low"]}
+    return {"perplexity_ratio": ratio, "scores": scores, "shares": {"1 / perplexity": share}}
+
+
+def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows with the share of full depth's scores that each keeps: the smallest over all scores.
+
+    If there are several rows of full depth, a score is compared with the best of them. Scores that are 0 at full depth
+    do not count; without any other, `kept` is None. `kept_interval` is the 95% interval of `kept`, if it is known: if
+    the score is compared with full depth of the same evaluation, which `shares` are about.
+    """
+    full = [row["scores"] for row in rows if row["full_depth"]]
+    best = {name: max(scores.get(name, 0.0) for scores in full) for name in full[0]}
+    best = {name: score for name, score in best.items() if score}
+    return [{**row} | _least(row, {name: row["scores"][name] / score for name, score in best.items()}) for row in rows]
+
+
+def _least(row: Row, shares: Mapping[str, float]) -> dict[str, Any]:
+    """The smallest share, with its interval."""
+    if not shares:
+        return {"kept": None, "kept_interval": None}
+    name, kept = min(shares.items(), key=lambda entry: entry[1])
+    own = row.get("shares", {}).get(name)
+    known = own is not None and not row["full_depth"] and math.isclose(own["estimate"], kept, rel_tol=1e-6)
+    return {"kept": kept, "kept_interval": {"low": own["low"], "high": own["high"]} if known else None}
+
+
+def speedups_that_keep(rows: Sequence[Row]) -> dict[str, float | None]:
+    """The largest request speed-up that keeps 99%, 98% and 95%, of rows of one checkpoint; None if there is none.
+
+    Linear between measured speed-ups, from the checkpoint's own full depth on, which is the last row of full depth.
+    """
+    own = [(1.0, row["kept"]) for row in rows if row["full_depth"] and row["kept"] is not None][-1:]
+    points = [*own, *sorted((s, kept) for row, kept in measured(rows) if (s := row["request_speedup"]) > 1)]
+    return {f"{share:.0%}": _speedup_that_keeps(points, share) for share in _SHARES}
+
+
+def _speedup_that_keeps(measured: Sequence[tuple[float, float]], share: float) -> float | None:
+    found = [speedup for speedup, kept in measured if kept >= share]
+    for (slow, more), (fast, less) in pairwise(measured):
+        if more >= share > less:
+            found.append(slow + (fast - slow) * (more - share) / (more - less))
+    return round(max(found), 3) if found else None
+
+
+def kept_columns(rows: Sequence[Row]) -> dict[str, str]:
+    """Columns of a table of the rows, with their formats."""
+    return {
+        "schedule": "{name}",
+        "minutes": "{minutes:g}",
+        "request": "{request_speedup:.2f}x",
+        "decode": "{decode_speedup:.2f}x",
+        "kept": "{kept:.1%}",
+        "copied": "{copied:.1f}%",
+        **{name: f"{{scores[{name}]:.1f}}" for name in rows[0]["scores"]},
+    }
+
+
+def measured(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
+    """The schedules whose speed-up and kept share are known, with the share."""
+    for row in rows:
+        if row["request_speedup"] is not None and row["kept"] is not None and not row["full_depth"]:
+            yield row, row["kept"]
