@@ -30,7 +30,7 @@ from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_products
-from skipdecode.performance.timing import Shape, step_seconds
+from skipdecode.performance.measure import Shape, step_seconds
 
 ROWS = 512
 TYPES = ("bfloat16", "float32")

@@ -24,7 +24,7 @@ from skipdecode.performance.bench.measure import measure, open_backend
 from skipdecode.performance.bench.profile import profile
 from skipdecode.performance.bench.workload import Workload, build
 from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.timing import Shape, step_seconds
+from skipdecode.performance.measure import Shape, step_seconds
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model
 

@@ -121,10 +121,13 @@ class Engine(ABC):
         Reading of `time.perf_counter` at which `StepOutput.seconds` is 0.
     drafts, scores_prompts : bool
         Whether the engine accepts exact requests, and requests with `scores_prompt`.
+    fills_prompts : bool
+        May be set before the first request, to time decode steps: prompts are not computed, and some numbers stand for
+        their keys and values. An engine of `generate` computes them nevertheless.
     """
 
     name: str
-    drafts = scores_prompts = False
+    drafts = scores_prompts = fills_prompts = False
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers, self.schedule = schedule.num_layers, schedule

@@ -163,6 +163,9 @@ class FastEngine(DecodeLoop):
             if len(chunk.sequence.output) < 2 or pages(chunk.end) > pages(chunk.start):
                 self.kv.extend(chunk.sequence.slot, chunk.layers, chunk.end)
         batch, due = token_rows(chunks, self.num_layers, self.model.taps)
+        if self.fills_prompts and batch.wanted < len(batch.tokens):
+            self.kv.fill()
+            return due, Predicted(torch.zeros(batch.wanted, self.model.vocab_size))
         logits = self.model.forward(batch._replace(drafting=drafting), self.kv)
         self.stats.short_heads += isinstance(logits, Candidates)
         self.stats.head_fallbacks += self.model.fell_back

@@ -25,6 +25,7 @@ from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.plan import PROMPT
 from skipdecode.models.release import model_cache_name
 from skipdecode.models.rotary import switch_length
 from skipdecode.schedule import Schedule
@@ -145,7 +146,8 @@ class GatedEngine(Engine):
             for row in batch.rows:
                 row.layers = batch.schedule.layers(batch.position - 1)
             self._renew(batch)
-        logits = self._logits(batch)[:, -1].float()
+        fills = self.fills_prompts and not batch.position
+        logits = (self._filled(batch) if fills else self._logits(batch))[:, -1].float()
         self._count(batch, time.perf_counter() - start)
         for row in () if batch.position else batch.rows:
             if row.request.scores_prompt:
@@ -177,6 +179,17 @@ class GatedEngine(Engine):
         for start in range(0, len(prompt) - 1, _SCORED_AT_ONCE):
             following = prompt[start + 1 : start + 1 + _SCORED_AT_ONCE]
             row.scores += scores(logits[start : start + len(following)].float(), following, top)
+
+    def _filled(self, batch: _Batch) -> Tensor:
+        """Logits of the first tokens of prompts, whose keys and values stand for those of all tokens."""
+        ids, mask = batch.ids, batch.mask
+        batch.ids, batch.mask = ids[:, :1], mask[:, :1]
+        logits = self._logits(batch)
+        batch.ids, batch.mask = ids, mask
+        if more := ids.shape[1] - 1:
+            repeat_first(batch.cache, more)
+            batch.cache.advance([PROMPT] * more)
+        return logits
 
     def _logits(self, batch: _Batch, options: dict[str, Any] | None = None) -> Tensor:
         """Logits (rows, columns, vocabulary), of the last columns only unless `options` are given."""
@@ -217,6 +230,13 @@ class GatedEngine(Engine):
         for layer, held in enumerate(batch.cache.layers):
             if batch.cache.tokens_held(layer):
                 held.keys, held.values = held.keys[chosen], held.values[chosen]
+
+
+def repeat_first(cache: Any, times: int) -> None:
+    """Append the keys and values of the one token that a cache holds, so many times."""
+    for index, layer in enumerate(cache.layers):
+        first = (part[:, :, :1].expand(-1, -1, times, -1) for part in (layer.keys, layer.values))
+        cache.update(*first, index)
 
 
 def left_pad(prompts: Iterable[tuple[int, ...]], pad: int, device: Any) -> tuple[Tensor, Tensor]:

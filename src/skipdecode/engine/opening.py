@@ -110,12 +110,12 @@ class GenerateBackend(Backend):
         self, model: Any, name: str = GenerateEngine.name, around: Around = no_context, **options: Any
     ) -> None:
         super().__init__(model, name=name)
-        self._around, self._options = around, options
+        self._around, self.options = around, options
         self.warms_up = "cache_implementation" in options and model.device.type != "cpu"
 
     def engine(self, schedule: Schedule | None = None, *, max_rows: int = 8, **ignored: Any) -> Engine:
         """A new engine, at full depth; what else `Backend.engine` takes makes no difference."""
-        return GenerateEngine(self.model, max_rows=max_rows, options=self._options, around=self._around)
+        return GenerateEngine(self.model, max_rows=max_rows, options=self.options, around=self._around)
 
 
 def open_engines(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> Backend:

@@ -1,8 +1,9 @@
 """Measures decode steps and prompts of a model on this machine, by sequences, layers and cached tokens.
 
 Real steps of the package's own engine, or of transformers' forward, run under constant schedules. All kinds of step
-take turns, so that a change of the machine's speed affects all of them. Keys and values are filled in
-(`skipdecode.performance.timing`).
+take turns, so that a change of the machine's speed affects all of them. The time of a decode step depends on how many
+tokens the cache holds, not on their values, so prompts are not computed before it (`Engine.fills_prompts`): they would
+take most of a measurement.
 """
 
 from __future__ import annotations
@@ -11,23 +12,26 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.data.prompts import context_length
+from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import Backend
+from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.performance.cost import CostModel, PromptCost, StepCost, tokens_read
 from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.timing import Shape, prompt_seconds, step_seconds
 from skipdecode.schedule import Schedule
 
 _LONGER = 512  # cached tokens on top, from which the cost of the cache read follows
 _LEAST_SECONDS = 0.1  # timed of each kind of step
 _MOST_REPEATS = 20
+_TOKEN = 5
 
 
 def measure_cost(
@@ -48,6 +52,55 @@ def measure_cost(
     meter = CostMeter(backend, rows={1, batch}, prompt_len=prompt_len, prompts=prompts, steps=steps)
     meter.run(repeats, _LEAST_SECONDS, progress=progress)
     return meter.cost()
+
+
+# ---------------------------------------------------------------------- one run
+
+
+class Shape(NamedTuple):
+    """Sequences that start together: how many, prompt tokens and new tokens of each."""
+
+    batch: int
+    prompt: int
+    new: int
+
+
+def open_engine(backend: Backend, schedule: Schedule, shape: Shape, *, fills_prompts: bool = False) -> Engine:
+    """An idle engine for such sequences, whose prompts run in one forward, so that the sequences stay together."""
+    backend.step_bytes(shape.batch)  # makes the 8-bit copy of the head: no step is timed with it
+    engine = backend.engine(schedule, max_rows=shape.batch, prompt_tokens=shape.batch * shape.prompt)
+    engine.fills_prompts = fills_prompts
+    return engine
+
+
+def step_seconds(backend: Backend, schedule: Schedule, shape: Shape) -> list[float]:
+    """Seconds of each of the `new` - 1 decode steps of all sequences, behind keys and values that are filled in."""
+    engine = open_engine(backend, schedule, shape, fills_prompts=True)
+    return [after - before for before, after in pairwise(token_times(engine, shape))]
+
+
+def prompt_seconds(backend: Backend, schedule: Schedule, batch: int, prompt: int) -> float:
+    """Seconds of the prompts' forward, and of the choice of the first new tokens."""
+    shape = Shape(batch, prompt, 1)
+    engine = open_engine(backend, schedule, shape)
+    engine.decode(_requests(shape))
+    return engine.stats.seconds
+
+
+def token_times(engine: Engine, shape: Shape) -> list[float]:
+    """What `time.perf_counter` read when an engine had each token of one of the sequences."""
+    first, *_ = engine.submit(_requests(shape))
+    times: list[float] = []
+    while engine.has_work:
+        times += [engine.began + out.seconds for out in engine.step() if out.request == first]
+    return times
+
+
+def _requests(shape: Shape) -> list[Request]:
+    return [Request((_TOKEN,) * shape.prompt, shape.new)] * shape.batch
+
+
+# ---------------------------------------------------------------------- all kinds in turn
 
 
 class _Kind(NamedTuple):

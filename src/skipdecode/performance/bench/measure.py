@@ -11,18 +11,26 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache, StaticCache
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.stopwatch import Stopwatch
+from skipdecode.engine.base import Engine
 from skipdecode.engine.fast_model import open_model
+from skipdecode.engine.gated import repeat_first
+from skipdecode.engine.generate import GenerateEngine
 from skipdecode.engine.opening import Backend, GenerateBackend
 from skipdecode.errors import UnfitModelError, UsageError
+from skipdecode.models.release import model_cache_name
 from skipdecode.performance.bench.workload import ENGINES, Workload
 from skipdecode.performance.cost import CostModel, StepCost
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_bandwidth, measure_products
-from skipdecode.performance.timing import Shape, prompt_seconds, step_seconds
+from skipdecode.performance.measure import Shape, open_engine, prompt_seconds, token_times
 from skipdecode.schedule import Schedule
 
 _BASELINES = ("transformers", "gated")
@@ -46,6 +54,35 @@ def open_backend(name: str, model: Any) -> Backend:
         return Backend(model, open_model(model, kind))
     except UnfitModelError as e:
         raise UsageError(f"the engine {name!r} does not cover this model: {e}; leave it out of --engines") from None
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def open_filled(backend: Backend, schedule: Schedule, shape: Shape) -> Engine:
+    """An idle engine whose decode steps are timed: it does not compute prompts."""
+    if not isinstance(backend, GenerateBackend):
+        return open_engine(backend, schedule, shape, fills_prompts=True)
+    options = _filled_cache(backend.model, shape, dict(backend.options))
+    return GenerateEngine(backend.model, max_rows=shape.batch, options=options)
+
+
+def step_seconds(backend: Backend, schedule: Schedule, shape: Shape) -> list[float]:
+    """Seconds of each of the `new` - 1 decode steps of all sequences, behind keys and values that are filled in."""
+    return [after - before for before, after in pairwise(token_times(open_filled(backend, schedule, shape), shape))]
+
+
+@torch.inference_mode()
+def _filled_cache(model: Any, shape: Shape, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `generate` with a cache that holds all of the prompts but their last tokens."""
+    cache: Any = DynamicCache(config=model.config)
+    if options.pop("cache_implementation", None) == "static":
+        cache = StaticCache(config=model.config, max_cache_len=shape.prompt + shape.new)
+    name = model_cache_name(model)
+    model(torch.full((shape.batch, 1), 5, device=model.device), use_cache=True, **{name: cache})
+    if shape.prompt > 2:
+        repeat_first(cache, shape.prompt - 2)
+    return options | {name: cache}
 
 
 class _Run(NamedTuple):

@@ -23,8 +23,9 @@ from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels.spec import StackInput
 from skipdecode.engine.opening import Backend, GenerateBackend
+from skipdecode.performance.bench.measure import open_filled, step_seconds
 from skipdecode.performance.bench.workload import Workload
-from skipdecode.performance.timing import Shape, filled_in, open_engine, replaced, step_seconds, token_times
+from skipdecode.performance.measure import Shape, token_times
 from skipdecode.schedule import Schedule
 
 # Phases of a layer in the C++ kernels, in the order of their times.
@@ -69,9 +70,9 @@ def _recorded(backend: Backend, schedule: Schedule, shape: Shape) -> tuple[list[
     """The table and the trace of one run."""
     step_seconds(backend, schedule, shape)  # warms up
     on_gpu = backend.model.device.type == "cuda"
-    engine, phases = open_engine(backend, schedule, shape), dict.fromkeys(_PHASES, 0.0)
+    engine, phases = open_filled(backend, schedule, shape), dict.fromkeys(_PHASES, 0.0)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with filled_in(engine, shape), _labelled(engine, phases), torch.profiler.profile(activities=activities) as recorded:
+    with _labelled(engine, phases), torch.profiler.profile(activities=activities) as recorded:
         start = time.perf_counter()
         first, *_, last = token_times(engine, shape)
     averages = {event.key: event for event in recorded.key_averages()}
@@ -107,6 +108,22 @@ def _table(seconds: dict[str, float], calls: dict[str, int], total: float, steps
 
 
 @contextmanager
+def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """While this holds, each (object, attribute) gives the value instead of what is there."""
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in attributes]
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, held in before:
+            if held is None:
+                delattr(owner, name)  # the class's method shows again
+            else:
+                setattr(owner, name, held)
+
+
+@contextmanager
 def _labelled(engine: Any, phases: dict[str, float]) -> Iterator[None]:
     """While this holds, the parts of a step have names in a profile, and `phases` sums the times of the kernels."""
 
@@ -124,7 +141,7 @@ def _labelled(engine: Any, phases: dict[str, float]) -> Iterator[None]:
         calls += [(kv, name, named("cache", getattr(kv, name))) for name in ("extend", "drop", "close")]
         calls += [(model, f"_{name}", named(name, getattr(model, f"_{name}"))) for name in ("embed", "head")]
         calls.append((model, "_stack", named("layers", _timed(model, phases))))
-    with replaced(calls):
+    with _replaced(calls):
         yield
 
 
