@@ -28,9 +28,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rivals import open_rival
 from shared import TASKS as TASK_FILES
 from shared import script_parser, write_result
+from speed import opened
 
 from skipdecode import LLM
 from skipdecode.common.kinds import read_result
@@ -104,7 +104,7 @@ class Side:
 
     def engine(self, batch: int) -> FastEngine:
         """Of all schedules that drop layers in the order of the one that drafts, full depth too."""
-        return FastEngine(self.llm._source.fast, self.llm.schedule_of(None), max_rows=batch)
+        return FastEngine(self.llm.backend.fast, self.llm.schedule_of(None), max_rows=batch)
 
     def decode(
         self, batch: int, prompts: Sequence[tuple[int, ...]], *, exact: bool, always: bool = False
@@ -118,9 +118,10 @@ class Side:
 
     def seconds_of(self, name: str, prompts: Sequence[tuple[int, ...]]) -> float:
         """Of all requests, one after another, by one of `OTHERS`."""
-        engine = open_rival(name, self.plain).engine(max_rows=1)
-        engine.decode(self.requests(prompts, exact=False))
-        return engine.stats.seconds
+        method, size = opened(name, self.plain), {"max_new_tokens": self.task.new_tokens, "eos": set(self.llm._ends)}
+        return sum(
+            done.prompt_seconds + done.decode_seconds for p in prompts for done in [method.generate([p], **size)]
+        )
 
 
 def compared(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterator[dict[str, Any]]:

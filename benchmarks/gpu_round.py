@@ -165,7 +165,7 @@ def _tests(made: Path) -> Step:
 def _bench(options: argparse.Namespace, geometry: str, batch: str, made: Path) -> Step:
     engines = ["gated", "transformers", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
     size = ["--prompt", "4", "--new", "4", "--rounds", "1"] if options.rehearse else ["--prompt", "64", "--new", "128"]
-    head = [sys.executable, HERE / "rivals.py", "--geometry", geometry, "--batches", batch, *size]
+    head = [sys.executable, HERE / "speed.py", "--geometry", geometry, "--batches", batch, *size]
     command = [*head, "--nominal", "1", *map(str, SPEEDUPS), "--engines", *engines, "--out", made]
     return Step(made.stem, 1, lambda _: command, made.read_text)
 

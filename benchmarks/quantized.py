@@ -25,6 +25,7 @@ import torch
 from peers import CLI, SPLITS, add_places, checkpoint_of, gguf_of, llama_server, serving, vllm_settings
 from quality_table import NEEDED, retained
 from shared import call, config_of, e2e_prompts, script_parser, write_result
+from speed import Generated
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
@@ -35,7 +36,7 @@ from skipdecode.common.stopwatch import timed
 from skipdecode.data.prompts import response_ids
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
-from skipdecode.engine.opening import GenerateBackend, open_engines
+from skipdecode.engine.opening import open_engines
 from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.results import RUN_FILE, load_run
 from skipdecode.evaluation.settings import EvaluationSettings
@@ -154,10 +155,10 @@ def sides(options: argparse.Namespace, checkpoint: Path, model: Any) -> Iterator
         backend = open_engines(model, "fast", note, kind)
         methods += [Method(backend, s, f"{name}, {'full' if s is None else s.name}") for s in schedules]
     if "transformers" in options.rivals:
-        methods.append(Method(GenerateBackend(model), None, "transformers"))
+        methods.append(Generated(model))
         # On processors without bf16 instructions, fp32 is the faster type of torch's products.
         whole = load_model(str(checkpoint), dtype="float32").model
-        methods.append(Method(GenerateBackend(whole), None, "transformers fp32"))
+        methods.append(Generated(whole, "transformers fp32"))
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(max(options.batches)))
         for kind in KINDS if "llama.cpp" in options.rivals else ():

@@ -63,7 +63,7 @@ def estimate(field: str, form: str) -> Callable[[Row], str]:
 
 
 def bench(document: Row) -> Table:
-    """`skipdecode bench`: an engine and a batch size in each row, with figures for each nominal speed-up."""
+    """`speed.py`: an engine and a batch size in each row, with figures for each nominal speed-up."""
     figures: list[Column] = [
         ("tokens/s", "{decode_tokens_per_s:.1f}"),
         ("speed-up (byte bound)", "{decode_speedup:.2f}x ({amdahl_bound:.2f}x)"),

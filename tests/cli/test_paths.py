@@ -42,7 +42,6 @@ COMMANDS = {
     "calibrate": "model --data a.jsonl --out run --cost cost.json --task t.yaml --target-speedup 1.5",
     "eval": "model --task t.yaml --data a.jsonl --out run --methods s.json",
     "export": "model --schedule s.json --out run",
-    "bench": "model --out b.json --png b.png --profile b.trace",
     "serve": "model --schedule s.json --api-keys keys.txt",
     "info": "model",
 }
@@ -177,7 +176,6 @@ def test_two_new_outputs_of_one_name_are_refused(
         ("plan model --nominal-speedup 2 --out s.json", "s.json exists: give --overwrite"),
         ("plan model --nominal-speedup 2 --out circle", "link is circular"),
         ("plan model --nominal-speedup 2 --out new/", "it is a directory"),
-        ("bench model --profile s.json", "s.json exists: give --overwrite"),
         ("generate model x --summary s.json", "s.json exists: give --overwrite"),
         ("eval model --task t.yaml --data a.jsonl --out .", "lies in --out ."),
         ("eval model --task t.yaml --data a.jsonl --out foreign", "holds no run of skipdecode eval (outputs.jsonl"),

@@ -44,7 +44,6 @@ WRONG = {
     "plan smolm2-135m --nominal-speedup 2": "'smollm2-135m'",
     "generate hollo x": "'hollow'",
     "generate e2e-smollm2-135 x": "'e2e-smollm2-135m'",
-    "bench hollow --engines fats": "'fast'",
     f"{EVAL} --methods evn:2": "'even'",
     f"{EVAL} --metrics BLUE": "'bleu'",
     f"{EVAL.replace('e2e', 'E2')}": "'e2e'",
@@ -88,8 +87,6 @@ WRONG = {
     f"{EVAL} --schedule ten.json": "10 layers",
     f"{EVAL} --max-new-tokens 500": "--max-new-tokens 500",
     "serve hollow --port 0 --schedule ten.json": "10 layers",
-    "bench hollow --nominal 99 --prompt 8 --new 8": "at most 4.00",
-    "bench hollow --prompt 5000": "--prompt 5000",
     "demo --model hollow --max-new-tokens 5000": "--max-new-tokens 5000",
     # Files.
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
@@ -102,7 +99,6 @@ WRONG = {
     "calibrate hollow --data rec.jsonl --out new --task e2e --target-speedup 2 --cost rec.jsonl": "rec.jsonl",
     "eval --compare nowhere": "nowhere",
     "plan cfg.json --nominal-speedup 2 --out .": "directory",
-    "bench hollow --png rec.jsonl/x.png": "rec.jsonl/x.png",
     "calibrate hollow --data rec.jsonl --out new --task e2e --target-speedup 2 --cost nowhere.json": "nowhere.json",
     "serve hollow --api-keys nowhere.txt": "nowhere.txt",
 }

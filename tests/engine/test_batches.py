@@ -11,8 +11,8 @@ import torch
 from engine_tools import decode
 from skipdecode import Schedule, attach
 from skipdecode.data.stopping import StopStrings
-from skipdecode.engine import GatedEngine, GenerateEngine, Request, Sampling
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.engine import GatedEngine, Request, Sampling
+from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
@@ -33,17 +33,6 @@ def test_batch_gives_what_generate_gives_row_by_row(model: Any, schedule: Schedu
         with attach(model, schedule):
             alone = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)
         assert tokens == alone[0, len(prompt) :].tolist()
-
-
-def test_generate_itself_is_an_engine_with_the_same_rows(model: Any):
-    end = decode(GatedEngine(model, FULL), PROMPTS, 10)[0][0][4]
-    engine = GenerateEngine(model, max_rows=3)
-    assert decode(engine, PROMPTS, 10, ends=(end,)) == decode(GatedEngine(model, FULL), PROMPTS, 10, ends=(end,))
-    assert engine.stats.token_layers == LAYERS * engine.stats.fed_tokens
-    with pytest.raises(ScheduleError):
-        engine.submit([Request((1,), 2)], PAPER)
-    with pytest.raises(UsageError, match="greedily"):
-        engine.submit([Request((1,), 2, Sampling(temperature=1))])
 
 
 def test_layers_and_bytes_are_those_of_the_schedule(model: Any):
@@ -98,7 +87,6 @@ def test_checkpoint_defaults_do_not_change_what_was_asked_for(model: Any):
     model.generation_config.do_sample = True
     try:
         assert decode(GatedEngine(model, PAPER), PROMPTS, 10) == plain
-        assert decode(GenerateEngine(model), PROMPTS, 10) == decode(GatedEngine(model, FULL), PROMPTS, 10)
     finally:
         model.generation_config.repetition_penalty, model.generation_config.do_sample = 1.0, False
 

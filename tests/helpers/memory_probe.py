@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
-from skipdecode.performance.bench.workload import build
+from skipdecode.models.loading.smollm2 import known_config
 from tiny import tiny_model
 
 ROWS, PROMPT, NEW = 16, 120, 24
@@ -37,7 +38,7 @@ def main() -> None:
     decode(tiny_model("llama", max_position_embeddings=1024).bfloat16(), 2, 1)
     gc.collect()
     before = resident("VmRSS")
-    model = build("smollm2-135m", torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(known_config(), dtype=torch.bfloat16).eval()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")

@@ -21,13 +21,13 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.loading.smollm2 import known_config
 from skipdecode.performance import cost_source, machine
-from skipdecode.performance.bench.workload import GEOMETRIES
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule.draw import schedule_picture, shows_blocks
 from tiny import LAYERS, tiny_model
 
-SMOLLM2 = GEOMETRIES["smollm2-135m"] | {"dtype": "bfloat16"}
+SMOLLM2 = known_config().to_dict() | {"dtype": "bfloat16"}
 
 
 measure_once = cache(machine.measure_machine)

@@ -8,7 +8,6 @@ import pytest
 from matplotlib import image
 
 from skipdecode.reporting.charts import Chart, Point, Series, save_charts, styles_of
-from skipdecode.reporting.plots import speed_figure
 
 
 def test_many_curves_all_look_different():
@@ -25,9 +24,3 @@ def test_charts_without_points_are_not_drawn(tmp_path: Path, capsys: pytest.Capt
     save_charts([full, full], tmp_path / "two.png")
     one, two = (image.imread(tmp_path / name) for name in ("one.png", "two.png"))
     assert two.shape[1] == 2 * one.shape[1]
-
-
-def test_speed_of_full_depth_alone_has_no_panel_of_speed_ups():
-    row = {"batch": 1, "prompt": 8, "engine": "fast", "nominal_speedup": 1.0, "decode_speedup": 1.0}
-    alone = speed_figure([row | {"roofline_share": 0.5}])
-    assert [axes.get_ylabel() for axes in alone.axes] == ["% of the limit"]

@@ -33,7 +33,6 @@ VERBS = {
     "tune": "fine-tune a model under a schedule (LoRA or all weights)",
     "calibrate": "learn on your records which layers to skip",
     "eval": "measure quality, fidelity and speed on a task; compare runs",
-    "bench": "measure the decoding speed of engines and schedules, next to the hardware limit",
     "export": "write the model of a flat schedule as a smaller ordinary model",
     "serve": "start an OpenAI-compatible server with a schedule per request",
     "info": "list versions, devices, supported model types and cached models",

@@ -8,6 +8,8 @@ RETIRED = {
     "--augment-names": "benchmarks/invented_names.py of the source repository writes a file of records with invented "
     "names, for --train (calibrate: --data)",
     "--router": "a fixed schedule is the better choice (generate and serve take one with --schedule)",
+    "bench": "generate --compare and eval measure the speed-up of a schedule; benchmarks/speed.py of the source "
+    "repository measures engines next to the limit of the machine",
     "eval --report": "the printed tables are Markdown: write them to a file with > FILE.md",
     "eval --self": "without --task and --data, eval compares the texts of the schedules with those of the base model",
     "eval --self-records": "give --limit",

@@ -18,21 +18,19 @@ from skipdecode.engine.requests import Request, Sampling, StepOutput
 if TYPE_CHECKING:
     from skipdecode.engine.fast import FastEngine
     from skipdecode.engine.gated import GatedEngine
-    from skipdecode.engine.generate import GenerateEngine
     from skipdecode.engine.opening import open_engines
 
 __all__ = [
     "Engine",
     "FastEngine",
     "GatedEngine",
-    "GenerateEngine",
     "Request",
     "Sampling",
     "StepOutput",
     "open_engines",
 ]
 
-_MODULES = {"FastEngine": "fast", "GatedEngine": "gated", "GenerateEngine": "generate", "open_engines": "opening"}
+_MODULES = {"FastEngine": "fast", "GatedEngine": "gated", "open_engines": "opening"}
 
 
 def __getattr__(name: str) -> Any:

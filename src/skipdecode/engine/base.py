@@ -1,7 +1,7 @@
 """The interface of all engines: token ids in, one `StepOutput` for every new token out.
 
 `FastEngine` (fast.py) runs on the package's own kernels, and `GatedEngine` (gated.py) on transformers' forward with
-gates. `GenerateEngine` (generate.py) is transformers' own `generate`, unchanged. Engines do not know text.
+gates. Engines do not know text.
 """
 
 from __future__ import annotations

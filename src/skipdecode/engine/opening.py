@@ -14,7 +14,6 @@ from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, StepBytes, open_model
 from skipdecode.engine.gated import GatedEngine
-from skipdecode.engine.generate import Around, GenerateEngine, no_context
 from skipdecode.engine.scheduler import PROMPT_TOKENS, REFILL_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
@@ -39,17 +38,7 @@ class Backend:
     ----------
     weights, arithmetic : str
         Type in which the engines read the weights, and type in which they multiply.
-    runs_schedules : bool
-        False: the engines run at full depth only.
-    times_prompts : bool
-        False: the time of a prompt is not that of the backend's users.
-    warms_up : bool
-        Whether the first run of an engine compiles something.
     """
-
-    runs_schedules = True
-    times_prompts = True
-    warms_up = False
 
     def __init__(self, model: Any, fast: FastModel | None = None, name: str | None = None) -> None:
         self.model, self.fast = model, fast
@@ -63,9 +52,6 @@ class Backend:
     def step_bytes(self, rows: int) -> StepBytes | None:
         """Bytes that a decode step of so many rows reads; None: as many as the model's sizes say."""
         return None if self.fast is None else self.fast.step_bytes(rows)
-
-    def close(self) -> None:  # most have nothing to give back
-        """Give back what is not Python's to collect."""
 
     def engine(
         self,
@@ -99,23 +85,6 @@ class Backend:
         """An engine for requests with their own schedules of this drop order; `options` as in `engine`."""
         stand_in = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
         return self.engine(stand_in, **options)
-
-
-class GenerateBackend(Backend):
-    """transformers' own `generate`, untouched: `options` are further arguments of it, `around` is as in its engine."""
-
-    runs_schedules = False
-
-    def __init__(
-        self, model: Any, name: str = GenerateEngine.name, around: Around = no_context, **options: Any
-    ) -> None:
-        super().__init__(model, name=name)
-        self._around, self.options = around, options
-        self.warms_up = "cache_implementation" in options and model.device.type != "cpu"
-
-    def engine(self, schedule: Schedule | None = None, *, max_rows: int = 8, **ignored: Any) -> Engine:
-        """A new engine, at full depth; what else `Backend.engine` takes makes no difference."""
-        return GenerateEngine(self.model, max_rows=max_rows, options=self.options, around=self._around)
 
 
 def open_engines(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> Backend:

@@ -1,4 +1,4 @@
-"""Pictures of schedules, calibrations, decoding speed and tuning losses; MissingExtraError without matplotlib."""
+"""Pictures of schedules, calibrations and tuning losses; MissingExtraError without matplotlib."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from skipdecode.reporting.charts import (
     Chart,
     Point,
     Series,
-    chart_figure,
     draw_chart,
-    grouped,
     new_figure,
     styled,
     styles_of,
@@ -107,31 +105,6 @@ def _legend(figure: Any, schedule: Schedule) -> None:
     shades = {"runs": _RUNS, "only keys and values": _STORED if schedule.projected else None, "skipped": LEFT_OUT}
     handles = [Patch(color=color, label=label) for label, color in shades.items() if color]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
-
-
-# ---------------------------------------------------------------------- speed
-
-
-def speed_figure(rows: _Rows) -> Any:
-    """Decode speed-up and share of the limit against nominal speed-up, from the rows of `skipdecode bench`.
-
-    Two charts for each batch size and prompt length. Faint: the bound by bytes.
-    """
-    charts = []
-    for title, mine in grouped(rows, lambda r: f"batch {r['batch']}, prompt {r.get('prompt', '?')}").items():
-        speedups, shares = [], []
-        for engine, found in grouped(mine, lambda r: str(r["engine"])).items():
-            shares.append(Series(engine, [Point(r["nominal_speedup"], 100 * r["roofline_share"]) for r in found]))
-            if len(found) > 1:
-                speedups.append(Series(engine, [Point(r["nominal_speedup"], r["decode_speedup"]) for r in found]))
-                bounds = [Point(r["nominal_speedup"], r["amdahl_bound"]) for r in found if "amdahl_bound" in r]
-                speedups.append(Series(engine, bounds, ":", markers=False, like=engine))
-        far = max(r["nominal_speedup"] for r in mine)
-        if speedups:
-            speedups.append(Series("nominal", [Point(1, 1), Point(far, far)], ":", markers=False))
-            charts.append(Chart(speedups, "nominal speed-up", "decode speed-up", title))
-        charts.append(Chart(shares, "nominal speed-up", "% of the limit", title, least=0))
-    return chart_figure(charts, columns=2, size=(5.2, 2.8))
 
 
 # ---------------------------------------------------------------------- tuning

@@ -1,1 +1,0 @@
-"""Measurements of the machine and of decoding on it."""
