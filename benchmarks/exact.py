@@ -156,7 +156,7 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
         others: dict[str, float] = {}
         if batch == 1 and about["quantization"] == "none":
             few = prompts[:FEW]
-            plain = side.decode(1, few, exact=False)[1].seconds
+            plain = side.decode(1, few, exact=False)[1].step_seconds
             others = {name: plain / side.seconds_of(name, few) for name in OTHERS}
         for turn in range(ROUNDS):
             stats = {exact: side.decode(batch, prompts, exact=exact)[1] for exact in (turn % 2 == 0, turn % 2 != 0)}
@@ -168,14 +168,14 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
         yield about | {
             "batch": batch,
             "requests": count,
-            "request_speedup": statistics.median(s[False].seconds / s[True].seconds for s in rounds),
-            "decode_speedup": statistics.median(s[False].after_prompts / s[True].after_prompts for s in rounds),
+            "request_speedup": statistics.median(s[False].step_seconds / s[True].step_seconds for s in rounds),
+            "decode_speedup": statistics.median(s[False].decode_seconds / s[True].decode_seconds for s in rounds),
             "others": others,
             "acceptance": accepted / drafted if drafted else None,
             "gamma": drafted / checks if checks else 0.0,
             "new_tokens": exacts[0].new_tokens,
             "drafted": drafted // ROUNDS,
-            "full_tokens_per_s": rounds[0][False].new_tokens / rounds[0][False].seconds,
+            "full_tokens_per_s": rounds[0][False].new_tokens / rounds[0][False].step_seconds,
             "forward_ms": {
                 str(rows): 1e3 * (side.engine(1).planner.checks(rows) or 0.0) for rows in (batch, 2 * batch)
             },

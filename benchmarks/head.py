@@ -127,7 +127,7 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
             fast.head.short_from = 0 if on else math.inf
             engine = FastEngine(fast, schedule, max_rows=batch)
             said[on] = [row.tokens for row in engine.decode(asked)]
-            return engine.stats.after_prompts / engine.stats.steps
+            return engine.stats.decode_seconds / engine.stats.steps
 
         lap(True), lap(False)
         for _ in range(options.rounds):

@@ -11,7 +11,7 @@ import torch
 from engine_tools import decode
 from skipdecode import Schedule, attach
 from skipdecode.data.stopping import StopStrings
-from skipdecode.engine import GatedEngine, Request, Sampling
+from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 
@@ -58,13 +58,18 @@ def test_end_token_ends_its_row_only_and_is_counted(model: Any):
         assert (tokens, reason) == (expected, "eos" if end in before else "length")
 
 
-def test_stop_check_ends_its_row_only(model: Any):
-    plain, _ = decode(GatedEngine(model, PAPER), PROMPTS, 10)
-    last = plain[1][3]
-    found = decode(GatedEngine(model, PAPER), PROMPTS, 10, should_stop=lambda place, out: out.token == last)
-    for before, tokens, reason in zip(plain, *found, strict=True):
-        expected = before[: before.index(last) + 1] if last in before else before
-        assert (tokens, reason) == (expected, "stop" if last in before else "length")
+@pytest.mark.parametrize("kind", [FastEngine, GatedEngine])
+def test_a_cancelled_row_leaves_the_others_as_they_are(model: Any, kind: Any):
+    plain, _ = decode(kind(model, PAPER), PROMPTS, 10)
+    engine = kind(model, PAPER)
+    rows: list[list[int]] = [[] for _ in PROMPTS]
+    engine.submit([Request(tuple(prompt), 10) for prompt in PROMPTS])
+    while engine.has_work:
+        for out in engine.step():
+            rows[out.request].append(out.token)
+            if (out.request, out.position) == (1, 3):
+                engine.cancel(1)
+    assert rows == [row[:4] if number == 1 else row for number, row in enumerate(plain)]
 
 
 def test_requests_of_several_schedules_run_in_waves_of_their_own(model: Any):

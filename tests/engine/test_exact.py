@@ -120,16 +120,13 @@ def test_repeated_text_is_drafted_without_a_forward():
     assert made.planner.drafts(1) is None
 
 
-def test_an_end_token_and_a_stop_end_a_sequence_in_the_middle_of_its_drafts():
+def test_an_end_token_ends_a_sequence_in_the_middle_of_its_drafts():
     model = open_model(idle(4))
     want = tokens(FastEngine(model, FULL), requests(False))
     ends = frozenset({want[0][5], want[2][2]})
     plain = FastEngine(model, FULL).decode(requests(False, stop_ids=ends))
     made = engine(model, WITHOUT_IDLE, 5)
     assert made.decode(requests(True, stop_ids=ends)) == plain
-    stopped = made.decode(requests(True), lambda place, out: out.position == 4)
-    assert [row.tokens for row in stopped] == [row[:5] for row in want]
-    assert {row.finish_reason for row in stopped} == {"stop"}
     assert made.kv_bytes == 0
 
 

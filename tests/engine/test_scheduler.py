@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import Scheduler
 from skipdecode.engine.sequence import Sequence
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
 
@@ -67,12 +66,3 @@ def test_bad_settings_are_refused():
         Scheduler(0)
     with pytest.raises(UsageError, match="refill_below=2"):
         Scheduler(1, 2)
-
-
-def test_depth_order_gives_the_layers_of_a_budget():
-    schedule = Schedule.from_speedup(8, 2, 10)
-    order = DepthOrder(schedule)
-    for position in range(12):
-        assert order.layers(schedule.budget(position)) == schedule.layers(position)
-    with pytest.raises(ScheduleError, match="budget 1 "):
-        order.layers(1)

@@ -208,48 +208,23 @@ def test_streams_through_transformers_take_turns_too(model_dir: str, llm: LLM):
     assert ["".join(p) for p in zip(started, *pieces, strict=True)] == alone
 
 
-def orders(count: int) -> list[Schedule]:
-    """Schedules of as many drop orders, each of which needs an engine of its own."""
-    return [
-        Schedule(LAYERS, (layer, layer % 6 + 1), (LAYERS - 2,), name=f"order-{layer}") for layer in range(1, count + 1)
-    ]
-
-
-def test_idle_engines_are_few_and_the_least_recently_used_go_first(llm: LLM):
-    llm, schedules = LLM(llm.loaded), orders(6)
-    prompt = "what is it that you want"
-    for schedule in (*schedules, schedules[2]):
-        llm.generate(prompt, 4, schedule=schedule)
-    assert len(llm._engines) == 4
-    for schedule, kept in ((schedules[2], True), (schedules[5], True), (schedules[0], False), (schedules[3], False)):
-        assert (llm.generate(prompt, 4, schedule=schedule).stats.stats.prefix_hit_tokens > 0) == kept
-    streams = [llm.stream(prompt, 8, schedule=schedules[0]) for _ in range(7)]
+def test_calls_of_all_schedules_share_what_is_kept_of_prompts(llm: LLM):
+    llm, prompt = LLM(llm.loaded), "what is it that you want"
+    for number, schedule in enumerate(("full", "2x", Schedule(LAYERS, (3, 5), (LAYERS - 2,)))):
+        assert (llm.generate(prompt, 4, schedule=schedule).stats.prefix_hit_tokens > 0) == (number > 0)
+    streams = [llm.stream(prompt, 8, schedule="2x") for _ in range(3)]
     assert len({"".join(stream) for stream in streams}) == 1
-    assert len(llm._engines) == 4
-
-
-def test_what_is_kept_of_prompts_is_bounded_over_all_engines(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    llm, schedules, prompt = LLM(llm.loaded), orders(3), "what is it that you want"
-    llm.generate(prompt, 4, schedule=schedules[0])
-    (first,) = llm._engines
-    one = first.cached_bytes
-    assert one
-    monkeypatch.setattr("skipdecode.generation.llm.PREFIX_BYTES", 2 * one)
-    for schedule in schedules:
-        llm.generate(prompt, 4, schedule=schedule)
-        assert sum(engine.cached_bytes for engine in llm._engines) <= 2 * one
-    assert len(llm._engines) == 2
-    assert first not in llm._engines
+    assert llm.generate(prompt, 4).stats.prefix_hit_tokens > 0
 
 
 def test_an_engine_that_failed_in_a_stream_is_not_used_again(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     llm = LLM(llm.loaded)
     stream = llm.stream("hello", 8)
-    (engine,) = llm._engines
+    engine = llm._engine
     monkeypatch.setattr(engine, "step", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         next(stream)
-    assert engine not in llm._engines
+    assert engine is not llm._engine
     assert llm.generate("hello", 4)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from skipdecode.engine import Engine, Request, Sampling
 
@@ -16,7 +15,6 @@ def decode(
     ends: Sequence[int] = (),
     sampling: Sampling | None = None,
     keys: Sequence[int] | None = None,
-    should_stop: Any = None,
 ) -> tuple[list[list[int]], list[str]]:
     """New tokens and finish reasons of each prompt; a job's `sampling` gives each row a seed of its own by `keys`."""
     job = sampling or Sampling()
@@ -24,5 +22,5 @@ def decode(
         Request(tuple(prompt), new, job.for_row(key), frozenset(ends))
         for prompt, key in zip(prompts, range(len(prompts)) if keys is None else keys, strict=True)
     ]
-    rows = engine.decode(requests, should_stop)
+    rows = engine.decode(requests)
     return [row.tokens for row in rows], [row.finish_reason for row in rows]

@@ -82,10 +82,25 @@ def until(condition: Any, seconds: float = 20.0) -> None:
         time.sleep(0.005)
 
 
+def change_engines(service: Service, change: Any) -> None:
+    """Have `change` take every engine that the worker makes from now on."""
+    make = service.worker._make_engine
+
+    def made() -> Any:
+        engine = make()
+        change(engine)
+        return engine
+
+    service.worker._make_engine = made
+
+
 def slowed(service: Service, seconds: float) -> Service:
     """The service with steps that take at least so long, so that there is time to do something meanwhile."""
-    for group in service.worker._groups:
-        group.step = _later(group.step, seconds)
+
+    def later(engine: Any) -> None:
+        engine.step = _later(engine.step, seconds)
+
+    change_engines(service, later)
     return service
 
 

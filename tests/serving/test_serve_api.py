@@ -345,8 +345,8 @@ def test_tokens_that_the_prefix_cache_had_are_told():
         assert asked(beginning + "b", n=3)[0] == 80  # the prompt counts once
         assert asked(beginning + "b", "full")[0] == 80  # prompts run every layer under both
         assert asked([beginning, "c" * 40])[0] == 80
-        assert asked(beginning, "even")[0] == 0  # another drop order: another engine
-        assert counted("prefix_hit_tokens_total") == [80, 240, 0]
+        assert asked(beginning, "even")[0] == 80  # and under one of another drop order
+        assert counted("prefix_hit_tokens_total") == [80, 240, 80]
         until(lambda: is_idle(service))
         assert metric(service, "prefix_cache_bytes") > 0
     service = tiny_service(prefix_cache=False)

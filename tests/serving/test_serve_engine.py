@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from checkpoints import byte_tokenizer
 from kernel_reference import kernels_or_skip
 from serve_tools import greedy, metric, running, tiny_service
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.drafts import Planner
-from skipdecode.engine.fast_model import open_model
-from skipdecode.engine.opening import Backend
-from skipdecode.errors import ScheduleError
 from skipdecode.schedule.order import top_down
-from skipdecode.serving.groups import make_groups
+from skipdecode.serving.service import open_service
 from tiny import LAYERS, tiny_model
 
 NEW = 12
@@ -36,36 +34,52 @@ def decode(engine, numbers):
     return list(got.values())
 
 
-def test_schedules_of_one_drop_order_share_a_batch():
+OTHER_ORDERS = [
+    Schedule(LAYERS, top_down(LAYERS, 1), (LAYERS - 1, LAYERS - 2, 4)),
+    Schedule.even(LAYERS, (6, 5, 4)),
+    Schedule(LAYERS, (3, 5, 1), (LAYERS - 1, LAYERS - 3), prompt="max_exit"),
+    Schedule.from_speedup(LAYERS, 2, NEW).with_prompt((0, 1, 2)),
+]
+
+
+@pytest.mark.parametrize("schedules", [SCHEDULES, OTHER_ORDERS, SCHEDULES + OTHER_ORDERS], ids=["one order", "4", "5"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_schedules_of_any_drop_order_share_an_engine(schedules, exact, monkeypatch):
+    monkeypatch.setattr(Planner, "plan", lambda planner, rows, drafters: [min(2, each.room) for each in drafters])
     model = tiny_model("llama")
-    engine = FastEngine(model, Schedule.constant(LAYERS, LAYERS), max_rows=4, refill_below=1)
-    numbers = [engine.submit([Request(p, NEW)], s)[0] for p, s in zip(PROMPTS, SCHEDULES, strict=True)]
-    together = decode(engine, numbers)
-    for prompt, schedule, row in zip(PROMPTS, SCHEDULES, together, strict=True):
-        alone = list(FastEngine(model, schedule).run([Request(prompt, NEW)]))
+    engine = FastEngine(model, SCHEDULES[0], max_rows=6, refill_below=1, prompt_tokens=37, prefix_cache=True)
+    rows = [(Request(p, NEW, exact=exact and len(p) == 3), s) for s in schedules for p in PROMPTS]
+    numbers = [engine.submit([request], schedule)[0] for request, schedule in rows]
+    for (request, schedule), row in zip(rows, decode(engine, numbers), strict=True):
+        alone = list(FastEngine(model, schedule).run([request]))
         assert [(o.token, o.layers) for o in row] == [(o.token, o.layers) for o in alone]
     assert engine.kv.bytes_held == 0
+
+
+def test_rows_of_one_drop_order_share_a_forward():
+    model, full = tiny_model("llama"), Schedule.full(LAYERS)
+    steps = []
+    for schedules in ([SCHEDULES[1], SCHEDULES[2], full], [SCHEDULES[2], OTHER_ORDERS[0], full]):
+        engine = FastEngine(model, full, max_rows=3)
+        for schedule in schedules:
+            engine.submit([Request(PROMPTS[1], NEW)], schedule)
+        engine.decode([])
+        steps.append(engine.stats.steps)
+    assert steps[0] == NEW - 1
+    assert steps[0] < steps[1] <= 2 * steps[0]
 
 
 def test_a_running_row_of_the_server_waits_for_a_part_of_a_long_prompt():
     kernels_or_skip()
     model = tiny_model("llama", max_position_embeddings=1024)
-    source = Backend(model, open_model(model))
-    (group,) = make_groups(source, [SCHEDULES[1]], 4)
-    engine = group._make()
+    engine = open_service(
+        model, byte_tokenizer(), name="tiny", carried=SCHEDULES[1], engine="fast"
+    ).worker._make_engine()
     first, long = engine.submit([Request(PROMPTS[0], 20), Request(tuple(3 + i % 90 for i in range(600)), 1)])
     order = [out.request for out in engine.run([])]
     # 124 tokens of the long prompt beside the short one, then 128 at a time, each with a token of the first row.
     assert order.index(long) == 4
     assert order[:4] == [first] * 4
-
-
-def test_another_drop_order_needs_another_engine():
-    engine = FastEngine(tiny_model("llama"), Schedule.constant(LAYERS, LAYERS))
-    with pytest.raises(ScheduleError, match="another order"):
-        engine.submit([Request(PROMPTS[0], NEW)], Schedule(LAYERS, top_down(LAYERS, 1), (4,)))
-    # As far as it drops, the order is the same.
-    engine.submit([Request(PROMPTS[0], NEW)], Schedule(LAYERS, (1, 2, 6, 5), (6,)))
 
 
 def test_cancel_drops_what_waits():

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from serve_tools import greedy, metric, running, slowed, tiny_service, until
+from serve_tools import change_engines, greedy, metric, running, slowed, tiny_service, until
 from skipdecode.serving.server import _SWITCH_SECONDS
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -58,15 +58,19 @@ def totals(service, name):
 
 def busy_once(service, seconds):
     """The event loop does something else for so long, from the first step on."""
-    group = service.worker._groups[0]
-    step, worker = group.step, service.worker
+    worker = service.worker
 
-    def stepped():
-        group.step = step
-        worker._loop.call_soon_threadsafe(time.sleep, seconds)
-        return step()
+    def once(engine):
+        step = engine.step
 
-    group.step = stepped
+        def stepped():
+            engine.step = step
+            worker._loop.call_soon_threadsafe(time.sleep, seconds)
+            return step()
+
+        engine.step = stepped
+
+    change_engines(service, once)
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.4], ids=["", "while the event loop is busy"])
@@ -126,13 +130,8 @@ def test_the_times_of_a_whole_answer_add_up_to_the_client_s():
 
 def slow_forwards(service, seconds):
     """Each forward of the model takes so long."""
-    for group in service.worker._groups:
-        group._make = slower(group._make, seconds)
 
-
-def slower(make, seconds):
-    def made():
-        engine = make()
+    def slower(engine):
         forward = type(engine.model).forward
 
         def waited(*given):
@@ -140,9 +139,8 @@ def slower(make, seconds):
             return forward(engine.model, *given)
 
         engine.model.forward = waited
-        return engine
 
-    return made
+    change_engines(service, slower)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -90,7 +90,7 @@ def run(config: Config) -> int:
 
 def _open(config: Config, choice: ScheduleChoice) -> LLM:
     from skipdecode.generation.llm import LLM
-    from skipdecode.generation.summary import schedule_line
+    from skipdecode.generation.stats import schedule_line
 
     loaded = config.load()
     if (fault := chat_fault(loaded.tokenizer)) is not None:
@@ -157,7 +157,7 @@ class _Session:
             raise UsageError(f"unknown command /{name}: /help lists the commands")
 
     def _switch(self, asked: str) -> None:
-        from skipdecode.generation.summary import schedule_line
+        from skipdecode.generation.stats import schedule_line
 
         file = schedule_file(f"{self._config.model}-{asked}")
         named = file if file in self._config.ref.schedule_files else asked

@@ -239,11 +239,11 @@ def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
 
 
 def _decode_seconds(lap: _Lap) -> float:
-    return lap.stats.after_prompts
+    return lap.stats.decode_seconds
 
 
 def _request_seconds(lap: _Lap) -> float:
-    return lap.stats.seconds
+    return lap.stats.step_seconds
 
 
 def _text(tokenizer: Any, tokens: list[int], end_tokens: frozenset[int]) -> str:

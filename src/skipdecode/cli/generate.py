@@ -57,7 +57,7 @@ from skipdecode.schedule import Schedule
 if TYPE_CHECKING:
     from skipdecode.engine.opening import Backend
     from skipdecode.generation.run import Job
-    from skipdecode.generation.summary import RunSummary
+    from skipdecode.generation.stats import RunStats
 
 
 def _output_files(output: str) -> list[Path]:
@@ -191,7 +191,7 @@ def _form(config: Config) -> PromptForm:
 
 
 def _tell_schedule(config: Config, chosen: ScheduleChoice, loaded: LoadedModel) -> None:
-    from skipdecode.generation.summary import schedule_line
+    from skipdecode.generation.stats import schedule_line
 
     note(schedule_line(*chosen))
     if not config.exact and (line := loaded.untuned_line([chosen.schedule])):
@@ -259,9 +259,9 @@ def _job(config: Config, loaded: LoadedModel, form: PromptForm, engines: Backend
 
 def _generate(
     source: PromptSource, form: PromptForm, config: Config, job: Job, writer: RowWriter, rows: int
-) -> RunSummary:
+) -> RunStats:
     from skipdecode.generation.run import generate_rows, refuse_bad_rows
-    from skipdecode.generation.summary import BadRows
+    from skipdecode.generation.stats import BadRows
 
     if config.on_error == "stop":
         refuse_bad_rows(source.records(form), job.encoder)
@@ -271,7 +271,7 @@ def _generate(
     shown = not (_prints_text(config) and sys.stdout.isatty())  # on a terminal, the text shows the progress
     with progress_bar(rows, "record", done=writer.rows_before, shown=shown) as bar:
 
-        def progress(ended: int, summary: RunSummary) -> None:
+        def progress(ended: int, summary: RunStats) -> None:
             bar.set_postfix_str(f"{summary.tokens_per_s:.0f} tokens/s", refresh=False)
             bar.update(ended)
 
@@ -285,14 +285,13 @@ def _generate(
     return summary
 
 
-def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None:
-    from skipdecode.generation.summary import summary_lines
+def _tell(config: Config, summary: RunStats, settings: dict[str, Any]) -> None:
+    from skipdecode.generation.stats import summary_lines
 
     for line in summary_lines(summary):
         note(line)
-    stats = summary.stats
-    if asked := stats.short_heads + stats.head_fallbacks:
-        detail(f"the 8-bit copy of the head decided {stats.short_heads} of {asked} forwards")
+    if asked := summary.short_heads + summary.head_fallbacks:
+        detail(f"the 8-bit copy of the head decided {summary.short_heads} of {asked} forwards")
     if summary.comparison is not None:
         _tell_comparison(summary.comparison.to_dict())
     if config.summary is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,9 +22,6 @@ ENGINES = ("auto", "fast", "transformers")
 """The engines that a user may name; see `skipdecode.engine.opening.open_fast`."""
 QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
 
-StopCheck = Callable[[int, StepOutput], bool]
-"""Called with the index of a request and its new token; True ends the sequence with reason "stop"."""
-
 
 @dataclass
 class EngineStats:
@@ -36,7 +33,7 @@ class EngineStats:
         Forwards in which sequences decode; prompts may share such a forward.
     prompt_tokens, prefix_hit_tokens, new_tokens : int
         Prompt tokens that ran, prompt tokens from the prefix cache, and generated tokens.
-    seconds : float
+    step_seconds : float
         Total time in `step`.
     prompt_seconds : float
         Time in forwards of prompts. If a forward has prompts and decoding sequences, its time is split in proportion
@@ -61,7 +58,7 @@ class EngineStats:
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     new_tokens: int = 0
-    seconds: float = 0.0
+    step_seconds: float = 0.0
     prompt_seconds: float = 0.0
     fed_tokens: int = 0
     token_layers: int = 0
@@ -75,9 +72,9 @@ class EngineStats:
     kv_bytes_full_peak: int = 0
 
     @property
-    def after_prompts(self) -> float:
+    def decode_seconds(self) -> float:
         """Seconds of decoding: all time outside the forwards of prompts."""
-        return self.seconds - self.prompt_seconds
+        return self.step_seconds - self.prompt_seconds
 
     @property
     def mean_layers(self) -> float | None:
@@ -147,7 +144,7 @@ class Engine(ABC):
         Raises
         ------
         ScheduleError
-            The engine cannot run the schedule beside its own.
+            The schedule is for another number of layers, or the engine runs at full depth only.
         UsageError
             A request can never run on this engine.
         """
@@ -202,10 +199,6 @@ class Engine(ABC):
         """Whether a request waits or runs."""
         return bool(self.waiting or self.rows)
 
-    def takes(self, schedule: Schedule) -> bool:
-        """Whether `submit` accepts requests under this schedule."""
-        return schedule.num_layers == self.num_layers
-
     def close(self) -> None:  # noqa: B027  # most have nothing to give back
         """Drop all requests and free their memory; the model is as before."""
 
@@ -233,20 +226,9 @@ class Engine(ABC):
             self.close()
             raise
 
-    def decode(
-        self, requests: Collection[Request], should_stop: StopCheck | None = None, schedule: Schedule | None = None
-    ) -> list[Decoded]:
+    def decode(self, requests: Collection[Request], schedule: Schedule | None = None) -> list[Decoded]:
         """Decode requests to their ends, under the engine's schedule or their own; the rows in their order."""
         sequences = self._sequences(requests, schedule)
-        places = {sequence.number: place for place, sequence in enumerate(sequences)}
         while self.has_work:
-            for out in self.step():
-                place = places[out.request]
-                sequence = sequences[place]
-                if should_stop is None or sequence.finish_reason == "stop":
-                    continue
-                if should_stop(place, out):
-                    sequence.finish_reason = "stop"
-                    del sequence.output[out.position + 1 :]  # which an engine of whole batches has given
-                    self.cancel(out.request)
+            self.step()
         return [Decoded(sequence.output, sequence.finish_reason or "length") for sequence in sequences]

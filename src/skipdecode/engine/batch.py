@@ -33,6 +33,11 @@ class Chunk(NamedTuple):
         """The position after the last token."""
         return self.start + len(self.tokens)
 
+    @property
+    def has_own_layers(self) -> bool:
+        """Whether the tokens are of a prompt with layers of its own."""
+        return self.sequence.in_prefill and self.sequence.prompt.own
+
 
 class TokenRows(NamedTuple):
     """The rows of one forward. A row is a token: its id, its slot (the sequence's place in the KV store), its position.
@@ -74,6 +79,26 @@ class _Span(NamedTuple):
     held: tuple[int, ...]
     place: int
     scored: bool = False
+
+
+def forwards(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """The chunks of each forward of a step: within one, layer sets are nested, so that rows of a layer are neighbours.
+
+    Schedules of one drop order share a forward, and full depth joins any. Prompts with layers of their own join the
+    first forward (see `token_rows`).
+    """
+    others = [chunk for chunk in chunks if not chunk.has_own_layers]
+    chains: list[list[tuple[int, ...]]] = []
+    for layers in sorted({chunk.layers for chunk in others}, key=len, reverse=True):
+        wider = [chain for chain in chains if set(layers) <= set(chain[-1])]
+        if wider:
+            min(wider, key=lambda chain: len(chain[-1])).append(layers)
+        else:
+            chains.append([layers])
+    if len(chains) < 2:
+        return [chunks] if chunks else []
+    parts = [[chunk for chunk in others if chunk.layers in chain] for chain in chains]
+    return [[chunk for chunk in chunks if chunk.has_own_layers] + parts[0], *parts[1:]]
 
 
 def token_rows(chunks: list[Chunk], num_layers: int, taps: int = 0) -> tuple[TokenRows, list[Sequence]]:

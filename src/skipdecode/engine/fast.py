@@ -95,10 +95,8 @@ class FastEngine(DecodeLoop):
     # ------------------------------------------------------------------ keys and values
 
     def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
-        """Refuses sequences that drop layers in another order, are too long for the model or for `kv_bytes`, or have
-        tokens outside its vocabulary.
-        """
-        self._order.check(schedule)
+        """Refuses sequences that are too long for the model or `kv_bytes`, or have tokens outside its vocabulary."""
+        schedule.check_fits(self.num_layers)
         for sequence in new:
             self.model.ensure_positions(sequence.total_tokens)
             sequence.request.check_vocabulary(self.model.vocab_size)

@@ -126,7 +126,7 @@ class GatedEngine(Engine):
         except BaseException:
             self.close()
             raise
-        self.stats.seconds += time.perf_counter() - start
+        self.stats.step_seconds += time.perf_counter() - start
         return outputs
 
     # ------------------------------------------------------------------ batches

@@ -8,8 +8,7 @@ from operator import eq
 from typing import Any
 
 from skipdecode.engine.base import Engine, NextToken
-from skipdecode.engine.batch import Chunk
-from skipdecode.engine.depth import DepthOrder
+from skipdecode.engine.batch import Chunk, forwards
 from skipdecode.engine.drafts import Planner
 from skipdecode.engine.requests import StepOutput
 from skipdecode.engine.scheduler import PROMPT_TOKENS, Scheduler
@@ -54,7 +53,6 @@ class DecodeLoop(Engine):
         prompt_tokens: int = PROMPT_TOKENS,
     ) -> None:
         super().__init__(schedule)
-        self._order = DepthOrder(schedule)
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, refill_below, in_order=in_order)
         self._prefilling: list[Sequence] = []
@@ -68,10 +66,6 @@ class DecodeLoop(Engine):
     @property
     def rows(self) -> int:
         return len(self._decoding) + len(self._prefilling)
-
-    def takes(self, schedule: Schedule) -> bool:
-        """See `Engine`: schedules that drop layers in this engine's order."""
-        return self._order.takes(schedule)
 
     def close(self) -> None:
         for sequence in self._prefilling + self._decoding:
@@ -90,9 +84,10 @@ class DecodeLoop(Engine):
         self._scheduler.drop(number)
 
     def step(self) -> list[StepOutput]:
-        """Admit sequences, then run one forward: a part of the waiting prompts, and one token of every other sequence.
+        """Admit sequences, then run a part of the waiting prompts, and one token of every other sequence.
 
-        Drafts of exact sequences run before it, and are checked in it.
+        That is one forward, unless schedules of several drop orders run (see `forwards`). Drafts of exact sequences run
+        before it, and are checked in it.
         """
         start = time.perf_counter()
         for sequence in self._scheduler.admit(self.rows, self._free_pages()):
@@ -105,8 +100,8 @@ class DecodeLoop(Engine):
             self._fall(sequence)
             tokens = sequence.output[-1], *drafted.get(sequence, ())
             chunks.append(Chunk.following(sequence, tokens))
-        outputs = self._forward(chunks, drafted) if chunks else []
-        self.stats.seconds += time.perf_counter() - start
+        outputs = [out for part in forwards(chunks) for out in self._forward(part, drafted)]
+        self.stats.step_seconds += time.perf_counter() - start
         return outputs
 
     # ------------------------------------------------------------------ what subclasses say
@@ -146,8 +141,8 @@ class DecodeLoop(Engine):
     # ------------------------------------------------------------------ one forward
 
     def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
-        """Refuses schedules that drop layers in another order."""
-        self._order.check(schedule)
+        """Refuses schedules for another number of layers."""
+        schedule.check_fits(self.num_layers)
         self._scheduler.submit(new)
 
     def _next_prefill(self) -> list[Chunk]:
@@ -224,20 +219,21 @@ class DecodeLoop(Engine):
             for sequence in samplers
             if len(drafted[sequence]) < wanted[sequence]
         ]:
-            start = time.perf_counter()
-            due, predicted = self._run(chunks, drafting=True)
-            for row, sequence in enumerate(due):
-                draft = self._choose(predicted, row, samplers[sequence])
-                drafted[sequence] += (draft.token,)
-                if draft.logprob < self.planner.least_logprob:
-                    del samplers[sequence]
-            self.planner.drafts.note(len(chunks), time.perf_counter() - start)
-            self.stats.token_layers += sum(len(chunk.layers) for chunk in chunks)
+            for part in forwards(chunks):
+                start = time.perf_counter()
+                due, predicted = self._run(part, drafting=True)
+                for row, sequence in enumerate(due):
+                    draft = self._choose(predicted, row, samplers[sequence])
+                    drafted[sequence] += (draft.token,)
+                    if draft.logprob < self.planner.least_logprob:
+                        del samplers[sequence]
+                self.planner.drafts.note(len(part), time.perf_counter() - start)
+                self.stats.token_layers += sum(len(chunk.layers) for chunk in part)
         return drafted
 
     def _draft_chunk(self, sequence: Sequence, drafts: tuple[int, ...]) -> Chunk:
         """The last token or draft, which runs the layers of its position under the schedule."""
-        layers = self._order.layers(sequence.drafter.schedule.budget(len(sequence.output) - 1 + len(drafts)))
+        layers = sequence.drafter.schedule.layers(len(sequence.output) - 1 + len(drafts))
         token = drafts[-1] if drafts else sequence.output[-1]
         return Chunk(sequence, (token,), sequence.ran + len(drafts), layers)
 
@@ -254,7 +250,7 @@ class DecodeLoop(Engine):
 
     def _fall(self, sequence: Sequence) -> None:
         """Drop the layers that the next token of a decoding sequence does not run."""
-        layers = self._order.layers(sequence.next_budget)
+        layers = sequence.schedule.layers(len(sequence.output) - 1)
         if layers != sequence.layers:
             keep = set(layers)
             self._drop(sequence, [layer for layer in sequence.layers if layer not in keep])

@@ -81,11 +81,6 @@ class Backend:
             prompt_tokens=prompt_tokens,
         )
 
-    def for_order(self, order: tuple[int, ...], **options: Any) -> Engine:
-        """An engine for requests with their own schedules of this drop order; `options` as in `engine`."""
-        stand_in = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
-        return self.engine(stand_in, **options)
-
 
 def open_engines(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> Backend:
     """A model's backend; see `open_fast`."""

@@ -92,12 +92,6 @@ class Sequence:
         """Whether some prompt tokens have not run yet."""
         return self.ran < len(self.request.prompt)
 
-    @property
-    def next_budget(self) -> int:
-        """Number of layers that the last output token runs when it is fed back."""
-        budgets = self.schedule.budgets
-        return budgets[min(len(self.output), len(budgets)) - 1]
-
     def append(self, token: int) -> None:
         """Append a new token, and end the sequence if the token is its last."""
         self.output.append(token)

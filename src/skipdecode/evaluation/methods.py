@@ -103,7 +103,7 @@ class Method:
         return Generation(
             [sequence.tokens for sequence in decoded],
             stats.prompt_seconds,
-            stats.after_prompts,
+            stats.decode_seconds,
             stats.token_layers,
             stats.fed_tokens,
             stats.steps,

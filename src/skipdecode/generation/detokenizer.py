@@ -5,16 +5,11 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from skipdecode.data.stopping import StopSearch, StopStrings
-from skipdecode.engine.base import Engine
-from skipdecode.engine.requests import FinishReason, Request, StepOutput
-from skipdecode.errors import UsageError
-from skipdecode.generation.summary import RunSummary
-from skipdecode.schedule import Schedule
+from skipdecode.engine.requests import StepOutput
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 4
@@ -173,99 +168,6 @@ class Detokenizer:
             pieces.append(Piece(output, text[:length], own if length else None))
             length -= len(pieces[-1].text)
         return pieces
-
-
-class TextStream(Iterator[str]):
-    """The text of one request, in pieces; no one else uses the engine until the stream has ended.
-
-    Parameters
-    ----------
-    engine : Engine
-        Idle.
-    schedule : Schedule
-        Of the request.
-    reader : Detokenizer
-        Fresh.
-    summed : callable
-        From all tokens to the figures, called at the end.
-    failed : callable
-        Called if a step raises: the engine must not be used again.
-    turn : context manager
-        Held during each step, and while the stream is closed.
-
-    Attributes
-    ----------
-    text, tokens : str, list of int
-        The text and tokens so far.
-    finish_reason : {"eos", "length", "stop"} or None
-        None before the end, and of a stream that was closed before it.
-    stats : RunSummary or None
-        None before the end.
-    """
-
-    _open = False
-
-    def __init__(
-        self,
-        engine: Engine,
-        request: Request,
-        schedule: Schedule,
-        reader: Detokenizer,
-        summed: Callable[[list[int]], RunSummary],
-        failed: Callable[[], None],
-        turn: AbstractContextManager[object],
-    ) -> None:
-        self.text, self.tokens = "", list[int]()
-        self.finish_reason: FinishReason | None = None
-        self.stats: RunSummary | None = None
-        self._engine, self._reader, self._summed, self._failed, self._turn = engine, reader, summed, failed, turn
-        (self._number,) = engine.submit([request], schedule)
-        self._open = True
-
-    def __next__(self) -> str:
-        while self._open:
-            with self._turn:
-                piece = self._step()
-            if piece:
-                return piece
-        raise StopIteration
-
-    def _step(self) -> str:
-        try:
-            outputs = self._engine.step()
-        except BaseException:
-            self._open = False
-            self._failed()
-            raise
-        piece = "".join(self._take(out) for out in outputs)
-        self.text += piece
-        if self.finish_reason is not None:
-            self.close()
-        return piece
-
-    def close(self) -> None:
-        """End the stream now, if it has not ended."""
-        if not self._open:
-            return
-        with self._turn:
-            if self._open:
-                self._open = False
-                self._engine.cancel(self._number)
-                self.stats = self._summed(self.tokens)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("a stream is not copied or pickled: begin another with LLM.stream")
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _take(self, out: StepOutput) -> str:
-        if self.finish_reason is not None:
-            return ""  # behind a stop string, in the same step
-        self.tokens.append(out.token)
-        pieces = self._reader.push(out)
-        self.finish_reason = "stop" if self._reader.stopped else out.finish_reason
-        return "".join(piece.text for piece in pieces)
 
 
 class _Decoder:

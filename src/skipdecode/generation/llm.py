@@ -23,11 +23,10 @@ from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.records import Message
 from skipdecode.data.stopping import StopStrings
-from skipdecode.engine.base import Engine, EngineStats
+from skipdecode.engine.base import Engine
 from skipdecode.engine.loading import checked_name, load
 from skipdecode.engine.opening import end_tokens, open_engines
-from skipdecode.engine.prefix import PREFIX_BYTES
-from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
+from skipdecode.engine.requests import FinishReason, Sampling
 from skipdecode.errors import (
     DataError,
     ModelLoadError,
@@ -35,9 +34,10 @@ from skipdecode.errors import (
     UntunedScheduleWarning,
     UsageError,
 )
-from skipdecode.generation.detokenizer import TextStream, TokenTexts
+from skipdecode.generation.detokenizer import TokenTexts
+from skipdecode.generation.loop import Generated, TextLoop, TextStream
 from skipdecode.generation.run import Decoding
-from skipdecode.generation.summary import RunSummary
+from skipdecode.generation.stats import RunStats
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.families import unwrap, vocabulary_size
 from skipdecode.models.loading.hub import LoadedModel
@@ -45,13 +45,10 @@ from skipdecode.models.loading.recipe import named_schedules
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, parse_schedule
-from skipdecode.schedule.order import bottom_up
 
 Prompt = str | list[Message] | Mapping[str, Any]
 """A text; a chat, as a list of ``{"role": …, "content": …}``; or a record for the checkpoint's template."""
 
-_MOST_IDLE = 4
-"""Engines that are kept between calls: one for each drop order, and one for each concurrent stream."""
 _LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """One for each model: its weights, buffers and layers serve one forward at a time."""
 M = TypeVar("M", bound=Callable[..., Any])
@@ -97,11 +94,11 @@ class Outputs(list[Output]):
 
     Attributes
     ----------
-    stats : RunSummary
+    stats : RunStats
         The statistics of the call.
     """
 
-    stats: RunSummary
+    stats: RunStats
 
 
 class LLM:
@@ -132,7 +129,7 @@ class LLM:
         Model, tokenizer, carried schedule and recipe.
     backend : Backend
         Opens engines of the model.
-    stats : RunSummary or None
+    stats : RunStats or None
         The statistics of the last finished call.
 
     Raises
@@ -166,7 +163,7 @@ class LLM:
         self.tokenizer: Any = self.loaded.tokenizer
         self._texts = TokenTexts(self.tokenizer)
         self.num_layers = self.loaded.num_layers
-        self.stats: RunSummary | None = None
+        self.stats: RunStats | None = None
         self._schedule = schedule
         self._max_rows = _positive("max_rows", max_rows)
         self.schedule_of(schedule)
@@ -174,7 +171,7 @@ class LLM:
         with self._lock:  # the projection weights may be fused
             self.backend = open_engines(self.loaded.model, engine, note, quantization)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
-        self._engines: list[Engine] = []
+        self._engine: Engine | None = None
         self._warned: set[Schedule] = set()
         self._told: set[str] = set()
 
@@ -260,23 +257,20 @@ class LLM:
         start = time.perf_counter()
         options = {"schedule": schedule, "stop": stop, "template": template, "exact": exact} | sampling
         encoded, how, chosen = self._prepared(_listed(prompts), max_new_tokens, **options)
-        engine, readers = self._engine(chosen), [how.reader() for _ in encoded]
-        texts = [""] * len(encoded)
-
-        def take(place: int, out: StepOutput) -> bool:
-            texts[place] += "".join(piece.text for piece in readers[place].push(out))
-            return readers[place].stopped
-
+        loop = TextLoop[Generated](self._idle_engine())
+        rows = [how.begin(prompt) for prompt in encoded]
         try:
-            rows = engine.decode([how.request(prompt) for prompt in encoded], take, chosen)
+            loop.submit(rows, chosen)
+            while loop.running:
+                loop.ended()
         except BaseException:
-            self._drop(engine)  # its prefix cache may be incomplete
+            self._drop(loop.engine)  # its prefix cache may be incomplete
             raise
         outputs = Outputs(
-            Output(prompt.text, text, row.tokens, row.finish_reason)
-            for prompt, text, row in zip(encoded, texts, rows, strict=True)
+            Output(prompt.text, row.text, row.tokens, row.finish_reason or "length")
+            for prompt, row in zip(encoded, rows, strict=True)
         )
-        outputs.stats = self._summed(engine, start, [row.tokens for row in rows])
+        outputs.stats = self._summed(loop.engine, start, [row.tokens for row in rows])
         return outputs
 
     @_one_at_a_time
@@ -287,12 +281,11 @@ class LLM:
         """
         start = time.perf_counter()
         (encoded,), how, chosen = self._prepared([prompt], max_new_tokens, **options)
-        engine = self._engine(chosen)
+        engine = self._idle_engine()
         return TextStream(
-            engine,
-            how.request(encoded),
+            TextLoop(engine),
+            how.begin(encoded),
             chosen,
-            how.reader(),
             lambda tokens: self._summed(engine, start, [tokens]),
             lambda: self._drop(engine),
             self._lock,
@@ -351,32 +344,23 @@ class LLM:
                 raise DataError(prompt.error, index=index)
         return encoded, how, asked
 
-    def _engine(self, schedule: Schedule) -> Engine:
-        """An idle engine for the schedule, with new statistics and its earlier prefix cache."""
-        found = next((engine for engine in self._engines if engine.takes(schedule) and not engine.has_work), None)
-        if found is None:
-            # Full depth is possible with any order.
-            carried = self.loaded.schedule
-            order = schedule.drop_order or (carried and carried.drop_order) or bottom_up(self.num_layers, 1)
-            found = self.backend.for_order(order, max_rows=self._max_rows, prefix_cache=True)
-        else:
-            self._engines.remove(found)
-        self._engines.append(found)  # least recently used first
-        found.stats = EngineStats()
-        return found
+    def _idle_engine(self) -> Engine:
+        """The engine of earlier calls, with their prompts in its prefix cache; a new one while a stream runs on it."""
+        if self._engine is None or self._engine.has_work:
+            self._engine = self.backend.engine(max_rows=self._max_rows, prefix_cache=True)
+        self._engine.stats = RunStats(num_layers=self.num_layers)
+        return self._engine
 
     def _drop(self, engine: Engine) -> None:
         engine.close()
-        self._engines.remove(engine)
+        self._engine = None if self._engine is engine else self._engine
 
-    def _summed(self, engine: Engine, start: float, rows: Sequence[list[int]]) -> RunSummary:
-        at_once = sum(len(tokens) == 1 and tokens[0] in self._ends for tokens in rows)
-        seconds = time.perf_counter() - start
-        self.stats = RunSummary(self.num_layers, engine.stats, len(rows), ended_at_once=at_once, seconds=seconds)
-        idle = [each for each in self._engines if not each.has_work]
-        while len(idle) > _MOST_IDLE or sum(each.cached_bytes for each in idle) > PREFIX_BYTES:
-            self._drop(idle.pop(0))
-        return self.stats
+    def _summed(self, engine: Engine, start: float, rows: Sequence[list[int]]) -> RunStats:
+        stats = cast("RunStats", engine.stats)
+        stats.rows, stats.seconds = len(rows), time.perf_counter() - start
+        stats.ended_at_once = sum(len(tokens) == 1 and tokens[0] in self._ends for tokens in rows)
+        self.stats = stats
+        return stats
 
 
 def _positive(name: str, value: Any) -> int:

@@ -18,11 +18,12 @@ from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
-from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
+from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, WorkError
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
+from skipdecode.generation.loop import Generated, TextLoop
 from skipdecode.generation.output import RowWriter
-from skipdecode.generation.summary import RunSummary, SpeedComparison
+from skipdecode.generation.stats import RunStats, SpeedComparison
 
 _COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64
@@ -55,6 +56,10 @@ class Decoding:
     stop: StopStrings = field(default_factory=StopStrings)
     exact: bool = False
 
+    def begin(self, prompt: EncodedPrompt) -> Generated:
+        """The request of a prompt for a `TextLoop`."""
+        return Generated(self.request(prompt), self.reader())
+
     def request(self, prompt: EncodedPrompt) -> Request:
         """The request for the engine."""
         room = self.max_new_tokens if prompt.room is None else min(self.max_new_tokens, prompt.room)
@@ -86,32 +91,30 @@ class Job(Decoding):
     repeat: Callable[[EncodedPrompt], str] | None = None
     full_depth: Callable[[int], Engine] | None = None
 
-    def row(self, prompt: EncodedPrompt, text: str, tokens: int, finish_reason: FinishReason) -> dict[str, Any]:
+    def row(self, one: _Row) -> dict[str, Any]:
         """The output record of a sequence."""
         return {
-            "id": prompt.record.id,
-            **({} if self.repeat is None else {"prompt": self.repeat(prompt)}),
-            "text": text,
-            "new_tokens": tokens,
-            "finish_reason": finish_reason,
+            "id": one.prompt.record.id,
+            **({} if self.repeat is None else {"prompt": self.repeat(one.prompt)}),
+            "text": one.text,
+            "new_tokens": len(one.tokens),
+            "finish_reason": one.finish_reason,
         }
 
 
-@dataclass
-class _Open:
+@dataclass(eq=False)
+class _Row(Generated):
     """A record whose sequence is running."""
 
     prompt: EncodedPrompt
-    reader: Detokenizer
-    text: list[str] = field(default_factory=list)
 
 
 class _Run:
     """A running job."""
 
-    def __init__(self, job: Job, writer: RowWriter, rows: int, summary: RunSummary, engine: Engine) -> None:
-        self.job, self.writer, self.summary, self.engine = job, writer, summary, engine
-        self.open: dict[int, _Open] = {}
+    def __init__(self, job: Job, writer: RowWriter, rows: int, stats: RunStats, engine: Engine) -> None:
+        self.job, self.writer, self.stats = job, writer, stats
+        self.loop = TextLoop[_Row](engine)
         self.compared: list[list[Request]] = []  # each with as many tokens as its sequence took
         self._every = max(1, rows // job.batch_size // _COMPARED_BATCHES)
         self._finished = 0
@@ -125,52 +128,36 @@ class _Run:
             record = prompt.record  # its line number might be the id of another record
             error = {"id": record.id if record.has_id else None, "line": record.line, "error": prompt.error}
             self.writer.put(record.index, error, bad=True)
-        self.summary.rows += len(bad)
-        self.summary.bad_rows += len(bad)
+        self.stats.rows += len(bad)
+        self.stats.bad_rows += len(bad)
         good = [prompt for prompt in prompts if prompt.error is None]
-        numbers = self.engine.submit(map(self.job.request, good))
-        self.open |= {n: _Open(prompt, self.job.reader()) for n, prompt in zip(numbers, good, strict=True)}
+        self.loop.submit(_Row(self.job.request(prompt), self.job.reader(), prompt) for prompt in good)
         return len(bad)
 
     def step(self) -> int:
         """One step of the engine; returns the number of sequences that ended."""
         try:
-            outputs = self.engine.step()
+            ended = self.loop.ended()
         except torch.OutOfMemoryError:
             raise WorkError(
                 f"out of memory with {self.job.batch_size} rows of up to {self.job.max_new_tokens} new tokens: give a "
-                "smaller --batch-size (finished rows of a file output are kept)"
+                "smaller batch size (finished rows of a file output are kept)"
             ) from None
-        return sum(self._take(out) for out in outputs)
+        for one in ended:
+            self.stats.ended_at_once += one.finish_reason == "eos" and len(one.tokens) == 1
+            self.writer.put(one.prompt.record.index, self.job.row(one))
+            self._keep_for_comparison(one)
+        self.stats.rows += len(ended)
+        return len(ended)
 
-    def _take(self, out: StepOutput) -> bool:
-        """Take a new token; whether its sequence ends with it."""
-        row = self.open.get(out.request)
-        if row is None:
-            return False  # of a sequence that a stop string has ended
-        tokens = out.position + 1
-        row.text += [piece.text for piece in row.reader.push(out)]
-        reason = out.finish_reason
-        if row.reader.stopped:
-            reason = "stop"
-            self.engine.cancel(out.request)
-        if reason is None:
-            return False
-        del self.open[out.request]
-        self.summary.ended_at_once += reason == "eos" and tokens == 1
-        self.writer.put(row.prompt.record.index, self.job.row(row.prompt, "".join(row.text), tokens, reason))
-        self.summary.rows += 1
-        self._keep_for_comparison(row.prompt, tokens)
-        return True
-
-    def _keep_for_comparison(self, prompt: EncodedPrompt, tokens: int) -> None:
+    def _keep_for_comparison(self, one: _Row) -> None:
         batch, place = divmod(self._finished, self.job.batch_size)
         self._finished += 1
         if self.job.full_depth is None or batch % self._every or batch // self._every >= _COMPARED_BATCHES:
             return
         if not place:
             self.compared.append([])
-        self.compared[-1].append(Request(tuple(prompt.token_ids), tokens))
+        self.compared[-1].append(Request(one.request.prompt, len(one.tokens)))
 
 
 def generate_rows(
@@ -180,8 +167,8 @@ def generate_rows(
     rows: int,
     *,
     report: Callable[[EncodedPrompt], None] = lambda prompt: None,
-    progress: Callable[[int, RunSummary], None] = lambda rows, summary: None,
-) -> RunSummary:
+    progress: Callable[[int, RunStats], None] = lambda rows, stats: None,
+) -> RunStats:
     """Generate all `records` and put the output in place.
 
     Parameters
@@ -193,7 +180,7 @@ def generate_rows(
     report : callable
         Called with each record that cannot be used; it is written as ``{"id", "line", "error"}``.
     progress : callable
-        Called with the number of records that were just finished, and the summary so far.
+        Called with the number of records that were just finished, and the statistics so far.
 
     Raises
     ------
@@ -203,23 +190,28 @@ def generate_rows(
         The accelerator is out of memory.
     """
     engine = job.make_engine(job.batch_size)
-    summary = RunSummary(engine.num_layers, engine.stats, writer.rows_before, writer.bad_before, writer.rows_before)
+    engine.stats = stats = RunStats(
+        num_layers=engine.num_layers,
+        rows=writer.rows_before,
+        bad_rows=writer.bad_before,
+        rows_resumed=writer.rows_before,
+    )
     started = time.perf_counter()
-    run = _Run(job, writer, rows, summary, engine)
+    run = _Run(job, writer, rows, stats, engine)
     windows = _windows(records, _WINDOW_BATCHES * job.batch_size)
     window = next(windows, None)
     while window is not None or engine.has_work:
         if window is not None and not engine.waiting:
-            progress(run.take(window, report), summary)
+            progress(run.take(window, report), stats)
             window = next(windows, None)
         if ended := run.step():
-            progress(ended, summary)
-    summary.seconds = time.perf_counter() - started
+            progress(ended, stats)
+    stats.seconds = time.perf_counter() - started
     if job.full_depth is not None:
         # Before the output is put in place, so that an interrupted comparison can be resumed.
-        summary.comparison = _compared(run.compared, job.make_engine, job.full_depth, job.exact)
+        stats.comparison = _compared(run.compared, job.make_engine, job.full_depth, job.exact)
     writer.finish()
-    return summary
+    return stats
 
 
 def refuse_bad_rows(records: Iterable[Record], encoder: PromptEncoder) -> None:

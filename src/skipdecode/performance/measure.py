@@ -84,7 +84,7 @@ def prompt_seconds(backend: Backend, schedule: Schedule, batch: int, prompt: int
     shape = Shape(batch, prompt, 1)
     engine = open_engine(backend, schedule, shape)
     engine.decode(_requests(shape))
-    return engine.stats.seconds
+    return engine.stats.step_seconds
 
 
 def token_times(engine: Engine, shape: Shape) -> list[float]:

@@ -122,10 +122,6 @@ class Catalog:
         """The name under which requests of a schedule are counted: budgets have one together."""
         return schedule.name if self.loaded.get(schedule.name) == schedule else "budget"
 
-    def budget_schedule(self) -> Schedule:
-        """A schedule that stands for all budgets of requests: it drops as much as any of them."""
-        return self._constant(self._least_budget)
-
     def model_entry(self, model: str, template: TemplateEntry | None = None) -> ModelEntry:
         """The model, served under this name, with its schedules and the template that it was tuned on."""
         schedules = [

@@ -28,7 +28,7 @@ class ServerLimits(Options):
     max_seconds: float = option("most seconds from the arrival of a request to its end", default=300.0, above=0)
     max_body_kib: int = option("most KiB of a request", default=1024, least=1)
     prefix_cache: bool = option(
-        "keep keys and values of prompts (at most 1 GiB for each drop order, beyond those of running sequences), and "
+        "keep keys and values of prompts (at most 1 GiB, beyond those of running sequences), and "
         "reuse them for prompts with the same beginning (fast engine only)",
         default=True,
     )

@@ -115,7 +115,7 @@ class Preprocessor:
             new_tokens, sampling = self._new_tokens(request, len(prompt)), self._sampling(request, index)
             engine_request = Request(tuple(prompt), new_tokens, sampling, ends, cache_salt, asked.exact, scored)
             detokenizer = Detokenizer(self._texts, stops, hidden)
-            state.choices.append(Choice(state, index, index % copies, engine_request, detokenizer, echo))
+            state.choices.append(Choice(engine_request, detokenizer, state, index, index % copies, echo))
         return state
 
     def tokens(self, prompt: Prompt, special: bool | None = None, *, template: bool = False) -> list[int]:

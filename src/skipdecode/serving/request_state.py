@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, with_config
 
-from skipdecode.engine.depth import DepthOrder
-from skipdecode.engine.requests import Request
-from skipdecode.generation.detokenizer import Detokenizer, Piece
+from skipdecode.engine.depth import PromptLayers
+from skipdecode.generation.detokenizer import Piece
+from skipdecode.generation.loop import Generated
 from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.metrics import Metrics
@@ -70,21 +70,17 @@ class Summary:
 
 
 @dataclass(eq=False)
-class Choice:
+class Choice(Generated):
     """One sequence of the batch; the worker's."""
 
     state: RequestState
     index: int  # in the response
     copy: int  # of its prompt: 0 to n - 1
-    request: Request
-    detokenizer: Detokenizer
     echo: bool = False  # whether the text begins with the prompt's
-    number: int = -1  # in its engine
-    tokens: int = 0  # new ones so far
-    layers_run: int = 0  # for them, all together
-    kv_bytes: int = 0  # held after the last token
-    kv_bytes_full: int = 0  # what full depth would hold
-    admitted: float | None = None  # when it joined the batch
+    layers_run: int = field(default=0, init=False)  # for its tokens, all together
+    kv_bytes: int = field(default=0, init=False)  # held after the last token
+    kv_bytes_full: int = field(default=0, init=False)  # what full depth would hold
+    admitted: float | None = field(default=None, init=False)  # when it joined the batch
 
 
 @dataclass(eq=False, kw_only=True)
@@ -103,7 +99,7 @@ class RequestState:
     max_unread: int  # tokens that may wait for the reader
     choices: list[Choice] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompts, each counted once, that a prefix cache had
-    budgets: set[int] = field(default_factory=set)  # numbers of layers that ran for a token
+    depths: set[int] = field(default_factory=set)  # numbers of layers that ran for a token
     outcome: str = "cancelled"
     closed: bool = False  # nobody reads any more
     _first_written: float | None = None
@@ -172,7 +168,7 @@ class RequestState:
         """`first_token_s`, `decode_s` and `tokens_per_s` of `Summary`, if the last tokens are written now."""
         now = time.perf_counter()
         first = now if self._first_written is None else self._first_written
-        later = sum(max(0, choice.tokens - 1) for choice in self.choices)
+        later = sum(max(0, len(choice.tokens) - 1) for choice in self.choices)
         rate = round(later / (now - first), 3) if later > 0 and now > first else None
         return {
             "first_token_s": round(first - self.arrived, 6),
@@ -183,12 +179,13 @@ class RequestState:
     def summary(self) -> Summary:
         """Of the finished request, written now."""
         num_layers = self.schedule.num_layers
-        tokens = sum(choice.tokens for choice in self.choices)
+        tokens = sum(len(choice.tokens) for choice in self.choices)
         held = sum(choice.kv_bytes for choice in self.choices)
         sets = None
         if self.trace:
-            order = DepthOrder(self.schedule)
-            sets = {str(budget): list(order.layers(budget)) for budget in sorted(self.budgets)}
+            every = PromptLayers.of(self.schedule).held, *map(self.schedule.layers, range(self.schedule.seq_len))
+            known = {len(layers): list(layers) for layers in every}
+            sets = {str(depth): known[depth] for depth in sorted(self.depths)}
         return Summary(
             schedule=self.schedule.name,
             prompt_tokens=self.prompt_tokens,

@@ -85,7 +85,7 @@ def _close(state: RequestState, service: Service, scope: Scope) -> None:
     """Free what a request still holds; note how it ended."""
     state.closed = True
     scope["state"]["outcome"] = state.outcome
-    tokens = sum(choice.tokens for choice in state.choices)
+    tokens = sum(len(choice.tokens) for choice in state.choices)
     scope["state"]["log"] |= {"completion_tokens": tokens} | (state.times() if tokens else {})
     if not state.finished:
         service.worker.cancel(state)

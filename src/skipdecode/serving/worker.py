@@ -7,19 +7,21 @@ The event loop talks to it through `submit`, `cancel` and `stop`, which return a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 
+from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.requests import StepOutput
 from skipdecode.errors import SkipDecodeError
 from skipdecode.generation.detokenizer import Piece
+from skipdecode.generation.loop import TextLoop
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.groups import Group
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.request_state import Choice, RequestState, Update
@@ -33,16 +35,22 @@ class ModelWorker:
 
     Parameters
     ----------
-    groups : sequence of Group
-        Together they take every schedule that a request may have. Used by the worker's thread only.
+    make_engine : callable
+        Makes an engine: for the first choice, after the last one unless the engine keeps prompts, and after a failure.
     layout : KVLayout
-        How the groups store keys and values.
+        How the engine stores keys and values.
     """
 
     def __init__(
-        self, groups: Sequence[Group], num_layers: int, layout: KVLayout, limits: ServerLimits, metrics: Metrics
+        self,
+        make_engine: Callable[[], Engine],
+        num_layers: int,
+        layout: KVLayout,
+        limits: ServerLimits,
+        metrics: Metrics,
     ) -> None:
-        self._groups = groups
+        self._make_engine = make_engine
+        self._texts: TextLoop[Choice] | None = None  # changed by the worker's thread only
         self._num_layers = num_layers
         self._layout = layout
         self._limits = limits
@@ -78,12 +86,15 @@ class ModelWorker:
 
     @property
     def _rows(self) -> int:
-        """Choices in the batch."""
-        return sum(group.rows for group in self._groups)
+        """How many choices are in the batch."""
+        texts = self._texts
+        return 0 if texts is None else len(texts.running)
 
     @property
     def _running(self) -> list[Choice]:
-        return [choice for group in self._groups for choice in group.choices]
+        """Choices in the batch."""
+        texts = self._texts
+        return [] if texts is None else list(texts.running.values())
 
     def submit(self, state: RequestState) -> None:
         """Queue a request.
@@ -138,6 +149,7 @@ class ModelWorker:
                 self._expire()
                 self._admit()
                 self._step()
+                self._note_memory()
                 self._send()
         except Exception:
             _LOG.exception("the model's thread ended")
@@ -182,11 +194,10 @@ class ModelWorker:
                 if not self._waiting or self._rows >= self._limits.max_rows:
                     return
                 choice = self._waiting[0]  # only this thread takes any out
-            schedule = choice.state.schedule
-            # Full depth fits any order: it goes where most rows are.
-            group = max((group for group in self._groups if group.takes(schedule)), key=lambda group: group.rows)
+            if self._texts is None:
+                self._texts = TextLoop(self._make_engine())
             try:
-                group.submit(choice)
+                self._texts.submit([choice], choice.state.schedule)
                 choice.admitted = time.perf_counter()
                 with self._wake:
                     self._waiting.popleft()
@@ -194,39 +205,40 @@ class ModelWorker:
                 self._fail(choice.state, ApiError(400, "invalid_value", str(error)), "refused")
 
     def _step(self) -> None:
-        for group in self._groups:
-            if not group.rows:
-                continue
-            start = time.perf_counter()
+        texts = self._texts
+        if texts is None or not texts.running:
+            return
+        start = time.perf_counter()
+        try:
+            outputs = list(texts.step())
+        except Exception:
+            # Of any kind: memory, a kernel, a bug. What runs is lost, and the server goes on with a fresh engine.
+            _LOG.exception("a step failed")
+            self._metrics.step_failures.inc()
+            self._drop_engine()
+            for choice in texts.running.values():
+                self._count(choice)
+            for state in {choice.state for choice in texts.running.values()}:
+                self._fail(state, ApiError(500, "engine_error", "the model failed; the request is lost"), "error")
+            return
+        self._metrics.steps.inc()
+        self._metrics.step_seconds.observe(time.perf_counter() - start)
+        stats, texts.engine.stats = texts.engine.stats, EngineStats()
+        for name in ("drafted_tokens", "accepted_tokens", "verified_tokens"):
+            getattr(self._metrics, name).inc(getattr(stats, name))
+        if outputs:
+            self._metrics.step_depth.observe(sum(out.layers for _, out in outputs) / len(outputs))
+        for choice, output in outputs:
+            if choice.number not in texts.running:
+                continue  # a stop string has ended it in this step, or its request has failed
             try:
-                outputs = group.step()
+                self._take(texts, choice, output)
             except Exception:
-                # Of any kind: memory, a kernel, a bug. Its rows fail, the rest goes on with a fresh engine.
-                _LOG.exception("a step failed")
-                self._metrics.step_failures.inc()
-                group.drop_engine()
-                for state in {choice.state for choice in group.choices}:
-                    self._fail(state, ApiError(500, "engine_error", "the model failed; the request is lost"), "error")
-                continue
-            self._metrics.steps.inc()
-            for name, count in group.take_drafts().items():
-                getattr(self._metrics, name).inc(count)
-            self._metrics.step_seconds.observe(time.perf_counter() - start)
-            if outputs:
-                self._metrics.step_depth.observe(sum(out.layers for _, out in outputs) / len(outputs))
-            for choice, output in outputs:
-                if not group.holds(choice):
-                    continue  # its request has failed meanwhile
-                try:
-                    self._take(choice, output)
-                except Exception:
-                    # The tokenizer is a program of the checkpoint's: it may raise anything.
-                    _LOG.exception("a token could not be decoded")
-                    self._fail(choice.state, ApiError(500, "engine_error", "a token could not be decoded"), "error")
-            self._send()  # before the next group's step
-        self._note_memory()
+                # The tokenizer is a program of the checkpoint's: it may raise anything.
+                _LOG.exception("a token could not be decoded")
+                self._fail(choice.state, ApiError(500, "engine_error", "a token could not be decoded"), "error")
 
-    def _take(self, choice: Choice, output: StepOutput) -> None:
+    def _take(self, texts: TextLoop[Choice], choice: Choice, output: StepOutput) -> None:
         """A new token of a choice."""
         state = choice.state
         if not output.position and choice.copy == 0:
@@ -234,37 +246,48 @@ class ModelWorker:
             self._metrics.prompt_tokens.labels(state.label).inc(len(choice.request.prompt))
             self._metrics.prefix_hit_tokens.labels(state.label).inc(output.cached)
         fed = len(choice.request.prompt) + output.position
-        choice.tokens += 1
         choice.layers_run += output.layers
         choice.kv_bytes = self._layout.bytes(fed, output.layers)
         choice.kv_bytes_full = self._layout.bytes(fed, self._num_layers)
-        state.budgets.add(output.layers)
+        state.depths.add(output.layers)
         prompt = _prompt_pieces(choice, output) if choice.echo and not output.position else ()
-        pieces = choice.detokenizer.push(output)
-        reason = "stop" if choice.detokenizer.stopped or output.finish_reason == "eos" else output.finish_reason
+        pieces = texts.take(choice, output)
+        reason = "stop" if choice.finish_reason == "eos" else choice.finish_reason
         if prompt or pieces or reason is not None:
             self._tell(state, Update(choice.index, pieces, reason, prompt))
         if reason is not None:
-            self._leave(choice)
+            self._count(choice)
+            self._drop_idle_engine()
 
-    def _leave(self, choice: Choice) -> None:
-        """Free a choice's place in the batch, if it has one, and add up its counters."""
-        group = next((group for group in self._groups if group.holds(choice)), None)
-        if group is None:
-            return
-        group.remove(choice)
+    def _count(self, choice: Choice) -> None:
+        """Add up the counters of a choice that leaves the batch."""
         label = choice.state.label
-        self._metrics.generated_tokens.labels(label).inc(choice.tokens)
+        self._metrics.generated_tokens.labels(label).inc(len(choice.tokens))
         self._metrics.layers_run.labels(label).inc(choice.layers_run)
-        self._metrics.layers_full.labels(label).inc(choice.tokens * self._num_layers)
+        self._metrics.layers_full.labels(label).inc(len(choice.tokens) * self._num_layers)
         if choice.tokens and choice.admitted is not None:
             self._row_seconds += 0.1 * (time.perf_counter() - choice.admitted - self._row_seconds)
+
+    def _drop_idle_engine(self) -> None:
+        if self._texts is not None and not self._texts.running and not self._texts.engine.cached_bytes:
+            self._drop_engine()
+
+    def _drop_engine(self) -> None:
+        """Close the engine; what runs on it is lost."""
+        texts, self._texts = self._texts, None
+        # It may be broken: what it can still give back, it gives back.
+        with contextlib.suppress(Exception):
+            if texts is not None:
+                texts.engine.close()
 
     def _drop(self, state: RequestState) -> None:
         with self._wake:
             self._waiting = deque(choice for choice in self._waiting if choice.state is not state)
         for choice in state.choices:
-            self._leave(choice)
+            if self._texts is not None and self._texts.running.get(choice.number) is choice:
+                self._texts.remove(choice)
+                self._count(choice)
+        self._drop_idle_engine()
 
     def _fail(self, state: RequestState, error: ApiError, outcome: str) -> None:
         self._drop(state)
@@ -289,11 +312,10 @@ class ModelWorker:
                 self.cancel(state)
 
     def _note_memory(self) -> None:
-        held = sum(group.kv_bytes for group in self._groups)
-        running = self._running
+        engine, running = None if self._texts is None else self._texts.engine, self._running
         self._metrics.running_rows.set(len(running))
-        self._metrics.kv_bytes_held.set(held)
-        self._metrics.prefix_cache_bytes.set(sum(group.cached_bytes for group in self._groups))
+        self._metrics.kv_bytes_held.set(0 if engine is None else engine.kv_bytes)
+        self._metrics.prefix_cache_bytes.set(0 if engine is None else engine.cached_bytes)
         saved = sum(choice.kv_bytes_full - choice.kv_bytes for choice in running)
         self._metrics.kv_bytes_saved.set(max(0, saved))
 
@@ -307,7 +329,7 @@ def _prompt_pieces(choice: Choice, first: StepOutput) -> tuple[Piece, ...]:
         first._replace(position=place - len(prompt), token=token, logprob=logprob, top=top)
         for place, (token, logprob, top) in enumerate(tokens)
     )
-    return tuple(choice.detokenizer.echo(outputs))
+    return tuple(choice.reader.echo(outputs))
 
 
 def _stopping() -> ApiError:

@@ -1,4 +1,4 @@
-"""The summary of a run: its figures, the speed of its schedule and of full depth, and their text for users."""
+"""The statistics of a run, the speed of its schedule and of full depth, and their text for users."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ class SpeedComparison(Stopwatch[Literal["schedule", "full"], EngineStats]):
             "full_layers_per_token": full_layers / fed,
             "layers_per_token": layers / fed,
             "nominal_speedup": full_layers / layers,
-            "full_decode_tokens_per_s": fed / sum(stats.after_prompts for stats in full),
-            "decode_tokens_per_s": fed / sum(stats.after_prompts for stats in ours),
-            "measured_decode_speedup": self.ratio("full", "schedule", lambda stats: stats.after_prompts),
+            "full_decode_tokens_per_s": fed / sum(stats.decode_seconds for stats in full),
+            "decode_tokens_per_s": fed / sum(stats.decode_seconds for stats in ours),
+            "measured_decode_speedup": self.ratio("full", "schedule", lambda stats: stats.decode_seconds),
             "full_request_tokens_per_s": _rate(full),
             "request_tokens_per_s": _rate(ours),
-            "measured_request_speedup": self.ratio("full", "schedule", lambda stats: stats.seconds),
+            "measured_request_speedup": self.ratio("full", "schedule", lambda stats: stats.step_seconds),
         }
 
 
 def _rate(side: list[EngineStats]) -> float:
     """New tokens per second, prompts included."""
-    return sum(stats.new_tokens for stats in side) / sum(stats.seconds for stats in side)
+    return sum(stats.new_tokens for stats in side) / sum(stats.step_seconds for stats in side)
 
 
 @dataclass
-class RunSummary:
-    """The figures of a run, or of a call of `skipdecode.LLM`; as text, a line or two.
+class RunStats(EngineStats):
+    """The statistics of a run, or of a call of `skipdecode.LLM`; as text, a line or two.
 
-    Records of an earlier run are only counted.
+    An engine counts in it while the run goes on. Records of an earlier run are only counted.
 
     Parameters
     ----------
-    stats : EngineStats
-        Figures of the sequences generated now.
+    num_layers : int
+        Decoder layers of the model.
     rows, bad_rows : int
         Records in the output, and how many of them are errors.
     rows_resumed : int
@@ -66,8 +66,7 @@ class RunSummary:
         From reading the first record to the end of the last sequence.
     """
 
-    num_layers: int
-    stats: EngineStats
+    num_layers: int = 0
     rows: int = 0
     bad_rows: int = 0
     rows_resumed: int = 0
@@ -79,69 +78,42 @@ class RunSummary:
         return "\n".join(summary_lines(self))
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts that ran."""
-        return self.stats.prompt_tokens
-
-    @property
-    def new_tokens(self) -> int:
-        """Tokens that were generated."""
-        return self.stats.new_tokens
-
-    @property
-    def mean_layers(self) -> float | None:
-        """Mean layers of a generated token that was fed back; None if none was."""
-        return self.stats.mean_layers
-
-    @property
-    def prompt_seconds(self) -> float:
-        """Time in prompts' forwards."""
-        return self.stats.prompt_seconds
-
-    @property
-    def decode_seconds(self) -> float:
-        """Time in the engine except prompts' forwards."""
-        return self.stats.after_prompts
-
-    @property
     def decode_tokens_per_s(self) -> float | None:
         """Tokens fed back per second of decoding; None if none was."""
-        return _ratio(self.stats.fed_tokens, self.decode_seconds)
+        return _ratio(self.fed_tokens, self.decode_seconds)
 
     @property
     def tokens_per_s(self) -> float:
         """New tokens per second in the engine, prompts included."""
-        return _ratio(self.stats.new_tokens, self.stats.seconds) or 0.0
+        return _ratio(self.new_tokens, self.step_seconds) or 0.0
 
     @property
     def kv_saved(self) -> float | None:
         """Share of the keys and values that full depth would have held; None if nothing was held."""
-        stats = self.stats
-        return 1 - stats.kv_bytes_peak / stats.kv_bytes_full_peak if stats.kv_bytes_full_peak else None
+        return 1 - self.kv_bytes_peak / self.kv_bytes_full_peak if self.kv_bytes_full_peak else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        stats = self.stats
         return {
             "num_layers": self.num_layers,
             "rows": self.rows,
             "bad_rows": self.bad_rows,
             "rows_resumed": self.rows_resumed,
             "rows_ended_at_once": self.ended_at_once,
-            "steps": stats.steps,
-            "prompt_tokens": stats.prompt_tokens,
-            "new_tokens": stats.new_tokens,
+            "steps": self.steps,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
             "seconds": self.seconds,
-            "prefill_s": stats.prompt_seconds,
-            "decode_s": stats.after_prompts,
-            "decode_tokens": stats.fed_tokens,
-            "short_heads": stats.short_heads,
-            "head_fallbacks": stats.head_fallbacks,
-            "kv_bytes_peak": stats.kv_bytes_peak,
-            "kv_bytes_full_peak": stats.kv_bytes_full_peak,
+            "prefill_s": self.prompt_seconds,
+            "decode_s": self.decode_seconds,
+            "decode_tokens": self.fed_tokens,
+            "short_heads": self.short_heads,
+            "head_fallbacks": self.head_fallbacks,
+            "kv_bytes_peak": self.kv_bytes_peak,
+            "kv_bytes_full_peak": self.kv_bytes_full_peak,
             "tokens_per_s": self.tokens_per_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
-            "mean_layers_per_token": stats.mean_layers,
+            "mean_layers_per_token": self.mean_layers,
             "kv_saved_share": self.kv_saved,
             "comparison": None if self.comparison is None else self.comparison.to_dict(),
         }
@@ -180,29 +152,29 @@ def schedule_line(schedule: Schedule, origin: str) -> str:
     return f"schedule {schedule.name}: {depth} of {schedule.num_layers} layers ({origin})"
 
 
-def summary_lines(summary: RunSummary) -> list[str]:
+def summary_lines(stats: RunStats) -> list[str]:
     """The figures of a run as a few lines."""
-    resumed = f", {summary.rows_resumed} of them by an earlier run" if summary.rows_resumed else ""
-    stats, layers = summary.stats, summary.stats.mean_layers
+    resumed = f", {stats.rows_resumed} of them by an earlier run" if stats.rows_resumed else ""
+    layers = stats.mean_layers
     lines = [
-        f"{_counted(summary.rows, 'record')}{resumed}; {_counted(stats.new_tokens, 'new token')} in "
-        f"{summary.seconds:.1f} s, {summary.tokens_per_s:.1f} tokens/s, prompts included"
+        f"{_counted(stats.rows, 'record')}{resumed}; {_counted(stats.new_tokens, 'new token')} in "
+        f"{stats.seconds:.1f} s, {stats.tokens_per_s:.1f} tokens/s, prompts included"
     ]
     if layers is not None:
         lines.append(
-            f"{layers:.1f} of {summary.num_layers} layers for a token on average "
-            f"({summary.num_layers / layers:.2f}x nominal); keys and values: at most "
-            f"{_bytes(stats.kv_bytes_peak)}, {summary.kv_saved or 0:.0%} saved"
+            f"{layers:.1f} of {stats.num_layers} layers for a token on average "
+            f"({stats.num_layers / layers:.2f}x nominal); keys and values: at most "
+            f"{_bytes(stats.kv_bytes_peak)}, {stats.kv_saved or 0:.0%} saved"
         )
-    if summary.ended_at_once:
-        good = _counted(summary.rows - summary.bad_rows, "record")
+    if stats.ended_at_once:
+        good = _counted(stats.rows - stats.bad_rows, "record")
         lines.append(
-            f"{summary.ended_at_once}{' new' if resumed else ''} of {good} ended at the first token, without text: is "
+            f"{stats.ended_at_once}{' new' if resumed else ''} of {good} ended at the first token, without text: is "
             "the prompt of the form that the model was tuned on? Its own template, --prompt-template or --task gives it"
         )
-    if summary.bad_rows:
-        of = _counted(summary.rows, "record")
-        lines.append(f"{summary.bad_rows} of {of} could not be used; the output holds the error of each")
+    if stats.bad_rows:
+        of = _counted(stats.rows, "record")
+        lines.append(f"{stats.bad_rows} of {of} could not be used; the output holds the error of each")
     return lines
 
 
