@@ -384,6 +384,22 @@ def ready_minutes(document: Row) -> Table:
     return table(lines.values(), columns)
 
 
+def start(document: Row) -> Table:
+    """The best target of each task after the 30 minutes of a fit and tuning, and one without tuning."""
+    names = {"e2e": "data to text (E2E)", "tldr": "TL;DR", "cnn_dm": "CNN/DailyMail", "chat": "chat, no data"}
+    targets = [row for row in document["rows"] if row["role"] == "target" and row["method"].startswith("fitted")]
+    rows = [next(row for row in targets if row["minutes"] == 0)]
+    for task in names:
+        rows.append(max((r for r in targets if r["task"] == task and r["minutes"] == 30), key=itemgetter("kept")))
+    columns: list[Column] = [
+        ("SmolLM2-135M", lambda row: names[row["task"]] + ("" if row["minutes"] else ", not tuned")),
+        ("minutes", lambda row: f"{row['cpu_minutes']:.0f}"),
+        ("request speed-up", times("request_speedup")),
+        ("quality kept", lambda row: f"{row['kept']:.0%}"),
+    ]
+    return table(rows, columns)
+
+
 def ready(document: Row) -> Table:
     """What `skipdecode prepare` keeps, by task, method and minutes: the target with its neighbours, in one line."""
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -435,6 +451,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "exact": ("exact", exact),
     "fitted": ("fitted", fitted),
     "ready": ("ready", ready),
+    "start": ("ready", start),
     "ready-minutes": ("ready", ready_minutes),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from skipdecode.cli import VERBS
 
+ROOT = Path(__file__).parents[1]
+
 
 def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
-    """The page's text, with each verb's help below the heading of `commands.md`."""
+    """The page's text; README's links start at the pages, and each verb's help follows the heading of `commands.md`."""
+    if page.file.src_uri == "index.md":  # which is README, as a snippet
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        return readme.replace("](docs/", "](")
     if page.file.src_uri != "commands.md":
         return markdown
     return markdown + "".join(f"\n## skipdecode {verb}\n\n```text\n{help_of(verb)}```\n" for verb in VERBS)
