@@ -1,6 +1,6 @@
 """Quantized weights with schedules, next to transformers, llama.cpp and vLLM: request time and quality on E2E.
 
-Our engine in bf16, int8, W8A8 and int4, each at full depth and under the split schedules of the checkpoint at nominal
+Our engine in bf16, int8 and W8A8, each at full depth and under the split schedules of the checkpoint at nominal
 2x and 3x; the others at full depth. `quality`: scores over those of bf16 at full depth, which may be measured on a busy
 machine. `times`: all take turns on the same prompts, outputs are as long as the references, and end tokens end nothing;
 nothing else should run meanwhile. llama.cpp is asked over HTTP, one request a sequence; no engine reuses prompts of
@@ -43,7 +43,7 @@ from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, WHAT, speed_entries, time_equal_lengths
 from skipdecode.models.loading.hub import load_model
 
-QUANTIZATIONS = {"bf16": "none", "int8": "int8", "W8A8": "w8a8", "int4": "int4"}
+QUANTIZATIONS = {"bf16": "none", "int8": "int8", "W8A8": "w8a8"}
 KINDS = ("bf16", "q8_0", "q4_0")
 RIVALS = ("transformers", "llama.cpp", "vllm")
 # Reads batches from standard input, and answers each with its seconds; vLLM itself writes to standard output too.

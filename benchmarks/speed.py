@@ -8,7 +8,7 @@ multiplies; both rates are measured in the round, because other users of a machi
     python benchmarks/speed.py smollm2-135m --engines fast transformers --out result.json
     python benchmarks/speed.py --geometry opt-1.3b --batches 1 8 --new 32 --out result.json
 
-fast, fast-int8, fast-int4, fast-w8a8: this package's engine, with the model's weights or quantized ones; gated:
+fast, fast-int8, fast-w8a8: this package's engine, with the model's weights or quantized ones; gated:
 transformers with schedules. The others run full depth: transformers, transformers-static (transformers' generate with
 its dynamic or its static cache), vllm where it is installed (its processor and thread settings are the user's),
 prompt-lookup, early-exit (transformers' drafts from the prompt, or from the first third of the layers: batches of one,
@@ -49,7 +49,7 @@ from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_bandwidth, measure_products
 from skipdecode.schedule import Schedule
 
-PACKAGE = ("fast", "fast-int8", "fast-int4", "fast-w8a8", "gated")
+PACKAGE = ("fast", "fast-int8", "fast-w8a8", "gated")
 OTHERS = ("transformers", "transformers-static", "prompt-lookup", "early-exit", "vllm")
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "opt-1.3b": {

@@ -56,7 +56,7 @@ WRONG = {
     "generate hollow x --batch-size 1.5": "--batch-size '1.5'",
     "generate hollow x --stop ''": "--stop ''",
     "generate hollow x --quantization int8 --engine transformers": "--quantization",
-    "generate hollow x --weights int4 --engine transformers": "--quantization int4",
+    "generate hollow x --weights w8a8 --engine transformers": "--quantization w8a8",
     "generate hollow x --system '\udcff'": "--system '\\udcff'",
     "generate hollow x --prompt-template '{a}\udcff'": "--prompt-template",
     "generate hollow '\udcff'": "PROMPTS",

@@ -73,12 +73,11 @@ def test_bytes_are_those_of_weights_head_and_cache(speed: Any, engine: str, fami
 
 def test_quantized_weights_are_read_as_such(speed: Any) -> None:
     model = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    runs = speed.runs_of(model, ("fast", "fast-int8", "fast-int4"), [1], 4, 6)
+    runs = speed.runs_of(model, ("fast", "fast-int8"), [1], 4, 6)
     rows = speed.measure(runs, [1], [6], 5, 1)["rows"]
-    assert [row["weights"] for row in rows] == ["float32", "int8", "int4"]
-    whole, eight, four = (row["bytes_per_step"] for row in rows)
+    assert [row["weights"] for row in rows] == ["float32", "int8"]
+    whole, eight = (row["bytes_per_step"] for row in rows)
     assert 1 / 4 < eight / whole < 0.35
-    assert 1 / 8 < four / whole < 0.25
 
 
 def test_a_long_prompt_keeps_sequences_in_step(speed: Any) -> None:

@@ -20,7 +20,7 @@ from skipdecode.schedule import Schedule
 
 ENGINES = ("auto", "fast", "transformers")
 """The engines that a user may name; see `skipdecode.engine.opening.open_fast`."""
-QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
+QUANTIZATIONS = ("none", "int8", "w8a8")
 
 
 @dataclass

@@ -49,7 +49,7 @@ class FastModel:
         and moved in place; the model stays usable.
     kernels : NativeKernels
         The kernels for the model's dtype.
-    quantization : {"int8", "int4", "w8a8"}, optional
+    quantization : {"int8", "w8a8"}, optional
         The kernels read the projections and the output embedding from quantised copies (`kernels.quantize`).
 
     Raises

@@ -98,7 +98,7 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization
         auto: fast if it supports the model and the C++ kernels can run, else transformers, with a note of the reason.
     note : callable
         Called with one line of text about the choice.
-    quantization : {"none", "int8", "int4", "w8a8"}
+    quantization : {"none", "int8", "w8a8"}
         The weights of the fast engine: the model's own, or quantised copies (see `kernels.quantize`).
 
     Raises

@@ -84,12 +84,10 @@ class QuantizedWeights:
         return replace(spec, layers=layers, head=linear(spec.head))
 
     def _quantize(self, spec: ModelSpec) -> None:
-        *layers, head = weights_of(spec)
-        made = [quantize(weight, self._kind) for weight in layers] + [
-            quantize(head, "int8" if self._kind == "int4" else self._kind)
-        ]
-        arena = Arena([size for one in made for size in (one.codes.nbytes, one.scales.nbytes)], head.device)
-        for weight, one in zip((*layers, head), made, strict=True):
+        weights = weights_of(spec)
+        made = [quantize(weight, self._kind) for weight in weights]
+        arena = Arena([size for one in made for size in (one.codes.nbytes, one.scales.nbytes)], weights[0].device)
+        for weight, one in zip(weights, made, strict=True):
             self._made[weight.data_ptr()] = replace(one, codes=arena.put(one.codes), scales=arena.put(one.scales))
 
     def _linear(self, spec: LinearSpec) -> LinearSpec:

@@ -116,7 +116,7 @@ class LLM:
         For a model that is loaded by name, a fit beside a schedule file is used.
     engine : {"auto", "fast", "transformers"}
         The engine; auto: the fast engine if it supports the model.
-    quantization : {"none", "int8", "int4", "w8a8"}
+    quantization : {"none", "int8", "w8a8"}
         Quantization of the weights after loading (fast engine, CPUs).
     dtype, device, base
         For a model that is loaded by name: see `skipdecode.load`.

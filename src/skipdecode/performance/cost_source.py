@@ -79,7 +79,7 @@ def find_cost(
         needed.
     engine : {"auto", "fast", "transformers"}
         The engine that is timed; auto: the fast engine if it supports the model.
-    quantization : {"none", "int8", "int4", "w8a8"}
+    quantization : {"none", "int8", "w8a8"}
         See `skipdecode.engine.opening.open_fast`.
     remeasure : bool
         Measure even if an earlier calibration was kept.

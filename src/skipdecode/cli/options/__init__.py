@@ -115,7 +115,7 @@ class EngineOptions(NamedModel, ThreadOptions):
         choices=ENGINES,
     )
     quantization: str = option(
-        "quantize the weights after loading (fast engine, CPUs): int8 or int4 is faster and less exact; w8a8 also has "
+        "quantize the weights after loading (fast engine, CPUs): int8 is faster and less exact; w8a8 also has "
         "8-bit activations, for batches and long prompts (CPUs with AVX512_VNNI, or AVX2 and no AVX-512)",
         default="none",
         alias="weights",

@@ -5,7 +5,7 @@
 
 #include "team.h"
 
-enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kW8A8 = 4 };
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kW8A8 = 3 };
 enum Prologue : int32_t { kNone = 0, kRmsNorm = 1, kLayerNorm = 2, kSwiGlu = 3, kGeGluTanh = 4 };
 enum Activation : int32_t { kIdentity = 0, kRelu = 1, kGeluTanh = 2 };
 
@@ -13,8 +13,8 @@ extern "C" {
 // With kSwiGlu and kGeGluTanh, x holds 2k columns: gate, then up.
 struct LinearArgs {
   const float* x;
-  const void* w;       // [n] rows of ldw bytes; of int8 and int4 padded with zeros to whole steps of columns; W8A8: blocks of rows
-  const void* scales;  // int8, W8A8: fp32 [n]; int4: words [n, padded k / 32]
+  const void* w;       // [n] rows of ldw bytes; of int8 padded with zeros to whole steps of columns; W8A8: blocks of rows
+  const void* scales;  // int8, W8A8: fp32 [n]
   const float* bias;   // [n] or null
   const float* gamma;  // [k], norm prologues
   const float* beta;   // [k] or null

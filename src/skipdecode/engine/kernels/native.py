@@ -1,6 +1,6 @@
 """The C++ kernels. The overhead of a call is about a microsecond.
 
-Activations between operations are fp32. Weights are bf16, fp32, int8, int4 or w8a8; cached keys and values are bf16 or
+Activations between operations are fp32. Weights are bf16, fp32, int8 or w8a8; cached keys and values are bf16 or
 fp32. For a product, activations of a bf16 model are rounded to bf16 on CPUs that multiply bf16, as in torch, and to 8
 bits if the weights are w8a8. The result of a row does not depend, bit for bit, on the other rows of the call.
 """
@@ -21,7 +21,7 @@ from skipdecode.engine.kernels.sizes import check_fit, check_input, check_layers
 from skipdecode.engine.kernels.spec import AttentionSpec, FitSpec, LayerSpec, LinearSpec, StackInput
 
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_QUANTIZED = {"int8": 2, "int4": 3, "w8a8": 4}
+_QUANTIZED = {"int8": 2, "w8a8": 3}
 _PROLOGUES = {"none": 0, "rms_norm": 1, "layer_norm": 2, "swiglu": 3, "geglu_tanh": 4}
 _ACTIVATIONS = {"none": 0, "relu": 1, "gelu_tanh": 2}
 
@@ -94,7 +94,7 @@ class NativeKernels:
     Parameters
     ----------
     dtype : torch.dtype
-        Dtype of the model. In products with int8 and int4 weights, activations of an fp32 model are not rounded, and
+        Dtype of the model. In products with int8 weights, activations of an fp32 model are not rounded, and
         those of other models are rounded to bf16.
 
     Attributes

@@ -271,7 +271,6 @@ void linear_share(const LinearArgs& a, const Team& team) {
 #ifdef HAS_BF16_DOT
   if (a.round && a.dtype == kBFloat16) return linear<kBFloat16, true>(a, team);
   if (a.round && a.dtype == kInt8) return linear<kInt8, true>(a, team);
-  if (a.round && a.dtype == kInt4) return linear<kInt4, true>(a, team);
 #endif
 #ifdef HAS_W8A8
   if (a.dtype == kW8A8) return wide_linear<Bytes>(a, team);
@@ -279,7 +278,6 @@ void linear_share(const LinearArgs& a, const Team& team) {
   switch (a.dtype) {
     case kBFloat16: return linear<kBFloat16, false>(a, team);
     case kInt8: return linear<kInt8, false>(a, team);
-    case kInt4: return linear<kInt4, false>(a, team);
     default: return linear<kFloat32, false>(a, team);
   }
 }

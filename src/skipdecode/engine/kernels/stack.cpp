@@ -35,7 +35,6 @@ LinearArgs keys_and_values(LinearArgs a, int64_t queries) {
   a.w = (const char*)a.w + queries * a.ldw, a.n -= queries;
   if (a.bias) a.bias += queries;
   if (a.dtype == kInt8 || a.dtype == kW8A8) a.scales = (const float*)a.scales + queries;
-  if (a.dtype == kInt4) a.scales = (const int32_t*)a.scales + queries * a.ldw * 2 / 32;
   return a;
 }
 

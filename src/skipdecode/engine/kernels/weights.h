@@ -1,7 +1,7 @@
 // Weights as vectors: one class a format, all read in steps of 64 columns, and the activations in the order that each meets.
 //
 // A step has kParts vectors. Where the CPU multiplies pairs of bf16 (AVX512_BF16), a part is 32 weights as bf16 and the
-// activations are rounded to bf16; else it is LANES weights as fp32. int8 and int4 weights are exact in both. `put` stores
+// activations are rounded to bf16; else it is LANES weights as fp32. int8 weights are exact in both. `put` stores
 // kPair activations as kPutParts parts, `apart` floats apart; `activation` finds one of a row's.
 #pragma once
 
@@ -80,24 +80,6 @@ struct Weights<kInt8, false> : Exact {
   }
 };
 
-// A step is 32 bytes: columns 0 to 31 in the low halves, 32 to 63 in the high ones. 32 columns share a word: scale and offset
-// (see quantize.py).
-template <>
-struct Weights<kInt4, false> : Exact {
-  static constexpr bool kPadded = true;
-  static constexpr int64_t kStepBytes = kStep / 2;
-  struct Row { const uint8_t* w; const int32_t* words; };
-  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) {
-    return {(const uint8_t*)a.w + n * a.ldw + k / 2, (const int32_t*)a.scales + (n * a.ldw * 2 + k) / 32};
-  }
-  INLINE vf part(Row r, int64_t i, int p) {
-    const int high = p * LANES / 32;
-    const vu word = vu{} + (uint32_t)r.words[i / 32 + high];
-    const vf codes = __builtin_convertvector(widened(r.w + i / 2 + p * LANES % 32) >> (4 * high) & 15, vf);
-    return bits((vu)fma(codes, bits(word << 16), bits(word)) & 0xffff0000u);
-  }
-};
-
 #ifdef HAS_BF16_DOT
 struct Rounded {
   static constexpr int kParts = kStep / 32;
@@ -129,23 +111,6 @@ struct Weights<kInt8, true> : Rounded {
   INLINE vf part(Row r, int64_t i, int p) {
     using F = Weights<kInt8, false>;
     return (vf)_mm512_cvtne2ps_pbh((__m512)F::part(r, i, 2 * p + 1), (__m512)F::part(r, i, 2 * p));
-  }
-};
-
-// A group's 16 possible weights make a table, whose upper halves of 32 bits the halves of the bytes look up.
-template <>
-struct Weights<kInt4, true> : Rounded {
-  static constexpr bool kPadded = true;
-  static constexpr int64_t kStepBytes = kStep / 2;
-  using Row = Weights<kInt4, false>::Row;
-  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return Weights<kInt4, false>::row(a, n, k); }
-  INLINE vf part(Row r, int64_t i, int p) {
-    const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i word = _mm512_set1_epi32(r.words[i / 32 + p]);
-    const __m512 table = _mm512_fmadd_ps(steps, (__m512)_mm512_slli_epi32(word, 16), (__m512)word);
-    const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(r.w + i / 2)));
-    const __m512i twice = p ? _mm512_srli_epi16(codes, 3) : _mm512_add_epi16(codes, codes);
-    return (vf)_mm512_permutexvar_epi16(_mm512_or_si512(twice, _mm512_set1_epi16(1)), (__m512i)table);
   }
 };
 #endif

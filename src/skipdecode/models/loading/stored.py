@@ -101,7 +101,7 @@ def _check_types(where: str, stored: Mapping[str, StoredTensor], config: Any) ->
     if coded:
         raise ModelLoadError(
             f"{where}: {len(coded)} weights are of type {stored[coded[0]].dtype} without the scales that make numbers "
-            f"of them, such as {coded[0]}: take the checkpoint in bf16, fp16 or fp32 (--quantization int8 or int4 "
+            f"of them, such as {coded[0]}: take the checkpoint in bf16, fp16 or fp32 (--quantization int8 "
             "quantizes it after loading)"
         )
 
