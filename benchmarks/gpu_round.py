@@ -148,7 +148,7 @@ def steps(options: argparse.Namespace, work: Path) -> Iterator[Step]:
 def saved_schedules(model: str, work: Path) -> list[Path]:
     """Files of the even order with the paper's depths, one for each speed-up."""
     layers, files = layers_in(ModelRef(model).config), []
-    order = Schedule.published("even", layers, SPEEDUPS[-1], _POSITIONS).drop_order
+    order = Schedule.from_speedup(layers, SPEEDUPS[-1], _POSITIONS).reordered("even").drop_order
     for speedup in SPEEDUPS:
         files.append(work / f"even-{speedup}x.json")
         linear = Schedule.from_speedup(layers, speedup, _POSITIONS)

@@ -98,7 +98,7 @@ class Plan:
 
     def schedule(self, name: str, speedup: float) -> Schedule:
         """A schedule that needs no calibration, by the name of its method."""
-        steepest = self.speedups[-1]
+        deepest = Schedule.from_speedup(self.layers, self.speedups[-1], self.seq_len)
         if name == "static":
             # The same layers for the prompt and the answer, at every position.
             count = round(self.layers / speedup)
@@ -113,14 +113,13 @@ class Plan:
             order = "learned" if split[1] == "lower" else split[1]
             return replace(self.schedule(order, speedup), prompt=range(int(split[2])))
         if name in ("even", "early_termination"):
-            order = Schedule.published(name, self.layers, steepest, self.seq_len).drop_order
-            return replace(linear, drop_order=order)
+            return replace(linear, drop_order=deepest.reordered("even" if name == "even" else "top-down").drop_order)
         if name == "unified":
             # The layers that the even order was tuned with, the same at every position.
-            order = Schedule.published("even", self.layers, steepest, self.seq_len).drop_order
+            order = deepest.reordered("even").drop_order
             return Schedule.constant(self.layers, round(self.layers / speedup), drop_order=order)
         if name == "d3":
-            return Schedule.published(name, self.layers, speedup, self.seq_len)
+            return replace(linear, budgets=power_law(self.layers, speedup, self.seq_len), name="", family="d3")
         if name.startswith("warmup"):
             layers = int(name.removeprefix("warmup"))
             return Schedule.from_speedup(self.layers, speedup, self.seq_len, warmup_layers=layers)
@@ -144,6 +143,19 @@ class Plan:
         flat = Schedule.constant(self.layers, round(self.layers / speedup), drop_order=found.drop_order)
         schedules = (replace(linear, drop_order=found.drop_order), flat)
         return dict(zip(CALIBRATED, schedules, strict=True))
+
+
+def power_law(layers: int, speedup: float, seq_len: int) -> tuple[int, ...]:
+    """Budgets of D3: a power law whose mean is `layers` / `speedup`; bisection finds the base."""
+
+    def budgets(base: float) -> tuple[int, ...]:
+        return tuple(max(2, round(layers * base**i)) for i in range(seq_len))
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(budgets(middle)) < layers / speedup * seq_len else (low, middle)
+    return budgets(high)
 
 
 def files(name: str, *speedups: int) -> list[str]:

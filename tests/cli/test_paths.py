@@ -47,7 +47,6 @@ COMMANDS = {
 }
 MORE = {  # what goes with options that no command above has
     "prompts": ["--self"],  # not of eval
-    "drop_order": ["--nominal-speedup", "2"],
     "compare": ["eval", "--compare", "run0"],
 }
 
@@ -181,7 +180,7 @@ def test_two_new_outputs_of_one_name_are_refused(
         ("eval model --task t.yaml --data a.jsonl --out foreign", "holds no run of skipdecode eval (outputs.jsonl"),
         ("eval model --task t.yaml --data a.jsonl --out other", "other holds a model"),
         ("eval model --task t.yaml --data a.jsonl --out other --overwrite", "other holds a model"),
-        ("eval model --out foreign --methods even:2", "holds no run of skipdecode eval (outputs.jsonl"),
+        ("eval model --out foreign --methods 2x", "holds no run of skipdecode eval (outputs.jsonl"),
         ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out model --resume", "MODEL model"),
         ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out model/../model/ --resume", "MODEL model"),
         ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out other --resume", "other holds a model"),
@@ -313,7 +312,7 @@ def test_a_finished_run_is_not_replaced_where_an_unfinished_one_lies(
     prepare(tmp_path)
     out, prompts = tmp_path / "out", tmp_path / "prompts.txt"
     prompts.write_text("a b c\nb c d\n")
-    own = ["eval", str(tmp_path / "model"), "--prompts", str(prompts), "--methods", "even:2"]
+    own = ["eval", str(tmp_path / "model"), "--prompts", str(prompts), "--methods", "2x"]
     own += ["--max-new-tokens", "4", "--out", str(out)]
     assert main(own) == 0
     for journal in ('{"skipdecode_partial":1,"settings":{"sha256":"0"}}\n', "not of ours\n"):
@@ -334,18 +333,18 @@ def test_a_finished_run_is_not_replaced_where_an_unfinished_one_lies(
 def test_a_place_of_a_method_that_eval_did_not_write_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     prepare(tmp_path)
     out = tmp_path / "out"
-    first = eval_arguments(tmp_path, "--out", str(out), "--limit", "2", "--no-teacher-forced", "--methods", "even:2")
+    first = eval_arguments(tmp_path, "--out", str(out), "--limit", "2", "--no-teacher-forced", "--methods", "2x")
     assert main(first) == 0
-    (out / "even-1.5x").mkdir()
-    (out / "even-1.5x" / "outputs.jsonl").write_text("mine\n")
-    second = [*first[:-1], "even:1.5"]
+    (out / "skipdecode-1.5x").mkdir()
+    (out / "skipdecode-1.5x" / "outputs.jsonl").write_text("mine\n")
+    second = [*first[:-1], "1.5x"]
     before = content(out)
     assert main(second) == 2
     assert "holds no run" in capsys.readouterr().err
     assert content(out) == before
-    shutil.move(out / "even-1.5x", tmp_path)
+    shutil.move(out / "skipdecode-1.5x", tmp_path)
     assert main(second) == 0
-    assert main([*first[:-1], "even:3"]) == 0
+    assert main([*first[:-1], "3x"]) == 0
 
 
 # ---------------------------------------------------------------------- kills and full disks

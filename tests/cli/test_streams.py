@@ -100,7 +100,7 @@ def test_calibrate_and_eval_read_a_pipe_whole(tmp_path: Path, model: str):
 def test_own_prompts_come_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     model = save_tiny_model(tmp_path / "model")
     own = ["--self", "--self-tokens", "8", "--full"]
-    for verb, more in (("tune", own), ("eval", ["--methods", "even:2", "--max-new-tokens", "8"])):
+    for verb, more in (("tune", own), ("eval", ["--methods", "2x", "--max-new-tokens", "8"])):
         stdin_of(monkeypatch, "".join(f"prompt {i}\n" for i in range(6)).encode())
         main([verb, model, "--prompts", "-", *more, "--out", str(tmp_path / verb)])
     assert "answers: 0 of 6 kept" in capsys.readouterr().err  # random weights end nothing

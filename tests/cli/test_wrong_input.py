@@ -78,7 +78,7 @@ WRONG = {
     "chat hollow --prompt-layers 0-8": "0 to 7",
     "plan cfg.json --nominal-speedup 2 --prompt-layers lower": "'lower'",
     f"tune hollow --task e2e {RECORDS} --nominal-speedup 2 --prompt-layers 1-3": "layer 0",
-    f"{EVAL} --methods even:2:9": "1 to 8",
+    f"{EVAL} --methods 2x:p9": "1 to 8",
     "eval hollow --out new --schedule full --nominal-speedup 2": "--nominal-speedup",
     "calibrate hollow --data rec.jsonl --out new --task e2e --nominal-speedup 2 --phase decode": "--phase",
     "serve hollow --prompt-layers 4": "--prompt-layers",

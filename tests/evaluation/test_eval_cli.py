@@ -58,24 +58,24 @@ def test_full_depth_may_be_left_out(place: Path, tmp_path: Path, capsys: pytest.
 
 def test_full_depth_that_is_there_is_not_run_again(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     more = ["--out", str(tmp_path), "--seq-len", "6", "--limit", "4", "--methods"]
-    assert main(arguments(place, *more, "skipdecode:2")) == 0
+    assert main(arguments(place, *more, "2x")) == 0
     stamp = (tmp_path / "full" / "run.json").stat().st_mtime_ns
     capsys.readouterr()
-    assert main(arguments(place, *more, "even:1.5")) == 0
+    assert main(arguments(place, *more, "1.5x")) == 0
     printed = capsys.readouterr()
     assert "full depth is taken from" in printed.err
     assert "| full " in printed.out
-    full, even = load_run(tmp_path / "full"), load_run(tmp_path / "even-1.5x")
+    full, even = load_run(tmp_path / "full"), load_run(tmp_path / "skipdecode-1.5x")
     assert full.path.stat().st_mtime_ns == stamp
     assert [row["full_tokens"] for row in even.outputs] == [row["tokens"] for row in full.outputs]
     assert set(even.data["kept"]) == {"bleu", "rougeL"}
     assert even.measured_speedup > 0
     # It may have more scores than are asked for.
-    assert main(arguments(place, *more, "unified:1.5", "--metrics", "bleu")) == 0
+    assert main(arguments(place, *more, "1.5x:flat", "--metrics", "bleu")) == 0
     assert "full depth is taken from" in capsys.readouterr().err
-    assert set(load_run(tmp_path / "unified-1.5x").data["kept"]) == {"bleu"}
+    assert set(load_run(tmp_path / "skipdecode-1.5x-flat").data["kept"]) == {"bleu"}
     # Of other settings it is no yardstick, and it is not replaced unasked.
-    other = arguments(place, "--max-new-tokens", "5", *more, "d3:2")
+    other = arguments(place, "--max-new-tokens", "5", *more, "3x")
     assert main(other) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert main([*other, "--overwrite"]) == 0
@@ -112,7 +112,7 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
     [
         (["--max-new-tokens", "100"], "leaves no room for a prompt"),
         (["--schedule", "{place}/nine.json"], "layers"),
-        (["--methods", "skipdecode:2", "skipdecode:2"], "have skipdecode-2x twice"),
+        (["--methods", "2x", "2x"], "have skipdecode-2x twice"),
     ],
 )
 def test_values_are_checked_before_weights_are_loaded(
@@ -139,14 +139,6 @@ def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path
     assert load_run(tmp_path / "run").outputs == load_run(place / "skip").outputs
 
 
-@pytest.mark.parametrize("method", ["early_termination", "even"])
-def test_methods_by_name(place: Path, tmp_path: Path, method: str):
-    more = ["--methods", f"{method}:1.5", "--seq-len", "6"]
-    assert main(arguments(place, "--out", str(tmp_path), "--limit", "2", *more)) == 0
-    name = f"{method.replace('_', '-')}-1.5x"
-    assert load_run(tmp_path / name).data["config"]["method"]["name"] == name
-
-
 def test_schedules_of_the_checkpoint_are_methods_by_name(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -161,21 +153,27 @@ def test_schedules_of_the_checkpoint_are_methods_by_name(
     assert found == own
     capsys.readouterr()
     assert main([*call, "yours"]) == 2
-    assert ", mine, speed-ups such as 2x" in capsys.readouterr().err
+    assert "accepted are full, mine by name" in capsys.readouterr().err
 
 
 def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     schedule = load_run(place / "skip").data["config"]["method"]["schedule"] | {"name": "mine / 2x"}
     (tmp_path / "mine.json").write_text(json.dumps(schedule))
-    words = ["full", "skipdecode:2", "even:1.5", str(tmp_path / "mine.json"), "even:1.5:3"]
+    words = ["full", "2x", "1.5x", str(tmp_path / "mine.json"), "1.5x:p3"]
     call = arguments(place, "--out", str(tmp_path / "out"), "--name", "base", "--seq-len", "6")
     call += ["--no-teacher-forced", "--methods", *words]
     assert main(call) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(i for i, line in enumerate(lines) if line.startswith("Scores"))
     names = [line.split("|")[1].strip() for line in lines[title + 3 : title + 8]]
-    assert names == ["base full", "base skipdecode-2x", "base even-1.5x", "base mine / 2x", "base even-p3-1.5x"]
-    folders = ["full", "skipdecode-2x", "even-1.5x", "mine-2x", "even-p3-1.5x"]
+    assert names == [
+        "base full",
+        "base skipdecode-2x",
+        "base skipdecode-1.5x",
+        "base mine / 2x",
+        "base skipdecode-p3-1.5x",
+    ]
+    folders = ["full", "skipdecode-2x", "skipdecode-1.5x", "mine-2x", "skipdecode-p3-1.5x"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(folders)
     runs = {name: load_run(tmp_path / "out" / name) for name in folders}
     alone = {"full": load_run(place / "full"), "skipdecode-2x": load_run(place / "skip")}
@@ -187,21 +185,17 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
     full = runs["full"].data["speed"]
     assert speeds == [{name: full[name] for name in speeds[0]}] * 4
     even, split = (Schedule.from_dict(runs[n].data["config"]["method"]["schedule"]) for n in folders[2::2])
-    assert split == replace(even, prompt=(0, 1, 2), name="even-p3-1.5x")
+    assert split == replace(even, prompt=(0, 1, 2), name="skipdecode-p3-1.5x")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["evne:2"], "unknown method 'evne'"),
-        (["even:two"], "'two' is not accepted"),
-        (["even"], "--methods even: give a nominal speed-up"),
+        (["even:2"], "unknown schedule 'even:2'"),
         (["none.json"], "cannot read the schedule none.json"),
         (["full", "full"], "have full twice"),
         (["full", "--nominal-speedup", "2"], "exclude each other"),
-        (["static_pruning:2"], "needs --drop-order FILE"),
-        (["full", "even:2", "--drop-order", "f"], "no method in full even:2 uses it: leave it"),
-        (["d3:2", "--drop-order", "none.json"], "cannot read the schedule none.json"),
+        (["2x", "--drop-order", "none.json"], "--drop-order was removed: write a schedule file"),
     ],
 )
 def test_methods_that_are_not_understood(
@@ -209,23 +203,6 @@ def test_methods_that_are_not_understood(
 ):
     assert main(arguments(place, "--out", str(tmp_path / "x"), "--methods", *words)) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_drop_order_is_for_the_methods_that_take_one(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    order = [3, 5, 1, 6, 2, 4]
-    (tmp_path / "order.json").write_text(Schedule.constant(8, 4, drop_order=order).to_json())
-    call = arguments(place, "--out", str(tmp_path / "out"), "--seq-len", "6", "--limit", "2", "--no-teacher-forced")
-    words = ["full", "static_pruning:2", "unified:2", "d3:2"]
-    assert main([*call, "--methods", *words, "--drop-order", str(tmp_path / "order.json")]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "layers in the order of" in line]
-    assert [line.split(": ")[1] for line in told] == ["static-pruning-2x", "d3-2x"]
-    runs = {name: load_run(tmp_path / "out" / name) for name in ("static-pruning-2x", "unified-2x", "d3-2x")}
-    schedules = {name: Schedule.from_dict(run.data["config"]["method"]["schedule"]) for name, run in runs.items()}
-    for name in ("static-pruning-2x", "d3-2x"):
-        assert list(schedules[name].drop_order) == order
-        assert schedules[name].nominal_speedup == pytest.approx(2, rel=0.1)
-    assert list(schedules["unified-2x"].drop_order) != order
-    assert runs["static-pruning-2x"].layers_per_token == 4
 
 
 def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixture[str]):
@@ -248,7 +225,7 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
         (["--out", "{place}/x", "--metrics", "bleu", "meteor"], 2, "meteor was removed: use bertscore_f1 or chrf"),
         (["--out", "{place}/x", "--schedule", "full", "--nominal-speedup", "2"], 2, "exclude each other"),
         (["--out", "{place}/x", "--schedule", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
-        (["--out", "{place}/x", "--drop-order", "f"], 2, "--drop-order needs --nominal-speedup"),
+        (["--out", "{place}/x", "--seq-len", "8"], 2, "--seq-len needs --nominal-speedup"),
         (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),
         (["--out", "{place}/x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
         (

@@ -70,12 +70,7 @@ def test_both_engines_give_one_result(place: Path, tmp_path: Path, capsys: pytes
     found = {}
     for engine in ("auto", "transformers"):
         out = tmp_path / engine
-        assert (
-            evaluate(
-                place, "--out", str(out), "--engine", engine, "--methods", "full", "skipdecode:2", "--seq-len", "8"
-            )
-            == 0
-        )
+        assert evaluate(place, "--out", str(out), "--engine", engine, "--methods", "full", "2x", "--seq-len", "8") == 0
         found[engine] = runs(out)
     for name, fast in found["auto"].items():
         slow = found["transformers"][name]
@@ -92,7 +87,7 @@ def test_both_engines_give_one_result(place: Path, tmp_path: Path, capsys: pytes
 
 
 def test_exact_methods_have_the_outputs_of_full_depth(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    chosen = ("--out", str(tmp_path), "--methods", "full", "skipdecode:2", "--seq-len", "8", "--exact")
+    chosen = ("--out", str(tmp_path), "--methods", "full", "2x", "--seq-len", "8", "--exact")
     assert evaluate(place, *chosen) == 0
     found = runs(tmp_path)
     assert sorted(found) == ["full", "skipdecode-2x-exact"]

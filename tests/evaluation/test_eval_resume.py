@@ -38,8 +38,8 @@ def interrupt_scoring(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 def test_several_methods_go_on_after_an_interruption_while_scoring(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    names = ["full", "skipdecode-2x", "even-1.5x"]
-    more = ["--seq-len", "6", "--methods", "full", "skipdecode:2", "even:1.5"]
+    names = ["full", "skipdecode-2x", "skipdecode-1.5x"]
+    more = ["--seq-len", "6", "--methods", "full", "2x", "1.5x"]
     out, unbroken = tmp_path / "out", tmp_path / "unbroken"
     assert main(arguments(place, "--out", str(unbroken), *more)) == 0
     with monkeypatch.context() as patch:
@@ -74,7 +74,7 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
 def test_other_metrics_after_an_interruption_score_all_methods_again(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    call = arguments(place, "--out", str(tmp_path), "--seq-len", "6", "--methods", "full", "skipdecode:2")
+    call = arguments(place, "--out", str(tmp_path), "--seq-len", "6", "--methods", "full", "2x")
     with monkeypatch.context() as patch:
         interrupt_scoring(patch, 2)
         assert main(call) == 130

@@ -9,9 +9,8 @@ import torch
 
 from skipdecode import Schedule, attach
 from skipdecode.engine.opening import Backend, end_tokens
-from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
+from skipdecode.errors import ScheduleError, UnsupportedModelError
 from skipdecode.evaluation.methods import Method
-from skipdecode.schedule import PUBLISHED
 from tiny import LAYERS, tiny_model
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [11, 12, 13, 14]]
@@ -81,39 +80,3 @@ def test_end_tokens_are_the_models_and_the_tokenizers(model: Any):
         assert end_tokens(model, byte_tokenizer()) == {2, 9, 10}
     finally:
         model.generation_config.eos_token_id = before
-
-
-# ---------------------------------------------------------------------- schedules by name
-
-
-@pytest.mark.parametrize("speedup", [1, 1.5, 2, 3, 5])
-@pytest.mark.parametrize("name", [n for n in PUBLISHED if n != "full"])
-def test_schedules_of_one_budget_cost_the_same(name: str, speedup: float):
-    order = tuple(range(20, 1, -1)) + tuple(range(21, 29)) if name == "static_pruning" else None
-    schedule = Schedule.published(name, 30, speedup, 48, drop_order=order)
-    assert schedule.nominal_speedup == pytest.approx(speedup, rel=0.06)
-    assert schedule.name.endswith(f"-{speedup:g}x")
-
-
-def test_named_schedules_are_the_published_ones():
-    assert Schedule.published("skipdecode", 24, 2, 16) == Schedule.from_speedup(24, 2, 16)
-    assert Schedule.published("early_termination", 24, 2, 16).layers(15) == tuple(range(8))
-    unified = Schedule.published("unified", 24, 2, 16)
-    assert unified.layers(0) == unified.layers(15)
-    assert len(Schedule.published("d3", 24, 2, 16).layers(0)) > len(
-        Schedule.published("skipdecode", 24, 2, 16).layers(0)
-    )
-    assert Schedule.published("full", 24, 1, 16).is_full
-
-
-def test_schedules_refuse_what_they_cannot_do():
-    with pytest.raises(ScheduleError, match="give a drop_order"):
-        Schedule.published("static_pruning", 24, 2, 16)
-    with pytest.raises(ScheduleError, match="'even' has a drop order of its own"):
-        Schedule.published("even", 24, 2, 16, drop_order=(3, 4))
-    with pytest.raises(ScheduleError, match="'full' runs every layer"):
-        Schedule.published("full", 24, 2, 16)
-    with pytest.raises(ScheduleError):
-        Schedule.published("unified", 24, 24, 16)
-    with pytest.raises(UsageError, match="unknown schedule 'evan' \\(did you mean 'even'"):
-        Schedule.published("evan", 24, 2, 16)

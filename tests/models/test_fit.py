@@ -409,4 +409,4 @@ def test_eval_takes_the_fit_beside_the_schedules_of_its_methods(calibrated):
     where, _ = calibrated
     for named in ({"schedule": str(where / "schedule.json")}, {"methods": ("full", str(where / "schedule.json"))}):
         assert Config(model=str(where / "model"), **named).ref.fit == where / FIT_FILE
-    assert Config(model=str(where / "model"), methods=("full", "even:2")).ref.fit is None
+    assert Config(model=str(where / "model"), methods=("full", "2x")).ref.fit is None

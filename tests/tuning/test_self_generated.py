@@ -261,18 +261,18 @@ def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_
     prompts = tmp_path / "prompts.csv"
     prompts.write_text("text\nhello\nHELLO\nhow are you\n")
     asked = ["--prompts", str(prompts), "--max-new-tokens", "20", "--resamples", "20", "--methods"]
-    call = ["eval", model, "--out", str(tmp_path / "eval"), *asked, "unified:1.5"]
-    assert main([*call, "unified:1.5"]) == 2
+    call = ["eval", model, "--out", str(tmp_path / "eval"), *asked, "1.5x"]
+    assert main([*call, "1.5x"]) == 2
     assert main(call) == 0
     document = json.loads((tmp_path / "eval" / "run.json").read_text())
     assert document["n"] == 2
-    assert [row["name"] for row in document["rows"]] == ["base", "unified-1.5x"]
+    assert [row["name"] for row in document["rows"]] == ["base", "skipdecode-1.5x"]
     assert document["rows"][0]["measured_speedup"] == 1.0
 
 
 def test_eval_says_where_no_prompt_is_left(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:
     plain = save_tiny_model(tmp_path / "plain", chat=False)
-    call = ["--out", str(tmp_path / "eval"), "--methods", "unified:1.5"]
+    call = ["--out", str(tmp_path / "eval"), "--methods", "1.5x"]
     assert main(["eval", plain, *call]) == 2
     assert "--prompts" in told(capsys)
     empty = tmp_path / "empty.txt"

@@ -10,12 +10,16 @@ RETIRED = {
     "--router": "a fixed schedule is the better choice (generate and serve take one with --schedule)",
     "bench": "generate --compare and eval measure the speed-up of a schedule; benchmarks/speed.py of the source "
     "repository measures engines next to the limit of the machine",
+    "eval --drop-order": "write a schedule file with another drop order, for --schedule and --methods "
+    "(Schedule.from_speedup(..., drop_order=...).save(FILE))",
     "eval --report": "the printed tables are Markdown: write them to a file with > FILE.md",
     "eval --self": "without --task and --data, eval compares the texts of the schedules with those of the base model",
     "eval --self-records": "give --limit",
     "eval --self-temperature": "give --temperature",
     "eval --self-tokens": "give --max-new-tokens",
     "eval --self-top-p": "give --top-p",
+    "eval --warmup-layers": "write a schedule file, for --schedule and --methods "
+    "(Schedule.from_speedup(..., warmup_layers=...).save(FILE))",
     "report": "skipdecode eval prints its tables in Markdown (--compare: those of finished runs); prepare, tune and "
     "calibrate write their pictures as PNG files into --out",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "

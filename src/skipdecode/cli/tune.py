@@ -299,7 +299,8 @@ def _schedule(config: Config, lengths: Sequence[int]) -> ScheduleChoice:
     if stored is not None:
         carried, own = Schedule.from_dict(stored), "the recipe's"
     elif config.self and not (config.schedule or config.nominal_speedup or (carried and not carried.is_full)):
-        carried = Schedule.published("unified", layers, _SELF_SPEEDUP, longest)
+        even = Schedule.even(layers, round(layers / _SELF_SPEEDUP))
+        carried = replace(even, name="", family="unified", speedup=_SELF_SPEEDUP)
         own = "evenly spaced layers, because no schedule was given"
     return choose_schedule(config, layers, carried=carried, own=own, default_seq_len=longest)
 

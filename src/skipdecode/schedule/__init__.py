@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from skipdecode.schedule.order import PromptDepth
-from skipdecode.schedule.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
+from skipdecode.schedule.schedule import Schedule
 
-__all__ = ["ORDER_OF_ITS_OWN", "PUBLISHED", "PromptDepth", "Schedule"]
+__all__ = ["PromptDepth", "Schedule"]

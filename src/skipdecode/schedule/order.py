@@ -199,19 +199,6 @@ def paper_budgets(
     return linear(max(most, least), least, seq_len)
 
 
-def power_law(num_layers: int, mean: float, seq_len: int, floor: int) -> tuple[int, ...]:
-    """Budgets by a power law with a given mean number of layers; bisection finds the base."""
-
-    def budgets(base: float) -> tuple[int, ...]:
-        return tuple(max(floor, round(num_layers * base**i)) for i in range(seq_len))
-
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(budgets(middle)) < mean * seq_len else (low, middle)
-    return budgets(high)
-
-
 def least_budget(num_layers: int, warmup_layers: int) -> int:
     """The fewest layers that keep the warm-up layers and the last one."""
     require_int("warmup_layers", warmup_layers)

@@ -3,21 +3,6 @@
 A schedule is a *drop order* (the layer that is dropped first, second, …) and a non-increasing list of *budgets* (the
 number of layers that run at position 0, 1, …; the last value holds for all later positions). The budgets never grow and
 the order is fixed, so the layer sets are nested, and KV caching needs no recomputation (docs/theory.md).
-
-`Schedule.published` makes the schedules of published methods by name. All have the same mean number of layers over
-`seq_len` positions, as near as whole layers allow, so a table compares them at one cost:
-
-================= ============== ==============================================
-method            layers dropped layers run
-================= ============== ==============================================
-full              none           all; the speed-up can only be 1
-skipdecode        bottom up      linear decay (SkipDecode, arXiv 2307.02628)
-even              evenly spaced  linear decay
-unified           evenly spaced  constant (Unified Layer Skipping, 2404.06954)
-d3                bottom up      power law (D3)
-early_termination from the top   linear decay (the baseline of SkipDecode)
-static_pruning    by influence   constant (ShortGPT, arXiv 2403.03853)
-================= ============== ==============================================
 """
 
 from __future__ import annotations
@@ -31,7 +16,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.registry import check_name
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.order import (
@@ -41,16 +25,12 @@ from skipdecode.schedule.order import (
     check_layers,
     check_order,
     int_tuple,
-    least_budget,
     make_order,
     one_or_more,
-    power_law,
     require_int,
     require_positive,
 )
 
-PUBLISHED = ("full", "skipdecode", "even", "unified", "d3", "early_termination", "static_pruning")
-ORDER_OF_ITS_OWN = ("full", "even", "unified", "early_termination")
 _REQUIRED = ("num_layers", "drop_order", "budgets")
 _FIELDS = (*_REQUIRED, "warmup_layers", "prompt", "name")
 _LABELS = ("family", "variant", "speedup")
@@ -372,59 +352,6 @@ class Schedule:
         return cls(num_layers, order, values, warmup_layers, prompt, name)
 
     @classmethod
-    def published(
-        cls,
-        method: str,
-        num_layers: int,
-        nominal_speedup: float,
-        seq_len: int,
-        *,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        drop_order: Sequence[int] | None = None,
-    ) -> Self:
-        """The schedule of a published method (`PUBLISHED`, see the table above) for the budget of `from_speedup`.
-
-        `drop_order` replaces the bottom-up order; `static_pruning` needs one.
-
-        Raises
-        ------
-        UsageError
-            The method is not known.
-        ScheduleError
-            The speed-up is out of reach, or a drop order is missing, or was given to a method that has its own.
-        """
-        check_name("schedule", method, PUBLISHED)
-        layer_order.require_speedup(nominal_speedup)
-        _check_order_given(method, drop_order is not None)
-        if method == "full":
-            if nominal_speedup != 1:
-                raise ScheduleError(
-                    f"'full' runs every layer: nominal_speedup={nominal_speedup:g} needs another schedule"
-                )
-            return cls.full(num_layers)
-        flat = method in ("unified", "static_pruning")
-        schedule = cls.from_speedup(
-            num_layers,
-            nominal_speedup,
-            1 if flat else seq_len,
-            warmup_layers=warmup_layers,
-            spread=0.0 if flat else 1 / 3,
-            prompt=prompt,
-            drop_order=drop_order,
-            family=method.replace("_", "-"),
-        )
-        if flat:
-            # Over one position and without decay, the paper's first budget is the constant one.
-            schedule = replace(schedule, budgets=schedule.budgets[:1])
-        if method == "d3":
-            floor = least_budget(num_layers, warmup_layers)
-            return replace(schedule, budgets=power_law(num_layers, num_layers / nominal_speedup, seq_len, floor))
-        if method in ORDER_OF_ITS_OWN:
-            return schedule.reordered("top-down" if method == "early_termination" else "even")
-        return schedule
-
-    @classmethod
     def split(
         cls,
         num_layers: int,
@@ -503,13 +430,3 @@ def _checked(path: Path | str) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"path={path!r} is not accepted: give the name of a file")
     return Path(path)
-
-
-def _check_order_given(method: str, given: bool) -> None:
-    if given and method in ORDER_OF_ITS_OWN:
-        raise ScheduleError(f"{method!r} has a drop order of its own: leave drop_order out, or choose another schedule")
-    if not given and method == "static_pruning":
-        raise ScheduleError(
-            "static_pruning drops layers by their influence, which is measured: give a drop_order, such as "
-            "a calibrated schedule's"
-        )

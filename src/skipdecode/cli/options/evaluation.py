@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from skipdecode.cli.arguments import check_together
 from skipdecode.cli.options import (
     BASE,
     MODEL,
     EngineOptions,
-    ScheduleChoice,
     ScheduleOptions,
-    adjusted_schedule,
     choose_schedule,
 )
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
-from skipdecode.common.registry import near
 from skipdecode.data.tasks import task_file
-from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.results import EVAL_DIRECTORY
 from skipdecode.evaluation.settings import EvaluationOptions, method_name
 from skipdecode.models.loading.ref import model_files
-from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
+from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
-
-_TAKE_ORDER = tuple(name for name in PUBLISHED if name not in ORDER_OF_ITS_OWN)
 
 
 def _files_of_run(place: str) -> list[Path]:
@@ -43,20 +35,7 @@ def _schedule_file(method: str) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodOptions(ScheduleOptions):
-    """The decoding method."""
-
-    warmup_layers: int = option("first layers that always run with --nominal-speedup", default=1, least=0)
-    drop_order: str | None = option(
-        f"schedule file with the order of layers for --nominal-speedup, and in --methods for {', '.join(_TAKE_ORDER)}; "
-        "required for static_pruning",
-        default=None,
-        path=Reads(),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(EvaluationOptions, MethodOptions, EngineOptions):
+class Config(EvaluationOptions, ScheduleOptions, EngineOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
@@ -79,8 +58,7 @@ class Config(EvaluationOptions, MethodOptions, EngineOptions):
     )
     methods: tuple[str, ...] = option(
         "several schedules in one run, as --schedule names them: full, 2x, 2x:p15, files (*.json), names of the "
-        "checkpoint's schedules; or a published method with its nominal speed-up (even:2) and prompt layers "
-        "(even:3:15)",
+        "checkpoint's schedules",
         default=(),
         path=Reads(_schedule_file),
     )
@@ -97,7 +75,7 @@ class Config(EvaluationOptions, MethodOptions, EngineOptions):
         path=Reads(model_files),
     )
 
-    NEEDS: ClassVar = dict.fromkeys(("seq_len", "drop_order"), ("nominal_speedup", "methods"))
+    NEEDS: ClassVar = {"seq_len": ("nominal_speedup", "schedule", "methods")}
     EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {
         "compare": ("model", "task", "out", "methods"),
         "methods": ("schedule", "nominal_speedup"),
@@ -115,62 +93,6 @@ class Config(EvaluationOptions, MethodOptions, EngineOptions):
         return None if self.without_references else self.base
 
 
-class MethodChoice(NamedTuple):
-    """The options of one method, and the name of its published schedule, if `--methods` names one."""
-
-    options: Config
-    published: str | None = None
-
-
-def each_method(options: Config) -> list[MethodChoice]:
-    """The methods of --methods, or the single method of the other options.
-
-    A method is a schedule's text (`skipdecode.schedule.grammar`), such as ``2x:p15``, or a published method with its
-    nominal speed-up, such as ``even:3`` or ``even:3:15`` (also with prompt layers). Raises UsageError if a
-    method is unknown, if options exclude each other, or if no method uses --drop-order.
-    """
-    wanted = options.methods
-    own = [name for name in options.ref.schedules if name != "full"] if wanted and options.model else []
-    each = [_from_word(replace(options, methods=()), word, own) for word in wanted] or [MethodChoice(options)]
-    if wanted and options.drop_order is not None and all(one.options.drop_order is None for one in each):
-        accepted = ", ".join(f"{name}:2" for name in _TAKE_ORDER)
-        raise UsageError(f"--drop-order: no method in {' '.join(wanted)} uses it: leave it out, or add {accepted}")
-    for one in each:
-        check_together(one.options)
-    return each
-
-
-def _from_word(options: Config, word: str, own: Sequence[str]) -> MethodChoice:
-    base = base_of(word)
-    if base in own or base.endswith(".json") or is_speedup(word) or (base == "full" and word != base):
-        seq_len = options.seq_len if is_speedup(word) else None
-        return MethodChoice(replace(options, schedule=word, seq_len=seq_len, drop_order=None))
-    name, colon, rest = word.partition(":")
-    speedup, _, prompt = rest.partition(":")
-    if name not in PUBLISHED:
-        accepted = f"{', '.join((*PUBLISHED, *own))}, speed-ups such as 2x, and schedule files (*.json)"
-        raise UsageError(f"--methods {word}: unknown method {name!r}{near(name, PUBLISHED)}: accepted are {accepted}")
-    if not colon:
-        if name != "full":
-            raise UsageError(f"--methods {word}: give a nominal speed-up, as in {name}:2")
-        return MethodChoice(replace(options, seq_len=None, drop_order=None, prompt_layers=None), name)
-    order = options.drop_order if name in _TAKE_ORDER else None
-    if name == "static_pruning" and order is None:
-        raise UsageError(
-            f"--methods {word} needs --drop-order FILE: an order by measured influence of layers, such as the "
-            "schedule that skipdecode calibrate writes"
-        )
-    given = prompt or options.prompt_layers
-    try:
-        return MethodChoice(
-            replace(options, nominal_speedup=float(speedup), drop_order=order, prompt_layers=given), name
-        )
-    except OptionError as e:
-        raise UsageError(f"--methods {word}: the speed-up {speedup} is not accepted: give {e.accepted}") from None
-    except ValueError:
-        raise UsageError(f"--methods {word}: {speedup!r} is not accepted: give a number, as in {name}:2") from None
-
-
 def asked_schedules(config: Config) -> Schedule | list[Schedule] | tuple[()]:
     """The schedules that the options name, a single one unless they come from --methods; their origins are printed.
 
@@ -178,34 +100,18 @@ def asked_schedules(config: Config) -> Schedule | list[Schedule] | tuple[()]:
     """
     if not any((config.methods, config.schedule, config.nominal_speedup, config.prompt_layers, config.flat)):
         return ()
-    chosen = [choose_method(one, config) for one in each_method(config)]
+    ref, default_seq_len = config.ref, _default_seq_len(config)
+    one_by_one = [
+        replace(config, methods=(), schedule=word, seq_len=config.seq_len if is_speedup(word) else None)
+        for word in config.methods
+    ]
+    chosen = [
+        choose_schedule(one, ref.num_layers, carried=ref.schedule, default_seq_len=default_seq_len, named=ref.schedules)
+        for one in one_by_one or [config]
+    ]
     for schedule, origin in chosen:
         note(f"{method_name(schedule, config.exact)}: {origin}")
     return [schedule for schedule, _ in chosen] if config.methods else chosen[0].schedule
-
-
-def choose_method(method: MethodChoice, config: Config) -> ScheduleChoice:
-    """The schedule of an element of `each_method`, and its origin."""
-    options, published = method
-    num_layers, default = config.ref.num_layers, _default_seq_len(config)
-    if options.nominal_speedup is not None:
-        seq_len = default if options.seq_len is None else options.seq_len
-        schedule = Schedule.published(
-            published or "skipdecode",
-            num_layers,
-            options.nominal_speedup,
-            seq_len,
-            warmup_layers=options.warmup_layers,
-            drop_order=None if options.drop_order is None else Schedule.load(options.drop_order).drop_order,
-        )
-        origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
-        origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"
-        return adjusted_schedule(options, schedule, origin)
-    if published is not None:
-        return ScheduleChoice(Schedule.full(num_layers), "every layer")
-    return choose_schedule(
-        options, num_layers, carried=config.ref.schedule, default_seq_len=default, named=config.ref.schedules
-    )
 
 
 def _default_seq_len(config: Config) -> int:
