@@ -582,7 +582,7 @@ def headline(parts: Mapping[str, Any]) -> dict[str, Any]:
         return min(found, default=None)
 
     speeds = parts.get("speed", {}).get("rows", {})
-    fast = [n.partition("/")[2] for n, row in speeds.items() if row["measured_speedup_with_prompt"] >= 1.25]
+    fast = [n.partition("/")[2] for n, row in speeds.items() if row["request_speedup"] >= 1.25]
     return {
         "chat_prompt15_kl": least("chat", "prompt15"),
         "news_prompt15_kl": least("news", "prompt15"),

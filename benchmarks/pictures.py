@@ -27,7 +27,7 @@ def quality_figure(table: dict[str, Any]) -> Any:
     methods = grouped((row for row in table["runs"] if row["method"] in METHODS), lambda row: str(row["method"]))
 
     def point(row: dict[str, Any], metric: str) -> Point:
-        return Point(row["measured_speedup_with_prompt"], row[metric], y_bounds=tuple(row["intervals"][metric]))
+        return Point(row["request_speedup"], row[metric], y_bounds=tuple(row["intervals"][metric]))
 
     charts = [
         Chart(

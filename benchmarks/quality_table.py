@@ -65,8 +65,8 @@ def speed_columns(run: Run, speed: Mapping[str, Any] | None) -> dict[str, Any]:
     if speed is None or not (run.full_depth or "schedule" in run.data["config"]["method"]):
         return own_speed(run)
     if run.full_depth:
-        same = dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0)
-        found = {**same, "measured_speedup_interval": None, "speed_from": source_of(speed)}
+        same = dict.fromkeys(("decode_speedup", "request_speedup"), 1.0)
+        found = {**same, "decode_speedup_interval": None, "speed_from": source_of(speed)}
         return found | over(speed.get("transformers"), speed.get("full_depth"))
     found = timed(run.data["config"]["method"]["schedule"], speed)
     if found is None:
@@ -79,7 +79,7 @@ def timed(schedule: Mapping[str, Any], speed: Mapping[str, Any]) -> dict[str, An
     wanted = work_of(schedule)
     for row in speed["rows"]:
         if row["work"] == wanted:
-            found = {k: v for k, v in row.items() if k.startswith("measured_speedup")}
+            found = {k: v for k, v in row.items() if k.startswith(SPEEDUPS)}
             return found | {"speed_from": source_of(speed)} | over(speed.get("transformers"), row["speed"])
     return None
 
@@ -96,13 +96,13 @@ def over(theirs: Mapping[str, Any] | None, ours: Any) -> dict[str, float]:
     return {} if theirs is None else {"request_speedup_over_transformers": theirs["seconds"] / ours["seconds"]}
 
 
-SHORT = {"request_speedup": "measured_speedup_with_prompt", "decode_speedup": "measured_speedup"}
+SPEEDUPS = ("request_speedup", "decode_speedup")
 
 
 def named_speeds(columns: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The columns of tables of request time by their short names, and the same of one row at a time."""
-    found = {name: columns[long] for name, long in SHORT.items()}
-    return found | ({} if alone is None else {f"{name}_batch_1": alone[long] for name, long in SHORT.items()})
+    """The columns of tables of request time, and the same of one row at a time."""
+    found = {name: columns[name] for name in SPEEDUPS}
+    return found | ({} if alone is None else {f"{name}_batch_1": alone[name] for name in SPEEDUPS})
 
 
 def prompt_layers(schedule: Mapping[str, Any]) -> int:
@@ -119,7 +119,7 @@ def earlier_rows(
         schedule = row["decoding"].get("schedule")
         columns, alone = (schedule and speed and timed(schedule, speed) for speed in speeds)
         if columns:
-            kept = {k: v for k, v in row.items() if not k.startswith("measured_speedup")}
+            kept = {k: v for k, v in row.items() if not k.startswith(SPEEDUPS)}
             first = {k: kept.pop(k) for k in ("method", "checkpoint", "nominal_speedup")}
             layers = {"prompt_layers": prompt_layers(schedule)}
             found.append(first | layers | named_speeds(columns, alone) | kept | columns | {"quality_from": name})
@@ -138,8 +138,8 @@ def work_of(schedule: Mapping[str, Any]) -> dict[str, Any]:
 def own_speed(run: Run) -> dict[str, Any]:
     """Speed-up within the evaluation."""
     config, speed, here = run.data["config"], run.data["speed"], run.data["environment"]
-    names = ("measured_speedup", "measured_speedup_interval", "measured_speedup_with_prompt")
-    found = dict.fromkeys(names) | {n: value for n, value in run.data.items() if n.startswith("measured_speedup")}
+    names = ("decode_speedup", "decode_speedup_interval", "request_speedup")
+    found = dict.fromkeys(names) | {n: value for n, value in run.data.items() if n.startswith(SPEEDUPS)}
     bounds = {n: value and [value["low"], value["high"]] for n, value in found.items() if n.endswith("_interval")}
     settings = {
         "dtype": config["dtype"],

@@ -195,8 +195,8 @@ def times(options: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
                 found = speed_entries(turns, method, methods[0], EvaluationSettings(), {})
                 rows.setdefault(method.name, {})[str(batch)] = {
                     "batch_seconds": found["speed"]["seconds"] * batch / count,
-                    "request_speedup": found["measured_speedup_with_prompt"],
-                    "request_speedup_interval": found["measured_speedup_with_prompt_interval"],
+                    "request_speedup": found["request_speedup"],
+                    "request_speedup_interval": found["request_speedup_interval"],
                 }
     return {"what": WHAT, "rounds": ROUNDS, "rows": rows}
 

@@ -235,8 +235,8 @@ def quality(document: Row) -> Table:
         ("method", "{method}"),
         *([("checkpoint", "{checkpoint}")] if several else []),
         ("nominal", nominal),
-        ("measured", times("measured_speedup")),
-        ("with prompts", times("measured_speedup_with_prompt")),
+        ("measured", times("decode_speedup")),
+        ("with prompts", times("request_speedup")),
         ("mean layers", "{mean_layers:.1f}"),
     ]
     return table(document["runs"], columns + scores())
@@ -309,9 +309,9 @@ def chat(document: Row) -> Table:
     kl = estimate("kl", "{estimate:.3f}")
     columns: list[Column] = [
         ("layers", lambda row: str(layers.get(row["name"], row["name"]))),
-        ("request", times("measured_speedup_with_prompt")),
-        ("request, batch 1", lambda row: times("measured_speedup_with_prompt")(row.get("batch_1", {}))),
-        ("decode", times("measured_speedup")),
+        ("request", times("request_speedup")),
+        ("request, batch 1", lambda row: times("request_speedup")(row.get("batch_1", {}))),
+        ("decode", times("decode_speedup")),
         ("KL", kl),
         ("same token", estimate("top1_agreement", "{estimate:.1f}%")),
         perplexity,
@@ -349,7 +349,7 @@ def fitted(document: Row) -> Table:
             schedule = next(iter(row.values()))["schedule"]
             layers = len(schedule["prompt"]) if isinstance(schedule["prompt"], list) else schedule["num_layers"]
             timed = [speeds[f"{m}/{name}"] for m in methods if setting == "chat" and f"{m}/{name}" in speeds]
-            request = times("measured_speedup_with_prompt")(timed[-1] if timed else {})
+            request = times("request_speedup")(timed[-1] if timed else {})
             cells = (fidelity(row.get(method)) for method in methods)
             lines.append([setting, str(layers), str(schedule["budgets"][-1]), request, *cells])
     return lines

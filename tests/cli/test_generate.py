@@ -228,7 +228,7 @@ def test_summary_tells_layers_speed_and_bytes(capsys: Any, tmp_path: Path, model
     assert 0 < summary["kv_bytes_peak"] < summary["kv_bytes_full_peak"]
     assert summary["comparison"]["batches"] == 4
     assert summary["comparison"]["nominal_speedup"] == pytest.approx(LAYERS / schedule.mean_budget(7))
-    for name in ("nominal", "measured_decode", "measured_request"):
+    for name in ("nominal", "decode", "request"):
         assert f"{summary['comparison'][name + '_speedup']:.2f}x" in table
     assert 0 < summary["comparison"]["request_tokens_per_s"] < summary["comparison"]["decode_tokens_per_s"] * 8 / 7
     assert found["environment"]["packages"]["torch"]

@@ -131,12 +131,8 @@ def test_a_run_says_all_that_is_needed(skipping: Run):
     data = run.data
     assert data["n"] == len(run.outputs) == 7
     assert data["nominal_speedup"] == SCHEDULE.nominal_speedup
-    assert data["measured_speedup"] > 0
-    assert (
-        data["measured_speedup_interval"]["low"]
-        <= data["measured_speedup"]
-        <= data["measured_speedup_interval"]["high"]
-    )
+    assert data["decode_speedup"] > 0
+    assert data["decode_speedup_interval"]["low"] <= data["decode_speedup"] <= data["decode_speedup_interval"]["high"]
     fidelity = {"full_depth_agreement", "token_agreement", "top1_agreement", "kl"}
     assert set(data["metrics"]) == {"bleu", "rougeL", "loss"} | fidelity
     assert Schedule.from_dict(data["config"]["method"]["schedule"]) == SCHEDULE
@@ -218,14 +214,14 @@ def test_what_another_run_left_is_not_taken_over(model: Any, tmp_path: Path):
 
 
 def test_full_depth_is_the_yardstick(full: Run):
-    assert full.measured_speedup == full.data["nominal_speedup"] == 1
+    assert full.decode_speedup == full.data["nominal_speedup"] == 1
     assert full.data["full_depth_speed"] is None
     assert "kl" not in full.data["metrics"]
 
 
 def test_without_full_depth_nothing_is_compared(model: Any, tmp_path: Path):
     run = evaluated(model, tmp_path, Method(Backend(model), SCHEDULE), full_depth=False)
-    assert run.measured_speedup is None
+    assert run.decode_speedup is None
     assert set(run.data["metrics"]) == {"bleu", "rougeL", "loss"}
     assert "full_output" not in run.outputs[0]
 
@@ -253,6 +249,13 @@ def test_a_removed_metric_of_old_runs_is_left_out_of_the_comparison(full: Run, s
     assert "meteor" in runs_tables(old)
     with pytest.raises(UsageError, match="the metric meteor was removed: use bertscore_f1 or chrf"):
         compare_runs(old, ["meteor"])
+
+
+def test_speedups_of_old_runs_have_their_names_of_today(skipping: Run, tmp_path: Path):
+    run = load_run(shutil.copytree(skipping.path.parent, tmp_path, dirs_exist_ok=True))
+    text = run.path.read_text().replace('"request_speedup', '"measured_speedup_with_prompt')
+    run.path.write_text(text.replace('"decode_speedup', '"measured_speedup'))
+    assert load_run(tmp_path).data == run.data
 
 
 def test_runs_on_other_records_are_not_compared(full: Run, skipping: Run):

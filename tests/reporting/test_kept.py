@@ -11,7 +11,7 @@ from skipdecode.reporting.kept import kept_charts
 
 
 def run(name: str, score: float, request: float | None, nominal: float = 2.0, **more: Any) -> dict[str, Any]:
-    speed = {"nominal_speedup": nominal, "measured_speedup": 1.0, "measured_speedup_with_prompt": request}
+    speed = {"nominal_speedup": nominal, "decode_speedup": 1.0, "request_speedup": request}
     return {"name": name, "metrics": {"rougeL": {"score": score}}, **speed, **more}
 
 
@@ -64,7 +64,7 @@ def test_the_picture_has_full_depth_a_line_for_each_checkpoint_and_the_intervals
 def test_texts_of_the_model_itself_have_the_interval_of_their_perplexity():
     def row(name: str, ratio: float) -> dict[str, Any]:
         of_base = {"estimate": ratio, "low": ratio / 1.25, "high": ratio * 1.25}
-        return {"name": name, "measured_speedup_with_prompt": 1.5, "measured_speedup": 1.6, "of_base": of_base}
+        return {"name": name, "request_speedup": 1.5, "decode_speedup": 1.6, "of_base": of_base}
 
     _, found = with_kept(rows_of({"rows": [row("base", 1.0), row("target", 2.0)]}))
     assert found["kept"] == pytest.approx(0.5)

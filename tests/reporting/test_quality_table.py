@@ -58,7 +58,7 @@ def test_the_table_has_a_row_a_run_with_shares_of_full_depth(runs: dict[str, Run
         assert share["share"] == pytest.approx(four[name] / full[name])
         assert share["low"] <= share["share"] <= share["high"] < 1
     # The canned methods' time is proportional to their layers.
-    assert four["measured_speedup"] == pytest.approx(4)
+    assert four["decode_speedup"] == pytest.approx(4)
     assert four["speed_from"]["run"] == "the evaluation itself"
     assert (four["mean_layers"], four["n"], four["checkpoint"]) == (2, 8, "checkpoint")
     assert document["recipe"]["options"] | {"model": "base"} == document["recipe"]["options"]
@@ -112,7 +112,7 @@ def test_speed_may_be_measured_apart_for_equal_lengths(
     assert measured["full_depth"]["layers_per_token"] == LAYERS
     document = built(runs, tmp_path / "table.json", "--speed", str(speed))
     rows = document["runs"]
-    assert [r["measured_speedup"] for r in rows] == [1.0, *(row["measured_speedup"] for row in measured["rows"])]
+    assert [r["decode_speedup"] for r in rows] == [1.0, *(row["decode_speedup"] for row in measured["rows"])]
     assert [r["speed_from"]["run"] for r in rows] == ["measured apart"] * 3
     stamp = speed.stat().st_mtime_ns
     assert script("schedule_speed").main(command) == 0

@@ -240,7 +240,7 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     assert full["kl"]["estimate"] < 0.01 < shallow["kl"]["estimate"] < deep["kl"]["estimate"]
     assert full["top1_agreement"]["estimate"] > 90
     assert deep["perplexity"] > 1.2 * base["perplexity"]
-    assert deep["measured_speedup"] > 0
+    assert deep["decode_speedup"] > 0
     for row in rows.values():
         buckets = row["by_position"]["perplexity"]
         assert [(b["low"], b["high"]) for b in buckets[:2]] == [(0, 15), (16, 31)]
@@ -267,7 +267,7 @@ def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_
     document = json.loads((tmp_path / "eval" / "run.json").read_text())
     assert document["n"] == 2
     assert [row["name"] for row in document["rows"]] == ["base", "skipdecode-1.5x"]
-    assert document["rows"][0]["measured_speedup"] == 1.0
+    assert document["rows"][0]["decode_speedup"] == 1.0
 
 
 def test_eval_says_where_no_prompt_is_left(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:

@@ -309,7 +309,7 @@ def _tell_comparison(found: dict[str, Any] | None) -> None:
     cells = {}
     for name in ("decode", "request"):
         rates = [f"{found[f'{side}{name}_tokens_per_s']:.1f} tokens/s" for side in ("full_", "")]
-        cells[name] = [*rates, f"{found[f'measured_{name}_speedup']:.2f}x"]
+        cells[name] = [*rates, f"{found[f'{name}_speedup']:.2f}x"]
     layers = [f"{found[f'{side}layers_per_token']:.1f} layers" for side in ("full_", "")]
     cells["nominal"] = [*layers, f"{found['nominal_speedup']:.2f}x"]
     for line in speedups(["full depth", "the schedule", "measured"], cells):

@@ -163,12 +163,12 @@ def _tokens_per_s(run: Run) -> str:
 
 def _engine(run: Run) -> str:
     """The engine of a run's speeds."""
-    return "-" if run.measured_speedup is None else str(run.data.get("engine", "-"))
+    return "-" if run.decode_speedup is None else str(run.data.get("engine", "-"))
 
 
 _SPEED: dict[str, Callable[[Run], str]] = {
-    "request": partial(_gain, "measured_speedup_with_prompt"),
-    "decoding": partial(_gain, "measured_speedup"),
+    "request": partial(_gain, "request_speedup"),
+    "decoding": partial(_gain, "decode_speedup"),
     "nominal": partial(_gain, "nominal_speedup"),
     "tokens/s": _tokens_per_s,
     "layers/token": lambda run: "-" if run.layers_per_token is None else f"{run.layers_per_token:.2f}",

@@ -23,7 +23,7 @@ def rows_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _speeds(found: Row) -> dict[str, Any]:
     full = found["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
-    request, decode = (1.0 if full else found.get(f"measured_speedup{end}") for end in ("_with_prompt", ""))
+    request, decode = (1.0 if full else found.get(name) for name in ("request_speedup", "decode_speedup"))
     return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode}
 
 

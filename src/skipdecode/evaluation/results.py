@@ -57,9 +57,9 @@ class Run:
         return str(self.data["name"])
 
     @property
-    def measured_speedup(self) -> float | None:
+    def decode_speedup(self) -> float | None:
         """Measured speed-up of decoding over full depth in the same run; None if it was not measured."""
-        value = self.data.get("measured_speedup")
+        value = self.data.get("decode_speedup")
         return None if value is None else float(value)
 
     @property
@@ -206,7 +206,7 @@ def run_document(
         "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
         "n": len(rows),
         "nominal_speedup": method.text_schedule.nominal_speedup,
-        **dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0 if method.full_depth else None),
+        **dict.fromkeys(("decode_speedup", "request_speedup"), 1.0 if method.full_depth else None),
         **dict.fromkeys(("speed", "full_depth_speed")),
         "engine": method.engine,
         "kept": scored.kept(compared, **draws),

@@ -314,8 +314,8 @@ class OwnTexts:
 
 _COLUMNS = {
     "schedule": "{name}",
-    "request": "{measured_speedup_with_prompt:.2f}x",
-    "decode": "{measured_speedup:.2f}x",
+    "request": "{request_speedup:.2f}x",
+    "decode": "{decode_speedup:.2f}x",
     "nominal": "{nominal_speedup:.2f}x",
     "KL": "{kl[estimate]:.3f}",
     "same token": "{top1_agreement[estimate]:.1f}%",

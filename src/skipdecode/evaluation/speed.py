@@ -23,8 +23,8 @@ _WARM_UP_TOKENS = 4
 _BATCHES = 4
 _LEAST_ROWS = 16
 _SPEEDUPS: dict[str, Callable[[Generation], float]] = {
-    "measured_speedup_with_prompt": lambda g: g.prompt_seconds + g.decode_seconds,
-    "measured_speedup": lambda g: g.decode_seconds,
+    "request_speedup": lambda g: g.prompt_seconds + g.decode_seconds,
+    "decode_speedup": lambda g: g.decode_seconds,
 }
 
 Turns = Stopwatch[Method, Generation]
