@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.evaluate import evaluate
     from skipdecode.generation.llm import LLM, generate
     from skipdecode.models.attach import Attachment, attach, detach
+    from skipdecode.models.loading.export import export
     from skipdecode.performance.plan import plan
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "attach",
     "detach",
     "evaluate",
+    "export",
     "generate",
     "load",
     "plan",
@@ -44,6 +46,7 @@ _LAZY = {
     "attach": ("models.attach", "attach"),
     "detach": ("models.attach", "detach"),
     "evaluate": ("evaluation.evaluate", "evaluate"),
+    "export": ("models.loading.export", "export"),
     "generate": ("generation.llm", "generate"),
     "load": ("engine.loading", "load"),
     "plan": ("performance.plan", "plan"),

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import skipdecode
 from checkpoints import CHAT_TEMPLATE, byte_tokenizer, save_adapter, save_tokenizer
 from fits import random_fit
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
-from skipdecode.cli.export import Config, run
-from skipdecode.errors import UsageError
+from skipdecode.errors import OptionError, OutputError, UsageError
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import FAMILIES
 from skipdecode.models.loading.export import check_exportable, cut_model
@@ -162,6 +162,22 @@ def test_the_nearest_flat_schedule_is_a_flag_away(tuned: Path, capsys: pytest.Ca
     assert texts_of(capsys, "generate", str(out)) == texts_of(capsys, "generate", str(tuned), *flat)
 
 
+def test_a_loaded_model_is_exported_and_stays_as_it_is(tuned: Path, capsys: pytest.CaptureFixture[str]):
+    llm = skipdecode.LLM(tuned)
+    before = [each.tokens for each in llm.generate(PROMPTS, 8)]
+    done = skipdecode.export(llm, tuned.parent / "out")
+    assert str(done).endswith("5 of 8 layers: 0, 1, 3, 6, 7")
+    assert [each.tokens for each in llm.generate(PROMPTS, 8)] == before
+    assert main(["export", str(tuned), "--out", str(tuned.parent / "verb")]) == 0
+    weights = ((tuned.parent / name / "model.safetensors").read_bytes() for name in ("out", "verb"))
+    assert next(weights) == next(weights)
+    with pytest.raises(OutputError, match="holds a model"):
+        skipdecode.export(llm, done.path, overwrite=True)
+    with pytest.raises(OptionError, match="format='onnx' is not accepted"):
+        skipdecode.export(llm, tuned.parent / "new", format="onnx")
+    assert skipdecode.export(llm, tuned.parent / "new", "2x:flat:pmax_exit").layers == (0, 1, 6, 7)
+
+
 def test_bridges_are_refused_by_name(tuned: Path):
     random_fit(tiny_model("llama")).save(tuned / FIT_FILE)
     with pytest.raises(UsageError, match=FIT_FILE):
@@ -243,6 +259,5 @@ def test_llama_cpp_loads_quantized_files(tuned: Path, kind: str):
 
 def test_a_tokenizer_that_llama_cpp_lacks_is_refused(tuned: Path):
     save_tokenizer(tuned.parent / "base")
-    (tuned.parent / "out").mkdir()
     with pytest.raises(UsageError, match="byte-level"):
-        run(Config(model=str(tuned), format="gguf", out=str(tuned.parent / "out")))
+        skipdecode.export(tuned, tuned.parent / "out", format="gguf")

@@ -8,16 +8,14 @@ has only these layers; an adapter is merged. Its text is the text of this packag
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from skipdecode.cli.options import NamedModel, ScheduleOptions, choose_schedule
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
-from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.gguf_file import KINDS, check_architecture
-from skipdecode.models.loading.hub import DTYPES, LoadedModel, load_model
+from skipdecode.models.loading.gguf_file import KINDS
+from skipdecode.models.loading.hub import DTYPES
 
 _SOME_POSITIONS = 64
 
@@ -42,36 +40,13 @@ class Config(NamedModel, ScheduleOptions):
 
 def run(config: Config) -> int:
     """Cut the model to the schedule's layers and write it."""
-    from skipdecode.models.loading.export import check_exportable, cut_model, save_checkpoint, save_gguf
+    from skipdecode.models.loading.export import export
 
-    ref, out = config.ref, Path(config.out)
+    ref = config.ref
     schedule, origin = choose_schedule(
         config, ref.num_layers, carried=ref.schedule, default_seq_len=_SOME_POSITIONS, named=ref.schedules
     )
-    layers = check_exportable(schedule, ref)
-    if config.format == "gguf":
-        check_architecture(ref.config)
     note(f"schedule {schedule.name}: {origin}")
-    loaded = _load(config)
-    if (line := loaded.untuned_line([schedule])) is not None:
-        note(line)
-    cut_model(loaded.model, layers)
-    if config.format == "gguf":
-        out = save_gguf(loaded, out, config.gguf_type)
-    else:
-        save_checkpoint(loaded, schedule, out)
-    print(f"{out}: {len(layers)} of {schedule.num_layers} layers: {', '.join(map(str, layers))}")
+    written = {name: getattr(config, name) for name in ("format", "gguf_type", "dtype")}
+    print(export(ref, config.out, schedule, overwrite=True, **written))  # `claimed` has checked the directory
     return 0
-
-
-def _load(config: Config) -> LoadedModel:
-    """The model on the CPU, with an adapter merged in fp32."""
-    import torch
-
-    stored = config.ref.config.dtype or torch.float32
-    dtype = stored if config.dtype == "auto" else getattr(torch, config.dtype)
-    first = dtype if config.ref.adapter is None else torch.float32
-    loaded = load_model(
-        config.ref, dtype=str(first).removeprefix("torch."), device="cpu", require_tokenizer=config.format == "gguf"
-    )
-    return replace(loaded, model=merge_adapter(loaded.model).to(dtype))

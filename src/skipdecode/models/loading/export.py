@@ -1,4 +1,4 @@
-"""A smaller model of the model's own class: the layers that a schedule of one depth runs, and nothing of this package.
+"""`skipdecode.export`: a smaller model of the model's own class, with the layers that a schedule of one depth runs.
 
 transformers, vLLM and other tools load the checkpoint as any model of its class.
 """
@@ -10,26 +10,156 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from skipdecode.common.directories import RunDirectory
 from skipdecode.common.files import PARTIAL, write_whole, writing
 from skipdecode.common.progress import note
-from skipdecode.errors import ScheduleError, UsageError
-from skipdecode.models.carried import RECIPE_FILE, drop_schedule
+from skipdecode.errors import OptionError, ScheduleError, UsageError
+from skipdecode.models.carried import RECIPE_FILE, drop_schedule, schedule_file
 from skipdecode.models.families import decoder_layers, find_family
 from skipdecode.models.fit import Fit
-from skipdecode.models.loading.gguf_file import write_gguf
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.gguf_file import KINDS, check_architecture, write_gguf
+from skipdecode.models.loading.hub import DTYPES, LoadedModel, load_model
 from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import save_model
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.grammar import parse_schedule
 
+_DIRECTORY = RunDirectory("run of skipdecode export", {})
+FORMATS = ("hf", "gguf")
+_SOME_POSITIONS = 64  # of a speed-up; a flat schedule has no use for them
 _ONE_VALUE_A_LAYER = ("layer_types", "attention_layers", "no_rope_layers")
+
+
+class HasModel(Protocol):
+    """An object with a loaded model, such as `skipdecode.LLM`."""
+
+    loaded: LoadedModel
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` has written.
+
+    Parameters
+    ----------
+    path : Path
+        The directory, or the file for llama.cpp.
+    schedule : Schedule
+        The schedule whose text the model gives.
+    """
+
+    path: Path
+    schedule: Schedule
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of the full model that are left."""
+        return self.schedule.fixed_layers or ()
+
+    def __str__(self) -> str:
+        numbers = ", ".join(map(str, self.layers))
+        return f"{self.path}: {len(self.layers)} of {self.schedule.num_layers} layers: {numbers}"
+
+
+def export(
+    model: str | Path | ModelRef | LoadedModel | HasModel,
+    out: str | Path,
+    schedule: Schedule | str | Path | None = None,
+    *,
+    format: str = "hf",
+    gguf_type: str = "f16",
+    dtype: str = "auto",
+    overwrite: bool = False,
+) -> Exported:
+    """Write a model under a schedule as a smaller ordinary model that other tools run; an adapter is merged.
+
+    Parameters
+    ----------
+    model : str, Path, LoadedModel or LLM
+        A name as for `skipdecode.load`, or a loaded model, whose files are read again.
+    out : str or Path
+        Directory for the model.
+    schedule : Schedule or str, optional
+        A schedule under which every token runs the same layers, or its text (`skipdecode.schedule.grammar`), such as
+        "2x:flat:pmax_exit". Default: the checkpoint's own.
+    format : {"hf", "gguf"}
+        A transformers checkpoint with tokenizer and recipe, or one file for llama.cpp.
+    gguf_type : str
+        For gguf: type of the matrices, one of `skipdecode.models.loading.gguf_file.KINDS`.
+    dtype : str
+        For hf: type of the weights; auto: the base model's.
+    overwrite : bool
+        Write into a directory with other files, and replace them; a directory that holds a model is refused.
+
+    Raises
+    ------
+    ScheduleError
+        Two tokens run different layers; names the nearest schedule of one depth.
+    UsageError
+        Skipped layers have bridges, a value is not accepted, or llama.cpp does not run the model.
+    ModelLoadError, OutputError
+        The model cannot be loaded; `out` cannot be written.
+    """
+    for name, value, known in (("format", format, FORMATS), ("gguf_type", gguf_type, KINDS), ("dtype", dtype, DTYPES)):
+        if value not in known:
+            raise OptionError(name, value, f"one of {', '.join(known)}")
+    ref, directory = _ref(model), Path(out)
+    chosen = _chosen(ref, schedule)
+    layers = check_exportable(chosen, ref)
+    if format == "gguf":
+        check_architecture(ref.config)
+    _DIRECTORY.check(directory, resume=False, overwrite=overwrite)
+    loaded = _loaded(ref, dtype, require_tokenizer=format == "gguf")
+    if (line := loaded.untuned_line([chosen])) is not None:
+        note(line)
+    cut_model(loaded.model, layers)
+    directory.mkdir(parents=True, exist_ok=True)
+    if format == "gguf":
+        return Exported(save_gguf(loaded, directory, gguf_type), chosen)
+    save_checkpoint(loaded, chosen, directory)
+    return Exported(directory, chosen)
+
+
+def _ref(model: str | Path | ModelRef | LoadedModel | HasModel) -> ModelRef:
+    if isinstance(model, str | Path):
+        return ModelRef(str(model))
+    if isinstance(model, ModelRef):
+        return model
+    return (model if isinstance(model, LoadedModel) else model.loaded).ref
+
+
+def _chosen(ref: ModelRef, schedule: Schedule | str | Path | None) -> Schedule:
+    if schedule is None:
+        schedule = ref.schedule or Schedule.full(ref.num_layers)
+    if not isinstance(schedule, Schedule):
+        known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules}
+        text = schedule_file(str(schedule))
+        schedule = parse_schedule(text, ref.num_layers, seq_len=_SOME_POSITIONS, **known)
+    schedule.check_fits(ref.num_layers)
+    return schedule
+
+
+def _loaded(ref: ModelRef, dtype: str, *, require_tokenizer: bool) -> LoadedModel:
+    """The model on the CPU, with an adapter merged in fp32."""
+    stored = ref.config.dtype or torch.float32
+    wanted = stored if dtype == "auto" else getattr(torch, dtype)
+    first = wanted if ref.adapter is None else torch.float32
+    name = str(first).removeprefix("torch.")
+    loaded = load_model(ref, dtype=name, device="cpu", require_tokenizer=require_tokenizer)
+    return replace(loaded, model=merge_adapter(loaded.model).to(wanted))
+
+
+# ---------------------------------------------------------------------- parts
 
 
 def check_exportable(schedule: Schedule, ref: ModelRef) -> tuple[int, ...]:
