@@ -1,9 +1,9 @@
 """Greedy fp32 tokens of the vLLM plugin next to those of transformers under the same schedule, on E2E test prompts.
 
 The model is tuned (the bundled adapter, merged), so that its schedule is one that a user would run and its outputs end
-by themselves. Rows of transformers' batches are left-padded and start together; in vLLM they come and go, in both ways
-to skip. A first difference is given with the gap between transformers' two best logits there: rounding decides what is
-closer than about 1e-4. `metadata_build_s` is the median time of one cut and build of attention metadata (runner.py).
+by themselves. Rows of transformers' batches are left-padded and start together; in vLLM they come and go. A first
+difference is given with the gap between transformers' two best logits there: rounding decides what is closer than about
+1e-4. `metadata_build_s` is the median time of one cut and build of attention metadata.
 
     VLLM_ENV=~/.cache/skipdecode/vllm-env
     $VLLM_ENV/bin/python benchmarks/vllm_exact.py --data test.jsonl --out results/vllm-exact-smollm2-135m.json
@@ -38,7 +38,6 @@ from skipdecode.engine.opening import end_tokens
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 
-MODES = ("nested", "where")
 Tokens = list[list[int]]
 
 
@@ -49,8 +48,8 @@ def reference(model: Any, schedule: Schedule, texts: Tokens, ends: list[int], op
     return [row.tokens for row in engine.decode(requests)]
 
 
-def by_vllm(folder: str, texts: Tokens, ends: list[int], options: Any) -> tuple[dict[str, Tokens], float]:
-    """What vLLM says in each mode, and seconds of one build of metadata."""
+def by_vllm(folder: str, texts: Tokens, ends: list[int], options: Any) -> tuple[Tokens, float]:
+    """What vLLM says, and seconds of one build of metadata."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -63,16 +62,12 @@ def by_vllm(folder: str, texts: Tokens, ends: list[int], options: Any) -> tuple[
         began = time.perf_counter()
         fill(step, *args)
         if step.parts:
-            seconds.append((time.perf_counter() - began) / (len(step.parts) * skipping._metadata.num_builders))
+            seconds.append((time.perf_counter() - began) / (len(step.parts) * len(skipping._metadata._builders)))
 
     skipping._metadata.fill = timed
     sampling = SamplingParams(temperature=0, max_tokens=options.new_tokens, stop_token_ids=ends, detokenize=False)
-    found = {}
-    for mode in MODES:
-        skipping.choice.mode = mode
-        outputs = llm.generate([{"prompt_token_ids": t} for t in texts], sampling, use_tqdm=False)
-        found[mode] = [list(o.outputs[0].token_ids) for o in outputs]
-    return found, statistics.median(seconds)
+    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], sampling, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs], statistics.median(seconds)
 
 
 @torch.inference_mode()
@@ -104,14 +99,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         model.config.skipdecode = schedule.to_dict()
         model.save_pretrained(folder)
         found, build = by_vllm(folder, texts, ends, options)
-    modes = {
-        mode: {
-            "equal_prompts": sum(a == b for a, b in zip(expected, tokens, strict=True)),
-            "differences": differences(model, schedule, texts, expected, tokens),
-        }
-        for mode, tokens in found.items()
-    }
-    return {"prompts": len(texts), "tokens": sum(map(len, expected)), "modes": modes, "metadata_build_s": build}
+    equal = sum(a == b for a, b in zip(expected, found, strict=True))
+    differs = differences(model, schedule, texts, expected, found)
+    counts = {"prompts": len(texts), "tokens": sum(map(len, expected)), "equal_prompts": equal}
+    return counts | {"differences": differs, "metadata_build_s": build}
 
 
 def main() -> None:
@@ -125,11 +116,9 @@ def main() -> None:
     options = parser.parse_args()
     found = run(options)
     write_result(options.out, "vllm-exact", found, options)
-    same = {mode: row["equal_prompts"] for mode, row in found["modes"].items()}
-    print(f"of {found['prompts']} prompts, {found['tokens']} tokens, equal: {same}")
+    print(f"of {found['prompts']} prompts, {found['tokens']} tokens, equal: {found['equal_prompts']}")
     # Rounding may decide a tie; anything else is an error.
-    wrong = [d for row in found["modes"].values() for d in row["differences"] if d["gap"] > 1e-4]
-    sys.exit(1 if wrong else 0)
+    sys.exit(int(any(d["gap"] > 1e-4 for d in found["differences"])))
 
 
 if __name__ == "__main__":

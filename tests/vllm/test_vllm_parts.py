@@ -79,8 +79,6 @@ def test_rows_are_those_of_the_schedules(requests: list[tuple[int, int, int, int
         assert listed(step, NONE if step is None else step.projects[layer], len(tokens)) == stored
         across = [i for i, (s, n, prompt) in enumerate(tokens) if crosses(LOADED[s], layer, n, prompt)]
         if step is not None:
-            assert step.rows_of(layer) == len(expected)
-            assert np.flatnonzero(step.mask(len(tokens) + 1)[:, layer]).tolist() == expected
             assert listed(step, step.bridge(layer), len(tokens)) == (across if layer in BRIDGED else [])
             assert step.starts is None or np.flatnonzero(step.starts).tolist() == [
                 i for i, (_, n, _) in enumerate(tokens) if n == 0
@@ -99,7 +97,7 @@ def test_parts_say_what_is_cut(requests: list[tuple[int, int, int, int]]):
         starts = (np.cumsum(batch.rows) - batch.rows)[part.requests] + part.lead
         ranges = [np.arange(s, s + n) for s, n in zip(starts, part.counts, strict=True)]
         assert every[part.rows].tolist() == np.concatenate(ranges).tolist()
-        assert part.num_rows == len(every[part.rows])
+        assert part.counts.sum() == len(every[part.rows])
 
 
 def test_a_batch_in_order_of_depth_has_one_slice_a_layer():
@@ -169,10 +167,9 @@ def bridge() -> LayerBridge:
     return LayerBridge(made, 4, torch.float64, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("put_back", [False, True], ids=["nested", "where"])
 @settings(max_examples=60)
 @given(requests=REQUESTS)
-def test_gates_leave_other_rows_as_they_were(put_back: bool, requests: list[tuple[int, int, int, int]]):
+def test_gates_leave_other_rows_as_they_were(requests: list[tuple[int, int, int, int]]):
     step = LayerLimits(LOADED, BRIDGED).step(batch_of(requests))
     if step is None:
         return
@@ -194,8 +191,7 @@ def test_gates_leave_other_rows_as_they_were(put_back: bool, requests: list[tupl
         gates.projections = {number: Keys() for number in range(LAYERS)}  # type: ignore[misc]
         gates.bridges = bridges
         slots = {n: torch.tensor(listed(step, kind, rows)) for n, kind in enumerate(step.projects) if kind != NONE}
-        keep = torch.from_numpy(step.mask(rows)) if put_back and step.parts else None
-        gates.begin(step, keep, torch.device("cpu"), slots)
+        gates.begin(step, torch.device("cpu"), slots)
         hidden, residual = given_states.clone(), None
         for layer in layers.values():
             if takes_residual:
@@ -205,8 +201,7 @@ def test_gates_leave_other_rows_as_they_were(put_back: bool, requests: list[tupl
         gates.end()
         torch.testing.assert_close(hidden if residual is None else hidden + residual, state)
         for number, keys in gates.projections.items():
-            runs_all = put_back and step.layers[number] >= 0
-            wanted = [] if runs_all else listed(step, step.projects[number], rows)
+            wanted = listed(step, step.projects[number], rows)
             assert sorted(keys.stored) == wanted  # type: ignore[attr-defined]
             for row in wanted:
                 moved = passing[number][row] + (positions[row] if takes_residual else 0)
@@ -222,9 +217,7 @@ def test_a_layer_of_another_kind_is_refused():
 
 
 def test_settings_travel_as_json():
-    made = PluginSettings.from_config(
-        LOADED[0].to_dict(), {"mode": "where", "machine": [1e9, 1e10], "policy": "refill"}
-    )
+    made = PluginSettings.from_config(LOADED[0].to_dict(), {"policy": "refill"})
     assert made is not None
     assert [s.name for s in made.schedules] == [LOADED[0].name, "full"]
     assert PluginSettings.from_config(None, made.to_dict()) == made
@@ -245,8 +238,8 @@ def test_a_schedule_that_projects_prompts_is_refused_by_name():
 
 def test_settings_without_a_schedule():
     assert PluginSettings.from_config(None, None) is None
-    with pytest.raises(ScheduleError, match="mode was given, but there is no schedule"):
-        PluginSettings.from_config(None, {"mode": "where"})
+    with pytest.raises(ScheduleError, match="policy was given, but there is no schedule"):
+        PluginSettings.from_config(None, {"policy": "refill"})
     with pytest.raises(UsageError, match="unknown option 'speed'"):
         PluginSettings.from_config(LOADED[0].to_dict(), {"speed": 2})
 

@@ -126,10 +126,6 @@ class LayerGates:
 
     Attributes
     ----------
-    step : StepRows or None
-        The rows of the step under way; None lets every layer run on everything.
-    keep : Tensor or None
-        See `begin`.
     pieces : LayerPieces
         Runs layers in a step that skips.
     projections : dict of int to KeyProjection
@@ -138,29 +134,20 @@ class LayerGates:
         For the layers that have one.
     memory : TapMemory or None
         For a fit whose maps of prompts take taps.
+    forward : _Forward or None
+        The step under way; None lets every layer run on everything.
     finished : bool
         Whether the last layer's gate was passed since the step began.
     """
 
     def __init__(self, layers: dict[int, Any], axis: int = 0, vllm_config: Any = None, norm: Any = None) -> None:
-        self.step: StepRows | None = None
-        self.finished = False
+        self.layers, self.axis = layers, axis
         self.pieces = LayerPieces(vllm_config, axis)
         self.projections: dict[int, KeyProjection] = {}
         self.bridges: dict[int, LayerBridge] = {}
         self.memory: TapMemory | None = None
-        self._axis = axis
-        self.keep: Tensor | None = None
-        self._last = max(layers)
-        self._holds = ALL
-        self._waiting: list[Any] = []
-        self._rows: dict[int, Any] = {}
-        self._slots: dict[int, Tensor] = {}
-        self._texts: dict[str, Tensor] = {}
-        self._passing: tuple[int, list[Tensor]] | None = None
-        self._layers = layers
-        self._blocks: dict[int, tuple[int, ...]] = {}
-        self._done: set[int] = set()
+        self.forward: _Forward | None = None
+        self.finished = False
         # Where vLLM compiles, its norms are many small operations for whoever calls them one by one.
         alone = norm is None or axis or self.pieces.eager or next(norm.parameters(), None) is None
         for index, layer in (layers if alone else layers | {_NORM: norm}).items():
@@ -175,113 +162,114 @@ class LayerGates:
             layer.__class__ = with_mixin(_Gated, base)
 
     def begin(
-        self,
-        step: StepRows,
-        keep: Tensor | None,
-        device: torch.device,
-        slots: dict[int, Tensor],
-        taps: TapRows | None = None,
+        self, step: StepRows, device: torch.device, slots: dict[int, Tensor], taps: TapRows | None = None
     ) -> None:
         """Start a step; `end` must follow.
 
         Parameters
         ----------
-        keep : Tensor or None
-            (rows, layers), bool. With it, a layer that some rows run computes all of them, and rows without it are put
-            back.
         slots : dict of int to Tensor
             Where the rows that a layer projects are stored, by layer.
         taps : TapRows or None
             Where the states before each row are; see `TapMemory.begin`.
         """
-        self.step, self.finished = step, False
-        self.keep = keep
-        self._holds, self._waiting = ALL, []
-        self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)} | {ALL: slice(None)}
-        self._slots = slots
-        texts = {"schedules": step.schedules, "starts": step.starts}
-        self._texts = {name: torch.from_numpy(of).to(device) for name, of in texts.items() if of is not None}
+        self.finished = False
+        self.forward = _Forward(self, step, device, slots)
         if self.memory is not None:
             self.memory.begin(taps, device)
-        self._done = set()
-        whole = self._axis == 0 and not self.pieces.eager
-        self._blocks = self._blocks_of(step) if whole else {}
+
+    def end(self) -> None:
+        """The step is over, by an exception too."""
+        self.forward = None
+        if self.memory is not None:
+            self.memory.end()
 
     def maps_keys(self, layer: int) -> bool:
         """Whether a fit has keys and values of prompts in a layer."""
         return layer in self.projections and self.projections[layer].given is not None
 
-    def _blocks_of(self, step: StepRows) -> dict[int, tuple[int, ...]]:
-        """By its first layer, each run of layers that all rows run while nothing else is done between them."""
-        found, run = {}, []
-        for index in self._layers:
-            if step.layers[index] == ALL and step.projects[index] == NONE:
-                # The first layer of all has no residual yet.
-                run += [index] if index else []
-                if len(run) == BLOCK:
-                    found[run[0]], run = tuple(run), []
-            elif {step.layers[index], step.projects[index], step.bridge(index)} != {NONE}:
-                run = []
-        return found
 
-    def end(self) -> None:
-        """The step is over, by an exception too."""
-        if self.memory is not None:
-            self.memory.end()
-        self.step = self._passing = self.keep = None
-        self._waiting = []
+class _Forward:
+    """One step that skips layers: the rows that the loop over the layers holds, and those that wait."""
 
-    def run(self, index: int, layer: Any, arguments: dict[str, Any], step: StepRows) -> Any:
-        """One layer in a step that skips."""
+    def __init__(self, gates: LayerGates, step: StepRows, device: torch.device, slots: dict[int, Tensor]) -> None:
+        self._gates, self._step, self._slots = gates, step, slots
+        self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)} | {ALL: slice(None)}
+        texts = {"schedules": step.schedules, "starts": step.starts}
+        self._texts = {name: torch.from_numpy(of).to(device) for name, of in texts.items() if of is not None}
+        self._blocks = _blocks_of(step, gates.layers) if gates.axis == 0 and not gates.pieces.eager else {}
+        self._done: set[int] = set()  # layers that ran as part of a block
+        self._holds = ALL
+        self._waiting: list[Any] = []  # states of all rows, where the loop holds some
+        self._passing: tuple[int, list[Tensor]] | None = None  # states of rows that layers project, and which rows
+
+    def run(self, index: int, layer: Any, arguments: dict[str, Any]) -> Any:
+        """One layer, or the norm after the last."""
         if index == _NORM:
-            return self.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
-        kind = NONE if index in self._done else step.layers[index]
+            return self._gates.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
         states = [arguments[name] for name in STATES if name in arguments]
-        masked = self.keep is not None and kind not in (ALL, NONE)
-        if step.projects[index] != NONE and not masked:
-            # First, for a text's rows may attend to those that another leaves in this step.
-            states = self._project(index, arguments, states, step)
-        if masked:
-            # Rows that are to be projected run here: the same keys and values, and their state is put back.
-            states = self._across(index, self._run_masked(index, layer, arguments, states), step)
-        elif kind != NONE:
-            if kind != self._holds:
-                states = self._change_rows(states, kind)
-            self._bridge_rows(index, self._waiting, step.bridge(index))  # of those that sit the layer out
-            states = self._call(index, layer, arguments, states)
-        else:
-            if len(states) > 1 and states[1] is None:
-                states[1] = torch.zeros_like(states[0])
-            states = self._across(index, states, step)
-        if index == self._last:
-            states, self.finished = self._change_rows(states, ALL), True
+        if index not in self._done:
+            states = self._layer(index, layer, arguments, states)
+        if index == max(self._gates.layers):
+            states, self._gates.finished = self._change_rows(states, ALL), True
         return tuple(states) if len(states) > 1 else states[0]
 
-    def _project(self, index: int, arguments: dict[str, Any], states: list[Any], step: StepRows) -> list[Any]:
+    def _layer(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+        step = self._step
+        if step.projects[index] != NONE:
+            # First, for a text's rows may attend to those that another leaves in this step.
+            states = self._project(index, arguments, states)
+        if step.layers[index] != NONE:
+            states = self._change_rows(states, step.layers[index])
+            self._bridge_rows(index, self._waiting, step.bridge(index))  # of those that sit the layer out
+            return self._call(index, layer, arguments, states)
+        if len(states) > 1 and states[1] is None:
+            states[1] = torch.zeros_like(states[0])
+        return self._across(index, states)
+
+    def _call(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+        """The layer on the rows that `states` holds; where it begins a block, all of that."""
+        forward, pieces = type(layer)._skipdecode_base.forward, self._gates.pieces
+        given = dict(zip((n for n in STATES if n in arguments), states, strict=True))
+        if self._holds != ALL:
+            total, rows = self._step.num_rows, self._rows[self._holds]
+            others = {n: self._cut(v, total, rows) for n, v in arguments.items() if n not in given}
+            return listed(pieces(forward, layer, others | given))
+        self._passing = None
+        if block := self._blocks.get(index):
+            done = pieces.block(forward, tuple([self._gates.layers[i] for i in block]), arguments | given)
+            if done is not None:
+                self._done.update(block)
+                return listed(done)
+        return listed(pieces(forward, layer, arguments | given))
+
+    # ------------------------------------------------------------------ rows that sit a layer out
+
+    def _project(self, index: int, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
         """Store keys and values of the rows that a layer projects; returns the states of those that run it."""
+        step, gates = self._step, self._gates
         states = self._change_rows(states, ALL if step.layers[index] == NONE else step.layers[index])
         kind = step.projects[index]
         rows = self._rows[kind]
+        whole = states if self._holds == ALL else self._waiting
         if self._passing is None or self._passing[0] != kind:
-            whole = states if self._holds == ALL else self._waiting
             self._passing = kind, [self._take(s, rows) for s in whole]
         given: dict[str, Any] = dict(zip(STATES, self._passing[1], strict=False))
         given["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
-        projection = self.projections[index]
+        projection = gates.projections[index]
         if self._texts and projection.given is not None:
             given |= {name: of[rows] for name, of in self._texts.items()}
-            if self.memory is not None:
-                whole = states if self._holds == ALL else self._waiting
-                given["before"] = self.memory.before(index, partial(_summed, whole))[rows]
-        keys, values = self.pieces(type(projection).forward, projection, given)
+            if gates.memory is not None:
+                given["before"] = gates.memory.before(index, partial(_summed, whole))[rows]
+        keys, values = gates.pieces(type(projection).forward, projection, given)
         if index in self._slots:
             projection.store(keys, values, self._slots[index])
         return states
 
-    def _across(self, index: int, states: list[Any], step: StepRows) -> list[Any]:
+    def _across(self, index: int, states: list[Any]) -> list[Any]:
         """States in which the rows that take a layer's bridge have taken it, and the others are as they were."""
-        kind = step.bridge(index)
-        if kind == NONE or index not in self.bridges:
+        kind = self._step.bridge(index)
+        if kind == NONE or index not in self._gates.bridges:
             return states
         if self._holds not in (ALL, kind):
             states = self._change_rows(states, kind)
@@ -292,7 +280,7 @@ class LayerGates:
 
     def _bridge_rows(self, index: int, states: list[Any], kind: int) -> None:
         """Have some of the rows in states of all rows take a layer's bridge."""
-        if kind != NONE and index in self.bridges:
+        if kind != NONE and index in self._gates.bridges:
             rows = self._rows[kind]
             taken = [None if s is None else self._take(s, rows) for s in states]
             self._view(states[0])[rows] = self._view(self._bridged(index, taken))
@@ -302,36 +290,9 @@ class LayerGates:
         given = dict(zip(STATES, states, strict=False))
         if "residual" in given and given["residual"] is None:  # before the first layer
             given["residual"] = torch.zeros_like(states[0])
-        bridge = self.bridges[index]
-        made: Tensor = self.pieces(type(bridge).forward, bridge, given)
+        bridge = self._gates.bridges[index]
+        made: Tensor = self._gates.pieces(type(bridge).forward, bridge, given)
         return made
-
-    # ------------------------------------------------------------------ the two ways to skip
-
-    def _call(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
-        """The layer on the rows that `states` holds; where it begins a block, all of that."""
-        forward = type(layer)._skipdecode_base.forward
-        given = dict(zip((n for n in STATES if n in arguments), states, strict=True))
-        if self._holds == ALL:
-            self._passing = None
-            if block := self._blocks.get(index):
-                done = self.pieces.block(forward, tuple([self._layers[i] for i in block]), arguments | given)
-                if done is not None:
-                    self._done.update(block)
-                    return listed(done)
-            return listed(self.pieces(forward, layer, arguments | given))
-        total, rows = self.step.num_rows, self._rows[self._holds]  # type: ignore[union-attr]
-        others = {n: self._cut(v, total, rows) for n, v in arguments.items() if n not in given}
-        return listed(self.pieces(forward, layer, others | given))
-
-    def _run_masked(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
-        """The layer on all rows; those that do not keep what it made are put back, by operations of fixed shape."""
-        keep = self.keep[: self.step.num_rows, index, None]  # type: ignore[union-attr, index]
-        states = self._change_rows(states, ALL)
-        # Copies, because a fused norm adds into what it is given.
-        before = [None if s is None else s.clone() for s in states]
-        pairs = zip(self._call(index, layer, arguments, states), before, strict=True)
-        return [n.masked_fill(~keep, 0) if old is None else torch.where(keep, n, old) for n, old in pairs]
 
     # ------------------------------------------------------------------ rows
 
@@ -347,7 +308,7 @@ class LayerGates:
                 if full is None:
                     # Before the first layer there is no residual: rows that sat it out have none to add.
                     shape = list(state.shape)
-                    shape[self._axis] = self.step.num_rows  # type: ignore[union-attr]
+                    shape[self._gates.axis] = self._step.num_rows
                     full = state.new_zeros(shape)
                 self._view(full)[self._rows[self._holds]] = self._view(state)
                 whole.append(full)
@@ -363,16 +324,16 @@ class LayerGates:
         return [t.clone() if first and t is not None else t for t in taken]
 
     def _view(self, state: Tensor) -> Tensor:
-        return state if self._axis == 0 else state.transpose(0, self._axis)
+        return state if self._gates.axis == 0 else state.transpose(0, self._gates.axis)
 
     def _take(self, state: Tensor, rows: Any) -> Tensor:
-        return state[rows] if self._axis == 0 else state[:, rows]
+        return state[rows] if self._gates.axis == 0 else state[:, rows]
 
     def _cut(self, value: Any, total: int, rows: Any) -> Any:
         """Positions and the like, cut to some rows."""
         if isinstance(value, tuple):
             return tuple(self._cut(v, total, rows) for v in value)
-        if isinstance(value, Tensor) and value.dim() > self._axis and value.shape[self._axis] == total:
+        if isinstance(value, Tensor) and value.dim() > self._gates.axis and value.shape[self._gates.axis] == total:
             return self._take(value, rows)
         return value
 
@@ -384,9 +345,23 @@ class _Gated:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         index, gates, names = self._skipdecode
-        if gates.step is None:
+        if gates.forward is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # Traced into vLLM's own graph.
-        return gates.run(index, self, dict(zip(names, args, strict=False)) | kwargs, gates.step)
+        return gates.forward.run(index, self, dict(zip(names, args, strict=False)) | kwargs)
+
+
+def _blocks_of(step: StepRows, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """By its first layer, each run of layers that all rows run while nothing else is done between them."""
+    found, run = {}, []
+    for index in layers:
+        if step.layers[index] == ALL and step.projects[index] == NONE:
+            # The first layer of all has no residual yet.
+            run += [index] if index else []
+            if len(run) == BLOCK:
+                found[run[0]], run = tuple(run), []
+        elif {step.layers[index], step.projects[index], step.bridge(index)} != {NONE}:
+            run = []
+    return found
 
 
 def _names(layer: Any) -> tuple[str, ...]:

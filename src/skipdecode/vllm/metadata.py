@@ -44,10 +44,14 @@ class StepMetadata:
         The runner's `attn_groups`: for each KV cache group its attention groups.
     layer_names : dict of int to list of str
         Names of the attention modules inside each decoder layer, by the layer's number.
+
+    Raises
+    ------
+    UnsupportedFeatureError
+        If the attention backend cannot build metadata for parts of a step.
     """
 
     def __init__(self, groups: Any, layer_names: dict[int, list[str]]) -> None:
-        self.repeatable = True  # Whether metadata can be built for parts.
         self._given: dict[int, Any] = {}
         self._builders: list[Any] = []
         builder_of: dict[str, int] = {}
@@ -80,14 +84,14 @@ class StepMetadata:
             if (kind := step.projects[layer]) != NONE
         }
 
-    @property
-    def num_builders(self) -> int:
-        """Builders that are asked for each part."""
-        return len(self._builders)
-
     def _watch(self, builder: Any) -> None:
         number, build = len(self._builders), builder.build
-        self.repeatable &= type(builder).__name__ in _REPEATABLE
+        name = type(builder).__name__
+        if name not in _REPEATABLE:
+            raise UnsupportedFeatureError(
+                f"the attention backend of {name} does not work with skipped layers: choose another, such as "
+                "--attention-backend FLASH_ATTN or TRITON_ATTN"
+            )
         builder.supports_update_block_table = False  # It would copy another group's metadata, past `build`.
 
         def watched(common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:

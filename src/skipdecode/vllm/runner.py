@@ -7,26 +7,22 @@ of the model.
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode, set_current_vllm_config
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
-from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.machine import Machine, measure_machine
 from skipdecode.vllm.gates import ARCHITECTURES, LayerGates, find_layers
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.projection import KeyProjection, checkpoint_fit, given_keys, layer_bridges
-from skipdecode.vllm.settings import Mode, PluginSettings
+from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 from skipdecode.vllm.taps import TapMemory, TapRows, stops_of, tap_rows
 
@@ -34,10 +30,6 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker
-
-
-_BUILD_SECONDS = 6e-5
-"""One cut and build of metadata in Python; `metadata_build_s` of results/vllm-exact-smollm2-135m.json."""
 
 
 class SkipWorker(Worker):  # type: ignore[misc]
@@ -137,7 +129,6 @@ class Skipping:
         self.gates.bridges = layer_bridges(self._fit, layers, self._config.model_config.dtype, self._device)
         # Those that vLLM compiles.
         self._graphs = [module for module in model.modules() if "do_not_compile" in module.__dict__]
-        self.choice = ModeChoice(self._settings, self._config, self._device)
 
     def compile_layers(self, runner: Any) -> None:
         """Make the pieces that steps which skip will call, by steps without attention that call every layer."""
@@ -162,7 +153,7 @@ class Skipping:
         try:
             for module in self._graphs:
                 module.do_not_compile = True
-            self.gates.begin(step, None, self._device, {})
+            self.gates.begin(step, self._device, {})
             yield
         finally:
             self.gates.end()
@@ -172,13 +163,6 @@ class Skipping:
     def watch(self, groups: Any) -> None:
         """The KV cache is there, and with it the builders of attention metadata."""
         self._metadata = StepMetadata(groups, self._layer_names)
-        if not self._metadata.repeatable:
-            if any(map(self.gates.maps_keys, self.gates.projections)):
-                raise UnsupportedFeatureError(
-                    "a fit's keys and values of prompts do not work with this attention backend: choose another "
-                    "(--attention-backend), or set prompt='full'"
-                )
-            self.choice.mode = "where"
 
     def order(self, input_batch: Any, requests: Any, scheduler_output: Any) -> None:
         """Sort the batch from shallow to deep, prompts last, and work out which rows run which layer."""
@@ -205,15 +189,9 @@ class Skipping:
             raise UnsupportedFeatureError(
                 "this vLLM would replay a graph of every layer in a step that skips: start it with --enforce-eager"
             )
-        # A layer that ran on all rows would store its own keys and values of those that have a map's.
-        mapped = any(kind != NONE and self.gates.maps_keys(i) for i, kind in enumerate(step.projects))
-        keep = None
-        if not mapped and self.choice.puts_back(step, self._metadata.num_builders):
-            keep = torch.from_numpy(step.mask(step.num_rows)).to(self._device)
         slots = self._metadata.projected_slots(step, context.slot_mapping)
-        if keep is None:
-            self._metadata.fill(step, context.attn_metadata, context.slot_mapping)
-        self.gates.begin(step, keep, self._device, slots, taps)
+        self._metadata.fill(step, context.attn_metadata, context.slot_mapping)
+        self.gates.begin(step, self._device, slots, taps)
         context.skip_compiled = True  # vLLM's own switch: the loop over the layers runs in Python.
         return True
 
@@ -250,63 +228,3 @@ def _permute(input_batch: Any, order: Any) -> None:
 
 def _attention_names(layer: Any) -> list[str]:
     return [name for m in layer.modules() if (name := getattr(m, "layer_name", None)) and hasattr(m, "kv_cache")]
-
-
-# ---------------------------------------------------------------------- the way to skip
-
-
-class ModeChoice:
-    """Chooses for every step the way to skip that costs less, by the cost model; both give the same tokens.
-
-    *Nested* runs a layer on the rows that need it, and asks the backend for metadata of every different selection.
-    *Where* runs a layer on all rows as soon as one needs it, with the metadata that is there.
-
-    Attributes
-    ----------
-    mode : {"auto", "nested", "where"}
-        Anything but "auto" settles the matter; may be set between steps.
-    """
-
-    def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
-        self.mode: Mode = settings.mode
-        model = vllm_config.model_config
-        self._shards = vllm_config.parallel_config.tensor_parallel_size
-        # Sizes are counted on transformers' model, whose class vLLM may have changed so that it compiles itself.
-        plain = copy.copy(vllm_config)
-        plain.compilation_config = copy.copy(vllm_config.compilation_config)
-        plain.compilation_config.mode = CompilationMode.NONE
-        with set_current_vllm_config(plain):
-            self._geometry = ModelGeometry.from_config(model.hf_config, model.dtype.itemsize)
-        self._machine = Machine(*(settings.machine or _measured(device, model.dtype)))
-
-    def puts_back(self, step: StepRows, builders: int) -> bool:
-        """Whether a step runs layers on all rows and puts back those that sit them out.
-
-        `builders`: how many builders of metadata each selection of rows takes.
-        """
-        if self.mode != "auto" or not step.parts:
-            return self.mode == "where" and bool(step.parts)
-        all_rows = self._layer_seconds(step.num_rows)
-        more = sum(
-            all_rows - self._layer_seconds(step.rows_of(i)) for i, kind in enumerate(step.layers) if kind != NONE
-        )
-        return more < len({k for k in step.layers if k >= 0}) * builders * _BUILD_SECONDS
-
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as the runner
-    def _layer_seconds(self, rows: int) -> float:
-        shards = self._shards
-        return self._machine.seconds(
-            self._geometry.layer_bytes(rows) / shards, rows * self._geometry.layer_flops() / shards
-        )
-
-
-def _measured(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Bandwidth and operations a second of the first process's device: all processes must choose alike."""
-    from vllm.distributed import get_world_group
-
-    group = get_world_group()
-    figures = None
-    if group.rank_in_group == 0:
-        machine = measure_machine(device, dtype)
-        figures = (machine.bandwidth, machine.flops)
-    return tuple(group.broadcast_object(figures, src=0)) if group.world_size > 1 else figures  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The settings of the plugin: schedules by name, how tokens skip layers, when requests are admitted.
+"""The settings of the plugin: schedules by name, and when requests are admitted.
 
 vLLM's processes exchange the settings as JSON in `VllmConfig.additional_config["skipdecode"]`.
 """
@@ -22,8 +22,6 @@ KEY = "skipdecode"
 """The plugin's key in config.json, in `additional_config`, and in the extra arguments of a request."""
 _FULL = "full"  # a schedule that is always loaded
 
-Mode = Literal["auto", "nested", "where"]
-
 
 @dataclass(frozen=True)
 class PluginSettings(Options):
@@ -33,8 +31,6 @@ class PluginSettings(Options):
     ----------
     schedules : tuple of Schedule
         The first schedule serves requests that name no schedule.
-    machine : (float, float), optional
-        Bytes and operations per second for the cost model; default: measured at the start.
 
     Raises
     ------
@@ -43,18 +39,12 @@ class PluginSettings(Options):
     """
 
     schedules: tuple[Schedule, ...]
-    mode: Mode = option(
-        "nested: a layer computes only the tokens that run it; where: a layer computes all tokens of the step, and "
-        "tokens that skip it keep their states; auto: the faster one by the cost model, in each step",
-        default="auto",
-    )
     policy: Literal["continuous", "refill"] = option(
         "continuous: admit a request when a slot is free; refill: only if few requests run, or if all run near their "
         "least depth",
         default="continuous",
     )
     refill_below: float = option("refill: the share of the slots that counts as few", default=0.25, least=0, most=1)
-    machine: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,8 +123,6 @@ class PluginSettings(Options):
             return None
         if all(s.name != _FULL for s in schedules):
             schedules.append(Schedule.full(schedules[0].num_layers))
-        if options.get("machine") is not None:
-            options["machine"] = tuple(options["machine"])
         return cls(tuple(schedules), **options)
 
     def to_dict(self) -> dict[str, Any]:

@@ -77,11 +77,6 @@ class RowSubset:
     lead: NDArray[np.int64]
     cut: NDArray[np.int64]
 
-    @property
-    def num_rows(self) -> int:
-        """How many rows these are."""
-        return int(self.counts.sum())
-
 
 @dataclass(frozen=True)
 class StepRows:
@@ -115,25 +110,6 @@ class StepRows:
     def bridge(self, layer: int) -> int:
         """The rows that take a bridge over a layer: an index into `parts`, `ALL` or `NONE`."""
         return self.bridges[layer] if self.bridges else NONE
-
-    def rows_of(self, layer: int) -> int:
-        """How many rows run a layer."""
-        return self._count(self.layers[layer])
-
-    def rows_across(self, layer: int) -> int:
-        """How many rows take a bridge over a layer."""
-        return self._count(self.bridge(layer))
-
-    def mask(self, rows: int) -> NDArray[np.bool_]:
-        """(rows, layers): whether a row runs a layer; `rows` may be more than there are."""
-        runs = np.zeros((rows, len(self.layers)), np.bool_)
-        for layer, kind in enumerate(self.layers):
-            if kind != NONE:
-                runs[slice(self.num_rows) if kind == ALL else self.parts[kind].rows, layer] = True
-        return runs
-
-    def _count(self, kind: int) -> int:
-        return self.num_rows if kind == ALL else 0 if kind == NONE else self.parts[kind].num_rows
 
 
 class LayerLimits:

@@ -97,11 +97,6 @@ def paper(name: str = "skipdecode", **changes: Any) -> Schedule:
     return Schedule.paper(LAYERS, name=name, **values)
 
 
-def set_mode(llm: Any, mode: str) -> None:
-    """Skip in another way from here on, which saves the start of an engine."""
-    runner_of(llm).skipping.choice.mode = mode
-
-
 def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from engines import compiled_graphs, engine, paper, pieces_of, prompts, save_tiny, set_mode
+from engines import compiled_graphs, engine, paper, pieces_of, prompts, save_tiny
 from skipdecode import Schedule
 from skipdecode.vllm.compiled import BLOCK, LayerPieces
 from tiny import LAYERS
@@ -39,7 +39,6 @@ def test_nothing_is_compiled_in_a_thousand_steps_and_memory_is_steady(tmp_path: 
         assert pieces == 5  # The first layer, the others, four of them, the last norm, and one for keys and values.
         for step in range(STEPS):
             if step % 50 == 0:
-                set_mode(llm, draw.choice(("nested", "where", "auto")))
                 gc.collect()
                 used.append(process.memory_info().rss)
             while not core.has_unfinished_requests() or draw.random() < 0.1:

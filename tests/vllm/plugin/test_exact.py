@@ -20,7 +20,6 @@ from engines import (
     runner_of,
     save_tiny,
     scheduler_of,
-    set_mode,
 )
 from skipdecode import Schedule
 from skipdecode.errors import UnsupportedFeatureError
@@ -28,7 +27,6 @@ from skipdecode.schedule.order import top_down
 from skipdecode.vllm.step_rows import LayerLimits, StepBatch
 from tiny import LAYERS
 
-MODES = ("nested", "where", "auto")
 LENGTHS, NEW = (9, 4, 17, 40, 3, 25), (20, 30, 5, 12, 28, 16)
 SCHEDULES = {
     "paper": paper("paper"),
@@ -63,39 +61,33 @@ def one_engine(checkpoint: Any, request: pytest.FixtureRequest) -> Any:
         assert compiled_graphs() == graphs
 
 
-@pytest.fixture(params=MODES)
-def running(request: pytest.FixtureRequest, one_engine: Any) -> Any:
-    set_mode(one_engine, request.param)
-    return one_engine
-
-
-def test_a_schedule_shows(checkpoint: Any, running: Any):
+def test_a_schedule_shows(checkpoint: Any, one_engine: Any):
     texts = prompts(LENGTHS)
-    assert generate(running, texts, NEW) != generate(running, texts, NEW, ["full"] * len(texts))
+    assert generate(one_engine, texts, NEW) != generate(one_engine, texts, NEW, ["full"] * len(texts))
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "full"])
-def test_ragged_requests(checkpoint: Any, running: Any, name: str):
+def test_ragged_requests(checkpoint: Any, one_engine: Any, name: str):
     schedule = SCHEDULES.get(name) or Schedule.full(LAYERS)
     texts = prompts(LENGTHS)
     expected = reference(checkpoint[1], schedule, texts, NEW)
-    assert generate(running, texts, NEW, [name] * len(texts)) == expected
+    assert generate(one_engine, texts, NEW, [name] * len(texts)) == expected
 
 
-def test_schedules_mixed_in_one_batch(checkpoint: Any, running: Any):
+def test_schedules_mixed_in_one_batch(checkpoint: Any, one_engine: Any):
     names = [*SCHEDULES, "full"]
     texts, new = prompts([11 + 3 * i for i in range(len(names))]), [24] * len(names)
     expected = [
         reference(checkpoint[1], SCHEDULES.get(name) or Schedule.full(LAYERS), [text], [24])[0]
         for name, text in zip(names, texts, strict=True)
     ]
-    assert generate(running, texts, new, names) == expected
+    assert generate(one_engine, texts, new, names) == expected
 
 
-def test_more_requests_than_slots(checkpoint: Any, running: Any):
+def test_more_requests_than_slots(checkpoint: Any, one_engine: Any):
     lengths, new = [3 + i % 23 for i in range(40)], [1 + (7 * i) % 33 for i in range(40)]
     texts = prompts(lengths)
-    assert generate(running, texts, new) == reference(checkpoint[1], SCHEDULES["paper"], texts, new)
+    assert generate(one_engine, texts, new) == reference(checkpoint[1], SCHEDULES["paper"], texts, new)
 
 
 def test_prompts_in_chunks(checkpoint: Any):
@@ -103,9 +95,7 @@ def test_prompts_in_chunks(checkpoint: Any):
     with engine(checkpoint[0], **options(max_num_batched_tokens=16, enable_prefix_caching=False)) as llm:
         for name in ("paper", "split", "scattered"):
             expected = reference(checkpoint[1], SCHEDULES[name], texts, new)
-            for mode in MODES:
-                set_mode(llm, mode)
-                assert generate(llm, texts, new, [name] * 4) == expected, (name, mode)
+            assert generate(llm, texts, new, [name] * 4) == expected, name
 
 
 @pytest.fixture(scope="module")
@@ -115,20 +105,16 @@ def little_memory(checkpoint: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["paper", "shallow-prompt", "random-nested", "split"])
-@pytest.mark.parametrize("mode", MODES)
-def test_preempted_texts_are_computed_anew(checkpoint: Any, little_memory: Any, mode: str, name: str):
+def test_preempted_texts_are_computed_anew(checkpoint: Any, little_memory: Any, name: str):
     texts, new = prompts([20 + i for i in range(8)]), [70] * 8
-    set_mode(little_memory, mode)
     preempted = count_preemptions(little_memory)
     assert generate(little_memory, texts, new, [name] * 8) == reference(checkpoint[1], SCHEDULES[name], texts, new)
     assert preempted
 
 
 @pytest.mark.parametrize("name", ["paper", "split"])
-@pytest.mark.parametrize("mode", MODES)
-def test_several_turns_with_the_prefix_cache(checkpoint: Any, one_engine: Any, mode: str, name: str):
-    texts, new = prompts((70, 41), seed=MODES.index(mode)), (50, 64)
-    set_mode(one_engine, mode)
+def test_several_turns_with_the_prefix_cache(checkpoint: Any, one_engine: Any, name: str):
+    texts, new = prompts((70, 41), seed=1 + len(name)), (50, 64)
     hits = count_hits(one_engine)
     for _ in range(3):
         found = generate(one_engine, texts, new, [name] * 2)
@@ -170,11 +156,11 @@ def test_a_text_looks_up_no_further_than_its_prompt(checkpoint: Any, one_engine:
     core.abort_request([request.request_id], internal=True)
 
 
-def test_aborted_requests_leave_the_others_alone(checkpoint: Any, running: Any):
+def test_aborted_requests_leave_the_others_alone(checkpoint: Any, one_engine: Any):
     from vllm import SamplingParams
 
     texts, new = prompts((12, 9, 30, 8)), (40, 40, 40, 40)
-    core = running.llm_engine
+    core = one_engine.llm_engine
     for number, text in enumerate(texts):
         parameters = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
         core.add_request(str(number), {"prompt_token_ids": text}, parameters)
@@ -190,12 +176,12 @@ def test_aborted_requests_leave_the_others_alone(checkpoint: Any, running: Any):
     assert {n: t for n, t in done.items() if n != "1"} == {str(i): expected[i] for i in (0, 2, 3)}
 
 
-def test_an_unknown_schedule_is_refused_at_admission(running: Any):
+def test_an_unknown_schedule_is_refused_at_admission(one_engine: Any):
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError, match=r"^unknown schedule 'fast': this server has 'paper', 'even', "):
-        generate(running, prompts((5,)), [3], ["fast"])
-    assert not running.llm_engine.has_unfinished_requests()
+        generate(one_engine, prompts((5,)), [3], ["fast"])
+    assert not one_engine.llm_engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines import compiled_graphs, engine, generate, pieces_of, prompts, reference, save_tiny, set_mode
+from engines import compiled_graphs, engine, generate, pieces_of, prompts, reference, save_tiny
 from skipdecode import Schedule
 from skipdecode.vllm.gates import ARCHITECTURES
 from tiny import LAYERS
@@ -57,8 +57,6 @@ def test_family(tmp_path: Path, architecture: str):
             graphs = compiled_graphs()
             assert pieces_of(llm).eager == eager
             assert pieces_of(llm).count <= 5
-            for mode in ("nested", "where"):
-                set_mode(llm, mode)
-                for name, tokens in expected.items():
-                    assert generate(llm, texts, new, [name] * 4) == tokens, (eager, mode, name)
+            for name, tokens in expected.items():
+                assert generate(llm, texts, new, [name] * 4) == tokens, (eager, name)
             assert compiled_graphs() == graphs

@@ -17,7 +17,6 @@ from engines import (
     prompts,
     reference,
     save_tiny,
-    set_mode,
 )
 from fits import random_fit
 from skipdecode import Schedule
@@ -26,7 +25,6 @@ from skipdecode.models.fit import Fit, keep_fit
 from tiny import LAYERS
 
 LOWER, GAPS = (0, 1, 2, 3), (0, 1, 3, 6)
-MODES = ("nested", "where", "auto")
 LENGTHS, NEW = (9, 4, 17, 40, 3, 25), (20, 30, 5, 12, 28, 16)
 SCHEDULES = {
     "paper": paper("paper"),
@@ -72,9 +70,7 @@ def running(checkpoint: Any, request: pytest.FixtureRequest) -> Any:
 def test_ragged_requests(checkpoint: Any, running: Any, name: str):
     texts, (folder, model) = prompts(LENGTHS), checkpoint
     expected = reference(model, SCHEDULES[name], texts, NEW)
-    for mode in MODES:
-        set_mode(running, mode)
-        assert generate(running, texts, NEW, [name] * len(texts)) == expected, mode
+    assert generate(running, texts, NEW, [name] * len(texts)) == expected
     keep_fit(model, None)
     without = reference(model, SCHEDULES[name], texts, NEW)
     keep_fit(model, Fit.load(folder / FIT_FILE))
@@ -86,9 +82,7 @@ def test_schedules_mixed_in_one_batch(checkpoint: Any, running: Any):
     texts, new = prompts([11 + 3 * i for i in range(len(names))]), [24] * len(names)
     one_by_one = zip(names, texts, strict=True)
     expected = [reference(checkpoint[1], SCHEDULES[name], [text], [24])[0] for name, text in one_by_one]
-    for mode in MODES:
-        set_mode(running, mode)
-        assert generate(running, texts, new, names) == expected, mode
+    assert generate(running, texts, new, names) == expected
 
 
 def test_prompts_in_chunks(checkpoint: Any):
@@ -96,9 +90,7 @@ def test_prompts_in_chunks(checkpoint: Any):
     with engine(checkpoint[0], **options(max_num_batched_tokens=16, enable_prefix_caching=False)) as llm:
         for name, schedule in SCHEDULES.items():
             expected = reference(checkpoint[1], schedule, texts, new)
-            for mode in MODES:
-                set_mode(llm, mode)
-                assert generate(llm, texts, new, [name] * 4) == expected, (name, mode)
+            assert generate(llm, texts, new, [name] * 4) == expected, name
 
 
 def test_preempted_texts_and_shared_prefixes(checkpoint: Any):
@@ -110,9 +102,7 @@ def test_preempted_texts_and_shared_prefixes(checkpoint: Any):
         preempted = count_preemptions(llm)
         for name, schedule in SCHEDULES.items():
             expected = reference(checkpoint[1], schedule, texts, new)
-            for mode in ("nested", "where"):
-                set_mode(llm, mode)
-                assert generate(llm, texts, new, [name] * len(texts)) == expected, (name, mode)
+            assert generate(llm, texts, new, [name] * len(texts)) == expected, name
         assert preempted
 
 
@@ -125,7 +115,5 @@ def test_family(tmp_path: Path, model_type: str):
     expected = {name: reference(model, SCHEDULES[name], texts, new) for name in names}
     more = [SCHEDULES[name].to_dict() for name in names[1:]]
     with engine(tmp_path, max_num_batched_tokens=24, additional_config={"skipdecode": {"schedules": more}}) as llm:
-        for mode in ("nested", "where"):
-            set_mode(llm, mode)
-            for name, tokens in expected.items():
-                assert generate(llm, texts, new, [name] * 4) == tokens, (mode, name)
+        for name, tokens in expected.items():
+            assert generate(llm, texts, new, [name] * 4) == tokens, name

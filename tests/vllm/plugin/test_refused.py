@@ -11,7 +11,7 @@ import pytest
 
 from engines import paper, save_tiny
 from skipdecode import Schedule
-from skipdecode.errors import RefusedEngineError
+from skipdecode.errors import RefusedEngineError, UnsupportedFeatureError
 from tiny import LAYERS
 
 WORKER = "skipdecode.vllm.runner.SkipWorker"
@@ -95,7 +95,7 @@ def test_a_broken_schedule(plain: Path):
 
 def test_options(tuned: Path):
     for options, part in (
-        ({"mode": "fast"}, "mode='fast' is not accepted"),
+        ({"mode": "nested"}, "unknown option 'mode'"),
         ({"policy": "fifo"}, "give one of continuous, refill"),
         ({"refill_below": 2}, "refill_below=2 is not accepted"),
         ({"speed": 2}, "unknown option 'speed'"),
@@ -154,11 +154,15 @@ def test_stages_split_by_expected_work(tuned: Path, plain: Path):
     assert "VLLM_PP_LAYER_PARTITION" not in os.environ
 
 
-def test_builders_that_plan_into_memory_in_use_are_told_from_others():
+def test_backends_that_plan_into_memory_in_use_are_refused():
     from skipdecode.vllm.metadata import StepMetadata
 
-    for kind, repeatable in (("FlashAttentionMetadataBuilder", True), ("FlashInferMetadataBuilder", False)):
+    def groups(kind: str) -> Any:
         builder = type(kind, (), {"build": lambda *_: None, "supports_update_block_table": True})()
-        group = SimpleNamespace(layer_names=["a"], metadata_builders=[builder])
-        assert StepMetadata([[group]], {0: ["a"]}).repeatable is repeatable
-        assert not builder.supports_update_block_table
+        return [[SimpleNamespace(layer_names=["a"], metadata_builders=[builder])]]
+
+    known = groups("FlashAttentionMetadataBuilder")
+    StepMetadata(known, {0: ["a"]})
+    assert not known[0][0].metadata_builders[0].supports_update_block_table
+    with pytest.raises(UnsupportedFeatureError, match="FlashInferMetadataBuilder does not work with skipped layers"):
+        StepMetadata(groups("FlashInferMetadataBuilder"), {0: ["a"]})

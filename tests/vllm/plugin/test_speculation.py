@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines import engine, generate, paper, prompts, reference, save_tiny, set_mode
+from engines import engine, generate, paper, prompts, reference, save_tiny
 
 
 def test_drafts_from_the_prompt(tmp_path: Path):
@@ -13,6 +13,4 @@ def test_drafts_from_the_prompt(tmp_path: Path):
     expected = reference(model, paper(), texts, [40] * 3)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     with engine(tmp_path, speculative_config=drafts) as llm:
-        for mode in ("nested", "where", "auto"):
-            set_mode(llm, mode)
-            assert generate(llm, texts, [40] * 3) == expected, mode
+        assert generate(llm, texts, [40] * 3) == expected
