@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from machine import measure_products, step_flops
 from shared import script_parser, write_result
 from torch.nn import functional
 
@@ -29,7 +30,6 @@ from skipdecode.engine.opening import Backend
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.machine import measure_products
 from skipdecode.performance.measure import Shape, step_seconds
 
 ROWS = 512
@@ -51,12 +51,13 @@ def prompt_call(fast: FastModel, tokens: int) -> Callable[[], object]:
     return lambda: fast.forward(rows, kv)
 
 
-def prompt_flops(geometry: ModelGeometry, tokens: int) -> float:
+def prompt_flops(model: Any, geometry: ModelGeometry, tokens: int) -> float:
     """Operations of that forward: of the top layer all tokens but the last one have keys and values only."""
-    layers = geometry.num_layers - 1
-    products = layers * tokens * geometry.layer_flops() + geometry.layer_flops() + geometry.fixed_flops()
-    attention = (layers * tokens * (tokens + 1) / 2 + tokens) * geometry.kv_flops_per_token()
-    return products + (tokens - 1) * geometry.projection_flops() + attention
+    (fixed, layer, cached), layers = step_flops(model, geometry, 1), geometry.num_layers - 1
+    products = layers * tokens * layer + layer + fixed
+    attention = (layers * tokens * (tokens + 1) / 2 + tokens) * cached
+    projection = 2.0 * geometry.hidden_size * 2 * geometry.num_kv_heads * geometry.head_dim
+    return products + (tokens - 1) * projection + attention
 
 
 def linear_rate(fast: FastModel) -> float:
@@ -72,8 +73,8 @@ def linear_rate(fast: FastModel) -> float:
     return 2 * ROWS * sum(weight.numel() for weight in weights) / min(timed(all_of_them) for _ in range(5))
 
 
-def sides_of(options: argparse.Namespace) -> tuple[ModelGeometry, dict[Side, Callable[[], float]]]:
-    """What takes turns: an operation of each product, a prompt and a decode step, all in seconds."""
+def sides_of(options: argparse.Namespace) -> tuple[Callable[[int], float], dict[Side, Callable[[], float]]]:
+    """The operations of a prompt by its tokens; and what takes turns: products, prompts, decode steps, in seconds."""
     loaded = {name: unwrap(load_model(options.model, dtype=name, require_tokenizer=False).model) for name in TYPES}
     model = loaded["bfloat16"]
     geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
@@ -91,13 +92,13 @@ def sides_of(options: argparse.Namespace) -> tuple[ModelGeometry, dict[Side, Cal
         for batch in options.batches:
             step = Backend(loaded.get(name, model), fast), full, Shape(batch, options.prompt, 9)
             sides["decode step", name, batch] = lambda step=step: statistics.median(step_seconds(*step))
-    return geometry, sides
+    return lambda tokens: prompt_flops(model, geometry, tokens), sides
 
 
 @torch.inference_mode()
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All rounds; returns what was found."""
-    geometry, sides = sides_of(options)
+    flops, sides = sides_of(options)
     for work in sides.values():  # to warm up
         work()
     watch = Stopwatch[Side, float](sides)
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     best, rows = max(TYPES, key=rates.__getitem__), []
     for kind, sizes in (("prompt", options.tokens), ("decode step", options.batches)):
         for side in ((kind, name, size) for size in sizes for name in WEIGHTS):
-            rows.append(row(watch, side, best, prompt_flops(geometry, side[2]) if kind == "prompt" else None))
+            rows.append(row(watch, side, best, flops(side[2]) if kind == "prompt" else None))
             print(json.dumps(rows[-1]), flush=True)
     return {"products_gflop_s": rates, "rows": rows}
 

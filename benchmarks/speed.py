@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from machine import measure_bandwidth, measure_products, step_bytes, step_flops
 from shared import script_parser, write_json
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
@@ -46,7 +47,6 @@ from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import choose_device, load_model
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.machine import measure_bandwidth, measure_products
 from skipdecode.schedule import Schedule
 
 PACKAGE = ("fast", "fast-int8", "fast-w8a8", "gated")
@@ -303,12 +303,9 @@ def row_of(geometry: ModelGeometry, shape: Shape, watch: Stopwatch[Run, Lap], ru
     full = {side.method.backend.name: side for side in watch.sides if side.nominal == 1}
     baseline = next((full[name] for name in _BASELINES if name in full), None)
     own = full[backend.name]
-    held = backend.step_bytes(batch) or (
-        geometry.fixed_bytes(batch),
-        geometry.layer_bytes(batch),
-        geometry.kv_bytes_per_token(),
-    )
-    work = batch * geometry.fixed_flops(), batch * geometry.layer_flops(), geometry.kv_flops_per_token()
+    model = unwrap(backend.model)
+    held = backend.step_bytes(batch) or step_bytes(model, geometry, batch)
+    work = step_flops(model, geometry, batch)
     reads, flops = (CostModel.of_step(geometry.num_layers, batch, *parts) for parts in (held, work))
     schedule = run.method.schedule
     read, operations = (cost.sequence_seconds(schedule, *shape[1:]) / steps for cost in (reads, flops))

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import byte_tokenizer
+from counted import count_time
 from eval_tools import arguments as eval_arguments
 from eval_tools import prepare
 from skipdecode import Schedule
@@ -34,7 +35,7 @@ from textgen_tools import read_rows, save_tiny_model
 # Of each verb, a command that lacks no option, with paths that are all different.
 COMMANDS = {
     "demo": "--model model",
-    "plan": "model --nominal-speedup 2 --measure --out p.json --png p.png",
+    "plan": "model --nominal-speedup 2 --out p.json --png p.png",
     "generate": "model --input a.jsonl --output o.jsonl --summary sum.json --schedule s.json --task t.yaml",
     "chat": "model --schedule s.json",
     "tune": "model --train a.jsonl --dev d.jsonl --out run --recipe recipe.json --schedule s.json --task t.yaml",
@@ -213,8 +214,9 @@ def test_what_would_be_lost_is_refused(command: str, named: str, place: Path, ca
     assert content(place) == before
 
 
-def test_outputs_in_what_is_read_that_replace_nothing_are_written(place: Path):
-    assert main(["plan", "model", "--nominal-speedup", "2", "--no-measure", "--out", "model/schedule.json"]) == 0
+def test_outputs_in_what_is_read_that_replace_nothing_are_written(place: Path, monkeypatch: pytest.MonkeyPatch):
+    count_time(monkeypatch)
+    assert main(["plan", "model", "--nominal-speedup", "2", "--out", "model/schedule.json"]) == 0
 
 
 # ---------------------------------------------------------------------- streams and links

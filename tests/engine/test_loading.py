@@ -12,9 +12,7 @@ import skipdecode
 from checkpoints import save_adapter, save_checkpoint
 from skipdecode.engine import loading
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.store import add_model
-from skipdecode.performance.cost_source import find_geometry
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +60,6 @@ def test_auto_is_bf16_for_the_fast_engine(tmp_path: Path, stored: str, in_hardwa
         assert dtype_of(str(tmp_path / folder)) == (dtype if folder == "bf16" else torch.float32)
     save_adapter(tmp_path / "on-tuned", str(tmp_path / "bf16"))
     assert dtype_of(str(tmp_path / "on-tuned")) == dtype
-    for name in (smollm2.NAME, str(tmp_path / "bf16"), stored):
-        geometry, planned = find_geometry(ModelRef(name), "auto", torch.device("cpu"))
-        assert (planned, geometry.dtype_bytes) == (dtype, dtype.itemsize)
 
 
 def test_the_transformers_engine_takes_fp32_on_a_cpu_without_bf16(stored: str, in_hardware: bool) -> None:

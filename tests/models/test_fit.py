@@ -366,7 +366,7 @@ def test_a_wrong_fit_is_refused_in_one_line(calibrated, tmp_path, capsys, wrong,
         path.write_bytes((where / FIT_FILE).read_bytes()[:200])
     else:
         (change(fit, model) or fit).save(path)
-    more = {"generate": ["x"], "serve": ["--port", "0"], "plan": ["--no-measure"]}[verb]
+    more = {"generate": ["x"], "serve": ["--port", "0"], "plan": []}[verb]
     command = [verb, str(where / "model"), *more, "--schedule", str(tmp_path / "schedule.json")]
     if verb == "plan" and wrong == "other weights":
         return  # plan reads no weights

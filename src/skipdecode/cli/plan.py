@@ -2,8 +2,8 @@
 
 Give one target: a wall-clock speed-up (--target-speedup, of whole requests, or with --phase decode of the steps after
 the prompt), a nominal speed-up (--nominal-speedup), numbers of layers (--min-exit-layer and --max-exit-layer), or an
-existing schedule (--schedule). A fit beside that schedule or in the checkpoint is counted. Nothing is generated. If the
-model's weights are available, prompts and decode steps are timed; otherwise their times are predicted from the config.
+existing schedule (--schedule). A fit beside that schedule or in the checkpoint is counted. Nothing is generated; the
+model's prompts and decode steps are timed, and the times are kept for later commands.
 
 Three speed-ups are shown. Request: time of prompt and steps, full depth / schedule. Decode: time of the steps after the
 prompt. Nominal: all layers / layers that a new token runs. The first two are predicted for the workload of --batch,
@@ -17,7 +17,6 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.arguments import command_line
@@ -49,7 +48,7 @@ class Config(PlanOptions, EngineOptions, ScheduleOptions):
     }
     EXCLUDES: ClassVar = {name: _TARGETS[place + 1 :] for place, name in enumerate(_TARGETS)}
 
-    model: str = option(f"{MODEL}, or the file of a config (JSON)", positional=True, path=Reads(model_files))
+    model: str = option(MODEL, positional=True, path=Reads(model_files))
     min_exit_layer: int | None = option("layers that run at the last position", default=None, least=1)
     max_exit_layer: int | None = option("layers that run at the first position", default=None, least=1)
     json: bool = option("print one JSON document", default=False)
@@ -100,7 +99,7 @@ def _schedule(config: Config) -> Schedule | str | None:
         return None
     if config.schedule is not None:
         return config.schedule + (":flat" if config.flat else "")
-    layers, warmup = _layers(config), config.warmup_layers
+    layers, warmup = config.ref.num_layers, config.warmup_layers
     order = top_down(layers, warmup) if config.order == "top-down" else None
     shared: dict[str, Any] = {"seq_len": config.seq_len, "warmup_layers": warmup, "drop_order": order}
     if config.nominal_speedup is not None:
@@ -112,20 +111,13 @@ def _schedule(config: Config) -> Schedule | str | None:
     return schedule.flattened() if config.flat else schedule
 
 
-def _layers(config: Config) -> int:
-    from skipdecode.models.loading.hub import choose_device
-    from skipdecode.performance.cost_source import find_geometry
-
-    return find_geometry(config.ref, config.dtype, choose_device(config.device))[0].num_layers
-
-
 def _commands(config: Config, found: Plan) -> dict[str, str]:
     """The next commands: save the schedule; or use it, after tuning if the weights are not tuned for it."""
     rest = f"--max-new-tokens {config.new_tokens} 'Your prompt'"
     file = config.schedule or config.out
     if file is None:
         return {"next": command_line("plan", config) + " --out schedule.json"}
-    model, file = "MODEL" if Path(config.model).is_file() else shlex.join(config.words), shlex.quote(file)
+    model, file = shlex.join(config.words), shlex.quote(file)
     if config.schedule is not None:
         return {"next": f"skipdecode generate {model} --schedule {file} {rest}"}
     if found.tuned:

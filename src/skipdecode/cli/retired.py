@@ -20,6 +20,8 @@ RETIRED = {
     "eval --self-top-p": "give --top-p",
     "eval --warmup-layers": "write a schedule file, for --schedule and --methods "
     "(Schedule.from_speedup(..., warmup_layers=...).save(FILE))",
+    "plan --measure": "plan always times the model; --remeasure times it again",
+    "plan --no-measure": "plan always times the model, once; the times are kept for later commands",
     "report": "skipdecode eval prints its tables in Markdown (--compare: those of finished runs); prepare, tune and "
     "calibrate write their pictures as PNG files into --out",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "

@@ -21,14 +21,12 @@ from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import DataError, UsageError
 from skipdecode.schedule import Schedule
 
-if TYPE_CHECKING:  # both bring torch, which costs read from files do without
+if TYPE_CHECKING:  # it brings torch, which costs read from files do without
     from skipdecode.performance.geometry import ModelGeometry
-    from skipdecode.performance.machine import Machine
 
 Use = Literal["lockstep", "continuous"]
 Phase = Literal["request", "decode"]
 FORMAT = 3
-_ENDLESS = 1e15  # tokens: where arithmetic takes no time, no prompt is longer than its weights' read
 
 
 class StepCost(NamedTuple):
@@ -54,16 +52,6 @@ class PromptCost(NamedTuple):
     tokens: float
     layer_seconds: float
     projection_seconds: float = 0.0
-
-    @classmethod
-    def of_token(cls, token_seconds: float, least_seconds: float, projection_share: float = 0.0) -> Self:
-        """From a token's time in a layer, and the least time of a layer: the read of its weights.
-
-        A projection takes `projection_share` of both.
-        """
-        tokens = max(1.0, least_seconds / token_seconds) if token_seconds else _ENDLESS
-        layer = max(least_seconds, token_seconds) if token_seconds else least_seconds
-        return cls(tokens, layer, projection_share * layer)
 
 
 def tokens_read(kv_tokens: float, window: int, window_share: float) -> float:
@@ -98,7 +86,7 @@ class CostModel:
         sequence of the largest step, which are upper bounds.
     window, window_share : int, float
         Tokens that sliding-window attention sees, and the share of layers that have it.
-    source : {"predicted", "measured"}
+    source : {"assumed", "measured"}
         Origin of the costs.
     residual : float or None
         Measured: the largest relative distance between the fit and a measurement.
@@ -114,7 +102,7 @@ class CostModel:
     prompts: tuple[PromptCost, ...] = ()
     window: int = 0
     window_share: float = 0.0
-    source: Literal["predicted", "measured"] = "predicted"
+    source: str = "assumed"
     residual: float | None = None
     bridge_share: float = 0.0
     taps: int = 0
@@ -149,31 +137,9 @@ class CostModel:
         """A cost model of steps of `batch` sequences alone; see `StepCost`."""
         return cls(num_layers, batch, (StepCost(batch, fixed_seconds, layer_seconds, kv_seconds),))
 
-    @classmethod
-    def predicted(cls, geometry: ModelGeometry, machine: Machine, batch: int = 1) -> Self:
-        """From bytes and FLOPs: each part takes the longer of its read and its arithmetic (roofline)."""
-        launch = machine.launch_seconds
-        step = StepCost(
-            batch,
-            machine.seconds(geometry.fixed_bytes(batch), batch * geometry.fixed_flops()) + launch,
-            machine.seconds(geometry.layer_bytes(batch), batch * geometry.layer_flops()) + launch,
-            machine.seconds(geometry.kv_bytes_per_token(), geometry.kv_flops_per_token()),
-        )
-        read = machine.seconds(geometry.layer_bytes(PROMPT_TOKENS), 0) + launch
-        prompt = PromptCost.of_token(machine.seconds(0, geometry.layer_flops()), read)
-        projection = machine.seconds(geometry.projection_bytes(), prompt.tokens * geometry.projection_flops()) + launch
-        return cls(
-            geometry.num_layers,
-            batch,
-            (step,),
-            (prompt._replace(projection_seconds=min(projection, prompt.layer_seconds)),),
-            window=geometry.window,
-            window_share=geometry.window_share,
-        )
-
     def with_fit(self, geometry: ModelGeometry, rank: float, taps: int = 0) -> Self:
         """The cost with a fit's bridges of `rank` over skipped layers, and its maps with `taps`."""
-        return replace(self, bridge_share=geometry.bridge_bytes(rank) / geometry.layer_bytes(), taps=taps)
+        return replace(self, bridge_share=geometry.bridge_share(rank), taps=taps)
 
     # ------------------------------------------------------------------ one forward
 
@@ -225,12 +191,17 @@ class CostModel:
 
         Constant below the smallest known number of tokens, interpolated between known ones, proportional beyond.
         """
-        row = self.steps[-1].layer_seconds / self.max_rows
-        known = self.prompts or (PromptCost.of_token(row, self.at(1).layer_seconds, 1.0),)
+        known = self.prompts or (self._row_as_prompt(),)
         last = known[-1]
         beyond = max(1.0, tokens / last.tokens)
         layer, projection = between(known, tokens) if beyond == 1 else last[1:]
         return beyond * layer, beyond * projection
+
+    def _row_as_prompt(self) -> PromptCost:
+        """A prompt as sequences of the largest step, of which one takes at least what a step of one takes."""
+        row, least = self.steps[-1].layer_seconds / self.max_rows, self.at(1).layer_seconds
+        seconds = max(row, least)
+        return PromptCost(max(1.0, least / row) if row else 1.0, seconds, seconds)
 
     def _reads(self, kv_tokens: float) -> float:
         """The cache read of a layer."""

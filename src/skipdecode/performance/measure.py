@@ -278,7 +278,7 @@ def _fitted_step(
     # Noise must not make the cache read more expensive than the layer that it is a part of.
     kv = min(kv, layer / max(read, 1))
     residual = max(abs(fixed + layer * depth - seconds) / seconds for depth, seconds in by_depth.items())
-    return StepCost(rows, fixed, layer - kv * read, kv), residual
+    return StepCost(rows, fixed, max(0.0, layer - kv * read), kv), residual
 
 
 def _room(model: Any, tokens: int) -> int:

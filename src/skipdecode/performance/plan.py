@@ -12,10 +12,10 @@ from typing import Any
 from skipdecode.common.columns import speedups
 from skipdecode.errors import UsageError
 from skipdecode.models.fit import Fit
-from skipdecode.models.loading.hub import LoadedModel, choose_device
+from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.performance.cost import CostModel, Use
-from skipdecode.performance.cost_source import CostSource, find_cost, find_geometry
+from skipdecode.performance.cost_source import CostSource, find_cost
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.solve import Auto, PlanOptions, solve, why_flat
 from skipdecode.schedule import Schedule
@@ -38,7 +38,7 @@ def plan(
 ) -> Plan:
     """Find the schedule for a speed target, or predict the speed of a schedule. Nothing is generated.
 
-    Prompts and decode steps are timed if the model's weights are on this machine; the times are kept for later calls.
+    The model is loaded, and its prompts and decode steps are timed; the times are kept for later calls.
 
     Parameters
     ----------
@@ -63,11 +63,11 @@ def plan(
     if (schedule is None) == (asked.target_speedup is None):
         raise UsageError("give one of target_speedup and a schedule")
     ref = _ref(model, schedule)
-    geometry, _ = find_geometry(ref, dtype, choose_device(device))
+    geometry = ModelGeometry.from_config(ref.config)
     known = None if schedule is None else _parsed(schedule, ref, geometry.num_layers, asked)
     _solved(asked, CostModel.of_step(geometry.num_layers, asked.batch, 0.0, 1.0), 1.0)  # refuses what does not fit
     fit = _fit(ref, geometry, known)
-    timed = {name: getattr(asked, name) for name in ("batch", "prompt_len", "measure", "remeasure")}
+    timed = {name: getattr(asked, name) for name in ("batch", "prompt_len", "remeasure")}
     source = find_cost(ref, dtype=dtype, device=device, engine=engine, quantization=quantization, **timed)
     if fit is not None:
         source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
@@ -82,15 +82,14 @@ def _ref(model: Any, schedule: Any) -> ModelRef:
     ref = loaded.ref if isinstance(loaded, LoadedModel) else loaded
     files = (str(schedule),) if isinstance(schedule, str | Path) and Path(schedule).is_file() else ()
     if not isinstance(ref, ModelRef):
-        return ModelRef(str(ref), files)
+        ref = ModelRef(str(ref), files)
     return replace(ref, schedule_files=files) if files else ref
 
 
 def _parsed(schedule: Schedule | str | Path, ref: ModelRef, layers: int, options: PlanOptions) -> Schedule:
-    only_config = Path(ref.name).is_file()
     if not isinstance(schedule, Schedule):
-        carried, named = (None, {}) if only_config else (ref.schedule, ref.schedules)
-        schedule = parse_schedule(str(schedule), layers, seq_len=options.seq_len, carried=carried, named=named)
+        seq_len = options.seq_len
+        schedule = parse_schedule(str(schedule), layers, seq_len=seq_len, carried=ref.schedule, named=ref.schedules)
     schedule.check_fits(layers)
     asked = options.prompt_layers
     return schedule if asked is None else schedule.with_prompt(prompt_set(asked, layers))
@@ -114,8 +113,7 @@ def _solved(
 
 def _fit(ref: ModelRef, geometry: ModelGeometry, schedule: Schedule | None) -> Fit | None:
     """The fit beside the schedule, else the fit of the checkpoint, if there is one; it is not compared with weights."""
-    file = None if Path(ref.name).is_file() else ref.fit
-    if file is None:
+    if (file := ref.fit) is None:
         return None
     fit = Fit.load(file)
     keys = 2 * geometry.num_kv_heads * geometry.head_dim
@@ -156,8 +154,7 @@ class Plan:
     @property
     def tuned(self) -> bool:
         """Whether the weights were tuned for the schedule; nothing is downloaded to find out."""
-        has_weights = not Path(self.ref.name).is_file() and self.ref.has_weights()
-        recipe = self.ref.recipe if has_weights else None
+        recipe = self.ref.recipe if self.ref.has_weights() else None
         return self.schedule.fits_weights(() if recipe is None else recipe.tuned_under)
 
     @property

@@ -174,9 +174,6 @@ class PlanOptions(Options):
     )
     batch: int = option("sequences decoded together", default=1, least=1, most=1024)
     prompt_len: int = option("prompt tokens of a sequence", default=64, least=1, most=_MOST_PROMPT_TOKENS)
-    measure: bool | None = option(
-        "load the weights and time prompts and steps (default: only if nothing has to be downloaded)", default=None
-    )
     remeasure: bool = option("time prompts and steps again, and ignore earlier measurements", default=False)
 
     def __post_init__(self) -> None:

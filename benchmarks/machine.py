@@ -1,4 +1,4 @@
-"""Speed of this machine: bytes per second of a large read, operations per second of a matrix product."""
+"""The limit of a decode step: its bytes and operations, and the rates of this machine for both."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from ctypes import c_int64 as _size
 from ctypes import c_void_p as _pointer
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,7 +17,8 @@ from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.build import KernelBuildError, load_library
 from skipdecode.engine.kernels.quantize import quantize
 from skipdecode.engine.kernels.spec import LinearSpec
-from skipdecode.errors import UsageError
+from skipdecode.models.families import decoder_layers
+from skipdecode.performance.geometry import ModelGeometry
 
 # Several times the largest last-level cache, and small enough for any machine that holds a model.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
@@ -25,41 +26,6 @@ _REPEATS = 3
 _ROWS, _SIZE = 512, 1024
 _PRODUCT_FLOPS = 2 * _ROWS * _SIZE**2
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a prediction needs of a machine.
-
-    `bandwidth`: bytes per second of a large read. `flops`: floating-point operations per second of a matrix product in
-    the model's dtype. `launch_seconds`: time of a layer, or of the work outside the layers, that does not depend on
-    size.
-    """
-
-    bandwidth: float
-    flops: float = math.inf
-    launch_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "flops"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name}={getattr(self, name)!r} is not accepted: give a number above 0")
-        if not 0 <= self.launch_seconds < math.inf:
-            raise UsageError(f"launch_seconds={self.launch_seconds!r} is not accepted: give a number of 0 or more")
-
-    def seconds(self, num_bytes: float, flops: float) -> float:
-        """Roofline: the longer of the time to read `num_bytes` and the time to do `flops` operations."""
-        return max(num_bytes / self.bandwidth, flops / self.flops)
-
-
-def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Machine:
-    """Bandwidth and matrix-product rate of a device, for `CostModel.predicted`. Takes less than a second.
-
-    On a CPU the rate of other types than bf16 is the rate of fp32.
-    """
-    kind = "bfloat16" if dtype == torch.bfloat16 else "float32"
-    on_cpu = torch.device(device).type == "cpu"
-    return Machine(measure_bandwidth(device), measure_products(kind) if on_cpu else measure_flops(dtype, device))
 
 
 def measure_bandwidth(device: torch.device | str = "cpu") -> float:
@@ -133,3 +99,27 @@ def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
         if attempt:  # The first one warms up.
             best = min(best, time.perf_counter() - start)
     return best
+
+
+def step_bytes(model: Any, geometry: ModelGeometry, batch: int) -> tuple[float, float, float]:
+    """Bytes that a decode step of `batch` sequences reads: at any depth, of each layer, of a cached token in a layer.
+
+    In a mixture of experts a step is taken to read the experts of one token.
+    """
+    fixed, size = head_params(model) + batch * geometry.hidden_size, geometry.dtype_bytes
+    return fixed * size, geometry.layer_params * size, geometry.kv_bytes_per_token()
+
+
+def step_flops(model: Any, geometry: ModelGeometry, batch: int) -> tuple[float, float, float]:
+    """Operations of a decode step, likewise."""
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    return 2.0 * batch * head_params(model), 2.0 * batch * geometry.layer_params, 4.0 * heads * geometry.head_dim
+
+
+def head_params(model: Any) -> int:
+    """Weights outside the layers that every token reads, without embeddings that are looked up."""
+    left_out = {*decoder_layers(model).parameters()}
+    for module in model.modules():
+        left_out |= {*module.parameters()} if isinstance(module, torch.nn.Embedding) else set()
+    read = {*model.parameters()} - left_out | {*model.get_output_embeddings().parameters()}
+    return sum(p.numel() for p in read)
