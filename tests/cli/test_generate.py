@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
+from skipdecode.models.loading.ref import ModelRef
+from skipdecode.performance.cost_source import find_cost
 from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
 from tiny import LAYERS
 
@@ -45,7 +47,7 @@ def test_rows_come_out_in_input_order_with_ids_whatever_the_batches(tmp_path: Pa
     for size in ("1", "4", "64"):
         out = str(tmp_path / f"out{size}.jsonl")
         options = ("--input", rows_file, "--output", out, "--batch-size", size, "--nominal-speedup", "2")
-        assert generate(model_dir, *options, "--include-prompt") == 0
+        assert generate(model_dir, *options, "--include-prompt", "--no-template") == 0
         found.append(read_rows(out))
     assert found[0] == found[1] == found[2]
     assert [(r["id"], r["prompt"]) for r in found[0]] == [(r["id"], r["prompt"]) for r in ROWS]
@@ -54,7 +56,7 @@ def test_rows_come_out_in_input_order_with_ids_whatever_the_batches(tmp_path: Pa
 
 
 def test_text_is_what_attached_generate_says(capsysbinary: Any, model_dir: str):
-    assert generate(model_dir, "hello", "--nominal-speedup", "2", "--seq-len", "8") == 0
+    assert generate(model_dir, "hello", "--nominal-speedup", "2", "--seq-len", "8", "--no-template") == 0
     row = json.loads(capsysbinary.readouterr().out)
     tokenizer = byte_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
@@ -97,7 +99,7 @@ def test_bad_rows_are_reported_written_and_make_the_exit_code_one(capsys: Any, t
         {"id": "d", "prompt": "z"},
     ]
     data, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    assert generate(model_dir, "--input", data, "--output", str(out)) == 1
+    assert generate(model_dir, "--input", data, "--output", str(out), "--no-template") == 1
     told = capsys.readouterr().err
     assert "line 2: field 'prompt' is empty; the record is skipped" in told
     assert f"line 3: the prompt has {CONTEXT} tokens" in told
@@ -136,7 +138,8 @@ def test_on_error_stop_refuses_before_anything_is_generated(
 def test_rows_at_the_end_of_the_context_get_the_tokens_there_is_room_for(tmp_path: Path, model_dir: str):
     rows = [{"prompt": "x" * n} for n in (CONTEXT - 3, 10, CONTEXT - 1)]
     out = tmp_path / "out.jsonl"
-    assert generate(model_dir, "--input", write_rows(tmp_path / "in.jsonl", rows), "--output", str(out)) == 0
+    data = write_rows(tmp_path / "in.jsonl", rows)
+    assert generate(model_dir, "--input", data, "--output", str(out), "--no-template") == 0
     assert [r["new_tokens"] for r in read_rows(out)] == [3, 8, 1]
 
 
@@ -148,9 +151,34 @@ def test_duplicate_ids_are_told_and_kept(capsys: Any, tmp_path: Path, model_dir:
     assert [r["id"] for r in read_rows(out)] == ["a", "a"]
 
 
-def test_chat_and_system_go_through_the_template(capsysbinary: Any, model_dir: str):
-    assert generate(model_dir, "hi", "--system", "be kind", "--include-prompt") == 0
-    assert json.loads(capsysbinary.readouterr().out)["prompt"] == "<system>be kind<user>hi<assistant>"
+def test_prompts_are_chats_if_the_model_has_a_chat_template(capsysbinary: Any, tmp_path: Path, model_dir: str):
+    def prompt(directory: str, *arguments: str) -> str:
+        assert generate(directory, *arguments, "--include-prompt") == 0
+        return str(json.loads(capsysbinary.readouterr().out)["prompt"])
+
+    record = write_rows(tmp_path / "in.jsonl", [{"prompt": "hi"}])
+    for source in (("hi",), ("--input", record)):
+        assert prompt(model_dir, *source) == "<user>hi<assistant>"
+        assert prompt(model_dir, *source, "--system", "be kind") == "<system>be kind<user>hi<assistant>"
+        assert prompt(model_dir, *source, "--no-template") == "hi"
+        assert prompt(model_dir, *source, "--prompt-template", "Q: {prompt}") == "Q: hi"
+        assert prompt(save_tiny_model(tmp_path / "base", chat=False), *source) == "hi"
+
+
+def test_the_last_line_is_the_speed_over_all_layers_if_it_is_known(
+    capsys: Any, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
+):
+    def last(*options: str) -> str:
+        assert generate(model_dir, "hi", "--nominal-speedup", "2", *options) == 0
+        return str(capsys.readouterr().err.splitlines()[-1])
+
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+    assert "as fast" not in last()
+    assert "times as fast as all layers" in last("--compare")
+    find_cost(ModelRef(model_dir), batch=8, prompt_len=64)
+    assert "times as fast as all layers" in last()
+    assert "as fast" not in last("--engine", "transformers")
+    assert "as fast" not in last("--exact")
 
 
 def test_stop_strings_end_and_cut_the_text(capsysbinary: Any, model_dir: str):
@@ -339,7 +367,7 @@ def test_unknown_model_and_model_without_tokenizer_are_one_line(capsys: Any, tmp
     assert generate(save_tiny_model(tmp_path / "bare", tokenizer=False), "x") == 2
     assert "has no tokenizer" in capsys.readouterr().err.splitlines()[-1]
     assert generate(save_tiny_model(tmp_path / "plain", chat=False), "x", "--chat") == 2
-    assert "no chat template: give --no-chat" in capsys.readouterr().err.splitlines()[-1]
+    assert "no chat template: give prompts without chat" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_help_and_refusals_do_not_load_torch(tmp_path: Path):

@@ -294,7 +294,7 @@ def test_prompt_that_fills_the_context_is_bad_and_one_token_less_is_not():
 def test_template_troubles_stay_with_their_row():
     assert "no tools here" in encoded([{"role": "tool", "content": "x"}]).error
     assert "has no chat template" in encoded(CHAT, template=False).error
-    with pytest.raises(UsageError, match="no chat template: give --no-chat"):
+    with pytest.raises(UsageError, match="no chat template: give prompts without chat"):
         PromptEncoder(byte_tokenizer(chat=False), None, chat=True)
 
 

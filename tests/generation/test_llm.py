@@ -87,7 +87,7 @@ def test_texts_are_those_of_the_command_line_in_any_batch(llm: LLM, model_dir: s
 
 
 def test_tokens_are_those_of_attached_generate(llm: LLM, model_dir: str):
-    (out,) = llm.generate("hello", 8, schedule="2x")
+    (out,) = llm.generate("hello", 8, schedule="2x", template=False)
     with skipdecode.attach(AutoModelForCausalLM.from_pretrained(model_dir), Schedule.from_speedup(LAYERS, 2, 8)) as on:
         ids = on.model.generate(**byte_tokenizer()("hello", return_tensors="pt"), max_new_tokens=8, do_sample=False)
     assert out.tokens == ids[0, 5:].tolist()
@@ -97,10 +97,12 @@ def test_tokens_are_those_of_attached_generate(llm: LLM, model_dir: str):
 def test_a_prompt_is_a_text_a_chat_or_a_record(llm: LLM):
     prompts = ["hi", CHAT, {"prompt": "hi"}, {"messages": CHAT}, {"question": "hi"}]
     found = llm.generate(prompts, 4)
-    assert [out.prompt for out in found] == ["hi", "<user>hi<assistant>", "hi", "<user>hi<assistant>", "hi"]
-    assert found[0] == found[2] == found[4]
+    assert [out.prompt for out in found] == ["<user>hi<assistant>"] * 5
+    assert len({out.text for out in found}) == 1
+    plain = [out.prompt for out in llm.generate(prompts, 4, template=False)]
+    assert plain == ["hi", "<user>hi<assistant>", "hi", "<user>hi<assistant>", "hi"]
     assert [out.prompt for out in llm.generate(CHAT, 4)] == ["<user>hi<assistant>"]
-    assert [out.prompt for out in llm.generate({"text": "hi"}, 4)] == ["hi"]
+    assert [out.prompt for out in llm.generate({"text": "hi"}, 4, template="{text}!")] == ["hi!"]
     assert llm.generate([], 4) == []
 
 
@@ -111,6 +113,15 @@ def test_a_chat_may_have_calls_and_names(llm: LLM, capsys: Any):
         assert [out.prompt for out in llm.generate(prompts, 1)] == ["<user>hi<assistant><user>you<assistant>"]
     told = capsys.readouterr().err
     assert (told.count("'name'"), told.count("'tool_calls'")) == (1, 1)
+
+
+def test_a_chat_is_answered_whole_or_in_pieces(llm: LLM):
+    answer = llm.chat(CHAT, 8, schedule="2x")
+    assert [answer] == llm.generate([CHAT], 8, schedule="2x")
+    assert "".join(llm.chat(CHAT, 8, schedule="2x", stream=True)) == answer.text
+    for wrong in ("hi", {"role": "user", "content": "hi"}):
+        with pytest.raises(OptionError, match="messages"):
+            llm.chat(wrong, 8)
 
 
 def test_a_stop_text_ends_and_cuts(llm: LLM):
@@ -140,7 +151,7 @@ def test_a_stop_text_that_is_a_special_token_is_that_token(llm: LLM):
 def test_statistics_say_layers_memory_and_time(llm: LLM):
     llm = LLM(llm.loaded)
     schedule = Schedule.from_speedup(LAYERS, 2, 9)
-    outputs = llm.generate(TEXTS, 9, schedule=schedule)
+    outputs = llm.generate(TEXTS, 9, schedule=schedule, template=False)
     stats = outputs.stats
     assert llm.stats is stats
     assert stats.mean_layers == pytest.approx(schedule.mean_budget(8))

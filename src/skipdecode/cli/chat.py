@@ -175,7 +175,7 @@ class _Session:
         turns = self._fitted([*self._turns, {"role": "user", "content": text}])
         messages = turns if self._system is None else [{"role": "system", "content": self._system}, *turns]
         options: dict[str, Any] = self._config.sampling_fields() | {"exact": self._config.exact}
-        stream = self._llm.stream(messages, self._config.max_new_tokens, schedule=self._schedule, **options)
+        stream = self._llm.chat(messages, self._config.max_new_tokens, stream=True, schedule=self._schedule, **options)
         with self._interruptible():
             for piece in stream:
                 first = first or time.perf_counter() - start

@@ -38,10 +38,18 @@ class PromptForm:
         Goes to `PromptEncoder` too. Default: prompts stay as they are.
     remark : str, optional
         One line for users: which template is used and how to do without it, or that there is another.
+    chat : bool, optional
+        Whether plain prompts go into the chat template; None: if the tokenizer has one. For `PromptEncoder`.
     """
 
-    def __init__(self, name: str | None = None, template: Template | None = None, remark: str | None = None) -> None:
-        self.name, self.template, self.remark = name, template, remark
+    def __init__(
+        self,
+        name: str | None = None,
+        template: Template | None = None,
+        remark: str | None = None,
+        chat: bool | None = False,
+    ) -> None:
+        self.name, self.template, self.remark, self.chat = name, template, remark, chat
 
     def row(self, prompt: str | list[Message]) -> dict[str, Any]:
         """A text or a chat as a row of a file."""
@@ -138,7 +146,8 @@ def choose_form(
     chat: bool = False,
     field: str | None = None,
 ) -> PromptForm:
-    """The form of prompts: as the user says, or the template that the checkpoint was tuned on, or plain.
+    """The form of prompts: as the user says; else the template that the checkpoint was tuned on; else a chat, if the
+    model has a chat template; else plain.
 
     Parameters
     ----------
@@ -149,7 +158,7 @@ def choose_form(
     task : str, optional
         Name or file of a task, whose prompt is used.
     no_template : bool
-        Prompts stay as they are.
+        Prompts stay as they are; lists of messages are chats all the same.
     chat : bool
         The user wants chats: a checkpoint's template that is not for chats is not used.
     field : str, optional
@@ -161,23 +170,23 @@ def choose_form(
         More than one of `prompt_template`, `task` and `no_template`; a template or task that is not accepted.
     """
     if sum((prompt_template is not None, task is not None, no_template)) > 1:
-        raise UsageError("--prompt-template, --task and --no-template each say what a prompt is: give one of them")
+        raise UsageError("prompt_template, task and no template each say what a prompt is: give one of them")
     if prompt_template is not None:
         return PromptForm(field, Template(prompt_template, chat=chat))
     if task is not None:
         template = load_task(task).template()
-        return PromptForm(field, template, f"prompts go into the task's template {template.prompt!r}")
+        return PromptForm(field, template, f"prompts go into the task's template {template.prompt!r}", chat)
     tuned = None if no_template else recipe_template(recipe)
     if tuned is None:
-        return PromptForm(field)
+        return PromptForm(field, chat=chat or (False if no_template else None))
     through = " and the chat template" if tuned.chat else ""
     if chat and not tuned.chat:
         left = f"prompts go as chats, as asked; the checkpoint was tuned on the template {tuned.prompt!r} without chat"
-        return PromptForm(field, remark=left)
+        return PromptForm(field, remark=left, chat=True)
     remark = (
         f"prompts go into the checkpoint's template {tuned.prompt!r}{through} (--no-template leaves them as they are)"
     )
-    return PromptForm(field, tuned, remark)
+    return PromptForm(field, tuned, remark, chat)
 
 
 def recipe_template(recipe: Recipe | None) -> Template | None:

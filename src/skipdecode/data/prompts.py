@@ -26,7 +26,7 @@ from skipdecode.data.records import (
     usable,
 )
 from skipdecode.data.source import Records
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import DataError, ModelLoadError, UsageError
 
 _TOKENIZE_AT_ONCE = 1000
 
@@ -59,8 +59,8 @@ class PromptEncoder:
     ----------
     context : int or None
         Tokens of the model's context (`context_length`): a prompt must leave room for one more.
-    chat : bool
-        Put plain prompts into the chat template as a user's message. Chats always go through it.
+    chat : bool or None
+        Put plain prompts into the chat template as a user's message; None: if there is one. Chats always go through it.
     system : str, optional
         A system message for every chat that has none.
     template : Template, optional
@@ -69,6 +69,11 @@ class PromptEncoder:
         Tokens of the model (`vocabulary_size`): prompts with others are refused. Default: any.
     told : set of str, optional
         Fields that a note has named because they are not in the prompts: each is named once. Default: none yet.
+
+    Attributes
+    ----------
+    chat : bool
+        Whether plain prompts become chats.
 
     Raises
     ------
@@ -83,7 +88,7 @@ class PromptEncoder:
         tokenizer: Any,
         context: int | None,
         *,
-        chat: bool = False,
+        chat: bool | None = False,
         system: str | None = None,
         template: Template | None = None,
         vocabulary: int | None = None,
@@ -94,10 +99,9 @@ class PromptEncoder:
         self._context = context
         self._told = set() if told is None else told
         self._template = template
-        self._chat = chat or (template is not None and template.chat)
         self._system = system
-        if self._chat and (fault := chat_fault(tokenizer)) is not None:
-            raise UsageError(f"{fault}: give --no-chat and no --system")
+        chat = (template is not None and template.chat) or chat
+        self.chat = chat is not False and _renders_chats(tokenizer, by_default=chat is None)
 
     def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
         """One result for each record, in order; errors are part of the results.
@@ -114,7 +118,7 @@ class PromptEncoder:
         return found
 
     def _is_chat(self, record: Record) -> bool:
-        return self._chat or not isinstance(record.prompt, str)
+        return self.chat or not isinstance(record.prompt, str)
 
     def _rendered(self, record: Record) -> EncodedPrompt:
         text, error = "", record.error
@@ -128,7 +132,7 @@ class PromptEncoder:
     def _text(self, record: Record, prompt: str | None = None) -> str:
         """The text of a record, or of the record with another prompt."""
         words, extra = record.prompt if prompt is None else prompt, record.for_chat
-        if isinstance(words, str) and not self._chat:
+        if isinstance(words, str) and not self.chat:
             self._tell({*record.left_out, *map(repr, extra)})
             return words
         if getattr(self._tokenizer, "chat_template", None) is None:
@@ -185,8 +189,21 @@ class PromptEncoder:
             if keep < 1:
                 return prompt.text, token_ids
             text = self._text(prompt.record, template.render({**values, template.truncate: value[: ends[keep - 1][1]]}))
-            (shorter,) = self._token_ids([text], self._chat)
+            (shorter,) = self._token_ids([text], self.chat)
         return text, shorter
+
+
+def _renders_chats(tokenizer: Any, *, by_default: bool) -> bool:
+    """Whether a tokenizer has a chat template; raises as `PromptEncoder` unless chats are a default."""
+    try:
+        fault = chat_fault(tokenizer)
+    except ModelLoadError:
+        if by_default:
+            return False
+        raise
+    if fault is not None and not by_default:
+        raise UsageError(f"{fault}: give prompts without chat and without a system message")
+    return fault is None
 
 
 def outside(token_ids: Iterable[int], tokenizer: Any, vocabulary: int | None) -> str | None:

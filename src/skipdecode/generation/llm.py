@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
 
 from skipdecode.common.progress import note
 from skipdecode.common.registry import near
@@ -47,7 +47,10 @@ from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, parse_schedule
 
 Prompt = str | list[Message] | Mapping[str, Any]
-"""A text; a chat, as a list of ``{"role": …, "content": …}``; or a record for the checkpoint's template."""
+"""A text; a chat, as a list of ``{"role": …, "content": …}``; or a record for the checkpoint's template.
+
+A text goes into the template that the checkpoint was tuned on, else into the chat template of the model, if it has one.
+"""
 
 _LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """One for each model: its weights, buffers and layers serve one forward at a time."""
@@ -161,7 +164,7 @@ class LLM:
         if self.loaded.tokenizer is None:
             raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
         self.tokenizer: Any = self.loaded.tokenizer
-        self._texts = TokenTexts(self.tokenizer)
+        self.texts = TokenTexts(self.tokenizer)
         self.num_layers = self.loaded.num_layers
         self.stats: RunStats | None = None
         self._schedule = schedule
@@ -234,7 +237,7 @@ class LLM:
         stop : str or sequence of str, optional
             Stop strings: they end an output and are cut off.
         template : bool or str
-            Whether to use the template that the checkpoint was tuned on, if it has one; or another template.
+            False: texts stay as they are; or a template in place of the checkpoint's or the model's (see `Prompt`).
         exact : bool
             Give the tokens of full depth, bit for bit, also sampled ones: the schedule drafts, and full depth checks
             the drafts, if that is faster. Needs the fast engine.
@@ -273,6 +276,30 @@ class LLM:
         outputs.stats = self._summed(loop.engine, start, [row.tokens for row in rows])
         return outputs
 
+    @overload
+    def chat(
+        self, messages: list[Message], max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Any
+    ) -> Output: ...
+
+    @overload
+    def chat(
+        self, messages: list[Message], max_new_tokens: int = ..., *, stream: Literal[True], **options: Any
+    ) -> TextStream: ...
+
+    def chat(
+        self, messages: list[Message], max_new_tokens: int = 128, *, stream: bool = False, **options: Any
+    ) -> Output | TextStream:
+        """Generate the next message of a chat, as an output or, with `stream`, in pieces.
+
+        Other options and errors are those of `generate`.
+        """
+        if not isinstance(messages, list | tuple):
+            raise OptionError("messages", messages, 'a list of messages, such as {"role": "user", "content": "Hello"}')
+        if stream:
+            return self.stream(messages, max_new_tokens, **options)
+        (output,) = self.generate([messages], max_new_tokens, **options)
+        return output
+
     @_one_at_a_time
     def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options: Any) -> TextStream:
         """Generate the text of one prompt as a stream of pieces; `stats` are available at its end.
@@ -303,8 +330,8 @@ class LLM:
         )
         records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(prompts)]
         context, vocabulary = context_length(self.loaded.model.config), vocabulary_size(self.loaded.model)
-        encoder = PromptEncoder(self.tokenizer, context, template=form.template, vocabulary=vocabulary, told=self._told)
-        return encoder.encode(records)
+        about: dict[str, Any] = {"template": form.template, "chat": form.chat, "vocabulary": vocabulary}
+        return PromptEncoder(self.tokenizer, context, told=self._told, **about).encode(records)
 
     def _prepared(
         self,
@@ -326,7 +353,7 @@ class LLM:
         drawn = Sampling(**sampling)
         drawn.check_effect()
         how = Decoding(
-            texts=self._texts,
+            texts=self.texts,
             sampling=drawn,
             max_new_tokens=_positive("max_new_tokens", max_new_tokens),
             ends=self._ends,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from skipdecode.common.columns import speedups
 from skipdecode.common.progress import note
 from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.data.prompts import EncodedPrompt
@@ -39,6 +40,23 @@ class SpeedComparison(Stopwatch[Literal["schedule", "full"], EngineStats]):
             "request_tokens_per_s": _rate(ours),
             "request_speedup": self.ratio("full", "schedule", lambda stats: stats.step_seconds),
         }
+
+    def lines(self) -> list[str]:
+        """The speeds of both sides as a table."""
+        found = self.to_dict()
+        if found is None:
+            return ["no comparison: no record has a second token"]
+        cells = {}
+        for name in ("decode", "request"):
+            rates = [f"{found[f'{side}{name}_tokens_per_s']:.1f} tokens/s" for side in ("full_", "")]
+            cells[name] = [*rates, f"{found[f'{name}_speedup']:.2f}x"]
+        layers = [f"{found[f'{side}layers_per_token']:.1f} layers" for side in ("full_", "")]
+        cells["nominal"] = [*layers, f"{found['nominal_speedup']:.2f}x"]
+        many = "1 batch" if found["batches"] == 1 else f"{found['batches']} batches"
+        return [
+            f"{many} again, in turn with full depth, all sequences of a batch with the same length:",
+            *speedups(["full depth", "the schedule", "measured"], cells),
+        ]
 
 
 def _rate(side: list[EngineStats]) -> float:
