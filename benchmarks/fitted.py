@@ -1,7 +1,7 @@
 """What fits are worth without training: schedules with a fit and without one, on held-out texts.
 
     python benchmarks/fitted.py --runs runs --data DATA --only chat news
-    python benchmarks/fitted.py --runs runs --data DATA --only speed cost
+    python benchmarks/fitted.py --runs runs --data DATA --only speed
 
 DATA has e2e/ and cnn_dm/ (train.jsonl, test.jsonl). In --runs: chat-words/ with self.jsonl and self-dev.jsonl, which
 `skipdecode tune smollm2-135m --self --self-records 260 --self-tokens 96 --self-temperature 0 --steps 1` writes;
@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from invented_names import invented_names
 from shared import RESULTS, script_parser, write_json, write_result
-from transformers import AutoConfig, AutoModelForCausalLM
 from unseen_names import WORDS, questions
 
 from skipdecode import Schedule
@@ -536,28 +535,14 @@ def seconds(lap: Generation) -> float:
     return lap.prompt_seconds + lap.decode_seconds
 
 
-def measure_cost(options: argparse.Namespace) -> None:
-    """Make the fit of chat where it is not there, and one of OPT-1.3B's geometry, random weights and random tokens."""
-    setting = chat_setting(options)
-    made_fit(setting, options.runs / "fitted-chat-128-1.fit", 128, 1)
-    shape = {"hidden_size": 2048, "num_hidden_layers": 24, "ffn_dim": 8192, "num_attention_heads": 32}
-    config = AutoConfig.for_model("opt", **shape, word_embed_proj_dim=2048)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    tokens = torch.randint(5, 50_000, (16, 125), generator=torch.Generator().manual_seed(0)).tolist()
-    batches = batches_of([(row[:75], row[75:]) for row in tokens])
-    schedule = scheduled(24, tuple(range(6, 14)), 12, 20)
-    _, took = timed_fit(model, [schedule], batches, FitOptions())
-    write_json(options.runs / "fitted-cost.json", {"opt-1.3b": took})
-
-
-OTHERS = {"bundled": measure_bundled, "speed": measure_speed, "cost": measure_cost}
+OTHERS = {"bundled": measure_bundled, "speed": measure_speed}
 
 
 # ---------------------------------------------------------------------- the result
 
 
 def all_parts(runs: Path) -> dict[str, Any]:
-    """All that is there, and the four figures that stand for it."""
+    """All that is there."""
     parts: dict[str, Any] = {}
     for name in [*SETTINGS, "bundled"]:
         file = runs / f"fitted-{name}.jsonl"
@@ -566,29 +551,9 @@ def all_parts(runs: Path) -> dict[str, Any]:
             rows = [{**{n: v[n] for n in ("method", "schedule")}, **summary(v)} for v in dict(lines).values()]
             fits = (Fit.load(file).about["took"] for file in sorted(runs.glob(f"fitted-{name}-*.fit")))
             parts[name] = {"texts_to_fit_on": head["settings"]["fit"], "fits": list(fits), "rows": rows}
-    for name in ("speed", "cost"):
-        file = runs / f"fitted-{name}.json"
-        if file.exists():
-            parts[name] = json.loads(file.read_text(encoding="utf-8"))
-    return {**parts, "training_free": headline(parts)}
-
-
-def headline(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """KL to full depth of the schedules that stand for the rest; None where they are not measured."""
-
-    def least(setting: str, *names: str) -> float | None:
-        rows = parts.get(setting, {}).get("rows", ())
-        found = [r["kl"]["estimate"] for r in rows if r["schedule"]["name"] in names and r["method"].startswith("fit")]
-        return min(found, default=None)
-
-    speeds = parts.get("speed", {}).get("rows", {})
-    fast = [n.partition("/")[2] for n, row in speeds.items() if row["request_speedup"] >= 1.25]
-    return {
-        "chat_prompt15_kl": least("chat", "prompt15"),
-        "news_prompt15_kl": least("news", "prompt15"),
-        "chat_answers23_kl": least("chat", "answers23"),
-        "chat_request_1_25x_kl": least("chat", *fast),
-    }
+    if (file := runs / "fitted-speed.json").exists():
+        parts["speed"] = json.loads(file.read_text(encoding="utf-8"))
+    return parts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,21 +8,18 @@ multiplies; both rates are measured in the round, because other users of a machi
     python benchmarks/speed.py smollm2-135m --engines fast transformers --out result.json
     python benchmarks/speed.py --geometry opt-1.3b --batches 1 8 --new 32 --out result.json
 
-fast, fast-int8, fast-w8a8: this package's engine, with the model's weights or quantized ones; gated:
-transformers with schedules. The others run full depth: transformers, transformers-static (transformers' generate with
-its dynamic or its static cache), vllm where it is installed (its processor and thread settings are the user's),
-prompt-lookup, early-exit (transformers' drafts from the prompt, or from the first third of the layers: batches of one,
-and a speed that depends on the text). llama.cpp: see `quantized.py`.
+fast, fast-int8, fast-w8a8: this package's engine, with the model's weights or quantized ones; gated: transformers with
+schedules. The others run full depth: transformers, transformers-static (transformers' generate with its dynamic or its
+static cache), prompt-lookup, early-exit (transformers' drafts from the prompt, or from the first third of the layers:
+batches of one, and a speed that depends on the text). llama.cpp and vLLM: see `quantized.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +47,7 @@ from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 
 PACKAGE = ("fast", "fast-int8", "fast-w8a8", "gated")
-OTHERS = ("transformers", "transformers-static", "prompt-lookup", "early-exit", "vllm")
+OTHERS = ("transformers", "transformers-static", "prompt-lookup", "early-exit")
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "opt-1.3b": {
         "model_type": "opt",
@@ -70,7 +67,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "vocab_size": 50272,
         "word_embed_proj_dim": 4096,
     },
-    "opt-125m": {"model_type": "opt"},
 }
 """Sizes of real models, for measurements with random weights: the time of a step does not depend on the weights."""
 _BASELINES = ("transformers", "gated")
@@ -156,50 +152,9 @@ def _until_end(row: list[int], eos: set[int]) -> list[int]:
     return row[: next((i for i, token in enumerate(row) if token in eos), len(row) - 1) + 1]
 
 
-class Vllm(Method):
-    """vLLM's offline `LLM`. Decode steps cannot be timed apart from prompts, so their time is the difference of a run
-    and of a run for one token a sequence. Raises UsageError where vLLM is not installed.
-    """
-
-    def __init__(self, model: Any) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise UsageError("the engine 'vllm' needs vLLM, which is not installed: leave it out of --engines")
-        from vllm import LLM
-
-        super().__init__(Backend(model, name="vllm"), name="vllm")
-        self._folder = tempfile.TemporaryDirectory()
-        model.save_pretrained(self._folder.name)
-        options: dict[str, Any] = {"dtype": self.backend.weights, "enable_prefix_caching": False, "seed": 0}
-        if model.device.type == "cuda":
-            # Its share is of all memory, and must be free: the other engines have their weights there already.
-            free, total = torch.cuda.mem_get_info(model.device)
-            options["gpu_memory_utilization"] = 0.6 * free / total
-        self._llm = LLM(self._folder.name, skip_tokenizer_init=True, **options)
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int], eos: set[int], rows: int = 0
-    ) -> Generation:
-        most = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
-        start = time.perf_counter()
-        self._tokens(prompts, 1)
-        first = time.perf_counter()
-        found = self._tokens(prompts, most)
-        decode, fed = time.perf_counter() - first - (first - start), len(prompts) * (most - 1)
-        return Generation(found, first - start, decode, fed * self.backend.num_layers, fed, most - 1)
-
-    def _tokens(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-        from vllm import SamplingParams
-
-        settings = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
-        return [list(each.outputs[0].token_ids) for each in self._llm.generate(asked, settings, use_tqdm=False)]
-
-
 def opened(name: str, model: Any) -> Backend | Method:
     """A backend of this package, or one of `OTHERS`; raises UsageError if it is not known or cannot run the model."""
     layers = len(decoder_layers(unwrap(model)))
-    if name == "vllm":
-        return Vllm(model)
     options = {
         "transformers": {},
         "transformers-static": {"cache_implementation": "static"},
