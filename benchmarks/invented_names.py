@@ -17,9 +17,9 @@ from dataclasses import replace
 from shared import script_parser
 
 from skipdecode.cli.arguments import add_options, config_from
-from skipdecode.cli.options.records import RecordOptions, make_template
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line
+from skipdecode.data.examples import RecordOptions, make_template
 from skipdecode.data.names import repeated
 from skipdecode.data.prompts import read_file
 from skipdecode.data.records import Record, Template

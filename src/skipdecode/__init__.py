@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from skipdecode.models.attach import Attachment, attach, detach
     from skipdecode.models.loading.export import export
     from skipdecode.performance.plan import plan
+    from skipdecode.tuning.run import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "generate",
     "load",
     "plan",
+    "tune",
 ]
 
 _LAZY = {
@@ -50,6 +52,7 @@ _LAZY = {
     "generate": ("generation.llm", "generate"),
     "load": ("engine.loading", "load"),
     "plan": ("performance.plan", "plan"),
+    "tune": ("tuning.run", "tune"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from skipdecode.cli.arguments import add_options
+from skipdecode.cli.arguments import add_options, config_from
 from skipdecode.cli.serve import Config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -114,7 +114,7 @@ def test_the_commands_are_ones_that_serve_takes(compose: dict[str, Any]):
         compose["services"]["skipdecode"]["command"],
     ):
         assert words[0] == "serve"
-        options = parser.parse_args(words[1:])
-        assert (options.host, options.port, options.nominal_speedup) == ("0.0.0.0", 8000, [2.0, 3.0])
+        options = config_from(Config, parser.parse_args(words[1:]))
+        assert (options.host, options.port, options.nominal_speedup) == ("0.0.0.0", 8000, (2.0, 3.0))
     grace = int(compose["services"]["skipdecode"]["stop_grace_period"].rstrip("s"))
     assert grace > Config(model="m").drain_seconds

@@ -289,7 +289,7 @@ def test_bad_records_are_refused_or_skipped_by_line(files: Files, tmp_path: Path
     assert not (tmp_path / "a").exists()
     assert main(arguments(bad, tmp_path / "b", "--bad-records", "skip", "--json", steps=2)) == 0
     printed = capsys.readouterr()
-    assert "--train: 2 records cannot be used" in printed.err
+    assert "train: 2 records cannot be used" in printed.err
     assert json.loads(printed.out)["data"]["train"] | {"sha256": ""} == {
         "file": "bad.jsonl",
         "sha256": "",

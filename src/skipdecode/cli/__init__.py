@@ -2,8 +2,8 @@
 
 The module of a verb has a docstring (its description), a frozen `Config` dataclass whose fields are the options
 (`skipdecode.common.options.option`), and `run(config) -> int`. The config also declares the paths that the verb reads
-and writes, and options that need or exclude each other. An optional `prepare_parser(parser, arguments)` sets other
-defaults before the arguments are parsed.
+and writes, and options that need or exclude each other. Rooms below this one write an option in a message as
+`prompt_field`, which users of the command line see as --prompt-field.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 
 from skipdecode import __version__
-from skipdecode.cli.arguments import Parser, add_options, check_together, config_from
+from skipdecode.cli.arguments import Parser, add_options, check_together, config_from, with_flags
 from skipdecode.cli.paths import claimed
 from skipdecode.cli.retired import refuse_retired
 from skipdecode.common.progress import detailed, quiet
@@ -77,15 +77,18 @@ def _run(arguments: list[str]) -> int:
             parser.error(f"unknown verb {verb!r}{near(verb, VERBS)}: accepted are {', '.join(VERBS)}")
         parser.read([verb, *arguments[1:]])
     module = importlib.import_module(f"skipdecode.cli.{verb}")
-    parser = Parser(prog=f"skipdecode {verb}", description=module.__doc__, formatter_class=_Help)
+    parser = Parser(
+        prog=f"skipdecode {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_options(parser, module.Config)
-    if hasattr(module, "prepare_parser"):
-        module.prepare_parser(parser, arguments[1:])
     parser.add_argument("--debug", action="store_true", help=_DEBUG)
     config = config_from(module.Config, parser.read(arguments[1:]))
-    with claimed(config):
-        check_together(config)
-        return int(module.run(config))
+    try:
+        with claimed(config):
+            check_together(config)
+            return int(module.run(config))
+    except SkipDecodeError as error:
+        raise with_flags(error, module.Config) from error.__cause__
 
 
 def _fail(message: str, code: int, debug: bool) -> int:
@@ -93,13 +96,6 @@ def _fail(message: str, code: int, debug: bool) -> int:
         traceback.print_exc()
     print(f"skipdecode: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, if there are any, and descriptions unchanged."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, (), "") else super()._get_help_string(action)
 
 
 def _top_parser() -> Parser:

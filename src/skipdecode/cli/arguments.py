@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from skipdecode.cli.retired import refuse_retired
 from skipdecode.common.options import Kind, kinds
 from skipdecode.common.registry import near
-from skipdecode.errors import OptionError, UsageError
+from skipdecode.errors import OptionError, SkipDecodeError, UsageError
 
 T = TypeVar("T")
 
@@ -28,11 +29,22 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
 
 def config_from(config: type[T], args: argparse.Namespace) -> T:
     """The config from parsed arguments; raises UsageError, with the flag, if a value is not accepted."""
-    values = {name: getattr(args, name) for name in kinds(config)}
+    values = {name: value for name, value in vars(args).items() if name in kinds(config)}
     try:
         return config(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
     except OptionError as e:
-        raise UsageError(f"{option_name(config, e.name)} {e.value!r} is not accepted: give {e.accepted}") from None
+        raise with_flags(e, config) from None
+
+
+def with_flags(error: SkipDecodeError, config: type) -> SkipDecodeError:
+    """The error with flags in place of options, which messages for Python write as `prompt_field`."""
+    known = kinds(config)
+    if isinstance(error, OptionError) and error.name in known:
+        name = option_name(config, error.name)
+        return UsageError(f"{name} {error.value!r} is not accepted: give {error.accepted}")
+    names = "|".join(known)
+    error.args = (re.sub(rf"`({names})`", lambda found: option_name(config, found[1]), str(error)), *error.args[1:])
+    return error
 
 
 def check_together(config: Any) -> None:
@@ -95,9 +107,8 @@ def _own_first(config: type) -> list[dataclasses.Field[Any]]:
 def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Kind, several: str | None) -> None:
     meta = kind.metadata
     required = field.default is dataclasses.MISSING
-    keywords: dict[str, Any] = {"help": meta["help"].replace("%", "%%")}
-    if not required:
-        keywords["default"] = field.default
+    shown = "" if required or field.default in (None, (), "") else f" (default: {field.default})"
+    keywords: dict[str, Any] = {"help": (meta["help"] + shown).replace("%", "%%"), "default": argparse.SUPPRESS}
     if kind.type is bool:
         parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         return
@@ -110,17 +121,9 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: K
         parser.add_argument(field.name, nargs=nargs, metavar=field.name.upper(), **keywords)
         return
     if kind.many:
-        keywords |= {"nargs": several, "action": _Gather}
+        keywords |= {"nargs": several, "action": "extend" if several else "append"}
     names = [flag(name) for name in (field.name, meta["alias"]) if name]
     parser.add_argument(*names, required=required, **keywords)
-
-
-class _Gather(argparse.Action):
-    """All values of a flag that is given once or more; they replace the default."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        before, given = getattr(namespace, self.dest), values if isinstance(values, list) else [values]
-        setattr(namespace, self.dest, given if before is self.default else [*before, *given])
 
 
 def _reader(name: str, kind: Kind) -> Callable[[str], Any]:

@@ -26,14 +26,7 @@ from skipdecode.calibration.goal import Goal, check_layers, prompt_sets, set_goa
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import NamedModel, read_cost
-from skipdecode.cli.options.records import (
-    RecordOptions,
-    encode_file,
-    make_template,
-    read_files,
-    self_template,
-    with_self_generated,
-)
+from skipdecode.cli.options.records import encode_file, read_files, with_self_generated
 from skipdecode.common.columns import figures
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
@@ -41,6 +34,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
+from skipdecode.data.examples import RecordOptions, make_template, self_template
 from skipdecode.data.prompts import Example, RecordFile
 from skipdecode.data.records import Template
 from skipdecode.data.source import PromptSource

@@ -34,7 +34,7 @@ from skipdecode.cli import calibrate, eval, tune
 from skipdecode.cli.arguments import command_line, flag
 from skipdecode.cli.options import NamedModel
 from skipdecode.cli.options.evaluation import Config as EvalConfig
-from skipdecode.cli.options.records import RecordOptions, make_template, read_files, with_self_generated
+from skipdecode.cli.options.records import read_files, with_self_generated
 from skipdecode.common.columns import figures
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.files import is_stream, write_whole
@@ -43,6 +43,7 @@ from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input
+from skipdecode.data.examples import RecordOptions, make_template
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import load

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.jsonl import is_text
@@ -90,6 +90,8 @@ class Options:
 
     Attributes
     ----------
+    given : frozenset of str
+        Names of the values that were given, to the class or on the command line; all others have their default.
     NEEDS, EXCLUDES : mapping of str to tuple of str
         For an option that is given on the command line: options of which one must be given too; options that must not
         be given. `skipdecode.cli.arguments.check_together` checks both.
@@ -102,6 +104,12 @@ class Options:
 
     NEEDS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     EXCLUDES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    given: ClassVar[frozenset[str]]
+
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", frozenset(values))  # options are frozen
+        return made
 
     def part(self, base: type[T]) -> T:
         """An instance of one of the base classes with the values of its fields."""

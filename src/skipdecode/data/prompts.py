@@ -5,13 +5,15 @@ Every record that cannot be used is reported with its line; the caller refuses t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import is_stream
+from skipdecode.common.jsonl import json_line
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, read_rows
 from skipdecode.data.chats import chat_fault, render_chat, response_ids, token_ids, unused_fields
@@ -261,8 +263,14 @@ class RecordFile:
     rejects: tuple[Reject, ...]
 
 
-def read_file(path: str | Path, template: Template, *, limit: int | None = None, skip_bad: bool = False) -> RecordFile:
-    """The records of a JSONL or CSV file, a pipe or standard input (``-``), as text.
+def read_file(
+    path: str | Path | Sequence[Mapping[str, Any]],
+    template: Template,
+    *,
+    limit: int | None = None,
+    skip_bad: bool = False,
+) -> RecordFile:
+    """The records of a JSONL or CSV file, a pipe or standard input (``-``), or of a list, as text.
 
     Parameters
     ----------
@@ -276,9 +284,14 @@ def read_file(path: str | Path, template: Template, *, limit: int | None = None,
     DataError
         If records cannot be used and `skip_bad` is false (all are counted, the first ones named), or none is left.
     """
-    opened, rejects, records = Input.open(path), list[Reject](), list[Record]()
-    digest = opened.sha256
-    for record in usable(read_records(islice(read_rows(opened), limit), template), rejects):
+    rejects, records = list[Reject](), list[Record]()
+    if isinstance(path, str | Path):
+        opened = Input.open(path)
+        name, digest, stream, rows = opened.name, opened.sha256, is_stream(path), read_rows(opened)
+    else:
+        digest = hashlib.sha256(b"".join(map(json_line, path))).hexdigest()
+        name, stream, rows = "records", False, enumerate(map(dict, path), 1)
+    for record in usable(read_records(islice(rows, limit), template), rejects):
         if record.is_blank:
             rejects.append(Reject(record.line, "empty prompt: every field of it is blank"))
         elif len(record.references) == 1:
@@ -286,8 +299,8 @@ def read_file(path: str | Path, template: Template, *, limit: int | None = None,
         else:
             few = "empty response: there is nothing to learn"
             rejects.append(Reject(record.line, "several responses: give one, as text" if record.references else few))
-    _check_left(opened.name, records, rejects, skip_bad)
-    return RecordFile(opened.name, digest, is_stream(path), tuple(records), tuple(rejects))
+    _check_left(name, records, rejects, skip_bad)
+    return RecordFile(name, digest, stream, tuple(records), tuple(rejects))
 
 
 def encode_examples(

@@ -10,6 +10,7 @@ a name             a schedule that the checkpoint carries
 a file             a schedule file (JSON)
 any ``:p15``       prompt tokens run the lower 15 layers (also ``:pfull``, ``:pmax_exit``, ``:p0-14,20``)
 any ``:flat``      the same mean number of layers at every position
+``:p15`` alone     of the checkpoint's schedule, else of full depth
 ================== ===================================================================================================
 """
 
@@ -26,7 +27,7 @@ from skipdecode.schedule.schedule import Schedule
 
 FORMS = "full, a nominal speed-up such as 2x, a schedule file; then :p15 for prompts through 15 layers, :flat"
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
-_ENDING = re.compile(r"(.+):(flat|p(?:full|max_exit|[\d,-]+))")
+_ENDING = re.compile(r"(.*):(flat|p(?:full|max_exit|[\d,-]+))")
 
 
 def base_of(text: str) -> str:
@@ -65,7 +66,8 @@ def parse_schedule(
     """
     known = {"full": Schedule.full(num_layers)} | dict(named)
     base, endings = (text, []) if text in known or os.path.isfile(text) else _parts(text)
-    schedule = _base(base, known, num_layers, seq_len, carried)
+    own = carried or known["full"]
+    schedule = own if endings and not base else _base(base, known, num_layers, seq_len, carried)
     schedule.check_fits(num_layers)
     for ending in endings:
         if ending != "flat":

@@ -1,17 +1,15 @@
-"""What a tuning run is told. Plain data; the help texts are also the command line's and say what each value does.
-
-`cli/tune.py` extends this class with file names, so an option has one home. Checked when it is made: a wrong value is a
-`UsageError` that names the field and what is accepted.
-"""
+"""Settings of tuning. The help texts are also those of the command line and say what each value does."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from skipdecode.common.options import Options, option
+from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
+from skipdecode.tuning.self_generated import SelfGeneratedOptions
 
 DEFAULT_LORA_RANK = 16
 
@@ -128,3 +126,21 @@ class TuneConfig(Options):
             return self.learning_rate * (step + 1) / warmup
         done = (step - warmup) / max(1, steps - warmup)
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(TuneConfig, SelfGeneratedOptions, RecordOptions):
+    """All settings of `skipdecode.tune` that a recipe has: of the run, and of its records."""
+
+    EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev", "response_field")}
+    OF_OWN_ANSWERS: ClassVar[dict[str, Any]] = {
+        "distill_weight": 1.0,
+        "curriculum": "sampled",
+        "sampled_speedups": (1.0, 1.25),
+    }
+    """Other defaults with `self`: answers only teach full depth, and milder schedules lose very little there."""
+
+    train_records: int | None = option("use only the first N lines of --train", default=None, least=1)
+    dev_records: int | None = option(
+        "use only the first N lines of --dev; with --self, hold out at most N records", default=256, least=1
+    )

@@ -23,7 +23,8 @@ from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import check_streams
 from skipdecode.data.chats import chat_fault, render_chat
-from skipdecode.data.forms import PromptForm
+from skipdecode.data.examples import RecordOptions, self_template
+from skipdecode.data.forms import PromptForm, recipe_template
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length
 from skipdecode.data.records import Record, Reject, Template, refuse_rejects, reject_summary
 from skipdecode.data.source import PromptSource
@@ -313,3 +314,26 @@ def _cut(row: dict[str, Any]) -> dict[str, Any]:
 
 def _key(text: str) -> str:
     return " ".join(text.lower().split())
+
+
+def own_answers(
+    loaded: LoadedModel,
+    options: SelfGeneratedOptions,
+    records: RecordOptions,
+    source: PromptSource | None,
+    out: Path,
+    *,
+    seed: int,
+    held_out: int,
+) -> tuple[Template, dict[str, Any]]:
+    """Write the model's answers at full depth to `out`, unless they exist; their template, and the settings.
+
+    See `SelfGeneratedData.write_records`, which names the two files.
+    """
+    from skipdecode.engine.opening import open_engines
+
+    template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.recipe))
+    engines = open_engines(loaded.model, "auto", note)
+    about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad
+    made = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about)
+    return template, made.write_records(held_out)

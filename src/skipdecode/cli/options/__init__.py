@@ -14,6 +14,7 @@ from skipdecode.common.environment import limit_threads
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import detail, note
+from skipdecode.data.examples import with_breaks
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.loading import load
 from skipdecode.engine.requests import SamplingOptions
@@ -212,6 +213,14 @@ class ScheduleOptions(Options):
         default=False,
     )
 
+    @property
+    def text(self) -> str | None:
+        """The options but `seq_len` as one text of `skipdecode.schedule.grammar`; None if none is given."""
+        speedup = None if self.nominal_speedup is None else f"{self.nominal_speedup:.12g}x"
+        prompt = None if self.prompt_layers is None else f":p{self.prompt_layers}"
+        parts = (self.schedule or speedup, ":flat" if self.flat else None, prompt)
+        return "".join(filter(None, parts)) or None
+
 
 class ScheduleChoice(NamedTuple):
     """A schedule, and its origin in words."""
@@ -291,8 +300,3 @@ def stop_text(text: str) -> str:
     if not text:
         raise ValueError("a text that is not empty")
     return with_breaks(text)
-
-
-def with_breaks(text: str) -> str:
-    r"""`text` with \n and \t read as line end and tab."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")

@@ -1,0 +1,120 @@
+"""Records to learn from: options for prompt and response, files and lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from skipdecode.common.options import Options, Reads, option
+from skipdecode.common.progress import note
+from skipdecode.data.tasks import task_file
+from skipdecode.errors import UsageError
+
+if TYPE_CHECKING:
+    from skipdecode.data.prompts import Example, RecordFile
+    from skipdecode.data.records import Template
+    from skipdecode.models.loading.hub import LoadedModel
+
+Source = str | Path | Sequence[Mapping[str, Any]]
+"""A file of records (JSONL, CSV), or a list of records."""
+
+
+def with_breaks(text: str) -> str:
+    r"""`text` with \n and \t read as line end and tab."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(Options):
+    """The prompt and the response of a record."""
+
+    EXCLUDES: ClassVar = {"task": ("response_field", "chat")}
+
+    task: str | None = option(
+        "use the prompt and the response of a task: its name or its YAML file, as for skipdecode eval",
+        default=None,
+        path=Reads(task_file),
+    )
+    prompt_template: str | None = option(
+        "prompt text with fields of the record in braces, such as '{mr}\\n'; \\n is a line break",
+        default=None,
+        parse=with_breaks,
+    )
+    prompt_field: str | None = option("field with the prompt, in place of a template", default=None)
+    response_field: str | None = option("field with the response", default=None)
+    chat: bool = option("apply the model's chat template, with the prompt as user message", default=False)
+    bad_records: str = option(
+        "records that cannot be used: refuse the file, or skip the records and print their lines",
+        default="refuse",
+        choices=("refuse", "skip"),
+    )
+    max_length: int | None = option(
+        "most tokens of prompt and response together (default: the model's context)", default=None, least=1
+    )
+
+    @property
+    def skips_bad(self) -> bool:
+        """Whether records that cannot be used are left out."""
+        return self.bad_records == "skip"
+
+
+def make_template(options: RecordOptions) -> Template:
+    """The template of the options; raises UsageError if there is none, or more than one."""
+    from skipdecode.data.records import Template
+    from skipdecode.data.tasks import load_task
+
+    given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
+    if len(given) != 1:
+        raise UsageError("give one of `task`, `prompt_template` and `prompt_field`")
+    if options.task is not None:
+        return load_task(options.task).template()
+    if options.response_field is None:
+        raise UsageError("`response_field` is missing: give the field of the record that is the response")
+    prompt = options.prompt_template or f"{{{options.prompt_field}}}"
+    return Template(prompt, options.response_field, chat=options.chat)
+
+
+def self_template(options: RecordOptions) -> Template | None:
+    """The template of prompts without responses; None if the options have none."""
+    named = options.task or options.prompt_template or options.prompt_field
+    if not named and not options.chat:
+        return None
+    response, prompt = None if options.task else "response", options.prompt_field if named else "prompt"
+    return make_template(replace(options, prompt_field=prompt, response_field=response))
+
+
+def read_sources(
+    sources: Mapping[str, Source], template: Template, limits: Mapping[str, int | None], *, skip_bad: bool
+) -> dict[str, RecordFile]:
+    """The records of each source, which is read once; `limits` has the most records of a source. Needs no model."""
+    from skipdecode.common.rows import check_streams
+    from skipdecode.data.prompts import read_file
+
+    check_streams(str(source) for source in sources.values() if isinstance(source, str | Path))
+    return {
+        name: read_file(source, template, limit=limits.get(name), skip_bad=skip_bad) for name, source in sources.items()
+    }
+
+
+def encode_source(
+    file: RecordFile, name: str, template: Template, loaded: LoadedModel, options: RecordOptions
+) -> tuple[list[Example], int]:
+    """The records as token ids within the model's context, and the number of skipped ones, which a note names."""
+    from skipdecode.data.prompts import context_length, encode_examples
+    from skipdecode.data.records import reject_summary
+    from skipdecode.models.families import vocabulary_size
+
+    limits = [most for most in (options.max_length, context_length(loaded.model.config)) if most is not None]
+    examples, rejects = encode_examples(
+        file,
+        template,
+        loaded.tokenizer,
+        max_length=min(limits, default=None),
+        vocabulary=vocabulary_size(loaded.model),
+        skip_bad=options.skips_bad,
+    )
+    if rejects:
+        note(f"{name}: {reject_summary(rejects)}")
+    return examples, len(rejects)

@@ -1,0 +1,386 @@
+"""`tune`: from a model and records to a directory with the tuned weights, their schedule, a recipe and a log."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skipdecode.common.environment import environment
+from skipdecode.common.progress import note
+from skipdecode.common.registry import near
+from skipdecode.data.examples import Source, encode_source, make_template, read_sources, self_template
+from skipdecode.data.prompts import Example
+from skipdecode.engine.loading import checked_name, load
+from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.generation.llm import LLM
+from skipdecode.models.carried import FIT_FILE, schedule_file
+from skipdecode.models.families import vocabulary_size
+from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest, put_fit
+from skipdecode.models.loading.hub import LoadedModel, name_ends
+from skipdecode.models.loading.recipe import read_recipe, stored_recipe
+from skipdecode.models.loading.ref import ModelRef
+from skipdecode.schedule import Schedule
+from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
+from skipdecode.tuning.config import TuneOptions
+from skipdecode.tuning.curriculum import make_curriculum
+from skipdecode.tuning.recipe import check_same_run, current_options, data_entry, make_recipe, write_recipe
+from skipdecode.tuning.run_log import CHECKPOINTS, LOG_FILE, dev_losses
+from skipdecode.tuning.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
+
+if TYPE_CHECKING:
+    from skipdecode.tuning.trainer import Tuner
+
+_SOME_POSITIONS = 64  # until the responses are read
+_FRESH_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+_OWN_SPEEDUP = 1.5  # of own answers without a schedule
+
+
+@dataclass(frozen=True, repr=False)
+class Tuned:
+    """The result of `tune`; `skipdecode.load(tuned.path)` loads the tuned model.
+
+    Parameters
+    ----------
+    path : Path
+        The directory of the tuned model, its recipe and its log.
+    recipe : mapping
+        The content of recipe.json: options, data, schedule, and the result (`skipdecode.tuning.trainer.TuneResult`).
+    """
+
+    path: Path
+    recipe: Mapping[str, Any]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that the model was tuned for."""
+        return Schedule.from_dict(self.recipe["schedule"])
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """Steps, best step, dev loss per response token, tokens and their number per second."""
+        return self.recipe["result"]  # type: ignore[no-any-return]
+
+    @property
+    def dev_losses(self) -> list[tuple[float, float]]:
+        """Minutes of tuning, and the loss per response token of the dev records at that time."""
+        return dev_losses(self.path / LOG_FILE)
+
+    def __repr__(self) -> str:
+        schedule, result = self.schedule, self.result
+        lines = [
+            f"tuned for {schedule.name} (nominal {schedule.nominal_speedup:.2f}x): {self.path}",
+            "dev cross-entropy {best_dev_loss:.4f} at step {best_step} of {steps}".format_map(result),
+            "{tokens_per_s:.0f} tokens/s over {tokens} tokens in {precision}".format_map(result),
+        ]
+        if (speed := result["speed"]) is not None:
+            lines.append(
+                "forward and backward on the same batches: {tokens_per_s:.0f} tokens/s, {full_depth_tokens_per_s:.0f} "
+                "at full depth ({ratio:.2f}x)".format_map(speed)
+            )
+        return "\n".join(lines)
+
+
+def tune(
+    model: str | Path | LoadedModel | LLM | None = None,
+    train: Source | None = None,
+    dev: Source | None = None,
+    *,
+    out: str | Path,
+    schedule: Schedule | str | Path | None = None,
+    seq_len: int | None = None,
+    fit: Fit | str | Path | None = None,
+    minutes: float | None = None,
+    recipe: str | Path | None = None,
+    base: str | Path | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Tuned:
+    """Train a model under a schedule, as a LoRA adapter or in all weights, and save the best weights on dev records.
+
+    Parameters
+    ----------
+    model : str, Path, LoadedModel or LLM
+        A name as for `skipdecode.load`, or a loaded model, which stays as it is: a copy is trained.
+    train, dev : str, Path or list of mapping
+        Records to learn from, and records that select the best weights: files (JSONL, CSV) or lists. With `self=True`
+        there are none: the model answers `prompts` (a file; default: drawn from the model) and learns its answers.
+    out : str or Path
+        The directory of the run.
+    schedule : Schedule or str, optional
+        The schedule, or its text (`skipdecode.schedule.grammar`). Default: that of the recipe or the checkpoint; with
+        `self=True` evenly spaced layers at nominal 1.5x; else full depth.
+    seq_len : int, optional
+        Positions over which the budgets of a nominal speed-up fall. Default: the 95th percentile of the responses.
+    fit : Fit, str or Path, optional
+        A fit, its file or its directory. Default: the one beside the schedule file or the checkpoint.
+    minutes : float, optional
+        Time of the training, in place of `steps`.
+    recipe : str or Path, optional
+        A recipe.json, whose options are the defaults.
+    base : str or Path, optional
+        For an adapter that is loaded by name: its base model.
+    resume : bool
+        Continue the run in `out`, if there is one; a finished run returns its result.
+    **options
+        Other settings of `skipdecode.tuning.config.TuneOptions`; None is not given. The prompt of a record needs one of
+        `task`, `prompt_template` and `prompt_field`, and `response_field` unless there is a task.
+
+    Raises
+    ------
+    UsageError
+        Options or the stored run do not fit together.
+    DataError
+        Records cannot be read.
+    DivergedError
+        A loss or gradient is not finite.
+    """
+    stored = None if recipe is None else read_recipe(Path(recipe))
+    settings, known = _settings(stored, recipe, {"minutes": minutes, **options})
+    if not model and "model" in known:
+        model, base = known["model"], base or known.get("base")
+    needed = {"model": model, **({} if settings.self else {"train": train, "dev": dev}), "out": str(out)}
+    for name, value in needed.items():
+        if not value:
+            raise UsageError(f"`{name}` is missing")
+    loaded = model.loaded if isinstance(model, LLM) else model if isinstance(model, LoadedModel) else None
+    files = _schedule_files(schedule)
+    if loaded is None:
+        ref = ModelRef(checked_name(model), files, None if base is None else str(base))
+    else:
+        ref = replace(loaded.ref, schedule_files=files) if files else loaded.ref
+    return _Run(settings, ref, loaded, train, dev, Path(out), schedule, seq_len, fit, stored, resume).run()
+
+
+def _settings(
+    stored: Mapping[str, Any] | None, recipe: str | Path | None, options: Mapping[str, Any]
+) -> tuple[TuneOptions, dict[str, Any]]:
+    """The settings: those that are given, else those of the recipe; and the recipe's options."""
+    names = {field.name for field in fields(TuneOptions)}
+    given = {name: value for name, value in options.items() if value is not None}
+    if unknown := next((name for name in given if name not in names), None):
+        raise UsageError(f"tune has no option {unknown!r}{near(unknown, names)}")
+    known = {} if stored is None else current_options(stored)
+    values: dict[str, Any]
+    if unknown := next((name for name in sorted(known) if name not in {*names, "model", "base"}), None):
+        accepted = ", ".join(sorted(names))
+        raise UsageError(f"recipe {recipe}: unknown option {unknown!r}; accepted are {accepted}")
+    values = {name: value for name, value in known.items() if name in names} | given
+    if values.get("self"):
+        values = TuneOptions.OF_OWN_ANSWERS | values
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return TuneOptions(**values), known
+
+
+def _schedule_files(schedule: Schedule | str | Path | None) -> tuple[str, ...]:
+    """The schedule's file, if it is one: a fit may lie beside it."""
+    if schedule is None or isinstance(schedule, Schedule):
+        return ()
+    base = base_of(schedule_file(str(schedule)))
+    return (base,) if Path(base).is_file() else ()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The steps of `tune`; arguments as there."""
+
+    settings: TuneOptions
+    ref: ModelRef
+    given: LoadedModel | None
+    train: Source | None
+    dev: Source | None
+    out: Path
+    asked: Schedule | str | Path | None
+    seq_len: int | None
+    fit: Fit | str | Path | None
+    recipe: Mapping[str, Any] | None
+    resume: bool
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the model is an adapter that is tuned further, on its own base."""
+        return self.ref.adapter is not None and not (self.settings.full or self.settings.merge)
+
+    def run(self) -> Tuned:
+        settings, out = self.settings, self.out
+        prompts = open_prompts(settings)
+        self._check()
+        template = None if settings.self else make_template(settings)
+        files = {} if template is None else self._read(template, train=self.train, dev=self.dev)
+        from skipdecode.tuning.setup import process_state
+
+        state, made = process_state(), {}
+        if template is None:
+            state.wait_for_everyone()
+            with state.main_process_first():  # other processes use its result
+                loaded = self.given or load(self.ref)
+                # Refused before texts are generated.
+                make_curriculum(self._schedule([settings.self_tokens])[0], settings)
+                template, made["self"] = own_answers(
+                    loaded, settings, settings, prompts, out, seed=settings.seed, held_out=settings.dev_records or 0
+                )
+                files = self._read(template, train=out / TRAIN_FILE, dev=out / DEV_FILE)
+        loaded, digest = self._loaded()
+        # An own answer may be a token longer when it is read again, and then exceed the context.
+        records = replace(settings, bad_records="skip") if settings.self else settings
+        examples = {n: encode_source(file, n, template, loaded, records) for n, file in files.items()}
+        train, dev = (examples[name][0] for name in ("train", "dev"))
+        _name_ends(loaded, train)
+        schedule, origin = self._schedule([len(example.response) for example in train])
+        note(f"schedule {schedule.name}: {origin}")
+        under = self.ref.place.folder() if self.goes_on else loaded.path
+        recipe = make_recipe(
+            asdict(settings) | {"model": self.ref.name, "base": self.ref.given_base},
+            template,
+            schedule,
+            {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made,
+            environment(),
+            checkpoint=digest,
+            base=base_entry(loaded.model, under),
+            processes=state.num_processes,
+        )
+        if self.resume and (before := stored_recipe(out)) is not None:
+            check_same_run(before, recipe)
+            if before.get("result") is not None:
+                note(f"{out} has a finished run: its result is shown again")
+                if state.is_main_process:
+                    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+                return Tuned(out, before)
+        tuner = self._tuner(loaded, train, dev, schedule)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            out.mkdir(parents=True, exist_ok=True)
+            write_recipe(recipe, out)
+        result = tuner.run(
+            resume=self.resume, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out)
+        )
+        return Tuned(out, recipe | {"result": result.to_dict()})
+
+    def _check(self) -> None:
+        """Refuse wrong options before weights are loaded."""
+        settings = self.settings
+        if settings.self and (self.train or self.dev):
+            raise UsageError(f"`{'train' if self.train else 'dev'}` and `self` exclude each other: give one of them")
+        self._schedule([_SOME_POSITIONS])  # refuses what does not fit the model
+        before = (self.recipe or {}).get("checkpoint") or {}
+        fitted = self.fit is not None or self.ref.fit is not None
+        if before.get("fit") is not None and not fitted:
+            raise UsageError(
+                "the run of the recipe started from a fit, and there is none: give `schedule` with the file beside the "
+                "fit"
+            )
+        (self_template if settings.self else make_template)(settings)
+        if not settings.full and find_spec("peft") is None:
+            raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
+        if self.goes_on and (fresh := [n for n in _FRESH_LORA if getattr(settings, n) != getattr(TuneOptions, n)]):
+            raise UsageError(
+                f"{self.ref.name} is an adapter, which is tuned further: leave out `{fresh[0]}`, or add `merge`, which "
+                "merges it and tunes a fresh one"
+            )
+        try:
+            import skipdecode.tuning.setup  # noqa: F401
+        except ImportError:
+            raise MissingExtraError("tuning", "tune") from None
+
+    def _read(self, template: Any, **sources: Source | None) -> dict[str, Any]:
+        limits = {"train": self.settings.train_records, "dev": self.settings.dev_records}
+        given = {name: source for name, source in sources.items() if source is not None}
+        skip_bad = self.settings.skips_bad or self.settings.self
+        return read_sources(given, template, limits, skip_bad=skip_bad)
+
+    def _loaded(self) -> tuple[LoadedModel, dict[str, Any]]:
+        """The model to train, whose adapter is merged unless it is tuned further, and the digest of what was loaded."""
+        import torch
+
+        settings = self.settings
+        # Trained weights are fp32; mixed precision is for the forward pass. The base of a LoRA keeps its type.
+        as_stored = not settings.full and settings.precision != "fp32" and torch.cuda.is_available()
+        if self.given is None:
+            loaded = load(self.ref, dtype="auto" if as_stored else "float32")
+        else:
+            loaded = replace(self.given, model=_copied(self.given.model, None if as_stored else torch.float32))
+        fit = self.fit if self.given is None or self.fit is not None else _other_fit(self.given.ref, self.ref)
+        if isinstance(fit, Fit):
+            fit.check_fits(loaded.model)
+            keep_fit(loaded.model, fit)
+        elif fit is not None:
+            put_fit(loaded.model, Path(fit) / FIT_FILE if Path(fit).is_dir() else Path(fit))
+        digest = checkpoint_digest(loaded)
+        if digest["fit"] is not None:
+            note(f"the fit is {'trained with the weights' if settings.train_fit else 'not trained'}")
+        if not self.goes_on:
+            return replace(loaded, model=merge_adapter(loaded.model)), digest
+        rows, known = vocabulary_size(loaded.model), self.ref.config.get_text_config(decoder=True).vocab_size
+        if rows != known:
+            raise UsageError(
+                f"the adapter was made for {rows} tokens and its base has {known}: an adapter with embeddings cannot "
+                "be tuned further; add `merge`, which merges it and tunes a fresh one"
+            )
+        return loaded, digest
+
+    def _schedule(self, lengths: Sequence[int]) -> tuple[Schedule, str]:
+        """The schedule and its origin; positions by default: the 95th percentile of `lengths`."""
+        layers, carried, asked = self.ref.num_layers, self.ref.schedule, self.asked
+        longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
+        stored = (self.recipe or {}).get("schedule")
+        if isinstance(asked, Schedule):
+            found, origin = asked, "the given one"
+        elif asked is not None and not str(asked).startswith(":"):
+            text, seq_len = schedule_file(str(asked)), self.seq_len or longest
+            if self.seq_len is not None and not is_speedup(text):
+                raise UsageError(f"`seq_len` is for a nominal speed-up, not for {text}: leave it out")
+            found = parse_schedule(text, layers, seq_len=seq_len, carried=carried, named=self.ref.schedules)
+            origin = f"from {text}"
+        else:
+            if stored is not None:
+                found, origin = Schedule.from_dict(stored), "the recipe's"
+            elif self.settings.self and (carried is None or carried.is_full):
+                even = Schedule.even(layers, round(layers / _OWN_SPEEDUP))
+                found = replace(even, name="", family="unified", speedup=_OWN_SPEEDUP)
+                origin = "evenly spaced layers, because no schedule was given"
+            elif carried is not None:
+                found, origin = carried, "the checkpoint's own"
+            else:
+                found, origin = Schedule.full(layers), "because neither the call nor the checkpoint names one"
+            if asked is not None:
+                found = parse_schedule(str(asked), layers, seq_len=longest, carried=found)
+        found.check_fits(layers)
+        return found, origin
+
+    def _tuner(self, loaded: LoadedModel, train: list[Example], dev: list[Example], schedule: Schedule) -> Tuner:
+        from skipdecode.tuning.trainer import Tuner
+
+        ref = self.ref
+        here = not self.goes_on and Path(ref.name).expanduser().is_dir()
+        base = str(loaded.path.resolve()) if here else ref.base
+        if ref.given_base is not None and Path(base).expanduser().is_dir():
+            base = str(Path(base).expanduser().resolve())
+        return Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, self.settings, self.out, base_name=base)
+
+
+def _copied(model: Any, dtype: Any) -> Any:
+    """A copy of a loaded model, in `dtype` unless None; weights that an engine fused are separate tensors again."""
+    copied = copy.deepcopy(model)
+    copied = copied if dtype is None else copied.to(dtype)
+    for weight in copied.parameters():
+        if weight.untyped_storage().nbytes() != weight.nbytes:
+            weight.data = weight.data.clone()
+    return copied
+
+
+def _other_fit(loaded: ModelRef, now: ModelRef) -> Path | None:
+    """The fit beside the schedule file, unless the model was loaded with it."""
+    return None if now.fit == loaded.fit else now.fit
+
+
+def _name_ends(loaded: LoadedModel, examples: Sequence[Example]) -> None:
+    """Have the tuned model's generation config name the tokens that end the learned responses."""
+    if new := name_ends(loaded.model, {example.response[-1] for example in examples}):
+        words = ", ".join(map(repr, loaded.tokenizer.convert_ids_to_tokens(new)))  # type: ignore[union-attr]
+        note(f"responses end with {words}, which the generation config did not name: the tuned model's names it")
