@@ -19,6 +19,7 @@ The fourth form compares finished runs with the first of them.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from skipdecode.cli.options.evaluation import Config, asked_schedules
@@ -81,5 +82,5 @@ def _evaluated(config: Config) -> Scores:
         base=config.base if config.without_references else None,
         out=config.out,
         loader=opened,
-        **vars(config.part(EvaluationOptions)),
+        **asdict(config.part(EvaluationOptions)),
     )

@@ -16,7 +16,7 @@ import json
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.arguments import command_line
@@ -74,7 +74,7 @@ def run(config: Config) -> int:
         check_matplotlib()
     config.use_threads()
     names = ("dtype", "device", "engine", "quantization")
-    given: dict[str, Any] = {name: getattr(config, name) for name in names} | vars(config.part(PlanOptions))
+    given: dict[str, Any] = {name: getattr(config, name) for name in names} | asdict(config.part(PlanOptions))
     found = plan(config.ref, _schedule(config), **given)
     if config.out is not None:
         found.schedule.save(config.out)

@@ -310,7 +310,7 @@ def _calibration(config: Config, data: Mapping[str, Any]) -> calibrate.Config:
     """The options of calibrate."""
     return calibrate.Config(
         **_common(config),
-        **config.part(FitOptions).__dict__,
+        **asdict(config.part(FitOptions)),
         **{name: data[name] for name in _FORM},
         data=data["train"],
         out=str(Path(config.out) / "fit"),
@@ -394,7 +394,7 @@ def _rows(config: Config, data: Mapping[str, Any], model: str, place: Path) -> l
         asked |= {"temperature": config.self_temperature, "top_p": config.self_top_p}
     else:
         asked |= {"base": config.base} if model == config.model else {}
-        asked |= config.part(MetricOptions).__dict__
+        asked |= asdict(config.part(MetricOptions))
         asked |= {"task": config.task or _task_file(config, 2 * target.seq_len), "data": config.test or config.dev}
         asked |= {"limit": config.test_records, "teacher_forced": False}
     return rows_of(_said(eval.run, EvalConfig(**asked)))

@@ -148,7 +148,8 @@ def tune(
     needed = {"model": model, **({} if settings.self else {"train": train, "dev": dev}), "out": str(out)}
     for name, value in needed.items():
         if not value:
-            raise UsageError(f"`{name}` is missing")
+            remedy = ": give records with responses, or `self`" if name in ("train", "dev") else ""
+            raise UsageError(f"`{name}` is missing{remedy}")
     loaded = model.loaded if isinstance(model, LLM) else model if isinstance(model, LoadedModel) else None
     files = _schedule_files(schedule)
     if loaded is None:
