@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ def generate_records(
     settings = {
         "model": llm.loaded.name,
         "max_new_tokens": options.max_new_tokens,
-        **sampling.part(SamplingOptions).__dict__,
+        **asdict(sampling.part(SamplingOptions)),
         **({"exact": True} if exact else {}),
         "stop": list(stop),
         "template": None if form.template is None else form.template.to_dict(),
