@@ -186,23 +186,6 @@ def test_kv_bytes_are_the_active_tokens_within_a_page_each():
     assert not run.has_work
 
 
-def test_a_memory_limit_holds_and_all_requests_still_run():
-    model, schedule = tiny_model("llama"), SCHEDULES["linear"]
-    kernels_or_skip()
-    requests = [Request(p, NEW) for p in PROMPTS]
-    want = tokens(decode(model, schedule, requests))
-    probe = engine(model, schedule)
-    limit = LAYERS * probe.kv.layout.pages(57) * probe.kv.layout.page_bytes
-    run = engine(model, schedule, kv_bytes=limit, refill_below=1)
-    got = [[] for _ in requests]
-    for out in run.run(requests):
-        got[out.request].append(out.token)
-        assert run.kv.bytes_held <= limit
-    assert got == want
-    with pytest.raises(UsageError, match="kv_bytes allows"):
-        engine(model, schedule, kv_bytes=limit // 8).submit(requests)
-
-
 def test_the_model_stays_as_it_was_and_shares_its_weights():
     model = tiny_model("qwen2")
     ids = torch.tensor([PROMPTS[2]])

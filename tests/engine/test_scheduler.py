@@ -54,13 +54,6 @@ def test_continuous_fills_every_free_row_in_order():
     assert [s.number for s in scheduler.admit(2)] == [3]
 
 
-def test_memory_limits_a_group():
-    scheduler = Scheduler(8)
-    scheduler.submit(sequences(1, 2, 3, 4, pages=3))
-    assert len(scheduler.admit(0, free_pages=7)) == 2
-    assert scheduler.admit(0, free_pages=2) == []
-
-
 def test_bad_settings_are_refused():
     with pytest.raises(UsageError, match="max_rows=0"):
         Scheduler(0)

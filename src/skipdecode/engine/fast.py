@@ -17,7 +17,6 @@ from skipdecode.engine.requests import StepOutput
 from skipdecode.engine.sampling import Predicted, Sampler, scores
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.engine.sequence import Sequence
-from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
 
@@ -36,9 +35,6 @@ class FastEngine(DecodeLoop):
         See `Scheduler`: 0 admits in whole groups, 1 is continuous batching.
     in_order : bool
         Admit in order of submission instead of by length.
-    kv_bytes : int, optional
-        Maximum bytes of keys and values; requests wait for room. Default: the need of `max_rows` of the largest
-        requests.
     prompt_tokens : int
         Maximum prompt tokens of one forward. It bounds the buffers, and the time that a sequence waits for its next
         token.
@@ -64,7 +60,6 @@ class FastEngine(DecodeLoop):
         max_rows: int = 8,
         refill_below: float = 0.0,
         in_order: bool = False,
-        kv_bytes: int | None = None,
         prompt_tokens: int = PROMPT_TOKENS,
         prefix_cache: bool = False,
     ) -> None:
@@ -77,7 +72,6 @@ class FastEngine(DecodeLoop):
         self.planner = self.model.planner
         self._prefix_cache = prefix_cache
         self.kv: PagedKV = self.model.new_kv(prefix_cache)
-        self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.layout.page_bytes
 
     @property
     def kv_bytes(self) -> int:
@@ -95,31 +89,18 @@ class FastEngine(DecodeLoop):
     # ------------------------------------------------------------------ keys and values
 
     def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
-        """Refuses sequences that are too long for the model or `kv_bytes`, or have tokens outside its vocabulary."""
+        """Refuses sequences that are too long for the model, or have tokens outside its vocabulary."""
         schedule.check_fits(self.num_layers)
         for sequence in new:
             self.model.ensure_positions(sequence.total_tokens)
             sequence.request.check_vocabulary(self.model.vocab_size)
             sequence.pages = self.kv.most_pages(sequence)
-            if self._kv_pages is not None and sequence.pages > self._kv_pages:
-                raise UsageError(
-                    f"a request of {len(sequence.request.prompt)} + {sequence.request.max_new_tokens} tokens may hold "
-                    f"{sequence.pages * self.kv.layout.page_bytes} bytes of keys and values, but kv_bytes allows "
-                    f"{self._kv_pages * self.kv.layout.page_bytes}"
-                )
         super()._enqueue(schedule, new)
 
-    def _used_pages(self) -> int:
-        return sum(sequence.pages for sequence in self._prefilling + self._decoding)
-
-    def _free_pages(self) -> int | None:
-        return None if self._kv_pages is None else self._kv_pages - self._used_pages()
-
     def _join(self, sequence: Sequence) -> None:
-        # If no more pages are allowed, sequences take the pages of cached prompts.
-        pages = self._used_pages() + sequence.pages + self.kv.cached_bytes // self.kv.layout.page_bytes
-        pages = pages if self._kv_pages is None else min(pages, self._kv_pages)
-        self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages, self._kv_pages)
+        used = sum(each.pages for each in self._prefilling + self._decoding)
+        pages = used + sequence.pages + self.kv.cached_bytes // self.kv.layout.page_bytes
+        self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages)
         sequence.slot = self.kv.open(sequence.request.cache_salt)
         sequence.sampler = Sampler(sequence.request.sampling, sequence.request.prompt)
 

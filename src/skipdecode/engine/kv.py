@@ -97,11 +97,8 @@ class PagedKV:
         """Bytes of cached prompts whose sequences have ended; not part of `bytes_held`."""
         return 0
 
-    def reserve(self, slots: int, tokens: int, pages: int, most_pages: int | None = None) -> None:
-        """Make room for `slots` sequences of up to `tokens` tokens and for `pages` pages; keeps what is held.
-
-        There may be more pages than asked for, but not more than `most_pages`.
-        """
+    def reserve(self, slots: int, tokens: int, pages: int) -> None:
+        """Make room for `slots` sequences of up to `tokens` tokens and at least `pages` pages; keeps what is held."""
         _, old_slots, old_width = self.table.shape
         slots, width = max(slots, old_slots), max(self.layout.pages(tokens), old_width)
         if (slots, width) != (old_slots, old_width):
@@ -112,8 +109,7 @@ class PagedKV:
         count = len(self.pages)
         if pages > count:
             # At least half as much again: otherwise every new sequence would copy all pages.
-            more = count + count // 2
-            pages = max(pages, more if most_pages is None else min(more, most_pages))
+            pages = max(pages, count + count // 2)
             grown = huge_pages(torch.empty((pages, *self._shape), dtype=self.pages.dtype))
             if len(self._free) < count:
                 grown[:count] = self.pages
@@ -137,13 +133,9 @@ class PagedKV:
         for layer in layers:
             mine = held[layer]
             while len(mine) < need:
-                page = self._take()
+                page = self._free.pop()
                 self.table[layer, slot, len(mine)] = page
                 mine.append(page)
-
-    def _take(self) -> int:
-        """A free page."""
-        return self._free.pop()
 
     def drop(self, slot: int, layers: Iterable[int]) -> None:
         """Return the pages of layers that a sequence will not run again."""

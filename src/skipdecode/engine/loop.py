@@ -90,7 +90,7 @@ class DecodeLoop(Engine):
         before it, and are checked in it.
         """
         start = time.perf_counter()
-        for sequence in self._scheduler.admit(self.rows, self._free_pages()):
+        for sequence in self._scheduler.admit(self.rows):
             self._join(sequence)
             if sequence.drafting is not None:
                 sequence.drafter = self.planner.drafter(sequence.drafting, sequence.request.prompt)
@@ -117,10 +117,6 @@ class DecodeLoop(Engine):
     @abstractmethod
     def _choose(self, predicted: Any, row: int, sampler: Any) -> NextToken:
         """The token that a sequence's sampler takes after a row."""
-
-    @abstractmethod
-    def _free_pages(self) -> int | None:
-        """Free pages of keys and values for new sequences; None: unlimited."""
 
     @abstractmethod
     def _join(self, sequence: Sequence) -> None:

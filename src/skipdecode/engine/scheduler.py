@@ -80,8 +80,8 @@ class Scheduler:
         """The waiting sequences, in no particular order."""
         return iter((*self._queue, *self._sorted))
 
-    def admit(self, running: int, free_pages: int | None = None) -> list[Sequence]:
-        """The sequences that join now, given the numbers of running sequences and free pages (None: unlimited).
+    def admit(self, running: int) -> list[Sequence]:
+        """The sequences that join now, given the number of running sequences.
 
         In batch jobs the longest come first. The last groups then have short sequences, so few slots idle at the end.
         """
@@ -89,10 +89,5 @@ class Scheduler:
             return []
         chosen: list[Sequence] = []
         while self.waiting and running + len(chosen) < self.max_rows:
-            sequence = self._queue[0] if self.in_order else self._sorted[-1]
-            if free_pages is not None:
-                if sequence.pages > free_pages:
-                    break
-                free_pages -= sequence.pages
             chosen.append(self._queue.popleft() if self.in_order else self._sorted.pop())
         return chosen

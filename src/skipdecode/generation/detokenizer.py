@@ -127,7 +127,7 @@ class Detokenizer:
     def __init__(self, texts: TokenTexts, stops: StopStrings, stop_tokens: Collection[int] = ()) -> None:
         self._texts = texts
         self._decoder = _Decoder(texts)
-        wanted = set(stops.strings)
+        wanted = set(stops)
         self._stop_tokens = {token for token, text in texts.special.items() if wanted and text in wanted}
         self._stop_tokens.update(stop_tokens)
         self._search = StopSearch(stops)
@@ -153,7 +153,7 @@ class Detokenizer:
         self.stopped = stops or end is not None
         if end is not None:
             return self._cut(end - self._shown)
-        return self._release(0 if last else self._search.held)
+        return self._release(0 if last else len(self._search.held))
 
     def _release(self, held: int) -> list[Piece]:
         pieces = []
