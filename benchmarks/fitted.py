@@ -340,19 +340,6 @@ def gaps_of(gone: Sequence[int]) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------------- measurements
 
 
-class Teacher:
-    """Full depth's output for each batch, computed once; the model must run at full depth when a batch is new."""
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._known = model, dict[bytes, Any]()
-
-    def __call__(self, **call: Any) -> Any:
-        key = call["input_ids"].numpy().tobytes()
-        if key not in self._known:
-            self._known[key] = self._model(**call)
-        return self._known[key]
-
-
 class Measured:
     """Rows of a setting: each (method, schedule) once, kept in a journal."""
 
@@ -360,9 +347,7 @@ class Measured:
         self.name, self.setting, self.runs = name, setting, options.runs
         about = {"fit": len(setting.fit), "held_out": len(setting.held_out), "setting": name}
         self._kept = KeptValues(options.runs / f"fitted-{name}.jsonl", about, pieces="rows", remedy="move it away")
-        self._teacher = Teacher(setting.loaded.model)
         self._free = setting.held_out[:: max(1, len(setting.held_out) // 24)]
-        self._knows = False
 
     def fit(self, rank: int, taps: int) -> Fit:
         """The setting's fit of a rank and taps."""
@@ -388,16 +373,10 @@ class Measured:
     def _fidelity(self, schedule: Schedule) -> list[list[float]]:
         """For each text its tokens, the sum of their KL divergences, and how many are full depth's."""
         model, texts = self.setting.loaded.model, sorted(self.setting.held_out, key=lambda t: len(t[0]))
-        if not self._knows:
-            with torch.inference_mode():
-                for first in range(0, len(texts), BATCH):
-                    prompts, more = zip(*texts[first : first + BATCH], strict=True)
-                    token_fidelity(model, Schedule.full(schedule.num_layers), prompts, more, self._teacher)
-            self._knows = True
         table = []
         for first in range(0, len(texts), BATCH):
             prompts, more = zip(*texts[first : first + BATCH], strict=True)
-            for of_text in token_fidelity(model, schedule, prompts, more, self._teacher):
+            for of_text in token_fidelity(model, schedule, prompts, more):
                 kl = of_text["kl"]
                 table.append([len(kl), float(kl.sum()), float(of_text["top1_agreement"].sum())])
         return table

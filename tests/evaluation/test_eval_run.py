@@ -27,7 +27,7 @@ from skipdecode.evaluation.results import Run, check_free, load_run
 from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.evaluation.scores import free_running, ratio_score
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
-from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
+from skipdecode.evaluation.teacher_forced import sums, token_fidelity, token_losses
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)
@@ -73,11 +73,16 @@ def skipping(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
 # ---------------------------------------------------------------------- fidelity
 
 
+def fidelity_tables(*arguments: Any) -> dict[str, Any]:
+    rows = token_fidelity(*arguments)
+    return {name: sums([row[name] for row in rows]) for name in ("kl", "top1_agreement")}
+
+
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_teacher_forced_fidelity_equals_cached_decoding(family: str):
     model = tiny_model(family)
     prompts, outputs = [[5, 6, 7, 8, 9], [11, 12]], [[20, 21, 22, 23, 24, 25], [30, 31, 32]]
-    tables = teacher_forced(model, SCHEDULE, prompts, outputs)
+    tables = fidelity_tables(model, SCHEDULE, prompts, outputs)
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         full = stepwise(model, Schedule.full(LAYERS), prompt, output)
         skipped = stepwise(model, SCHEDULE, prompt, output)
@@ -91,7 +96,7 @@ def test_teacher_forced_fidelity_equals_cached_decoding(family: str):
 def test_loss_on_references_equals_cached_decoding(family: str):
     model = tiny_model(family)
     prompts, references = [[5, 6, 7, 8, 9], [11, 12]], [[20, 21, 2], [30, 31, 32, 33, 34, 35, 2]]
-    table = reference_loss(model, SCHEDULE, prompts, references)["loss"]
+    table = sums(token_losses(model, SCHEDULE, prompts, references))
     for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True)):
         guess = stepwise(model, SCHEDULE, prompt, reference)
         loss = -sum(guess[index, token].item() for index, token in enumerate(reference))
@@ -111,7 +116,7 @@ def stepwise(model: Any, schedule: Schedule, prompt: list[int], output: list[int
 
 
 def test_full_depth_is_faithful_to_itself(model: Any):
-    tables = teacher_forced(model, Schedule.full(LAYERS), [[5, 6]], [[7, 8, 9]])
+    tables = fidelity_tables(model, Schedule.full(LAYERS), [[5, 6]], [[7, 8, 9]])
     assert ratio_score("kl", tables["kl"][0]) == pytest.approx(0, abs=1e-6)
     assert ratio_score("top1_agreement", tables["top1_agreement"][0]) == 100
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-import numpy as np
 
 from skipdecode.common.bootstrap import Table
 from skipdecode.common.journal import KeptValues
@@ -22,7 +20,7 @@ from skipdecode.data.records import Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.errors import DataError
-from skipdecode.evaluation.methods import Method, Outputs, batches, generate_all
+from skipdecode.evaluation.methods import Method, Outputs, generate_all
 from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.results import (
     RUN_FILE,
@@ -38,7 +36,7 @@ from skipdecode.evaluation.results import (
 from skipdecode.evaluation.scores import Scored, free_running, table_of
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
 from skipdecode.evaluation.speed import measured_speeds
-from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
+from skipdecode.evaluation.teacher_forced import along, sums, token_fidelity, token_losses
 from skipdecode.models.families import vocabulary_size
 
 
@@ -270,18 +268,14 @@ class TaskEvaluation:
 
     def _teacher_forced(self, method: Method, outputs: Outputs) -> dict[str, Table]:
         """The loss of references, and fidelity along full depth's outputs if there are any."""
-        texts: list[tuple[Callable[..., dict[str, Table]], list[list[int]]]]
-        texts = [(reference_loss, self._first_references())]
-        if outputs.full:
-            texts.append((teacher_forced, outputs.full))
-        tables: dict[str, Table] = {}
-        with self._bar("teacher-forced", len(texts)) as bar:
-            for measure, given in texts:
-                for indices in batches([len(p) for p in self.prompts], self.settings.batch_size):
-                    rows, forced = [self.prompts[i] for i in indices], [given[i] for i in indices]
-                    for name, table in measure(self.subject.model, method.text_schedule, rows, forced).items():
-                        tables.setdefault(name, np.zeros((len(self.prompts), 2)))[indices] = table
-                    bar.update(len(indices))
+        how = self.subject.model, method.text_schedule
+        with self._bar("teacher-forced", 2 if outputs.full else 1) as bar:
+            each: dict[str, Any] = {"batch_size": self.settings.batch_size, "advance": bar.update}
+            losses = along(partial(token_losses, *how), self.prompts, self._first_references(), **each)
+            tables = {"loss": sums(losses)}
+            if outputs.full:
+                rows = along(partial(token_fidelity, *how), self.prompts, outputs.full, **each)
+                tables |= {name: sums([row[name] for row in rows]) for name in ("top1_agreement", "kl")}
         return tables
 
     def _first_references(self) -> list[list[int]]:

@@ -33,7 +33,7 @@ from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.evaluation.compare import markdown
-from skipdecode.evaluation.methods import Method, batches
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     Run,
@@ -47,7 +47,7 @@ from skipdecode.evaluation.run import note_left_out
 from skipdecode.evaluation.scores import ratio_score, table_of
 from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
-from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
+from skipdecode.evaluation.teacher_forced import along, sums, token_fidelity, token_losses
 from skipdecode.generation.llm import LLM
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.recipe import stored_recipe
@@ -138,7 +138,7 @@ class SelfEvaluation:
         obeyed = {one: self.obeyed(one) for one in texts} if chat else {}
         found = []
         for one, given in texts.items():
-            seen = compare(_sums(losses[self.base]), _sums(losses[one]), _perplexity, **draws)
+            seen = compare(sums(losses[self.base]), sums(losses[one]), _perplexity, **draws)
             row: dict[str, Any] = {
                 "name": one.name,
                 "nominal_speedup": one.schedule.nominal_speedup,
@@ -152,7 +152,7 @@ class SelfEvaluation:
                 tokens = self._along(f"fidelity, {one.name}", measure, one, texts[self.base])
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
-                    row[name] = asdict(interval(_sums(values), score, **draws))
+                    row[name] = asdict(interval(sums(values), score, **draws))
                     row["by_position"][name] = _by_position(values, score)
             if obeyed:
                 pair = compare(obeyed[self.base], obeyed[one], ratio_of_sums, **draws)
@@ -179,18 +179,9 @@ class SelfEvaluation:
 
     def _along(self, name: str, measure: Callable[..., list[Any]], method: Method, texts: list[list[int]]) -> list[Any]:
         """The values of a measure of a method on each of some texts."""
-        found: dict[int, Any] = {}
-        lengths = [len(ids) + len(text) for ids, text in zip(self.prompts, texts, strict=True)]
+        measured = partial(measure, method.backend.model, method.schedule)
         with progress_bar(len(texts), "text", name=name) as bar:
-            for indices in batches(lengths, self.settings.batch_size):
-                rows = [[given[i] for i in indices] for given in (self.prompts, texts)]
-                found |= zip(indices, measure(method.backend.model, method.schedule, *rows), strict=True)
-                bar.update(len(indices))
-        return [found[i] for i in range(len(texts))]
-
-
-def _sums(rows: Sequence[Any]) -> Table:
-    return table_of([[row.sum(), len(row)] for row in rows])
+            return along(measured, self.prompts, texts, self.settings.batch_size, bar.update)
 
 
 def _perplexity(total: Table) -> float:
@@ -201,7 +192,7 @@ def _by_position(rows: Sequence[Any], score: Callable[[Table], float]) -> list[d
     """The score of tokens at positions 0 to 15, 16 to 31, 32 to 63, and so on, doubling."""
     found, low, high = [], 0, _FIRST_BUCKET
     while len(values := np.concatenate([row[low:high] for row in rows])):
-        found.append({"low": low, "high": high - 1, "tokens": len(values), "score": score(_sums([values])[0])})
+        found.append({"low": low, "high": high - 1, "tokens": len(values), "score": score(sums([values])[0])})
         low, high = high, 2 * high
     return found
 

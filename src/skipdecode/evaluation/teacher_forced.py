@@ -6,8 +6,8 @@ predicts and `skipdecode tune` lowers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,15 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skipdecode.common.bootstrap import Table
-from skipdecode.evaluation.scores import table_of
+from skipdecode.data.prompts import Example
+from skipdecode.evaluation.methods import batches
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
+from skipdecode.tuning.collate import Batch, collate
+from skipdecode.tuning.objective import response_logits
+
+Texts = Sequence[Sequence[int]]
+T = TypeVar("T")
 
 
-def teacher_forced(
-    model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], full: Sequence[Sequence[int]]
-) -> dict[str, Table]:
-    """Fidelity of one batch on the full-depth output, without gradients.
+def token_fidelity(
+    model: Any, schedule: Schedule, prompts: Texts, full: Texts, teacher: Any = None
+) -> list[dict[str, NDArray[np.float64]]]:
+    """top1_agreement and kl at every token of each row's full-depth output, without gradients.
 
     Parameters
     ----------
@@ -33,87 +39,62 @@ def teacher_forced(
         Token j of an output runs `schedule.layers(j)`, as in cached decoding.
     prompts, full : sequence of sequence of int
         Token ids of each prompt and of full depth's output.
-
-    Returns
-    -------
-    dict of str to ndarray, shape (rows, 2)
-        Tables of top1_agreement and kl.
+    teacher : transformers causal LM, optional
+        Whose full depth gives the expected distribution. Default: the model.
     """
-    rows = token_fidelity(model, schedule, prompts, full)
-    return {name: table_of([[row[name].sum(), len(row[name])] for row in rows]) for name in ("top1_agreement", "kl")}
-
-
-def token_fidelity(
-    model: Any,
-    schedule: Schedule,
-    prompts: Sequence[Sequence[int]],
-    full: Sequence[Sequence[int]],
-    teacher: Any = None,
-) -> list[dict[str, NDArray[np.float64]]]:
-    """top1_agreement and kl at every token of each row's output; see `teacher_forced`.
-
-    `teacher` is the model whose full depth gives the expected distribution, by default the model itself.
-    """
-    batch = _Batch(prompts, full, model.device)
+    batch = _batch(prompts, full, model.device)
     with torch.inference_mode(), Attachment(model, schedule) as attachment:
         if teacher is None or teacher is model:
             with attachment.paused():
-                output = model(**batch.call)
+                expected = response_logits(model, batch, attached=False)
         else:
             with Attachment(teacher, Schedule.full(schedule.num_layers)):
-                output = teacher(**batch.call)
-        shallow = model(**batch.call, prompt_length=batch.prompt_lengths)
-        pairs = zip(batch.log_probabilities(output), batch.log_probabilities(shallow), strict=True)
+                expected = response_logits(teacher, batch)
+        found = response_logits(model, batch)
+        rows = []
+        for wanted, got, ids in zip(expected, found, full, strict=True):
+            known, guess = (_log_probabilities(logits, ids) for logits in (wanted, got))
+            rows.append(
+                {
+                    "top1_agreement": (guess.argmax(-1) == known.argmax(-1)).double().cpu().numpy(),
+                    "kl": (known.exp() * (known - guess)).sum(-1).double().cpu().numpy(),
+                }
+            )
+        return rows
+
+
+def token_losses(model: Any, schedule: Schedule, prompts: Texts, texts: Texts) -> list[NDArray[np.float64]]:
+    """Cross-entropy at every token of each row's text, in nats; arguments as those of `token_fidelity`."""
+    batch = _batch(prompts, texts, model.device)
+    with torch.inference_mode(), Attachment(model, schedule):
+        rows = zip(response_logits(model, batch), batch.targets, texts, strict=True)
         return [
-            {
-                "top1_agreement": (got.argmax(-1) == expected.argmax(-1)).double().cpu().numpy(),
-                "kl": (expected.exp() * (expected - got)).sum(-1).double().cpu().numpy(),
-            }
-            for expected, got in pairs
+            -_log_probabilities(logits, ids).gather(-1, targets[: len(ids), None]).squeeze(-1).double().cpu().numpy()
+            for logits, targets, ids in rows
         ]
 
 
-def reference_loss(
-    model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
-) -> dict[str, Table]:
-    """The table of loss: cross-entropy of one batch on its references, each with its end token.
-
-    Arguments and table are as those of `teacher_forced`.
-    """
-    rows = token_losses(model, schedule, prompts, references)
-    return {"loss": table_of([[row.sum(), len(row)] for row in rows])}
-
-
-def token_losses(
-    model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
-) -> list[NDArray[np.float64]]:
-    """Cross-entropy at every token of each row's text, in nats; arguments as those of `teacher_forced`."""
-    batch = _Batch(prompts, texts, model.device)
-    with torch.inference_mode(), Attachment(model, schedule):
-        output = model(**batch.call, prompt_length=batch.prompt_lengths)
-        guesses = zip(batch.log_probabilities(output), batch.outputs, strict=True)
-        return [-guess.gather(-1, ids[:, None]).squeeze(-1).double().cpu().numpy() for guess, ids in guesses]
+def along(
+    measure: Callable[..., list[T]], prompts: Texts, texts: Texts, batch_size: int, advance: Callable[[int], object]
+) -> list[T]:
+    """A measure of prompts and texts for each text, in batches of similar length; `advance` gets their sizes."""
+    found: dict[int, T] = {}
+    for indices in batches([len(ids) + len(text) for ids, text in zip(prompts, texts, strict=True)], batch_size):
+        rows = ([given[i] for i in indices] for given in (prompts, texts))
+        found |= zip(indices, measure(*rows), strict=True)
+        advance(len(indices))
+    return [found[i] for i in range(len(texts))]
 
 
-class _Batch:
-    """Texts of prompt and output, padded on the right."""
+def sums(rows: Sequence[NDArray[np.float64]]) -> Table:
+    """Sum and number of tokens of each row, shape (rows, 2)."""
+    return np.array([[row.sum(), len(row)] for row in rows])
 
-    def __init__(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], device: Any) -> None:
-        # The last token of an output predicts nothing that is compared, so it is not fed.
-        texts = [[*prompt, *output[:-1]] for prompt, output in zip(prompts, outputs, strict=True)]
-        columns = max(map(len, texts))
-        first = min(map(len, prompts)) - 1
-        self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self.outputs = [torch.tensor(output, dtype=torch.int64, device=device) for output in outputs]
-        self.call = {
-            "input_ids": torch.tensor([text + [0] * (columns - len(text)) for text in texts], device=device),
-            "attention_mask": torch.tensor([[1] * len(t) + [0] * (columns - len(t)) for t in texts], device=device),
-            "use_cache": False,
-            "logits_to_keep": columns - first,
-        }
-        self._starts = [len(prompt) - 1 - first for prompt in prompts]
 
-    def log_probabilities(self, output: Any) -> Iterator[Tensor]:
-        """Of the next token at each place of a row's output, (tokens, vocabulary), row by row to spare memory."""
-        for logits, start, ids in zip(output.logits, self._starts, self.outputs, strict=True):
-            yield torch.log_softmax(logits[start : start + len(ids)].float(), dim=-1)
+def _batch(prompts: Texts, texts: Texts, device: Any) -> Batch:
+    return collate([Example("", tuple(p), tuple(t)) for p, t in zip(prompts, texts, strict=True)]).to(device)
+
+
+def _log_probabilities(logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Of the next token at each place of a row, (tokens, vocabulary); row by row to spare memory."""
+    return torch.log_softmax(logits[: len(ids)].float(), dim=-1)
