@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import EngineOptions
+from skipdecode.cli.options import EngineOptions, wall_solver_of
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.engine.base import ENGINES
@@ -110,7 +110,10 @@ def _checked(config: Config) -> list[Schedule]:
         raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
     ref = config.ref
     known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules} if config.schedule else {}
-    found = [parse_schedule(text, ref.num_layers, seq_len=config.seq_len, **known) for text in config.schedule]
+    found = []
+    for asked in config.schedule:
+        solve = wall_solver_of(config, config.seq_len, ref.schedule)
+        found.append(parse_schedule(asked, ref.num_layers, seq_len=config.seq_len, solve=solve, **known))
     for speedup in config.nominal_speedup:
         schedule = Schedule.from_speedup(ref.num_layers, speedup, config.seq_len)
         found.append(schedule.flattened() if config.flat else schedule)

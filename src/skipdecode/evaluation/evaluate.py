@@ -39,6 +39,7 @@ from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
+from skipdecode.performance.wall import wall_solver
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, parse_schedule
 
@@ -292,9 +293,9 @@ class _Evaluation:
         for asked in self.schedules:
             schedule = asked
             if not isinstance(schedule, Schedule):
-                schedule = parse_schedule(
-                    schedule, ref.num_layers, seq_len=seq_len, carried=ref.schedule, named=ref.schedules
-                )
+                known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules}
+                solve = wall_solver(ref, seq_len, ref.schedule)
+                schedule = parse_schedule(schedule, ref.num_layers, seq_len=seq_len, solve=solve, **known)
             schedule.check_fits(ref.num_layers)
             found.append(schedule)
         return found

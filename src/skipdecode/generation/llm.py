@@ -168,6 +168,7 @@ class LLM:
         self.num_layers = self.loaded.num_layers
         self.stats: RunStats | None = None
         self._schedule = schedule
+        self._asked = {"dtype": dtype, "engine": engine, "quantization": quantization}
         self._max_rows = _positive("max_rows", max_rows)
         self.schedule_of(schedule)
         self._lock = _LOCKS.setdefault(unwrap(self.loaded.model), threading.RLock())
@@ -209,8 +210,19 @@ class LLM:
             asked.check_fits(self.num_layers)
             return asked
         return parse_schedule(
-            str(asked), self.num_layers, seq_len=max_new_tokens, carried=carried, named=self.schedules
+            str(asked),
+            self.num_layers,
+            seq_len=max_new_tokens,
+            carried=carried,
+            named=self.schedules,
+            solve=self._wall_solver(max_new_tokens),
         )
+
+    def _wall_solver(self, seq_len: int) -> Callable[[float], Schedule]:
+        from skipdecode.performance.wall import wall_solver
+
+        device = str(unwrap(self.loaded.model).device)
+        return wall_solver(self.loaded.ref, seq_len, self.loaded.schedule, device=device, **self._asked)
 
     @_one_at_a_time
     def generate(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -40,12 +41,13 @@ _VOLATILE = (
 
 @dataclass(frozen=True)
 class CostSource:
-    """A cost model with the sizes and the type of the weights, and its origin as text."""
+    """A cost model with the sizes and the type of the weights, its origin as text, and the tokens of a prompt."""
 
     cost: CostModel
     geometry: ModelGeometry
     dtype: str
     origin: str
+    prompt_len: int = 64
 
 
 def find_cost(
@@ -87,10 +89,28 @@ def find_cost(
     return place.measured()
 
 
-def kept_cost(ref: ModelRef, **options: Any) -> CostSource | None:
-    """What an earlier `find_cost` with these options found; None if there is none. Loads no weights."""
-    chosen: dict[str, Any] = {"batch": 1, "prompt_len": 64, "dtype": "auto", "device": None, "engine": "auto"}
-    return _Place.of(ref, **(chosen | {"quantization": "none"} | options)).kept()
+def kept_cost(
+    ref: ModelRef,
+    batch: int | None = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    engine: str = "auto",
+    quantization: str = "none",
+) -> CostSource | None:
+    """The newest cost that an earlier `find_cost` kept for this model; None if there is none. Loads no weights.
+
+    `batch`: sequences of a step to plan for, which must be known; default: those of the measurement.
+    """
+    place = _Place.of(ref, batch or 1, 1, dtype, device, engine, quantization)
+    for path in sorted((cache_dir() / "costs").glob("*.json"), key=os.path.getmtime, reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, DataError, UsageError):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            (asked, *model), *here = data["key"]
+            if [[[*asked[:3], *place.key[0][0][3:]], *model], *here] == place.key:
+                found = replace(place, batch=asked[3], prompt_len=asked[4]).source(data["found"])
+                return found if batch is None else replace(found, cost=replace(found.cost, batch=batch))
+    return None
 
 
 @dataclass(frozen=True)
@@ -143,7 +163,7 @@ class _Place:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, DataError):
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["key"] == self.key:
-                return self._source(data["found"])
+                return self.source(data["found"])
         return None
 
     def measured(self) -> CostSource:
@@ -156,12 +176,13 @@ class _Place:
         found = {"cost": cost.to_dict(), "dtype": kind, "origin": origin}
         with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a measurement.
             write_whole(self.path, json.dumps({"key": self.key, "found": found}, indent=1))
-        return self._source(found)
+        return self.source(found)
 
-    def _source(self, found: Any) -> CostSource:
+    def source(self, found: Any) -> CostSource:
+        """The cost of a measurement's JSON."""
         cost, kind = CostModel.from_dict(found["cost"]), str(found["dtype"])
         geometry = ModelGeometry.from_config(self.ref.config, getattr(torch, kind).itemsize)
-        return CostSource(cost, geometry, kind, str(found["origin"]))
+        return CostSource(cost, geometry, kind, str(found["origin"]), self.prompt_len)
 
 
 def _measured_origin(backend: Backend, cost: CostModel, device: torch.device) -> str:

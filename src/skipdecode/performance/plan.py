@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,18 @@ def plan(
         raise UsageError("give one of target_speedup and a schedule")
     ref = _ref(model, schedule)
     geometry = ModelGeometry.from_config(ref.config)
-    known = None if schedule is None else _parsed(schedule, ref, geometry.num_layers, asked)
+
+    def parsed(solved: Callable[[float], Schedule]) -> Schedule | None:
+        return None if schedule is None else _parsed(schedule, ref, geometry.num_layers, asked, solved)
+
+    known = parsed(lambda _: Schedule.full(geometry.num_layers))
     _solved(asked, CostModel.of_step(geometry.num_layers, asked.batch, 0.0, 1.0), 1.0)  # refuses what does not fit
     fit = _fit(ref, geometry, known)
     timed = {name: getattr(asked, name) for name in ("batch", "prompt_len", "remeasure")}
     source = find_cost(ref, dtype=dtype, device=device, engine=engine, quantization=quantization, **timed)
     if fit is not None:
         source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
+    known = parsed(lambda target: _solved(asked, source.cost, target))
     found = known or _solved(asked, source.cost, asked.target_speedup or 1.0)
     figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens, asked.use)
     return Plan(asked, ref, source, found, figures, fit)
@@ -86,10 +92,16 @@ def _ref(model: Any, schedule: Any) -> ModelRef:
     return replace(ref, schedule_files=files) if files else ref
 
 
-def _parsed(schedule: Schedule | str | Path, ref: ModelRef, layers: int, options: PlanOptions) -> Schedule:
+def _parsed(
+    schedule: Schedule | str | Path,
+    ref: ModelRef,
+    layers: int,
+    options: PlanOptions,
+    solved: Callable[[float], Schedule],
+) -> Schedule:
     if not isinstance(schedule, Schedule):
-        seq_len = options.seq_len
-        schedule = parse_schedule(str(schedule), layers, seq_len=seq_len, carried=ref.schedule, named=ref.schedules)
+        known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules, "solve": solved}
+        schedule = parse_schedule(str(schedule), layers, seq_len=options.seq_len, **known)
     schedule.check_fits(layers)
     asked = options.prompt_layers
     return schedule if asked is None else schedule.with_prompt(prompt_set(asked, layers))

@@ -6,6 +6,7 @@ text               schedule
 ``full``           every layer of every token
 ``2x``             nominal speed-up 2: the drop order, positions and prompts of the checkpoint's schedule, else the
                    paper's bottom-up order
+``1.5x-wall``      wall-clock speed-up 1.5 of whole requests, by times that were measured on this machine; likewise
 a name             a schedule that the checkpoint carries
 a file             a schedule file (JSON)
 any ``:p15``       prompt tokens run the lower 15 layers (also ``:pfull``, ``:pmax_exit``, ``:p0-14,20``)
@@ -18,15 +19,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.schedule import Schedule
 
-FORMS = "full, a nominal speed-up such as 2x, a schedule file; then :p15 for prompts through 15 layers, :flat"
+FORMS = (
+    "full, a nominal speed-up such as 2x, a wall-clock speed-up such as 1.5x-wall, a schedule file; then :p15 for "
+    "prompts through 15 layers, :flat"
+)
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
+_WALL = re.compile(_SPEEDUP.pattern + "-wall")
 _ENDING = re.compile(r"(.*):(flat|p(?:full|max_exit|[\d,-]+))")
 
 
@@ -36,8 +41,8 @@ def base_of(text: str) -> str:
 
 
 def is_speedup(text: str) -> bool:
-    """Whether a text is a nominal speed-up, with or without endings."""
-    return _SPEEDUP.fullmatch(base_of(text)) is not None
+    """Whether a text is a nominal or a wall-clock speed-up, with or without endings."""
+    return _SPEEDUP.fullmatch(base_of(text).removesuffix("-wall")) is not None
 
 
 def parse_schedule(
@@ -47,6 +52,7 @@ def parse_schedule(
     seq_len: int,
     carried: Schedule | None = None,
     named: Mapping[str, Schedule] = MappingProxyType({}),
+    solve: Callable[[float], Schedule] | None = None,
 ) -> Schedule:
     """The schedule of a text (see the module) for a model of `num_layers` layers.
 
@@ -58,16 +64,24 @@ def parse_schedule(
         The schedule of the checkpoint.
     named : mapping of str to Schedule
         Schedules that the text can name.
+    solve : callable, optional
+        Makes the schedule of a wall-clock speed-up (`skipdecode.performance.wall`); without it they are refused.
 
     Raises
     ------
     ScheduleError
         If the text has no such form, if the file cannot be read, or if the schedule does not fit the model.
+    TargetError
+        If no schedule reaches the wall-clock speed-up.
     """
     known = {"full": Schedule.full(num_layers)} | dict(named)
     base, endings = (text, []) if text in known or os.path.isfile(text) else _parts(text)
-    own = carried or known["full"]
-    schedule = own if endings and not base else _base(base, known, num_layers, seq_len, carried)
+    if endings and not base:
+        schedule = carried or known["full"]
+    elif (wall := _WALL.fullmatch(base)) is not None and base not in known:
+        schedule = _solved(base, float(wall[1]), solve)
+    else:
+        schedule = _base(base, known, num_layers, seq_len, carried)
     schedule.check_fits(num_layers)
     for ending in endings:
         if ending != "flat":
@@ -75,6 +89,15 @@ def parse_schedule(
         elif not schedule.is_flat:
             schedule = schedule.flattened()
     return schedule
+
+
+def _solved(text: str, target: float, solve: Callable[[float], Schedule] | None) -> Schedule:
+    if solve is None:
+        raise ScheduleError(
+            f"{text} is a wall-clock speed-up, which needs measured times: give the schedule file that skipdecode plan "
+            "makes for it"
+        )
+    return solve(target)
 
 
 def _base(
@@ -86,8 +109,6 @@ def _base(
         if carried is not None and carried.drop_order:
             return carried.with_speedup(float(found[1]))
         return Schedule.from_speedup(num_layers, float(found[1]), seq_len)
-    if text.endswith("-wall") and _SPEEDUP.fullmatch(text.removesuffix("-wall")):
-        raise ScheduleError(f"{text}: a measured speed-up needs costs: skipdecode plan --target-speedup finds one")
     if not text or not (text.endswith(".json") or os.path.exists(text)):
         raise ScheduleError(f"unknown schedule {text[:80]!r}: accepted are {', '.join(known)} by name; {FORMS}")
     return Schedule.load(text)

@@ -181,9 +181,10 @@ class ScheduleOptions(Options):
     EXCLUDES: ClassVar = {"schedule": ("nominal_speedup",)}
 
     schedule: str | None = option(
-        "full, a nominal speed-up such as 2x (all layers / mean layers of a token; the measured speed-up is lower), "
-        "the name of a schedule that the checkpoint was tuned under, a file (JSON, written by plan and calibrate; a "
-        "skipdecode.fit beside it is used too), or a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, "
+        "full, a nominal speed-up such as 2x (all layers / mean layers of a token; the measured speed-up is lower), a "
+        "wall-clock speed-up of whole requests such as 1.5x-wall (by the times that plan measured), the name of a "
+        "schedule that the checkpoint was tuned under, a file (JSON, written by plan and calibrate; a skipdecode.fit "
+        "beside it is used too), or a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, "
         "smollm2-135m-1.2x-p22; then :p15 for prompts through 15 layers, :flat for the same depth at every position "
         "(default: the schedule of the checkpoint if it has one, else full depth)",
         default=None,
@@ -256,9 +257,11 @@ def choose_schedule(
     """
     if options.schedule is not None:
         if options.seq_len is not None and not is_speedup(options.schedule):
-            raise UsageError(f"--seq-len is for a nominal speed-up, not for {options.schedule}: leave it out")
+            raise UsageError(f"--seq-len is for a speed-up, not for {options.schedule}: leave it out")
+        positions = options.seq_len or default_seq_len
+        solve = wall_solver_of(options, positions, carried) if isinstance(options, NamedModel) else None
         found = parse_schedule(
-            options.schedule, num_layers, seq_len=options.seq_len or default_seq_len, carried=carried, named=named
+            options.schedule, num_layers, seq_len=positions, carried=carried, named=named, solve=solve
         )
         chosen = ScheduleChoice(found, "of the checkpoint" if options.schedule in named else f"from {options.schedule}")
     elif options.nominal_speedup is not None:
@@ -272,6 +275,17 @@ def choose_schedule(
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
     return adjusted_schedule(options, *chosen)
+
+
+def wall_solver_of(options: NamedModel, seq_len: int, carried: Schedule | None) -> Callable[[float], Schedule]:
+    """`wall_solver` for the model and the engine of a command."""
+    from skipdecode.performance.wall import wall_solver
+
+    engine: dict[str, Any] = {}
+    if isinstance(options, EngineOptions):
+        options.use_threads()  # which a measurement depends on
+        engine = {name: getattr(options, name) for name in ("dtype", "device", "engine", "quantization")}
+    return wall_solver(options.ref, seq_len, carried, **engine)
 
 
 def adjusted_schedule(options: ScheduleOptions, schedule: Schedule, origin: str) -> ScheduleChoice:
