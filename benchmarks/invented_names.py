@@ -20,9 +20,9 @@ from skipdecode.cli.arguments import add_options, config_from
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line
 from skipdecode.data.examples import RecordOptions, make_template
-from skipdecode.data.names import repeated
 from skipdecode.data.prompts import read_file
 from skipdecode.data.records import Record, Template
+from skipdecode.data.tasks import repeated
 
 _ONSETS = (
     "b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sh sk sl sn sp st str sw t th tr tw v w wh y z"

@@ -23,8 +23,7 @@ from torch.nn import functional
 
 from skipdecode import Schedule
 from skipdecode.common.stopwatch import Stopwatch, timed
-from skipdecode.engine.batch import TokenRows
-from skipdecode.engine.depth import LayerRows
+from skipdecode.engine.batch import LayerRows, TokenRows
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.models.families import unwrap

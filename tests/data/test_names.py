@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from skipdecode.data.names import repeated
 from skipdecode.data.records import Record, Template
+from skipdecode.data.tasks import repeated
 
 TEMPLATE = Template("{mr}\n", "ref")
 

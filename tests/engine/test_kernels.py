@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernel_reference import kernels_or_skip, reference_linear, reference_stack, run_linear
-from skipdecode.engine.depth import LayerRows
+from skipdecode.engine.batch import LayerRows
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build
 from skipdecode.engine.kernels.native import greedy

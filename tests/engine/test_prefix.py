@@ -17,9 +17,9 @@ from serve_tools import SCHEDULES as SERVED
 from serve_tools import metric, offline, running, tiny_service, until
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
-from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.prefix import PrefixKV
+from skipdecode.engine.sequence import PromptLayers
 from skipdecode.schedule.order import top_down
 from skipdecode.serving.middleware import ApiKeys
 from tiny import LAYERS, tiny_model

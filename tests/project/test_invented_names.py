@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from skipdecode.data.names import repeated
 from skipdecode.data.prompts import read_file
 from skipdecode.data.records import Record, Template
+from skipdecode.data.tasks import repeated
 from tuning_data import write_jsonl
 
 TEMPLATE = Template("{mr}\n", "ref")

@@ -5,7 +5,8 @@ Knows nothing about models and metrics. Every field of a task file is checked; e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 from skipdecode.common.options import Options, option
 from skipdecode.common.registry import near
-from skipdecode.data.records import Template
+from skipdecode.data.records import Record, Template
 from skipdecode.data.stopping import StopStrings
 from skipdecode.errors import DataError, OptionError, UsageError
 
@@ -185,3 +186,21 @@ def _filled(kind: type[T], data: Mapping[Any, Any], lines: Mapping[str, int], wh
         raise DataError(
             f"{e.name}{where}: {data[e.name]!r} is not accepted: give {e.accepted}", lines[e.name]
         ) from None
+
+
+# ---------------------------------------------------------------------- what a response repeats
+
+_WORD = r"[A-ZÀ-ÖØ-Þ][\w'’-]+"
+_VALUE = re.compile(rf"(?<!\w)(?:{_WORD}(?: {_WORD})*|\d[\d.,]*\d)(?!\w)")
+
+
+def repeated(record: Record, fields: Sequence[str]) -> list[str]:
+    """Names and numbers in these fields of a record that half of its references have too; a number has two digits."""
+    found: dict[str, None] = {}
+    for field in fields:
+        text = record.values.get(field, "")
+        small = set(re.findall(r"\w+", text))
+        # A word that is written small elsewhere in the text began a sentence.
+        found |= dict.fromkeys(value for value in _VALUE.findall(text) if value.lower() not in small - {value})
+    texts = record.references
+    return [value for value in found if 2 * sum(value in text for text in texts) >= max(1, len(texts))]

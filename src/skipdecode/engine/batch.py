@@ -7,8 +7,19 @@ from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import NamedTuple, Self
 
-from skipdecode.engine.depth import LayerRows
 from skipdecode.engine.sequence import Sequence
+
+
+class LayerRows(NamedTuple):
+    """The rows of a forward in one layer.
+
+    Rows `stored` to before `runs` only store keys and values, rows `runs` to before `end` run the layer. The others
+    skip the layer.
+    """
+
+    stored: int
+    runs: int
+    end: int
 
 
 class Chunk(NamedTuple):

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.kernels.memory import huge_pages
-from skipdecode.engine.sequence import Sequence
+from skipdecode.engine.sequence import PromptLayers, Sequence
 
 PAGE_TOKENS = 16
 

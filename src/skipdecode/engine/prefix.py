@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.kv import PagedKV
+from skipdecode.engine.sequence import PromptLayers
 
 PREFIX_BYTES = 1 << 30
 """Maximum bytes of cached prompts that no sequence uses."""

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.requests import FinishReason, Request
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.engine.drafts import Drafter
     from skipdecode.engine.sampling import Sampler
+
+
+class PromptLayers(NamedTuple):
+    """The layers that prompt tokens run, and the layers in which they are projected; the last token runs both.
+
+    `own`: the prompt's layers are a set of its own, not a budget of the drop order.
+    """
+
+    run: tuple[int, ...]
+    projected: tuple[int, ...] = ()
+    own: bool = False
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Self:
+        """The prompt layers of a schedule."""
+        if isinstance(schedule.prompt, str):
+            return cls(schedule.prompt_layers())
+        return cls(schedule.prompt_layers(), schedule.projected, own=True)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Layers that store keys and values, ascending."""
+        return tuple(sorted(self.run + self.projected))
 
 
 @dataclass(eq=False, slots=True)

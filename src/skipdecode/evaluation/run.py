@@ -14,11 +14,10 @@ from skipdecode.common.bootstrap import Table
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.chats import response_ids
-from skipdecode.data.names import repeated
 from skipdecode.data.prompts import encode_prompts, outside, prompt_room
 from skipdecode.data.records import Reject
 from skipdecode.data.source import Records
-from skipdecode.data.tasks import Task
+from skipdecode.data.tasks import Task, repeated
 from skipdecode.errors import DataError
 from skipdecode.evaluation.methods import Method, Outputs, generate_all
 from skipdecode.evaluation.metrics import Metric

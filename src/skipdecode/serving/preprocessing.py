@@ -15,10 +15,9 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.serving.catalog import Catalog
-from skipdecode.serving.chats import chat_text
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.limits import ServerLimits
-from skipdecode.serving.messages import Chat
+from skipdecode.serving.messages import Chat, chat_text
 from skipdecode.serving.protocol import CompletionRequest, GenerationRequest, Prompt
 from skipdecode.serving.request_state import Choice, RequestState
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, with_config
 
-from skipdecode.engine.depth import PromptLayers
+from skipdecode.engine.sequence import PromptLayers
 from skipdecode.generation.detokenizer import Piece
 from skipdecode.generation.loop import Generated
 from skipdecode.schedule import Schedule

@@ -17,8 +17,17 @@ import torch
 
 from skipdecode.engine.kernels.build import load_library
 from skipdecode.engine.kernels.quantize import QuantizedWeight
-from skipdecode.engine.kernels.sizes import check_fit, check_input, check_layers, check_linear
-from skipdecode.engine.kernels.spec import AttentionSpec, FitSpec, LayerSpec, LinearSpec, StackInput
+from skipdecode.engine.kernels.spec import (
+    AttentionSpec,
+    FitSpec,
+    LayerSpec,
+    LinearSpec,
+    StackInput,
+    check_fit,
+    check_input,
+    check_layers,
+    check_linear,
+)
 
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTIZED = {"int8": 2, "w8a8": 3}
