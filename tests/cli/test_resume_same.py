@@ -16,7 +16,7 @@ from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.common.jsonl import json_line
-from skipdecode.evaluation.overlap import RougeL
+from skipdecode.evaluation.metrics import RougeL
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import save_tiny_model

@@ -19,7 +19,7 @@ from skipdecode.cli.options import ThreadOptions
 from skipdecode.common.environment import limit_threads, usable_cores
 from skipdecode.common.files import copy_files
 from skipdecode.common.journal import KeptValues, is_begun
-from skipdecode.common.registry import Registry
+from skipdecode.common.registry import check_name
 from skipdecode.errors import OutputError, UsageError
 
 SETTINGS = {"model": "m", "records": {"sha256": "abc"}}
@@ -87,18 +87,9 @@ def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path: Path, conten
 # ---------------------------------------------------------------------- names
 
 
-def test_get_imports_only_what_is_asked_for():
-    registry = Registry("thing", {"sqrt": "math:sqrt", "broken": "no_such_module:x"})
-    assert registry.get("sqrt")(9) == 3
-    assert "no_such_module" not in sys.modules
-    with pytest.raises(ModuleNotFoundError):
-        registry.get("broken")
-
-
 def test_unknown_name_lists_the_choices_and_the_nearest():
-    registry = Registry("metric", {"bleu": "a:b", "chrf": "a:c"})
     with pytest.raises(UsageError, match=r"unknown metric 'blue' \(did you mean 'bleu'\?\): accepted are bleu, chrf"):
-        registry.get("blue")
+        check_name("metric", "blue", ("bleu", "chrf"))
 
 
 # ---------------------------------------------------------------------- processors

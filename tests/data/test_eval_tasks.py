@@ -14,7 +14,7 @@ from skipdecode.data.prompts import encode_prompts, response_ids
 from skipdecode.data.source import Records, load_records
 from skipdecode.data.tasks import HubSource, Task, load_task, task_names
 from skipdecode.errors import DataError, UsageError
-from skipdecode.evaluation.metrics import METRICS
+from skipdecode.evaluation.metrics import check_metric
 from textgen_tools import write_rows
 
 TASK = """\
@@ -87,7 +87,7 @@ def test_a_task_file_is_read(tmp_path: Path):
 )
 def test_a_wrong_task_file_is_refused_by_line(tmp_path: Path, old: str, new: str, message: str):
     with pytest.raises(DataError, match=message):
-        load_task(write_task(tmp_path, TASK.replace(old, new)), METRICS.check)
+        load_task(write_task(tmp_path, TASK.replace(old, new)), check_metric)
 
 
 def test_an_unknown_task_lists_the_choices(tmp_path: Path):

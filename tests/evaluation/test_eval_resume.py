@@ -11,7 +11,7 @@ import pytest
 
 from eval_tools import arguments, prepare
 from skipdecode.cli import main
-from skipdecode.evaluation.overlap import RougeL
+from skipdecode.evaluation.metrics import RougeL
 from skipdecode.evaluation.results import load_run
 from textgen_tools import read_rows
 

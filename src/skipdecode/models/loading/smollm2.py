@@ -16,7 +16,7 @@ from typing import Any
 
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError
-from skipdecode.models.loading.hub_probe import ask_hub
+from skipdecode.models.loading.beside import ask_hub
 from skipdecode.models.loading.saving import save_model
 from skipdecode.models.loading.store import add_model, find_model
 
