@@ -208,6 +208,15 @@ def test_rows_dropped_in_the_midst_of_their_prompts_lose_no_page():
     assert all_pages_are_free(engine.kv)
 
 
+def test_layers_that_only_the_prompt_ran_give_their_pages_to_the_answer():
+    schedule = Schedule.split(LAYERS, 5, 4)
+    rows = [Request(SYSTEM[:22], 30)]
+    with_cache, without = (
+        FastEngine(tiny_model("llama"), schedule, max_rows=1, prefix_cache=on) for on in (True, False)
+    )
+    assert rows_of(with_cache, rows) == rows_of(without, rows)
+
+
 def test_least_recently_used_prompts_go_first_and_from_their_ends():
     kv = PrefixKV(2, 1, 4, torch.float32, 4, most_bytes=0)
     kv._most_idle = 2 * 5  # five blocks of two layers

@@ -132,9 +132,13 @@ class PagedKV:
         for layer in layers:
             mine = held[layer]
             while len(mine) < need:
-                page = self._free.pop()
+                page = self._take()
                 self.table[layer, slot, len(mine)] = page
                 mine.append(page)
+
+    def _take(self) -> int:
+        """A free page."""
+        return self._free.pop()
 
     def drop(self, slot: int, layers: Iterable[int]) -> None:
         """Return the pages of layers that a sequence will not run again."""

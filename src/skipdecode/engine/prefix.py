@@ -44,7 +44,7 @@ class _Block:
 class PrefixKV(PagedKV):
     """Pages with a cache of full prompt pages; see the module.
 
-    The least recently used blocks are evicted if idle blocks take more than `most_bytes`.
+    The least recently used blocks are evicted if pages are needed, or if idle blocks take more than `most_bytes`.
     """
 
     def __init__(self, *geometry: Any, most_bytes: int = PREFIX_BYTES) -> None:
@@ -121,6 +121,11 @@ class PrefixKV(PagedKV):
         for block in self._shared.pop(slot):
             block.rows -= 1
             self.overlap -= block.rows > 0
+
+    def _take(self) -> int:
+        if not self._free:  # Layers that only the prompt of a running sequence ran left their pages in the cache.
+            self._evict()
+        return super()._take()
 
     def _share(self, slot: int, block: _Block) -> None:
         """Make a block the next pages of a sequence, in place of its own pages if it has them."""
