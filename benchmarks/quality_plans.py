@@ -171,7 +171,7 @@ def tuned(schedule: str, second: Sequence[str], methods: Sequence[str]) -> Check
 def sampled(steps: int, *speedups: int) -> list[str]:
     """One checkpoint for several speed-ups: that of its schedule and these."""
     return [
-        *("--steps", str(steps), "--curriculum", "sampled", "--distill-weight", "0.5"),
+        *("--steps", str(steps), "--distill-weight", "0.5"),
         *("--sampled-speedups", *map(str, speedups)),
     ]
 
@@ -187,7 +187,7 @@ _ALL = (2, 3, 4, 5)
 _SECOND = sampled(450, 2, 3, 4)
 # Deep cuts and full depth twice as often as 2x, each depth with full and with split prompts.
 _ANY_SPEED = [
-    *("--curriculum", "sampled", "--sampled-speedups", *"1123355", "--sampled-prompts", "10"),
+    *("--sampled-speedups", *"1123355", "--sampled-prompts", "10"),
     *("--dev-records", "64", "--compare-batches", "0"),
 ]
 _ANY_METHODS = ["full", *files("learned", 2, 3, 5), *files("lower10", 2, 3, 5)]
@@ -248,7 +248,7 @@ def _summary_requests(
         made["full-b"] = replace(more, options=[*more.options, "--seed", "1", "--eval-every", "40"])
     options = [
         *("--steps", str(steps), "--learning-rate", "3e-4", "--distill-weight", "1.0"),
-        *("--curriculum", "sampled", "--sampled-speedups", "2", "--sampled-prompts", "12"),
+        *("--sampled-speedups", "2", "--sampled-prompts", "12"),
         *("--eval-every", "100", "--compare-batches", "0"),
     ]
     splits = {"any": ("learned", "lower12"), **{f"any-{order}": (order, f"{order}12") for order in orders}}
@@ -324,7 +324,7 @@ PLANS = {
                 "any-b",
                 [
                     *("--schedule", "learned-5x.json", "--steps", "700", "--eval-every", "100", "--seed", "2"),
-                    *("--curriculum", "sampled", "--sampled-speedups", *"12335", "--sampled-prompts", "10"),
+                    *("--sampled-speedups", *"12335", "--sampled-prompts", "10"),
                     *("--compare-batches", "0"),
                 ],
                 _ANY_METHODS,
@@ -382,7 +382,7 @@ PLANS = {
                 "full-a",
                 [
                     *("--schedule", "even-3x.json", "--steps", "150", "--eval-every", "100", "--seed", "2"),
-                    *("--curriculum", "sampled", "--sampled-speedups", *"123", "--sampled-prompts", "6"),
+                    *("--sampled-speedups", *"123", "--sampled-prompts", "6"),
                 ],
                 ["full", *files("even", 2, 3), *files("even6", 2, 3)],
                 answers="full-a",

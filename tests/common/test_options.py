@@ -83,7 +83,9 @@ def bounded() -> list[tuple[str, str]]:
         (verb, name)
         for verb in VERBS
         for name, kind in kinds(importlib.import_module(f"skipdecode.cli.{verb}").Config).items()
-        if kind.type in (int, float) and any(kind.metadata["bounds"][least] is not None for least in ("least", "above"))
+        if kind.metadata["flag"]
+        and kind.type in (int, float)
+        and any(kind.metadata["bounds"][least] is not None for least in ("least", "above"))
     ]
 
 

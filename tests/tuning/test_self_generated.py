@@ -55,7 +55,7 @@ def test_a_model_is_tuned_on_what_it_says_itself(model: str, tuned: Path, tmp_pa
     assert len(rows) > len(held) > 0
     assert len({*prompts}) == len(prompts) == recipe["data"]["self"]["kept"]
     assert all(row["response"].strip() for row in rows)
-    assert recipe["options"]["curriculum"] == "sampled"
+    assert recipe["options"]["sampled_speedups"] == [1, 1.25]
     assert recipe["options"]["distill_weight"] == 1.0
     # Who uses the checkpoint need not know the template.
     loaded = load_model(str(tuned))

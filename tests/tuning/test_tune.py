@@ -81,10 +81,10 @@ def test_own_answers_have_other_defaults_which_a_call_replaces(tmp_path: Path) -
     own = {"self": True, "prompts": str(prompts), "self_tokens": 400}
     tuned = skipdecode.tune(llm, out=tmp_path / "a", **own, **PACE)
     options = tuned.recipe["options"]
-    assert (options["curriculum"], options["distill_weight"], options["sampled_speedups"]) == ("sampled", 1, [1, 1.25])
+    assert (options["distill_weight"], options["sampled_speedups"]) == (1, [1, 1.25])
     assert tuned.schedule.nominal_speedup == pytest.approx(1.5, abs=0.2)
-    again = skipdecode.tune(llm, out=tmp_path / "b", recipe=tmp_path / "a" / "recipe.json", curriculum="none")
-    assert again.recipe["options"] == options | {"curriculum": "none"}
+    again = skipdecode.tune(llm, out=tmp_path / "b", recipe=tmp_path / "a" / "recipe.json", sampled_speedups=())
+    assert again.recipe["options"] == options | {"sampled_speedups": []}
     assert again.schedule == tuned.schedule
     assert (tmp_path / "a" / TRAIN_FILE).read_bytes() == (tmp_path / "b" / TRAIN_FILE).read_bytes()
     with pytest.raises(UsageError, match="`train` and `self` exclude each other"):

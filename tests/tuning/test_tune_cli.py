@@ -28,7 +28,8 @@ from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 Files = dict[str, str]
-OLD_OPTIONS = {"augment_names": [], "curriculum_fraction": 0.5, "tensorboard": True}  # of recipes of earlier versions
+# Of recipes of earlier versions.
+OLD_OPTIONS = {"augment_names": [], "curriculum_fraction": 0.5, "tensorboard": True, "curriculum": "none"}
 PRESETS = Path(__file__).parents[2] / "presets"
 
 
@@ -213,8 +214,10 @@ def test_two_processes_make_the_steps_of_one_that_accumulates(files: Files, tmp_
     command = arguments(files, tmp_path / "two", "--nominal-speedup", "2", "--distill-weight", "0.3")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     subprocess.run([*launch, "-m", "skipdecode.cli", *command], env=environment, check=True, timeout=300)
-    one = arguments(files, tmp_path / "one", "--nominal-speedup", "2", "--distill-weight", "0.3", "--accumulation", "2")
-    assert main(one) == 0
+    more = tmp_path / "more.json"
+    more.write_text('{"options": {"accumulation": 2}}')
+    one = ["--nominal-speedup", "2", "--distill-weight", "0.3", "--recipe", str(more)]
+    assert main(arguments(files, tmp_path / "one", *one)) == 0
     names = ("two", "one")
     two, single = (curve(tmp_path / name) for name in names)
     assert [row[:2] for row in two] == [row[:2] for row in single]
@@ -243,11 +246,11 @@ def refused(capsys: Any, command: list[str], code: int = 2) -> str:
         (["--prompt-field", "colour"], "give one of --task, --prompt-template and --prompt-field"),
         (["--nominal-speedup", "2", "--schedule", "x.json"], "--schedule and --nominal-speedup exclude each other"),
         (["--schedule", "none.json"], "none.json"),
-        (["--train-records", "-1"], "--train-records -1 is not accepted: give 1 or more"),
+        (["--dev-records", "-1"], "--dev-records -1 is not accepted: give 1 or more"),
+        (["--clip", "0"], '"clip" is an option of skipdecode.tune in Python, and of a recipe'),
         (["--nominal-speedup", "9"], "nominal_speedup=9 leaves"),
         (["--prompt-template", "{colour"], "prompt template"),
         (["--task", "e2e"], "exclude each other"),
-        (["--lora-targets", "nothing"], "--lora-targets nothing"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
@@ -315,6 +318,11 @@ def test_a_directory_in_use_needs_resume_and_the_same_run(files: Files, tmp_path
         ('{"options": {"stepz": 3}}', 2, "unknown option 'stepz'"),
         ('{"options": {"augment_names": ["mr"]}}', 2, "benchmarks/invented_names.py"),
         ('{"options": {"steps": [3]}}', 2, "--steps"),
+        (
+            '{"options": {"lora_targets": ["nothing"], "prompt_field": "thing", "response_field": "ref"}}',
+            2,
+            "lora_targets nothing",
+        ),
         ("[]", 2, "the key 'options'"),
         ('{"kind": "bench", "options": {}}', 2, "'bench'"),
         ("{", 2, "not JSON"),
@@ -338,7 +346,7 @@ def test_a_preset_is_a_recipe(files: Files, tmp_path: Path) -> None:
     small += ["--nominal-speedup", "3", "--sampled-speedups", "1", "2"]  # the model has 8 layers
     assert main(["tune", files["model"], "--recipe", str(path), *small, "--out", str(tmp_path / "out")]) == 0
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
-    changed = {"model", "steps", "batch_size", "sampled_speedups"}
+    changed = {"model", "steps", "batch_size", "sampled_speedups", "curriculum"}
     for name, value in json.loads(path.read_text())["options"].items():
         assert name in changed or recipe["options"][name] == value
 

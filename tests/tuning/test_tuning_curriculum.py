@@ -21,7 +21,7 @@ def test_without_a_curriculum_every_step_runs_the_target() -> None:
 
 
 def test_sampling_draws_each_speed_up_and_repeats_itself() -> None:
-    config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 2, 3), seed=5)
+    config = TuneConfig(sampled_speedups=(1, 2, 3), seed=5)
     curriculum = make_curriculum(TARGET, config)
     assert [round(s.nominal_speedup) for s in curriculum.goals] == [3, 1, 2]  # the target once, although 3 is named
     drawn = [curriculum.schedule_at(step) for step in range(300)]
@@ -32,7 +32,7 @@ def test_sampling_draws_each_speed_up_and_repeats_itself() -> None:
 
 
 def test_what_is_named_twice_is_drawn_twice_as_often_and_prompts_are_sampled_too() -> None:
-    config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 2, 3, 3), sampled_prompts=("4", "full"))
+    config = TuneConfig(sampled_speedups=(1, 2, 3, 3), sampled_prompts=("4", "full"))
     curriculum = make_curriculum(TARGET, config)
     shapes = [(round(s.nominal_speedup), len(s.prompt_layers())) for s in curriculum.goals]
     assert shapes == [(3, 12), (1, 12), (2, 12), (3, 4), (2, 4)]  # each once, and full depth has no other prompt
@@ -47,7 +47,7 @@ def test_what_is_named_twice_is_drawn_twice_as_often_and_prompts_are_sampled_too
 def test_schedules_that_differ_have_names_that_differ() -> None:
     # Budgets of their own: the linear ones of the same speed-up would have the same name.
     curve = Schedule(12, Schedule.even(12, (4,)).drop_order, (7, 6, 6, 6), family="calibrated", speedup=2)
-    config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 2, 2, 3), sampled_prompts=("4",))
+    config = TuneConfig(sampled_speedups=(1, 2, 2, 3), sampled_prompts=("4",))
     curriculum = make_curriculum(curve, config)
     assert curriculum.target == curriculum.goals[0] == curve
     names = [goal.name for goal in curriculum.goals]
@@ -59,7 +59,7 @@ def test_schedules_that_differ_have_names_that_differ() -> None:
 
 def test_the_nominal_speed_up_of_the_target_is_the_target_whatever_its_budgets() -> None:
     floored = Schedule(12, Schedule.even(12, (4,)).drop_order, (9, 5, 5, 5), family="calibrated")
-    config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 3, *[floored.nominal_speedup] * 2))
+    config = TuneConfig(sampled_speedups=(1, 3, *[floored.nominal_speedup] * 2))
     curriculum = make_curriculum(floored, config)
     drawn = [curriculum.schedule_at(step) for step in range(400)]
     assert len(curriculum.goals) == 3
@@ -68,7 +68,7 @@ def test_the_nominal_speed_up_of_the_target_is_the_target_whatever_its_budgets()
 
 def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other() -> None:
     even = Schedule.even(12, TARGET.budgets)
-    curriculum = make_curriculum(even, TuneConfig(curriculum="sampled", sampled_speedups=(2,)))
+    curriculum = make_curriculum(even, TuneConfig(sampled_speedups=(2,)))
     steep, flat = curriculum.goals
     assert flat.drop_order == even.drop_order
     assert all(set(steep.layers(i)) <= set(flat.layers(i)) for i in range(25))
@@ -76,23 +76,21 @@ def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other()
 
 def test_sampled_schedules_keep_the_targets_prompts_but_full_depth_is_full() -> None:
     target = TARGET.with_prompt((0, 1, 2, 3))
-    goals = make_curriculum(target, TuneConfig(curriculum="sampled", sampled_speedups=(1, 2))).goals
+    goals = make_curriculum(target, TuneConfig(sampled_speedups=(1, 2))).goals
     assert [len(s.prompt_layers()) for s in goals] == [4, 12, 4]
 
 
 def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
     flat = replace(Schedule.constant(12, 4), name="", family="pruned", speedup=3)
-    curriculum = make_curriculum(flat, TuneConfig(curriculum="sampled", sampled_speedups=(2,)))
+    curriculum = make_curriculum(flat, TuneConfig(sampled_speedups=(2,)))
     assert [(s.name, s.budgets) for s in curriculum.goals] == [("pruned-3x", (4,)), ("pruned-2x", (6,))]
     with pytest.raises(ScheduleError, match="no drop order to sample 2x from: give --nominal-speedup above 1"):
-        make_curriculum(Schedule.full(12), TuneConfig(curriculum="sampled", sampled_speedups=(2,)))
+        make_curriculum(Schedule.full(12), TuneConfig(sampled_speedups=(2,)))
 
 
 @pytest.mark.parametrize(
     ("option", "value", "accepted"),
     [
-        ("curriculum", "sampeld", "one of none, sampled"),
-        ("curriculum", "lower", "one of none, sampled"),
         ("precision", "fp16", "one of auto, fp32, bf16"),
         ("full", "false", "true or false"),
         ("lora_targets", "all-linear", "a list of values"),
@@ -105,9 +103,8 @@ def test_choices_are_checked_wherever_they_come_from(option: str, value: str, ac
     assert refused.value.accepted.startswith(accepted)
 
 
-def test_sampling_needs_a_second_schedule() -> None:
-    with pytest.raises(ScheduleError, match="second schedule"):
-        make_curriculum(Schedule.full(12), TuneConfig(curriculum="sampled", sampled_speedups=(1,)))
+def test_speed_ups_that_are_the_targets_add_nothing() -> None:
+    assert make_curriculum(Schedule.full(12), TuneConfig(sampled_speedups=(1,))).goals == (Schedule.full(12),)
 
 
 def test_learning_rate_rises_then_falls_to_almost_nothing() -> None:

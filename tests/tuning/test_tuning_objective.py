@@ -111,13 +111,6 @@ def test_the_teacher_of_a_lora_model_is_the_base_model_at_full_depth() -> None:
     assert not torch.allclose(student, base, atol=0.1)
 
 
-def test_the_current_teacher_is_the_tuned_model_at_full_depth_without_dropout() -> None:
-    model = lora_model(dropout=0.5)
-    tuned = full_depth(model.eval())
-    with attach(model.train(), SCHEDULE) as attachment:
-        torch.testing.assert_close(Teacher(attachment, model).logits(BATCH), tuned)
-
-
 def test_the_frozen_copy_teaches_what_the_model_was() -> None:
     model, copy = tiny_model("llama"), tiny_model("llama")
     before = full_depth(copy)

@@ -114,7 +114,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "model_type": "gpt2",
         "model_options": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0},
     },
-    "sampled": {"curriculum": "sampled", "sampled_speedups": (1.0, 3.0, 3.0), "sampled_prompts": ("4",)},
+    "sampled": {"sampled_speedups": (1.0, 3.0, 3.0), "sampled_prompts": ("4",)},
     "checkpointing": {"full": True, "gradient_checkpointing": True},
     "lora and a fit": {"fit": True, "distill_weight": 0.5},
     "all weights and a fit": {"fit": True, "full": True},

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     found = kinds(config)
     # With any number of positional arguments, a flag with several values would take those too.
     one_each = any(kind.many and kind.metadata["positional"] for kind in found.values())
-    for field in _own_first(config):
+    for field in (each for each in _own_first(config) if each.metadata["flag"]):
         _add(parser, field, found[field.name], None if one_each else "+")
 
 
@@ -38,7 +38,7 @@ def config_from(config: type[T], args: argparse.Namespace) -> T:
 
 def with_flags(error: SkipDecodeError, config: type) -> SkipDecodeError:
     """The error with flags in place of options, which messages for Python write as `prompt_field`."""
-    known = kinds(config)
+    known = {name for name, kind in kinds(config).items() if kind.metadata["flag"]}
     if isinstance(error, OptionError) and error.name in known:
         name = option_name(config, error.name)
         return UsageError(f"{name} {error.value!r} is not accepted: give {error.accepted}")

@@ -358,7 +358,7 @@ def _sampled(config: Config) -> dict[str, Any]:
     if not (others := config.sampled_speedups):
         return {}
     target = Schedule.load(Path(config.out) / "fit" / "schedule.json").nominal_speedup
-    return {"curriculum": "sampled", "sampled_speedups": (*others, *[target] * len(others))}
+    return {"sampled_speedups": (*others, *[target] * len(others))}
 
 
 def _common(config: Config) -> dict[str, Any]:

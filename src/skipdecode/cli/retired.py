@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from skipdecode.errors import UsageError
 
+_RECIPE_ONLY = (
+    *("accumulation", "clip", "fit-learning-rate", "gradient-checkpointing", "lora-alpha"),
+    *("lora-dropout", "lora-targets", "no-train-fit", "temperature", "teacher-top-k", "train-fit", "warmup-fraction"),
+    "weight-decay",
+)
 RETIRED = {
     "--augment-names": "benchmarks/invented_names.py of the source repository writes a file of records with invented "
     "names, for --train (calibrate: --data)",
@@ -26,7 +31,15 @@ RETIRED = {
     "calibrate write their pictures as PNG files into --out",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "
     "measure throughput and latency (serve_load.py for a server)",
-    "tune --curriculum-fraction": "tune runs the schedule, or those of --curriculum sampled, from the first step",
+    "tune --curriculum-fraction": "tune runs the schedule, or those of --sampled-speedups, from the first step",
+    "tune --curriculum": "--sampled-speedups 1 2 3 alone samples these speed-ups beside the schedule",
+    "tune --teacher": "the model before tuning, at full depth, teaches",
+    "tune --train-records": "give --train a file with fewer lines (head -n N FILE)",
+    **{
+        f"tune --{name}": f'"{name.replace("-", "_")}" is an option of skipdecode.tune in Python, and of a recipe: '
+        f'--recipe FILE with {{"options": {{"{name.replace("-", "_")}": …}}}}'
+        for name in _RECIPE_ONLY
+    },
     "tune --tensorboard": "OUT/log.jsonl has the losses of every step, and OUT/loss.png shows them",
 }
 """By the name of a verb, of a flag of any verb (`--flag`), or of a flag of one verb (`verb --flag`)."""

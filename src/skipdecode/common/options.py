@@ -77,10 +77,17 @@ def option(
     """
     bounds = {"least": least, "most": most, "above": above, "below": below}
     named = {"help": help, "choices": choices, "positional": positional, "alias": alias, "parse": parse}
-    metadata = {**named, "path": path, "bounds": bounds}
+    metadata = {**named, "path": path, "flag": True, "bounds": bounds}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def setting(help: str, **keywords: Any) -> Any:
+    """An `option` without a flag: it is set in Python, or in a recipe."""
+    field = option(help, **keywords)
+    field.metadata = {**field.metadata, "flag": False}
+    return field
 
 
 class Options:

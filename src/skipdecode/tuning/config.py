@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, option, setting
 from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
 from skipdecode.tuning.self_generated import SelfGeneratedOptions
@@ -31,75 +31,84 @@ class TuneConfig(Options):
         above=0,
     )
     batch_size: int = option("records in one forward pass, on each process", default=16, least=1)
-    accumulation: int = option("forward passes whose gradients make one optimizer step", default=1, least=1)
+    accumulation: int = setting("forward passes whose gradients make one optimizer step", default=1, least=1)
     learning_rate: float = option("peak learning rate of AdamW, reached after the warm-up", default=3e-4, above=0)
-    warmup_fraction: float = option(
-        "part of the run over which the learning rate rises; then it falls as a cosine", default=0.05, least=0, most=1
+    warmup_fraction: float = setting(
+        "part of the run over which the learning rate rises; then it falls as a cosine",
+        default=0.05,
+        least=0,
+        most=1,
     )
-    weight_decay: float = option("weight decay of matrices; vectors (norms, biases) have none", default=0.01, least=0)
-    clip: float = option("largest norm of the gradient; 0 does not clip", default=1.0, least=0)
+    weight_decay: float = setting(
+        "weight decay of matrices; vectors (norms, biases) have none",
+        default=0.01,
+        least=0,
+    )
+    clip: float = setting("largest norm of the gradient; 0 does not clip", default=1.0, least=0)
     seed: int = option("seed of batches, adapters, dropout and sampled budgets", default=0, least=0)
 
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
     lora_rank: int | None = option(
         f"rank of the LoRA adapter (default: {DEFAULT_LORA_RANK}; not with --full)", default=None, least=1
     )
-    lora_alpha: float | None = option(
-        "LoRA scale: updates are multiplied by alpha / rank (default: 2 x rank)", default=None, above=0
+    lora_alpha: float | None = setting(
+        "LoRA scale: updates are multiplied by alpha / rank (default: 2 x rank)",
+        default=None,
+        above=0,
     )
-    lora_dropout: float = option("dropout in front of the LoRA adapter", default=0.0, least=0, below=1)
-    lora_targets: tuple[str, ...] = option(
+    lora_dropout: float = setting("dropout in front of the LoRA adapter", default=0.0, least=0, below=1)
+    lora_targets: tuple[str, ...] = setting(
         "names of the modules that get an adapter; all-linear takes every linear layer but the head",
         default=("all-linear",),
     )
     adapter_dtype: Literal["float32", "float16"] = option(
         "numbers of the saved adapter; float16 halves the file and keeps more digits than bfloat16", default="float32"
     )
-    train_fit: bool = option("train the fit of the schedule or checkpoint too, if there is one", default=True)
-    fit_learning_rate: float = option(
-        "peak learning rate of the fit, whose maps a rate for adapters destroys in a few steps", default=5e-5, above=0
+    train_fit: bool = setting(
+        "train the fit of the schedule or checkpoint too, if there is one",
+        default=True,
+    )
+    fit_learning_rate: float = setting(
+        "peak learning rate of the fit, whose maps a rate for adapters destroys in a few steps",
+        default=5e-5,
+        above=0,
     )
     merge: bool = option("save the model with the adapter merged in, instead of the adapter alone", default=False)
 
     distill_weight: float = option(
-        "weight w of self-distillation: loss = (1 - w) * cross-entropy + w * KL to the same model at full depth",
+        "weight w of self-distillation: loss = (1 - w) * cross-entropy + w * KL to the model before tuning at full "
+        "depth",
         default=0.0,
         least=0,
         most=1,
     )
-    temperature: float = option("temperature of both distributions in the distillation term", default=1.0, above=0)
-    teacher: Literal["initial", "current"] = option(
-        "who teaches at full depth: the weights before tuning (a fresh LoRA adapter is switched off for it; else a "
-        "frozen copy teaches) or the weights of the moment",
-        default="initial",
+    temperature: float = setting(
+        "temperature of both distributions in the distillation term",
+        default=1.0,
+        above=0,
     )
-    teacher_top_k: int = option(
-        "top-k tokens of the initial teacher that are kept for each position, so that the teacher runs once for each "
-        "record; 0: all tokens, computed at each step",
+    teacher_top_k: int = setting(
+        "top-k tokens of full depth that are kept for each position, so that full depth runs once for each record; 0: "
+        "all tokens, computed at each step",
         default=64,
         least=0,
     )
 
-    curriculum: Literal["none", "sampled"] = option(
-        "none: each step the schedule; sampled: each step one of the schedules of --sampled-speedups, so that one "
-        "checkpoint serves all of them",
-        default="none",
-    )
     sampled_speedups: tuple[float, ...] = option(
-        "sampled: nominal speed-ups next to the schedule's own, with its drop order and positions; one that is given "
-        "twice is drawn twice as often",
-        default=(1.0, 2.0, 3.0),
+        "each step runs the schedule or one of these nominal speed-ups, drawn at random, with its drop order and "
+        "positions, so that one checkpoint serves all of them; one that is given twice is drawn twice as often",
+        default=(),
         least=1,
     )
     sampled_prompts: tuple[str, ...] = option(
-        "sampled: also the schedule and each speed-up above 1 with these prompt layers (as --prompt-layers names them)",
+        "draw also the schedule and each speed-up above 1 with these prompt layers (as --prompt-layers names them)",
         default=(),
     )
 
     precision: Literal["auto", "fp32", "bf16"] = option(
         "arithmetic of the forward pass; auto takes bf16 only where the device computes it in hardware", default="auto"
     )
-    gradient_checkpointing: bool = option("compute activations twice to store fewer of them", default=False)
+    gradient_checkpointing: bool = setting("compute activations twice to store fewer of them", default=False)
     eval_every: int = option("steps between two evaluations on the dev records", default=50, least=1)
     checkpoint_every: int = option("steps between two checkpoints from which --resume goes on", default=50, least=1)
     compare_batches: int = option(
@@ -135,12 +144,10 @@ class TuneOptions(TuneConfig, SelfGeneratedOptions, RecordOptions):
     EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev", "response_field")}
     OF_OWN_ANSWERS: ClassVar[dict[str, Any]] = {
         "distill_weight": 1.0,
-        "curriculum": "sampled",
         "sampled_speedups": (1.0, 1.25),
     }
     """Other defaults with `self`: answers only teach full depth, and milder schedules lose very little there."""
 
-    train_records: int | None = option("use only the first N lines of --train", default=None, least=1)
     dev_records: int | None = option(
         "use only the first N lines of --dev; with --self, hold out at most N records", default=256, least=1
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from skipdecode.errors import ScheduleError
 from skipdecode.models.loading.recipe import sampled_schedules
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
@@ -47,9 +46,5 @@ class Sampled(Curriculum):
 
 def make_curriculum(target: Schedule, config: TuneConfig) -> Curriculum:
     """The curriculum that `config` asks for."""
-    if config.curriculum == "none":
-        return Curriculum(target)
     others = sampled_schedules(target, config.sampled_speedups, config.sampled_prompts)
-    if set(others) <= {target}:
-        raise ScheduleError("sampled budgets need a second schedule: give --sampled-speedups other than the target's")
-    return Sampled(target, others, config.seed)
+    return Curriculum(target) if set(others) <= {target} else Sampled(target, others, config.seed)

@@ -2,10 +2,9 @@
 
     loss = (1 - w) * CE + w * T^2 * KL(teacher || student),    both summed over response tokens
 
-The teacher is the same model at full depth, without gradients and without dropout. `initial` is the weights before
-tuning: with LoRA the model with its adapter off, so there is no second copy; with all weights tuned a frozen copy,
-which costs the model's memory once more. `current` is the weights of the moment: no copy either way, but the teacher is
-only as good as tuning leaves full depth, so it goes with a curriculum that also trains full depth.
+The teacher is the model before tuning at full depth, without gradients and without dropout: with LoRA the model with
+its adapter off, so there is no second copy; with all weights tuned a frozen copy, which costs the model's memory once
+more.
 Temperature as in Hinton et al., arXiv 1503.02531: T^2 keeps the gradient's size.
 
 A teacher that does not change is asked once for each record. Its top-k tokens are kept with their log-probabilities in

@@ -21,7 +21,10 @@ from skipdecode.schedule import Schedule
 
 _MUST_AGREE = ("options", "prompt", "schedule", "data", "checkpoint")
 # Of recipes of earlier versions: these options change nothing, and the recipe has the schedule itself.
-_NO_OPTIONS = ("curriculum_fraction", "tensorboard", "schedule", "nominal_speedup", "seq_len", "prompt_layers", "flat")
+_NO_OPTIONS = (
+    *("schedule", "nominal_speedup", "seq_len", "prompt_layers", "flat"),
+    *("curriculum_fraction", "tensorboard", "teacher", "train_records"),
+)
 
 
 def make_recipe(
@@ -72,6 +75,8 @@ def current_options(recipe: Mapping[str, Any]) -> dict[str, Any]:
             "the recipe has augment_names, which was removed: benchmarks/invented_names.py of the source repository "
             "writes a file of records with invented names for `train`"
         )
+    if options.pop("curriculum", "sampled") == "none":
+        options |= {"sampled_speedups": [], "sampled_prompts": []}
     return options
 
 

@@ -290,7 +290,7 @@ class _Run:
             raise MissingExtraError("tuning", "tune") from None
 
     def _read(self, template: Any, **sources: Source | None) -> dict[str, Any]:
-        limits = {"train": self.settings.train_records, "dev": self.settings.dev_records}
+        limits = {"dev": self.settings.dev_records}
         given = {name: source for name, source in sources.items() if source is not None}
         skip_bad = self.settings.skips_bad or self.settings.self
         return read_sources(given, template, limits, skip_bad=skip_bad)

@@ -151,7 +151,7 @@ class Tuner:
         keep_freed_memory()
         set_seed(config.seed)
         learned = config.full or hasattr(model, "get_base_model")  # tuning changes the initial weights themselves
-        needs_copy = learned and config.distill_weight > 0 and config.teacher == "initial"
+        needs_copy = learned and config.distill_weight > 0
         frozen = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -165,13 +165,12 @@ class Tuner:
         self._model.train()
         if frozen is not None:
             frozen.to(self._accelerator.device)
-        switch_off = self._adapter if config.teacher == "initial" else None
         arithmetic = self._accelerator.autocast
         # Processes ask a keeping teacher at different steps: a wrapper that synchronizes them would wait forever.
         bare = self._accelerator.unwrap_model(self._model)
-        teacher = Teacher(self._attachment, bare, adapter=switch_off, copy=frozen, arithmetic=arithmetic)
+        teacher = Teacher(self._attachment, bare, adapter=self._adapter, copy=frozen, arithmetic=arithmetic)
         sharded = self._accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        kept = config.teacher == "initial" and config.teacher_top_k > 0 and not sharded
+        kept = config.teacher_top_k > 0 and not sharded
         said = KeptTeacher(teacher, config.teacher_top_k, config.temperature) if kept else teacher
         objective = Objective(said, config.distill_weight, config.temperature)
         self._step = TrainStep(self._accelerator, self._model, optimizer, objective, config.clip)
