@@ -39,14 +39,14 @@ def test_layers_and_bytes_are_those_of_the_schedule(model: Any):
     engine = GatedEngine(model, PAPER)
     decode(engine, PROMPTS, 10)
     stats, layers = engine.stats, sum(PAPER.budget(i) for i in range(9))
-    assert (stats.steps, stats.layer_reads, stats.token_layers) == (9, layers, 4 * layers)
+    assert (stats.steps, stats.token_layers) == (9, 4 * layers)
     per_token = 2 * 2 * 8 * 4 * len(PROMPTS)  # keys and values, heads, head size, fp32, rows
     assert stats.kv_bytes_peak == per_token * (7 * LAYERS + layers)
     assert stats.kv_bytes_full_peak == per_token * (7 + 9) * LAYERS
     engine = GatedEngine(model, FULL)
     decode(engine, PROMPTS, 10)
     full = stats.kv_bytes_full_peak
-    assert (engine.stats.layer_reads, engine.stats.kv_bytes_peak, engine.stats.kv_bytes_full_peak) == (72, full, full)
+    assert (engine.stats.kv_bytes_peak, engine.stats.kv_bytes_full_peak) == (full, full)
 
 
 def test_end_token_ends_its_row_only_and_is_counted(model: Any):

@@ -42,8 +42,6 @@ class EngineStats:
         Generated tokens that were fed back: one per decoding sequence and step, and the accepted drafts.
     token_layers : int
         Sum over fed tokens of the layers that they ran; of exact requests, drafts and all checks included.
-    layer_reads : int
-        Sum over steps of the layers that some fed token ran, and whose weights the step therefore read.
     short_heads, head_fallbacks : int
         Forwards whose tokens the 8-bit copy of the head decided (`skipdecode.engine.kernels.head`), and forwards that
         used the full head after it.
@@ -62,7 +60,6 @@ class EngineStats:
     prompt_seconds: float = 0.0
     fed_tokens: int = 0
     token_layers: int = 0
-    layer_reads: int = 0
     short_heads: int = 0
     head_fallbacks: int = 0
     drafted_tokens: int = 0

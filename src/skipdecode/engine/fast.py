@@ -1,27 +1,33 @@
-"""The decode loop on the package's own C++ kernels, with keys and values in pages."""
+"""The engine on the package's own C++ kernels: admit, draft, one forward, emit. Keys and values are in pages."""
 
 from __future__ import annotations
 
+import time
+from operator import eq
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from skipdecode.engine.base import NextToken
-from skipdecode.engine.batch import Chunk, token_rows
+from skipdecode.engine.base import Engine, NextToken
+from skipdecode.engine.batch import Chunk, forwards, token_rows
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import PagedKV
-from skipdecode.engine.loop import DecodeLoop
 from skipdecode.engine.requests import StepOutput
 from skipdecode.engine.sampling import Predicted, Sampler, scores
-from skipdecode.engine.scheduler import PROMPT_TOKENS
+from skipdecode.engine.scheduler import PROMPT_TOKENS, Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule import Schedule
 
+Drafts = dict[Sequence, tuple[int, ...]]
+"""Drafts of a step by sequence."""
 
-class FastEngine(DecodeLoop):
-    """Decodes requests on the package's own kernels, on CPUs; sequences of any age share a step.
+
+class FastEngine(Engine):
+    """Decodes requests on the package's own kernels, on CPUs, with continuous batching.
+
+    Sequences of any age and schedule share a step, and prompts join it in chunks.
 
     Parameters
     ----------
@@ -50,7 +56,7 @@ class FastEngine(DecodeLoop):
         If the schedule is for another number of layers.
     """
 
-    scores_prompts = True
+    drafts = scores_prompts = True
 
     def __init__(
         self,
@@ -66,12 +72,14 @@ class FastEngine(DecodeLoop):
         self.model = model if isinstance(model, FastModel) else open_model(model)
         self.name = self.model.name
         schedule.check_fits(self.model.num_layers)
-        super().__init__(
-            schedule, max_rows=max_rows, refill_below=refill_below, in_order=in_order, prompt_tokens=prompt_tokens
-        )
+        super().__init__(schedule)
         self.planner = self.model.planner
-        self._prefix_cache = prefix_cache
         self.kv: PagedKV = self.model.new_kv(prefix_cache)
+        self._prefix_cache = prefix_cache
+        self._prompt_tokens = prompt_tokens
+        self._scheduler = Scheduler(max_rows, refill_below, in_order=in_order)
+        self._prefilling: list[Sequence] = []
+        self._decoding: list[Sequence] = []
 
     @property
     def kv_bytes(self) -> int:
@@ -81,10 +89,51 @@ class FastEngine(DecodeLoop):
     def cached_bytes(self) -> int:
         return self.kv.cached_bytes
 
+    @property
+    def waiting(self) -> int:
+        return self._scheduler.waiting
+
+    @property
+    def rows(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    def close(self) -> None:
+        for sequence in self._prefilling + self._decoding:
+            self.kv.close(sequence.slot)
+        self._prefilling, self._decoding = [], []
+        self._scheduler.clear()
+
+    def cancel(self, number: int) -> None:
+        """See `Engine`; the pages of the sequence are free at once."""
+        for sequences in (self._prefilling, self._decoding):
+            for sequence in sequences:
+                if sequence.number == number:
+                    sequences.remove(sequence)
+                    self.kv.close(sequence.slot)
+                    return
+        self._scheduler.drop(number)
+
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """See `DecodeLoop`."""
-        return super().step()
+        """Admit sequences, then run a part of the waiting prompts, and one token of every other sequence.
+
+        That is one forward, unless schedules of several drop orders run (see `forwards`). Drafts of exact sequences run
+        before it, and are checked in it.
+        """
+        start = time.perf_counter()
+        for sequence in self._scheduler.admit(self.rows):
+            self._join(sequence)
+            if sequence.drafting is not None:
+                sequence.drafter = self.planner.drafter(sequence.drafting, sequence.request.prompt)
+            self._prefilling.append(sequence)
+        chunks, drafted = self._next_prefill(), self._draft()
+        for sequence in self._decoding:
+            self._fall(sequence)
+            tokens = sequence.output[-1], *drafted.get(sequence, ())
+            chunks.append(Chunk.following(sequence, tokens))
+        outputs = [out for part in forwards(chunks) for out in self._forward(part, drafted)]
+        self.stats.step_seconds += time.perf_counter() - start
+        return outputs
 
     # ------------------------------------------------------------------ keys and values
 
@@ -95,22 +144,18 @@ class FastEngine(DecodeLoop):
             self.model.ensure_positions(sequence.total_tokens)
             sequence.request.check_vocabulary(self.model.vocab_size)
             sequence.pages = self.kv.most_pages(sequence)
-        super()._enqueue(schedule, new)
+        self._scheduler.submit(new)
 
     def _join(self, sequence: Sequence) -> None:
+        """Reserve memory for an admitted sequence, and make its sampler."""
         used = sum(each.pages for each in self._prefilling + self._decoding)
         pages = used + sequence.pages + self.kv.cached_bytes // self.kv.layout.page_bytes
         self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages)
         sequence.slot = self.kv.open(sequence.request.cache_salt)
         sequence.sampler = Sampler(sequence.request.sampling, sequence.request.prompt)
 
-    def _leave(self, sequence: Sequence) -> None:
-        self.kv.close(sequence.slot)
-
-    def _drop(self, sequence: Sequence, layers: list[int]) -> None:
-        self.kv.drop(sequence.slot, layers)
-
     def _starts(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
+        """Whether a sequence's next prompt tokens run now, with `chunks`; the prefix cache may move `sequence.ran`."""
         if not self._prefix_cache or sequence.request.scores_prompt:
             return True
         ran = self.kv.match(sequence.slot, sequence.prompt, sequence.request.prompt, sequence.ran)
@@ -135,7 +180,31 @@ class FastEngine(DecodeLoop):
 
     # ------------------------------------------------------------------ one forward
 
+    def _next_prefill(self) -> list[Chunk]:
+        """The prompt chunks of the next forward: up to `prompt_tokens` tokens, first come, first served.
+
+        If the first prompt has layers of its own, only prompts with the same layers join it (see `token_rows`).
+        """
+        chunks: list[Chunk] = []
+        room = self._prompt_tokens
+        own = self._prefilling[0].prompt if self._prefilling and self._prefilling[0].prompt.own else None
+        for sequence in self._prefilling:
+            if not room:
+                break
+            if sequence.prompt != own and (own is not None or sequence.prompt.own):
+                continue
+            if self._starts(sequence, chunks):
+                tokens = sequence.request.prompt[sequence.ran : sequence.ran + room]
+                chunks.append(Chunk.following(sequence, tokens))
+                room -= len(tokens)
+        return chunks
+
     def _run(self, chunks: list[Chunk], *, drafting: bool = False) -> tuple[list[Sequence], Predicted]:
+        """One forward over the chunks: the sequences that get tokens with it, and their tokens.
+
+        Rows that say a next token are those of the sequences in this order: of each one row for every token that it
+        ran, of a prompt one.
+        """
         pages = self.kv.layout.pages
         for chunk in chunks:
             # From the second new token on, most tokens lie in a page that the sequence has.
@@ -167,11 +236,111 @@ class FastEngine(DecodeLoop):
         following = request.prompt[chunk.start + 1 : chunk.end + 1]
         chunk.sequence.scores += scores(logits, following, request.sampling.top_logprobs)
 
-    def _choose(self, predicted: Predicted, row: int, sampler: Sampler) -> NextToken:
-        return predicted.token(row, sampler)
+    def _forward(self, chunks: list[Chunk], drafted: Drafts) -> list[StepOutput]:
+        """Run prompt chunks, and tokens of decoding sequences with their drafts; returns the outputs."""
+        start = time.perf_counter()
+        due, predicted = self._run(chunks)
+        for chunk in chunks:
+            chunk.sequence.ran = chunk.end
+        self._count(chunks, time.perf_counter() - start)
+        self._prefilling = [sequence for sequence in self._prefilling if sequence.in_prefill]
+        self._decoding += [sequence for sequence in due if not sequence.output]
+        outputs = self._emit(self._chosen(due, predicted, drafted), start) if due else []
+        for sequence in due:
+            if sequence.finish_reason is not None:
+                self._decoding.remove(sequence)
+                self.kv.close(sequence.slot)
+        return outputs
+
+    def _chosen(self, due: list[Sequence], predicted: Predicted, drafted: Drafts) -> list[tuple[Sequence, NextToken]]:
+        """The next tokens of each sequence: its accepted drafts, and one more."""
+        chosen: list[tuple[Sequence, NextToken]] = []
+        row = 0
+        for sequence in due:
+            drafts, before = drafted.get(sequence, ()), len(chosen)
+            for place in range(len(drafts) + 1):
+                token = predicted.token(row + place, sequence.sampler)
+                chosen.append((sequence, token))
+                if token.token in sequence.request.stop_ids or token.token not in drafts[place : place + 1]:
+                    break
+            row += len(drafts) + 1
+            came = [token.token for _, token in chosen[before:]]
+            # Keys and values of rejected drafts stay in the pages and are overwritten.
+            sequence.ran -= len(drafts) + 1 - len(came)
+            self._learn(sequence, drafts, came)
+        return chosen
+
+    # ------------------------------------------------------------------ exact sequences
+
+    def _draft(self) -> Drafts:
+        """Draft as many tokens of exact sequences as the planner says, from their texts or under their schedules."""
+        exact = [sequence for sequence in self._decoding if sequence.drafting is not None]
+        if not exact:
+            return {}
+        for sequence in exact:
+            sequence.drafter.look(sequence.request.max_new_tokens - len(sequence.output) - 1)
+        counts = self.planner.plan(len(self._decoding), [sequence.drafter for sequence in exact])
+        wanted = {sequence: count for sequence, count in zip(exact, counts, strict=True) if count}
+        drafted = {
+            sequence: () if sequence.drafter.runs else sequence.drafter.found[:count]
+            for sequence, count in wanted.items()
+        }
+        samplers = {sequence: sequence.sampler.fork() for sequence in wanted if sequence.drafter.runs}
+        while chunks := [
+            self._draft_chunk(sequence, drafted[sequence])
+            for sequence in samplers
+            if len(drafted[sequence]) < wanted[sequence]
+        ]:
+            for part in forwards(chunks):
+                start = time.perf_counter()
+                due, predicted = self._run(part, drafting=True)
+                for row, sequence in enumerate(due):
+                    draft = predicted.token(row, samplers[sequence])
+                    drafted[sequence] += (draft.token,)
+                    if draft.logprob < self.planner.least_logprob:
+                        del samplers[sequence]
+                self.planner.drafts.note(len(part), time.perf_counter() - start)
+                self.stats.token_layers += sum(len(chunk.layers) for chunk in part)
+        return drafted
+
+    def _draft_chunk(self, sequence: Sequence, drafts: tuple[int, ...]) -> Chunk:
+        """The last token or draft, which runs the layers of its position under the schedule."""
+        layers = sequence.drafter.schedule.layers(len(sequence.output) - 1 + len(drafts))
+        token = drafts[-1] if drafts else sequence.output[-1]
+        return Chunk(sequence, (token,), sequence.ran + len(drafts), layers)
+
+    def _learn(self, sequence: Sequence, drafts: tuple[int, ...], came: list[int]) -> None:
+        """Learn from the drafts and new tokens of a sequence."""
+        if sequence.drafting is None:
+            return
+        sequence.drafter.learn(drafts, came)
+        if drafts:
+            self.stats.drafted_tokens += len(drafts)
+            self.stats.accepted_tokens += sum(map(eq, drafts, came))
+            self.stats.verified_tokens += len(came)
+            self.stats.fed_tokens += len(came) - 1
+
+    def _fall(self, sequence: Sequence) -> None:
+        """Drop the layers that the next token of a decoding sequence does not run."""
+        layers = sequence.schedule.layers(len(sequence.output) - 1)
+        if layers != sequence.layers:
+            keep = set(layers)
+            self.kv.drop(sequence.slot, [layer for layer in sequence.layers if layer not in keep])
+            sequence.layers = layers
 
     def _count(self, chunks: list[Chunk], seconds: float) -> None:
-        super()._count(chunks, seconds)
+        """Note what a forward did; its time is split between prefill and decode in proportion to tokens x layers."""
+        stats, depths = self.stats, [len(c.layers) for c in chunks if c.sequence.output for _ in c.tokens]
+        prompts = [(len(c.tokens), len(c.sequence.prompt.run)) for c in chunks if not c.sequence.output]
+        layers, prompt_layers = sum(depths), sum(tokens * depth for tokens, depth in prompts)
+        if depths and not prompts and min(depths) == self.num_layers:
+            self.planner.checks.note(len(depths), seconds)
+        stats.prompt_tokens += sum(tokens for tokens, _ in prompts)
+        stats.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
+        if depths:
+            stats.steps += 1
+            stats.fed_tokens += len(chunks) - len(prompts)
+            stats.token_layers += layers
         pages = (
             sum(self.kv.layout.pages(sequence.ran) for sequence in self._prefilling + self._decoding) - self.kv.overlap
         )

@@ -213,7 +213,6 @@ class GatedEngine(Engine):
             stats.steps += 1
             stats.fed_tokens += rows
             stats.token_layers += rows * layers
-            stats.layer_reads += layers
         stats.note_kv(batch.cache.kv_bytes(), batch.cache.kv_bytes_full())
 
     def _keep(self, stays: list[bool]) -> None:
