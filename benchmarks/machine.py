@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.build import KernelBuildError, load_library
 from skipdecode.engine.kernels.quantize import quantize
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.models.families import decoder_layers
-from skipdecode.performance.geometry import ModelGeometry
 
 # Several times the largest last-level cache, and small enough for any machine that holds a model.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31}

@@ -19,6 +19,8 @@ from shared import script_parser, write_result
 
 from skipdecode import Schedule
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.cost.measure import CostMeter
+from skipdecode.cost.model import CostModel
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.evaluation.methods import Method
@@ -26,8 +28,6 @@ from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, WHAT, speed_entries, time_equal_lengths
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
-from skipdecode.performance.cost import CostModel
-from skipdecode.performance.measure import CostMeter
 
 LENGTHS = {"e2e": (35, 25), "cnn_dm": (192, 60)}
 PROMPTS = ("full", 20, 15, 10, "max_exit")

@@ -23,13 +23,13 @@ from torch.nn import functional
 
 from skipdecode import Schedule
 from skipdecode.common.stopwatch import Stopwatch, timed
+from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.cost.measure import Shape, step_seconds
 from skipdecode.engine.batch import LayerRows, TokenRows
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
-from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.measure import Shape, step_seconds
 
 ROWS = 512
 TYPES = ("bfloat16", "float32")

@@ -35,6 +35,8 @@ from skipdecode.common.environment import environment, limit_threads
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import progress_bar, quiet
 from skipdecode.common.stopwatch import Stopwatch
+from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.cost.model import CostModel
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import SkipDecodeError, UnfitModelError, UsageError
@@ -42,8 +44,6 @@ from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import choose_device, load_model
-from skipdecode.performance.cost import CostModel
-from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 
 PACKAGE = ("fast", "fast-int8", "fast-w8a8", "gated")

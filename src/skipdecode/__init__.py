@@ -17,12 +17,12 @@ from skipdecode.errors import SkipDecodeError
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from skipdecode.cost.plan import plan
     from skipdecode.engine.loading import load
     from skipdecode.evaluation.evaluate import evaluate
     from skipdecode.generation.llm import LLM, generate
     from skipdecode.models.attach import Attachment, attach, detach
     from skipdecode.models.loading.export import export
-    from skipdecode.performance.plan import plan
     from skipdecode.tuning.run import tune
 
 __version__ = "0.1.0"
@@ -51,7 +51,7 @@ _LAZY = {
     "export": ("models.loading.export", "export"),
     "generate": ("generation.llm", "generate"),
     "load": ("engine.loading", "load"),
-    "plan": ("performance.plan", "plan"),
+    "plan": ("cost.plan", "plan"),
     "tune": ("tuning.run", "tune"),
 }
 

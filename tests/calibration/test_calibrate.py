@@ -28,11 +28,11 @@ from skipdecode.calibration.run import calibrate, records_for_fit, trials
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
+from skipdecode.cost.model import CostModel, PromptCost
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit
-from skipdecode.performance.cost import CostModel, PromptCost
 from skipdecode.schedule import PromptDepth
 from skipdecode.tuning.collate import collate
 from skipdecode.tuning.objective import Objective

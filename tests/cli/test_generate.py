@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
+from skipdecode.cost.source import find_cost
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.performance.cost_source import find_cost
 from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
 from tiny import LAYERS
 

@@ -18,12 +18,12 @@ from fits import random_fit
 from skipdecode import Schedule
 from skipdecode.cli import main, prepare
 from skipdecode.common.journal import KeptValues
+from skipdecode.cost.model import CostModel
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.performance.cost import CostModel
 from skipdecode.tuning.checkpoint import save_tuned
 from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl

@@ -21,7 +21,7 @@ from skipdecode import Schedule, errors
 from skipdecode.cli import VERBS, main
 from skipdecode.cli.retired import RETIRED
 from skipdecode.common import progress
-from skipdecode.performance import cost_source
+from skipdecode.cost import source as cost_source
 from textgen_tools import save_tiny_model
 
 RECORDS = "--train rec.jsonl --dev rec.jsonl --out new"

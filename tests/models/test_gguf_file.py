@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.errors import UsageError
 from skipdecode.models.loading.gguf_file import KINDS, write_gguf
-from skipdecode.performance.geometry import ModelGeometry
 from tiny import LAYERS, tiny_model
 
 PLAIN: dict[str, dict[str, Any]] = {

@@ -16,12 +16,12 @@ from checkpoints import logits, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.cost.model import CostModel
 from skipdecode.errors import MissingExtraError, ModelLoadError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.store import cached_models
-from skipdecode.performance.cost import CostModel
 from tiny import tiny_model
 
 

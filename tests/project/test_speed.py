@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from skipdecode import Schedule
+from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.methods import Method
-from skipdecode.performance.geometry import ModelGeometry
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model
 

@@ -23,7 +23,7 @@ LAYERS = [
     {"models"},
     {"engine"},
     {"data"},
-    {"performance"},
+    {"cost"},
     {"generation"},
     {"tuning"},
     {"calibration"},

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from skipdecode.calibration.settings import CalibrationSettings
+from skipdecode.cost.model import CostModel
+from skipdecode.cost.solve import Family, TextCost, out_of_reach
 from skipdecode.errors import TargetError, UsageError
-from skipdecode.performance.cost import CostModel
-from skipdecode.performance.solve import Family, TextCost, out_of_reach
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import Order, bottom_up, least_budget, prompt_set
 

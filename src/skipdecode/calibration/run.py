@@ -15,11 +15,11 @@ from skipdecode.calibration.meter import LossMeter, measuring
 from skipdecode.calibration.order import Round, block_influence, greedy_order, greedy_trials
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.common.progress import note
+from skipdecode.cost.solve import TextCost
 from skipdecode.data.prompts import Example
 from skipdecode.errors import FitError
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.performance.solve import TextCost
 from skipdecode.schedule import Schedule
 
 _TOKENS_A_COLUMN = 4

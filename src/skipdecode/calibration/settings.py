@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skipdecode.common.options import Options, option
+from skipdecode.cost.model import Phase, Use
 from skipdecode.errors import UsageError
-from skipdecode.performance.cost import Phase, Use
 
 OrderMethod = Literal["greedy", "block-influence"]
 

@@ -34,6 +34,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
+from skipdecode.cost.model import CostModel
 from skipdecode.data.examples import RecordOptions, make_template, self_template
 from skipdecode.data.prompts import Example, RecordFile
 from skipdecode.data.records import Template
@@ -43,7 +44,6 @@ from skipdecode.errors import UsageError
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.self_generated import ABOUT_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 
@@ -139,7 +139,7 @@ def _found_cost(config: Config, cost: CostModel | None, prompt_len: int) -> tupl
     """The cost of --cost or of this machine, and its origin."""
     if cost is not None:
         return cost, f"from {config.cost}"
-    from skipdecode.performance.cost_source import find_cost
+    from skipdecode.cost.source import find_cost
 
     source = find_cost(config.ref, batch=config.batch, prompt_len=prompt_len)
     return source.cost, source.origin
@@ -147,7 +147,7 @@ def _found_cost(config: Config, cost: CostModel | None, prompt_len: int) -> tupl
 
 def _fitted_cost(config: Config, cost: CostModel) -> CostModel | None:
     """The cost with the bridges and maps of a fit, where one is made; that of a --cost which counts a fit stays."""
-    from skipdecode.performance.geometry import ModelGeometry
+    from skipdecode.cost.geometry import ModelGeometry
 
     if not config.fit or cost.bridge_share:
         return None

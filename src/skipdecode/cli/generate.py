@@ -200,7 +200,7 @@ def _tell(config: Config, stats: RunStats, settings: dict[str, Any], schedule: S
 
 def _expected_speedup(config: Config, stats: RunStats, schedule: Schedule) -> float | None:
     """The speed-up of the requests over full depth by a cost that was measured earlier; None if there is none."""
-    from skipdecode.performance.cost_source import kept_cost
+    from skipdecode.cost.source import kept_cost
 
     rows = stats.rows - stats.bad_rows - stats.rows_resumed
     options = {name: getattr(config, name) for name in ("dtype", "device", "engine", "quantization")}

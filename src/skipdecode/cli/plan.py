@@ -24,15 +24,15 @@ from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, Writes, option
+from skipdecode.cost.solve import PlanOptions
 from skipdecode.errors import UsageError
 from skipdecode.models.loading.ref import model_files
-from skipdecode.performance.solve import PlanOptions
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.draw import shows_blocks
 from skipdecode.schedule.order import top_down
 
 if TYPE_CHECKING:
-    from skipdecode.performance.plan import Plan
+    from skipdecode.cost.plan import Plan
 
 _TARGETS = ("target_speedup", "nominal_speedup", "min_exit_layer", "schedule")
 
@@ -61,7 +61,7 @@ class Config(PlanOptions, EngineOptions, ScheduleOptions):
 
 def run(config: Config) -> int:
     """Plan, print, and write the files that were asked for."""
-    from skipdecode.performance.plan import plan
+    from skipdecode.cost.plan import plan
     from skipdecode.reporting.charts import check_matplotlib, png
     from skipdecode.reporting.plots import depth_figure
 

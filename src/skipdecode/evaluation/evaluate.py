@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.progress import note
+from skipdecode.cost.source import wall_solver
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.source import PromptSource, load_records
@@ -39,7 +40,6 @@ from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.performance.wall import wall_solver
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, parse_schedule
 

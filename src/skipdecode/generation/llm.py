@@ -219,7 +219,7 @@ class LLM:
         )
 
     def _wall_solver(self, seq_len: int) -> Callable[[float], Schedule]:
-        from skipdecode.performance.wall import wall_solver
+        from skipdecode.cost.source import wall_solver
 
         device = str(unwrap(self.loaded.model).device)
         return wall_solver(self.loaded.ref, seq_len, self.loaded.schedule, device=device, **self._asked)

@@ -65,7 +65,7 @@ def parse_schedule(
     named : mapping of str to Schedule
         Schedules that the text can name.
     solve : callable, optional
-        Makes the schedule of a wall-clock speed-up (`skipdecode.performance.wall`); without it they are refused.
+        Makes the schedule of a wall-clock speed-up (`skipdecode.cost.source`); without it they are refused.
 
     Raises
     ------

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
 from skipdecode.data.records import Template
@@ -15,7 +16,6 @@ from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.generation.detokenizer import TokenTexts
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.recipe import Recipe
-from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 from skipdecode.serving.catalog import Catalog, TemplateEntry
 from skipdecode.serving.limits import ServerLimits

@@ -14,6 +14,7 @@ from skipdecode.common.environment import limit_threads
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import detail, note
+from skipdecode.cost.model import CostModel
 from skipdecode.data.examples import with_breaks
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.loading import load
@@ -22,7 +23,6 @@ from skipdecode.errors import DataError, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import DTYPES, LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
-from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
@@ -279,7 +279,7 @@ def choose_schedule(
 
 def wall_solver_of(options: NamedModel, seq_len: int, carried: Schedule | None) -> Callable[[float], Schedule]:
     """`wall_solver` for the model and the engine of a command."""
-    from skipdecode.performance.wall import wall_solver
+    from skipdecode.cost.source import wall_solver
 
     engine: dict[str, Any] = {}
     if isinstance(options, EngineOptions):

@@ -22,7 +22,7 @@ from skipdecode.errors import DataError, UsageError
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:  # it brings torch, which costs read from files do without
-    from skipdecode.performance.geometry import ModelGeometry
+    from skipdecode.cost.geometry import ModelGeometry
 
 Use = Literal["lockstep", "continuous"]
 Phase = Literal["request", "decode"]

@@ -19,9 +19,9 @@ from counted import count_time
 from fits import random_fit
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.cost.model import CostModel
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.performance.cost import CostModel
 from skipdecode.schedule.draw import schedule_picture, shows_blocks
 from tiny import LAYERS, tiny_model
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Literal, Self
 
 from skipdecode.common.options import Options, option
+from skipdecode.cost.model import CostModel, Phase, Use, between
 from skipdecode.errors import DataError, TargetError, UsageError
-from skipdecode.performance.cost import CostModel, Phase, Use, between
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.order import Order

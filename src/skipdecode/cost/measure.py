@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.stopwatch import Stopwatch
+from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.cost.model import CostModel, PromptCost, StepCost, tokens_read
 from skipdecode.data.prompts import context_length
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import Backend
@@ -24,8 +26,6 @@ from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
 from skipdecode.models.families import unwrap
-from skipdecode.performance.cost import CostModel, PromptCost, StepCost, tokens_read
-from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 
 _LONGER = 512  # cached tokens on top, from which the cost of the cache read follows

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.columns import speedups
+from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.cost.model import CostModel, Use
+from skipdecode.cost.solve import Auto, PlanOptions, solve, why_flat
+from skipdecode.cost.source import CostSource, find_cost
 from skipdecode.errors import UsageError
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.performance.cost import CostModel, Use
-from skipdecode.performance.cost_source import CostSource, find_cost
-from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.solve import Auto, PlanOptions, solve, why_flat
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.draw import schedule_picture
 from skipdecode.schedule.grammar import parse_schedule

@@ -1,4 +1,4 @@
-"""The measured cost of a model by name; a measurement is kept in the cache directory for later commands."""
+"""The measured cost of a model by name, kept in the cache directory for later commands; and what it solves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,17 +18,19 @@ import transformers
 from skipdecode.common.environment import cpu_model, usable_cores
 from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import note
+from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.cost.measure import measure_cost
+from skipdecode.cost.model import FORMAT, CostModel
+from skipdecode.cost.solve import SPREAD, solve
 from skipdecode.engine import kernels
 from skipdecode.engine.loading import running_dtype
 from skipdecode.engine.opening import Backend, open_engines
-from skipdecode.errors import DataError, OutputError, UsageError
+from skipdecode.errors import DataError, OutputError, ScheduleError, UsageError
 from skipdecode.models.families import unwrap
-from skipdecode.models.fit import keep_fit
+from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.performance.cost import FORMAT, CostModel
-from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.measure import measure_cost
+from skipdecode.schedule import Schedule
 
 _NOISY = 0.1  # residual of a fit, above which a plan deserves a second measurement
 # Of a config: no size depends on it.
@@ -111,6 +114,50 @@ def kept_cost(
                 found = replace(place, batch=asked[3], prompt_len=asked[4]).source(data["found"])
                 return found if batch is None else replace(found, cost=replace(found.cost, batch=batch))
     return None
+
+
+def wall_solver(
+    ref: ModelRef, seq_len: int, carried: Schedule | None = None, **engine: str | None
+) -> Callable[[float], Schedule]:
+    """What makes the schedule for a wall-clock speed-up of whole requests, for `parse_schedule`.
+
+    The cost is the newest one that was measured for the model on this machine, with its batch and prompt length; a fit
+    of the checkpoint is counted. The drop order, positions and prompts are those of `carried`, if it has a drop order.
+
+    Parameters
+    ----------
+    seq_len : int
+        Generation positions over which the depth decreases, unless `carried` has a drop order.
+    engine
+        dtype, device, engine and quantization as for `kept_cost`.
+    """
+
+    def solved(target: float) -> Schedule:
+        source = kept_cost(ref, **engine)  # type: ignore[arg-type]
+        if source is None:
+            raise ScheduleError(
+                f"{target:g}x-wall needs times that were measured on this machine, and there are none for {ref.name}: "
+                f"run skipdecode plan {ref.name} for this speed-up first"
+            )
+        cost = source.cost
+        if (file := ref.fit) is not None:
+            fit = Fit.load(file)
+            cost = cost.with_fit(source.geometry, fit.rank, fit.taps)
+        if carried is None or not carried.drop_order:
+            return solve(cost, target, seq_len, prompt_len=source.prompt_len)
+        found = solve(
+            cost,
+            target,
+            carried.seq_len if carried.seq_len > 1 else seq_len,
+            prompt=carried.prompt,
+            warmup_layers=carried.warmup_layers,
+            spread=0.0 if carried.is_flat else SPREAD,
+            drop_order=carried.drop_order,
+            prompt_len=source.prompt_len,
+        )
+        return replace(found, family=carried.family)
+
+    return solved
 
 
 @dataclass(frozen=True)

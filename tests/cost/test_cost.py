@@ -16,15 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from counted import CACHED, FIXED, LAYER, STORED, TOKEN, count_time
 from products import in_turn
 from skipdecode import Schedule, attach
+from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.cost.measure import CostMeter, fitted, measure_cost
+from skipdecode.cost.model import CostModel, PromptCost, StepCost
+from skipdecode.cost.plan import assess
+from skipdecode.cost.solve import solve, why_flat
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.families import decoder_layers
-from skipdecode.performance.cost import CostModel, PromptCost, StepCost
-from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.measure import CostMeter, fitted, measure_cost
-from skipdecode.performance.plan import assess
-from skipdecode.performance.solve import solve, why_flat
 from tiny import LAYERS, OPTIONS, SCHEDULES, shared_model, tiny_model
 
 SMOLLM2 = LlamaConfig(
