@@ -3,7 +3,7 @@
     python benchmarks/fit_schedule.py runs/tuned order.json --nominal-speedups 3 --seq-len 41 --prompt-layers 10 \\
       --task e2e --data answers.jsonl --augment-names mr --out runs/fit
 
-`skipdecode calibrate` fits what it finds; this script fits the paper's schedules of nominal speed-ups with the drop
+`skipdecode.calibrate` fits what it finds; this script fits the paper's schedules of nominal speed-ups with the drop
 order of a given schedule and the lowest layers for prompts. The fit and the schedules go to --out, for
 `skipdecode tune --schedule`. --keep-bridges replaces the prompt maps of a tuned checkpoint alone.
 """
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="JSONL file of records with responses")
     parser.add_argument("--records", type=int, default=300)
     parser.add_argument("--augment-names", nargs="*", default=[], help="--fields of invented_names.py, one copy each")
-    parser.add_argument("--fit-taps", type=int, default=0, help="as of skipdecode calibrate")
+    parser.add_argument("--fit-taps", type=int, default=0, help="as of skipdecode.calibrate")
     parser.add_argument("--keep-bridges", action="store_true", help="those of the checkpoint, in place of new ones")
     given = parser.parse_args()
     task, order, schedules = load_task(given.task), Schedule.load(given.order), []

@@ -65,7 +65,7 @@ class Plan:
     start : str
         Its name; the calibration runs on its weights.
     calibration : sequence of str
-        Options of every `skipdecode calibrate`; none where no schedule is learned.
+        Options of every `calibrate.py`; none where no schedule is learned.
     timing : sequence of str
         Options of the timing in batches.
     request : bool

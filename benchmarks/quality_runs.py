@@ -146,9 +146,10 @@ class Steps:
         if not self.dry_run and not (rounded / "tokenizer.json").exists():
             AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16).save_pretrained(rounded)
             AutoTokenizer.from_pretrained(start).save_pretrained(rounded)
-        head = ["skipdecode", "calibrate", rounded, "--task", self.plan.task, "--data", self.data / "train.jsonl"]
+        head = [sys.executable, HERE / "calibrate.py", rounded, "--task", self.plan.task]
+        head += ["--data", self.data / "train.jsonl"]
         out = self.checkpoint("calibration")
-        shape = [*self.plan.calibration, "--seq-len", self.plan.seq_len, "--resume", "--out", out]
+        shape = [*self.plan.calibration, "--seq-len", self.plan.seq_len, "--out", out]
         for speedup in sorted(self.plan.speedups, reverse=True):
             if (self.schedules / f"calibrated-{speedup}x.json").exists():
                 continue

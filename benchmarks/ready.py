@@ -116,7 +116,7 @@ def rows(task: str, method: str, minutes: float, found: dict[str, Any]) -> list[
     full = [row["scores"] for row in found["rows"] if row["full_depth"]]
     best = {name: max(scores[name] for scores in full) for name in TASKS[task].scores}
     stages = found["cpu_seconds"]
-    tuning = stages.get(f"tune {found['minutes']:g}", 0.0)
+    tuning = stages.get(f"tuning {found['minutes']:g}", 0.0)
     return [
         {
             "task": task,
@@ -130,7 +130,7 @@ def rows(task: str, method: str, minutes: float, found: dict[str, Any]) -> list[
             "copied": row.get("copied"),
             "perplexity_ratio": row.get("perplexity_ratio"),
             "scores": row["scores"],
-            "cpu_minutes": round((stages["fit"] + (tuning if row["minutes"] else 0)) / 60, 2),
+            "cpu_minutes": round((stages["layers"] + (tuning if row["minutes"] else 0)) / 60, 2),
         }
         for row in found["rows"]
         if row["minutes"] == minutes

@@ -405,7 +405,7 @@ def ready(document: Row) -> Table:
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in document["rows"]:
         found = lines.setdefault((row["task"], row["method"], row["minutes"]), {})
-        found[row["role"]] = kept_at(row)
+        found[{"milder": "slower"}.get(row["role"], row["role"])] = kept_at(row)  # its name in earlier versions
         if row["role"] == "target":
             found.update(row)
     columns: list[Column] = [
@@ -413,7 +413,7 @@ def ready(document: Row) -> Table:
         ("method", "{method}"),
         ("answers", lambda row: str(row["answers"] or "-")),
         ("minutes", lambda row: f"{row['cpu_minutes']:.1f}" + ("" if row["minutes"] else ", no tuning")),
-        ("milder", "{milder}"),
+        ("slower", "{slower}"),
         ("target", "{target}"),
         ("faster", "{faster}"),
         ("names and numbers copied, target", lambda row: "-" if row["copied"] is None else f"{row['copied']:.0f}%"),

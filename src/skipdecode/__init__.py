@@ -17,6 +17,8 @@ from skipdecode.errors import SkipDecodeError
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from skipdecode.calibration.calibrate import calibrate
+    from skipdecode.calibration.prepare import prepare
     from skipdecode.cost.plan import plan
     from skipdecode.engine.loading import load
     from skipdecode.evaluation.evaluate import evaluate
@@ -33,12 +35,14 @@ __all__ = [
     "SkipDecodeError",
     "__version__",
     "attach",
+    "calibrate",
     "detach",
     "evaluate",
     "export",
     "generate",
     "load",
     "plan",
+    "prepare",
     "tune",
 ]
 
@@ -46,12 +50,14 @@ _LAZY = {
     "Attachment": ("models.attach", "Attachment"),
     "LLM": ("generation.llm", "LLM"),
     "attach": ("models.attach", "attach"),
+    "calibrate": ("calibration.calibrate", "calibrate"),
     "detach": ("models.attach", "detach"),
     "evaluate": ("evaluation.evaluate", "evaluate"),
     "export": ("models.loading.export", "export"),
     "generate": ("generation.llm", "generate"),
     "load": ("engine.loading", "load"),
     "plan": ("cost.plan", "plan"),
+    "prepare": ("calibration.prepare", "prepare"),
     "tune": ("tuning.run", "tune"),
 }
 

@@ -1,10 +1,9 @@
-"""`skipdecode calibrate` on tiny models: losses equal the parallel form, runs resume, bad input."""
+"""`skipdecode.calibrate` on tiny models: losses equal the parallel form, runs resume, bad input."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,21 +17,23 @@ import pytest
 import torch
 from matplotlib import image
 
+import skipdecode
 from products import in_turn
 from skipdecode import Schedule, attach
+from skipdecode.calibration.calibrate import Calibrated, records_for_fit
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.goal import set_goal
 from skipdecode.calibration.meter import LossMeter
 from skipdecode.calibration.order import block_influence
-from skipdecode.calibration.run import calibrate, records_for_fit, trials
+from skipdecode.calibration.search import search, trials
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel, PromptCost
 from skipdecode.data.prompts import Example
-from skipdecode.errors import DivergedError
+from skipdecode.errors import DataError, DivergedError, OptionError, OutputError, ScheduleError, TargetError, UsageError
 from skipdecode.models.families import decoder_layers
-from skipdecode.models.fit import Fit
+from skipdecode.models.fit import Fit, fit_of
 from skipdecode.schedule import PromptDepth
 from skipdecode.tuning.collate import collate
 from skipdecode.tuning.objective import Objective
@@ -142,7 +143,7 @@ def test_block_influence_is_zero_for_a_useless_layer_only(tmp_path: Path) -> Non
     assert not decoder_layers(model)[0]._forward_hooks
 
 
-# ---------------------------------------------------------------------- the command line
+# ---------------------------------------------------------------------- the function
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +163,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     }
 
 
-def arguments(files: Files, out: Path, *more: str, data: str = "data") -> list[str]:
-    fields = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
-    size = ["--records", "10", "--held-out", "6", "--batch-size", "4"]
-    return ["calibrate", files["model"], "--data", files[data], "--out", str(out), *fields, *size, *more]
+def learned(files: Files, out: Path | None = None, data: str = "data", **options: Any) -> Calibrated:
+    form = {"prompt_template": "{colour} {thing}\n", "response_field": "ref"}
+    size = {"records": 10, "held_out": 6, "batch_size": 4}
+    if "target_speedup" in options:
+        options = {"cost": files["cost"]} | options
+    return skipdecode.calibrate(files["model"], files[data], out=out, **form | size | options)
 
 
 def verdicts(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -179,11 +182,11 @@ def test_a_planted_useless_layer_goes_first(tmp_path: Path) -> None:
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
         meter = meter_of(attachment, rows, tmp_path / "m.jsonl")
-        found = calibrate(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
+        found = search(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
     assert found.order[0] == USELESS
     assert found.rounds[0].losses[USELESS] == pytest.approx(found.rounds[0].base, rel=1e-6)
     assert min(loss for layer, loss in found.rounds[0].losses.items() if layer != USELESS) > found.rounds[0].base
-    assert found.verdicts[0].held_out is None
+    assert found.verdicts[0]["held_out"] is None
 
 
 def test_a_layer_that_a_bridge_replaces_goes_first_where_fits_are_made(tmp_path: Path) -> None:
@@ -199,13 +202,13 @@ def test_a_layer_that_a_bridge_replaces_goes_first_where_fits_are_made(tmp_path:
         def meters(fit: Fit | None) -> tuple[LossMeter, None]:
             return meter_of(attachment, rows, tmp_path / "m.jsonl", fit=fit), None
 
-        bare, fitted = (calibrate(settings, goal, [0.0] * LAYERS, meters, each) for each in (None, fitter))
+        bare, fitted = (search(settings, goal, [0.0] * LAYERS, meters, each) for each in (None, fitter))
     assert USELESS not in bare.order[:2]
     assert fitted.order[0] == USELESS
     assert fitted.rounds[0].losses[USELESS] == pytest.approx(fitted.rounds[0].base, rel=1e-3)
     assert fitted.fit is not None
     assert fitted.fit.serves(fitted.schedule)
-    assert fitted.verdicts[-1].measured < fitted.verdicts[-2].measured  # without its fit
+    assert fitted.verdicts[-1]["measured"] < fitted.verdicts[-2]["measured"]  # without its fit
 
 
 def test_the_time_of_a_fit_is_part_of_the_target() -> None:
@@ -242,60 +245,50 @@ def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: 
     goal = set_goal(settings, request_cost(), 30, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
         meter = meter_of(attachment, rows, tmp_path / "m.jsonl", advance=lambda: measured.append(1))
-        found = calibrate(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
+        found = search(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
     assert {len(found.schedule.prompt_layers())} == depths
     assert request_cost().request_speedup(found.schedule, 30, 8) >= target
-    assert all(v.request_speedup >= target - 1e-9 for v in found.verdicts[1:])
-    assert found.verdicts[-1].measured == min(v.measured for v in found.verdicts if v.schedule.name[:5] == "calib")
+    assert all(v["request_speedup"] >= target - 1e-9 for v in found.verdicts[1:])
+    assert found.verdicts[-1]["measured"] == min(v["measured"] for v in found.verdicts if v["name"][:5] == "calib")
     assert len(measured) == pytest.approx(trials(settings, goal, False)[0] * meter.batches, rel=0.15)
 
 
-def test_the_phase_of_decode_knows_nothing_of_prompts(files: Files, tmp_path: Path, capsys: Any) -> None:
-    documents = []
-    for phase, seconds in (("decode", 1e-3), ("decode", 1e3)):
+def test_the_phase_of_decode_knows_nothing_of_prompts(files: Files) -> None:
+    found = []
+    for seconds in (1e-3, 1e3):
         cost = replace(CostModel.of_step(LAYERS, 2, 1.0, 1.0), prompts=(PromptCost(1, seconds, seconds),))
-        (tmp_path / "cost.json").write_text(json.dumps(cost.to_dict()))
-        out = tmp_path / f"{seconds}"
-        more = ["--target-speedup", "2", "--cost", str(tmp_path / "cost.json"), "--phase", phase, "--no-fit", "--json"]
-        assert main(arguments(files, out, *more, "--method", "block-influence")) == 0
-        documents.append(json.loads(capsys.readouterr().out))
-    assert documents[0]["schedule"] == documents[1]["schedule"]
-    assert documents[0]["schedule"]["prompt"] == "full"
-    assert [v["decode_speedup"] for v in documents[0]["verdicts"]] == [v["speedup"] for v in documents[1]["verdicts"]]
-    assert documents[1]["verdicts"][-1]["request_speedup"] < 1.01
+        options = {"target_speedup": 2, "phase": "decode", "fit": False, "method": "block-influence"}
+        found.append(learned(files, cost=cost, **options))
+    assert found[0].schedule == found[1].schedule
+    assert found[0].schedule.prompt == "full"
+    slow, fast = (each.document["verdicts"] for each in found)
+    assert [v["decode_speedup"] for v in slow] == [v["speedup"] for v in fast]
+    assert fast[-1]["request_speedup"] < 1.01
 
 
 @pytest.mark.slow
-def test_prompt_sets_are_told_measured_once_and_reported(files: Files, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    command = arguments(files, out, "--target-speedup", "1.9", "--cost", files["cost"], "--candidates", "2")
-    command += ["--prompt-depths", "5", "0-2,7", "--resume", "--no-fit", "--json"]
-    assert main(command) == 0
-    first = json.loads(capsys.readouterr().out)
-    prompts = [each["schedule"]["prompt"] for each in first["verdicts"][3:]]
+def test_prompt_sets_are_measured_once_and_reported(files: Files, tmp_path: Path) -> None:
+    options = {"target_speedup": 1.9, "candidates": 2, "prompt_depths": ("5", "0-2,7"), "fit": False}
+    first = learned(files, tmp_path, **options)
+    prompts = [each["schedule"]["prompt"] for each in first.document["verdicts"][3:]]
     assert sorted(map(len, prompts)) == [4, 5]
     assert [0, 1, 2, 7] in prompts
-    assert first["schedule"]["prompt"] == prompts[-1]
-    size = (out / "measured.jsonl").stat().st_size
-    assert main(command) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert (again["verdicts"], again["schedule"]) == (first["verdicts"], first["schedule"])
-    assert (out / "measured.jsonl").stat().st_size == size
-    assert main([*command[:-1]]) == 0
-    printed = capsys.readouterr().out
+    assert list(first.schedule.prompt) == prompts[-1]
+    size = (tmp_path / "measured.jsonl").stat().st_size
+    again = learned(files, tmp_path, **options)
+    assert (again.losses, again.schedule) == (first.losses, first.schedule)
+    assert (tmp_path / "measured.jsonl").stat().st_size == size
+    printed = str(again)
     assert printed.index("request speed-up") < printed.index("decode speed-up") < printed.index("prompt layers")
 
 
 @pytest.mark.slow
 def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    command = arguments(files, out, "--target-speedup", "1.6", "--cost", files["cost"], "--candidates", "3", "--json")
-    assert main(command) == 0
-    printed = capsys.readouterr()
-    document = json.loads(printed.out)
-    assert document == json.loads((out / "calibration.json").read_text())
-    schedule = Schedule.from_json((out / "schedule.json").read_text())
-    assert schedule == Schedule.from_dict(document["schedule"])
+    result = learned(files, tmp_path, target_speedup=1.6, candidates=3)
+    document = json.loads((tmp_path / "calibration.json").read_text())
+    assert document == json.loads(json.dumps(result.document))
+    schedule = Schedule.load(tmp_path / "schedule.json")
+    assert schedule == result.schedule == Schedule.from_dict(document["schedule"])
     first = document["rounds"][0]
     assert first["losses"][str(USELESS)] == pytest.approx(first["base"], rel=1e-6)
     assert len(first["losses"]) == LAYERS - 2
@@ -308,55 +301,51 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     ours = [v["measured"] for name, v in found.items() if name.startswith("calibrated") and "without" not in name]
     assert not schedule.is_flat
     assert {a - b for a, b in pairwise(schedule.budgets)} <= {0, 1}
-    assert found["calibrated-1.6x-wall"]["measured"] == min(ours)
-    assert image.imread(out / "calibration.png").shape[2] == 4
-    assert "100%" not in printed.err
+    assert result.losses["calibrated-1.6x-wall"] == min(ours)
+    assert image.imread(tmp_path / "calibration.png").shape[2] == 4
+    assert "100%" not in capsys.readouterr().err
 
 
-def test_continuous_use_gets_a_flat_schedule(files: Files, tmp_path: Path, capsys: Any) -> None:
-    command = arguments(
-        files, tmp_path / "out", "--nominal-speedup", "2", "--use", "continuous", "--json", data="short"
-    )
-    assert main(command) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert Schedule.from_dict(document["schedule"]).is_flat
+def test_continuous_use_gets_a_flat_schedule(files: Files) -> None:
+    assert learned(files, nominal_speedup=2, use="continuous", data="short").schedule.is_flat
 
 
-def test_block_influence_measures_less_and_the_report_is_for_people(files: Files, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    assert main(arguments(files, out, "--nominal-speedup", "2", "--method", "block-influence")) == 0
-    printed = capsys.readouterr().out
-    assert "held out" in printed
-    assert f"in the order {USELESS} " in printed
-    assert str(out / "schedule.json") in printed
-    command = shlex.split(printed.partition("next: skipdecode ")[2])
-    mine = {"dev.jsonl": files["data"], "tuned": str(tmp_path / "tuned")}
-    assert main([*(mine.get(word, word) for word in command), "--steps", "1", "--batch-size", "2"]) == 0
-    assert (tmp_path / "tuned" / "skipdecode.json").exists()
-    document = json.loads((out / "calibration.json").read_text())
+def test_block_influence_measures_less_and_the_table_is_for_people(files: Files, tmp_path: Path) -> None:
+    result = learned(files, tmp_path, nominal_speedup=2, method="block-influence")
+    assert "held out" in str(result)
+    assert f"in the order {USELESS} " in str(result)
+    assert "held out" in result._repr_html_()
+    document = result.document
     assert document["rounds"] == []
-    height, width, _ = image.imread(out / "calibration.png").shape
+    height, width, _ = image.imread(tmp_path / "calibration.png").shape
     assert width < 2 * height  # no panel for a search that was not made
     influence = document["block_influence"]
     assert document["order"] == sorted(document["order"], key=lambda layer: influence[layer])
 
 
-def test_records_held_out_share_no_prompt(files: Files, tmp_path: Path, capsys: Any) -> None:
-    fields = ["--prompt-field", "thing", "--response-field", "ref", "--nominal-speedup", "2", "--json"]
-    command = ["calibrate", files["model"], "--data", files["data"], "--out", str(tmp_path / "out"), *fields]
-    assert main([*command, "--records", "18", "--held-out", "9", "--method", "block-influence"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["records"], told["held_out_records"]) == (18, 9)
+def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files) -> None:
+    rows = [json.loads(line) for line in Path(files["data"]).read_text().splitlines()]
+    llm = skipdecode.LLM(files["model"])
+    before = llm.generate("red car 1\n", 12)
+    options = {"nominal_speedup": 2, "method": "block-influence", "held_out": 9, "records": 18}
+    form = {"prompt_field": "thing", "response_field": "ref"}
+    found = skipdecode.calibrate(llm, rows, **form, **options)
+    assert fit_of(llm.loaded.model) is None
+    assert llm.generate("red car 1\n", 12) == before
+    assert found.schedule == skipdecode.calibrate(files["model"], files["data"], **form, **options).schedule
+    assert (found.document["records"], found.document["held_out_records"]) == (18, 9)
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path, capsys: Any) -> None:
+def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path) -> None:
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
-    quick = ("--nominal-speedup", "2", "--candidates", "2", "--json")
-    command = arguments(files, killed, *quick, "--resume")
+    options: dict[str, Any] = {"nominal_speedup": 2, "candidates": 2}
+    arguments = f"{files!r}, Path({str(killed)!r}), **{options!r}"
+    call = f"import test_calibrate as tests; from pathlib import Path; tests.learned({arguments})"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen(
-        [sys.executable, "-m", "skipdecode.cli", *command],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", call],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
@@ -371,94 +360,73 @@ def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path, capsys:
     assert process.returncode == -signal.SIGKILL
     before = kept.read_bytes()
     whole = before[: before.rindex(b"\n") + 1]
-    assert main(command) == 0
+    resumed = dict(learned(files, killed, **options).document)
     assert kept.read_bytes().startswith(whole)
-    lines = kept.read_text().splitlines()[1:]
-    keys = [json.loads(line)[0] for line in lines]
+    keys = [json.loads(line)[0] for line in kept.read_text().splitlines()[1:]]
     assert len(keys) == len(set(keys))
-    assert main(arguments(files, unbroken, *quick)) == 0
-    resumed, straight = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    straight = dict(learned(files, unbroken, **options).document)
     for document in (resumed, straight):
-        del document["options"], document["environment"]
+        del document["environment"]
     assert resumed == straight
 
 
-def refused(capsys: Any, command: list[str]) -> str:
-    try:
-        code = main(command)
-    except SystemExit as e:
-        code = int(str(e.code))
-    printed = capsys.readouterr()
-    assert code != 0
-    assert not printed.out
-    assert "Traceback" not in printed.err
-    return str(printed.err.splitlines()[-1])
-
-
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("options", "error", "message"),
     [
-        ([], "give one target"),
-        (["--nominal-speedup", "2", "--target-speedup", "2"], "give one target"),
-        (["--nominal-speedup", "0.5"], "--nominal-speedup 0.5 is not accepted"),
-        (["--nominal-speedup", "nan"], "--nominal-speedup nan is not accepted"),
-        (["--nominal-speedup", "20"], "at most 4.00 is possible"),
-        (["--target-speedup", "8", "--cost", "{cost}", "--phase", "decode", "--no-fit"], "the bound is 3.00x"),
+        ({}, UsageError, "give one target"),
+        ({"nominal_speedup": 2, "target_speedup": 2}, UsageError, "give one target"),
+        ({"nominal_speedup": 0.5}, OptionError, "nominal_speedup"),
+        ({"nominal_speedup": float("nan")}, OptionError, "nominal_speedup"),
+        ({"nominal_speedup": 20}, ScheduleError, "at most 4.00 is possible"),
+        ({"target_speedup": 8, "phase": "decode", "fit": False}, TargetError, "the bound is 3.00x"),
         (
-            ["--target-speedup", "8", "--cost", "{cost}", "--no-fit"],
-            "and 3 for prompts, of the whole request the bound is 2.50x",
+            {"target_speedup": 8, "fit": False},
+            TargetError,
+            "3 for prompts, the bound of the whole request is 2.50x",
         ),
-        (["--target-speedup", "2", "--prompt-depths", "9"], "a number from 1 to 8"),
-        (["--target-speedup", "2", "--prompt-depths", "1-3"], "leaves out layer 0"),
-        (["--target-speedup", "2", "--prompt-depths", "max_exit"], "--prompt-depths max_exit"),
-        (["--nominal-speedup", "2", "--prompt-depths", "4"], "--prompt-depths belongs to --target-speedup"),
-        (["--target-speedup", "2", "--phase", "decode", "--prompt-depths", "4"], "--prompt-depths belongs to"),
-        (["--nominal-speedup", "2", "--cost", "{cost}"], "--cost needs --target-speedup"),
-        (["--target-speedup", "2", "--cost", "{data}"], "not JSON"),
-        (["--nominal-speedup", "2", "--records", "0"], "--records 0 is not accepted: give 1 or more"),
-        (["--nominal-speedup", "2", "--candidates", "0"], "--candidates 0 is not accepted"),
-        (["--nominal-speedup", "2", "--least", "9"], "--least 9 is not accepted for 8 layers: give 2 to 8"),
-        (["--nominal-speedup", "2", "--warmup-layers", "8"], "--warmup-layers 8 is not accepted for 8 layers"),
-        (["--nominal-speedup", "2", "--task", "e2e"], "exclude each other"),
-        (["--nominal-speedup", "2", "--response-field", "nothing"], "missing field"),
-        (["--nominal-speedup", "2", "--data", "/nowhere.jsonl"], "/nowhere.jsonl: No such file"),
-        (["--nominal-speedup", "2", "--method", "magic"], "--method 'magic' is not accepted"),
+        ({"target_speedup": 2, "prompt_depths": ("9",)}, ScheduleError, "a number from 1 to 8"),
+        ({"target_speedup": 2, "prompt_depths": ("1-3",)}, ScheduleError, "leaves out layer 0"),
+        ({"target_speedup": 2, "prompt_depths": ("max_exit",)}, UsageError, "max_exit"),
+        ({"nominal_speedup": 2, "prompt_depths": ("4",)}, UsageError, "`prompt_depths` belongs to `target_speedup`"),
+        ({"target_speedup": 2, "phase": "decode", "prompt_depths": ("4",)}, UsageError, "`prompt_depths` belongs to"),
+        ({"nominal_speedup": 2, "phase": "decode"}, UsageError, "phase"),
+        ({"nominal_speedup": 2, "cost": "cost.json"}, UsageError, "`cost` is for a `target_speedup`"),
+        ({"target_speedup": 2, "cost": CostModel.of_step(9, 1, 0.0, 1.0)}, UsageError, "9 layers"),
+        ({"nominal_speedup": 2, "records": 0}, OptionError, "records"),
+        ({"nominal_speedup": 2, "least": 9}, UsageError, "`least` 9 is not accepted for 8 layers: give 2 to 8"),
+        ({"nominal_speedup": 2, "warmup_layers": 8}, UsageError, "`warmup_layers` 8 is not accepted for 8 layers"),
+        ({"nominal_speedup": 2, "response_field": "nothing"}, DataError, "missing field"),
+        ({"nominal_speedup": 2, "method": "magic"}, OptionError, "method"),
     ],
 )
-def test_bad_input_gets_one_line(files: Files, tmp_path: Path, capsys: Any, more: list[str], message: str) -> None:
-    more = [word.format(**files) if word.startswith("{") else word for word in more]
-    assert message in refused(capsys, arguments(files, tmp_path / "out", *more))
+def test_bad_input_is_refused(files: Files, options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        learned(files, **options)
 
 
-def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    quick = ("--nominal-speedup", "2", "--method", "block-influence")
-    assert main(arguments(files, out, *quick)) == 0
-    capsys.readouterr()
-    assert "is not empty: give --resume" in refused(capsys, arguments(files, out, *quick))
-    told = refused(capsys, arguments(files, out, *quick, "--resume", "--seed", "1"))
-    assert "measured.jsonl was started with other settings (records: " in told
-    assert told.endswith("give another --out")
-    assert main(arguments(files, out, *quick, "--resume")) == 0
+def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path) -> None:
+    options = {"nominal_speedup": 2, "method": "block-influence"}
+    first = learned(files, tmp_path, **options)
+    with pytest.raises(OutputError, match=r"measured.jsonl was started with other settings \(records: "):
+        learned(files, tmp_path, seed=1, **options)
+    assert learned(files, tmp_path, **options).losses == first.losses
 
 
-@pytest.mark.parametrize("fit", ["--fit", "--no-fit"])
-def test_arithmetic_that_overflows_stops_the_run(fit: str, files: Files, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("fit", [True, False])
+def test_arithmetic_that_overflows_stops_the_run(fit: bool, files: Files, tmp_path: Path) -> None:
     model = tuning_model()
     with torch.no_grad():
         decoder_layers(model)[2].mlp.up_proj.weight.fill_(3e38)
     directory = save_model(tmp_path / "model")
     model.save_pretrained(directory)
-    command = arguments(files | {"model": str(directory)}, tmp_path / "out", "--nominal-speedup", "2", fit)
-    assert main(command) == DivergedError.exit_code
-    assert "on records" in capsys.readouterr().err
+    with pytest.raises(DivergedError, match="on records"):
+        learned(files | {"model": str(directory)}, nominal_speedup=2, fit=fit)
 
 
 def test_a_fit_is_used_from_calibrate_to_generate_and_tune(files: Files, tmp_path: Path, capsys: Any) -> None:
     out, tuned = tmp_path / "out", tmp_path / "tuned"
-    assert main(arguments(files, out, "--nominal-speedup", "2", "--method", "block-influence", "--json")) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["verdicts"][-1]["measured"] < found["verdicts"][-2]["measured"]
+    found = learned(files, out, nominal_speedup=2, method="block-influence")
+    assert found.document["verdicts"][-1]["measured"] < found.document["verdicts"][-2]["measured"]
     schedule, fit = out / "schedule.json", out / "skipdecode.fit"
     bare = tmp_path / "bare.json"
     bare.write_bytes(schedule.read_bytes())

@@ -135,7 +135,7 @@ def test_goals(tmp_path):
         set_goal(CalibrationSettings(target_speedup=9.0), COST, 10, [20] * 4, LAYERS)
     with pytest.raises(TargetError, match=r"with 8 of 12 layers, the fewest that `least`"):
         set_goal(CalibrationSettings(target_speedup=2.0, least=8), COST, 10, [20] * 4, LAYERS)
-    with pytest.raises(UsageError, match="least=1 is not accepted for 12 layers: give 2 to 12"):
+    with pytest.raises(UsageError, match="`least` 1 is not accepted for 12 layers: give 2 to 12"):
         set_goal(CalibrationSettings(target_speedup=2.0, least=1), COST, 10, [20] * 4, LAYERS)
     assert layers_only(LAYERS).speedup(Schedule.constant(LAYERS, 4), 0, 9) == 3
 

@@ -40,7 +40,6 @@ COMMANDS = {
     "chat": "model --schedule s.json",
     "tune": "model --train a.jsonl --dev d.jsonl --out run --recipe recipe.json --schedule s.json --task t.yaml",
     "prepare": "model --train a.jsonl --dev d.jsonl --out run --cost cost.json --task t.yaml",
-    "calibrate": "model --data a.jsonl --out run --cost cost.json --task t.yaml --target-speedup 1.5",
     "eval": "model --task t.yaml --data a.jsonl --out run --methods s.json",
     "export": "model --schedule s.json --out run",
     "serve": "model --schedule s.json --api-keys keys.txt",
@@ -188,9 +187,6 @@ def test_two_new_outputs_of_one_name_are_refused(
         ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out foreign --resume", "holds no run"),
         ("tune model --full --train a.jsonl --dev d.jsonl --task t.yaml --out dir --resume", "MODEL model"),
         ("tune adapter --merge --train a.jsonl --dev d.jsonl --task t.yaml --out model --resume", "MODEL adapter"),
-        ("calibrate model --data a.jsonl --task t.yaml --nominal-speedup 2 --out other --resume", "holds a model"),
-        ("calibrate model --data a.jsonl --task t.yaml --nominal-speedup 2 --out foreign --resume", "holds no run"),
-        ("calibrate model --data a.jsonl --task t.yaml --nominal-speedup 2 --out . --resume", "lies in --out ."),
     ],
 )
 def test_what_would_be_lost_is_refused(command: str, named: str, place: Path, capsys: pytest.CaptureFixture[str]):

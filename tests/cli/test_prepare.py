@@ -1,7 +1,8 @@
-"""`skipdecode prepare`: from records to a tuned directory by one clock; what the same command finds again."""
+"""`prepare`: from records to a tuned directory by one clock; what the same command finds again."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -14,17 +15,22 @@ from typing import Any
 import pytest
 from matplotlib import image
 
+import skipdecode
 from fits import random_fit
 from skipdecode import Schedule
-from skipdecode.cli import main, prepare
+from skipdecode.calibration.prepare import neighbours
+from skipdecode.calibration.stages import Stages
+from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel
+from skipdecode.errors import OutputError
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.tuning.checkpoint import save_tuned
+from textgen_tools import save_tiny_model
 from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
@@ -60,12 +66,12 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert {row["minutes"] for row in fitted["rows"]} == {0.0}
     assert any(row["full_depth"] and row["kept"] == pytest.approx(1) for row in fitted["rows"])
     assert Fit.load(place / "out" / "fit" / FIT_FILE).about["rank"] == 4
-    took = fitted["seconds"]["fit"]
+    took = fitted["seconds"]["layers"]
     by_speed = image.imread(place / "out" / "kept.png")
 
     minutes = f"{took / 60 + 0.08:.3f}"
     tuned = said(capsys, arguments(place, "--minutes", minutes, *rank))
-    assert tuned["seconds"]["fit"] == took  # the fit is taken over
+    assert tuned["seconds"]["layers"] == took  # the fit is taken over
     assert tuned["minutes"] == pytest.approx(float(minutes))
     assert len({row["minutes"] for row in tuned["rows"]}) == 2
     assert len(tuned["kept_by_minutes"]) == 2
@@ -95,7 +101,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     # A kill behind the tuning's result, before the journal has it.
     journal = place / "out" / "prepare.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
-    (cut,) = (n for n, line in enumerate(lines) if line.startswith(b'["tune'))
+    (cut,) = (n for n, line in enumerate(lines) if line.startswith(b'["tuning'))
     journal.write_bytes(b"".join(lines[:cut]))
     again = said(capsys, arguments(place, "--minutes", minutes, *rank))
     assert again["dev_loss"] == tuned["dev_loss"]
@@ -104,6 +110,46 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
 
     assert main(arguments(place, "--minutes", "0", "--seed", "1", *rank)) == 2
     assert "seed" in capsys.readouterr().err
+
+
+def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -> None:
+    llm = skipdecode.LLM(place / "model", dtype="bfloat16")
+    before = llm.generate(["red hat\n"], 8)
+    cost = CostModel.of_step(LAYERS, 16, 0.001, 0.002)
+    form = {"prompt_template": "{colour} {thing}\n", "response_field": "ref", "target_speedup": 1.3, "fit_rank": 4}
+    call = functools.partial(
+        skipdecode.prepare, llm, records(24), records(12, seed=1), cost=cost, out=tmp_path / "out", **form
+    )
+    fitted = call(minutes=0)
+    assert llm.generate(["red hat\n"], 8) == before
+    assert fitted.path is None
+    assert "kept: worst score, compared with the model before" in str(fitted)
+    assert re.search(r"^time: choosing layers \d+\.\d min, evaluation \d+\.\d min$", str(fitted), re.M)
+    assert fitted._repr_html_().startswith("<pre>kept")
+    target = fitted.rows[1]
+    assert target["name"] == fitted.schedule.name == "calibrated-1.3x-wall"
+    assert target["request_speedup"] > 0
+    assert len(fitted.llm.generate(["red hat\n"], 8)[0].tokens) <= 8
+
+    tuned = call(minutes=fitted.document["seconds"]["layers"] / 60 + 0.05)
+    assert tuned.document["seconds"]["layers"] == fitted.document["seconds"]["layers"]
+    assert "tuning" in str(tuned)
+    assert load_model(tuned.path).schedule == tuned.llm.schedule_of(None) == tuned.schedule
+    with pytest.raises(OutputError, match="seed"):
+        call(seed=1)
+
+
+def test_own_answers_need_prompts_alone(place: Path, tmp_path: Path) -> None:
+    prompts = [f"{row['colour']} {row['thing']} {n}" for n, row in enumerate(records(24))]
+    cost = CostModel.of_step(LAYERS, 16, 0.001, 0.002)
+    options = {"self_tokens": 100, "minutes": 0, "fit": False, "test": prompts[:3], "cost": cost}
+    model = save_tiny_model(tmp_path / "model", context=512)
+    ready, again = (
+        skipdecode.prepare(model, prompts=prompts, out=tmp_path / "out", target_speedup=1.3, **options)
+        for _ in range(2)
+    )
+    assert "time: own answers" in str(ready)
+    assert again.document == ready.document
 
 
 @pytest.mark.parametrize(
@@ -184,11 +230,9 @@ def test_what_is_deleted_is_made_again_and_all_schedules_lie_within_the_fit(
     fitted = said(capsys, arguments(place, "--minutes", "0", *more))
     file = tmp_path / "out" / "fit" / FIT_FILE
     fit = Fit.load(file)
-    schedules = [Schedule.load(one) for one in file.parent.glob("*er.json")] + [
-        Schedule.load(file.parent / "target.json")
-    ]
+    schedules = [Schedule.load(one) for one in (*file.parent.glob("*er.json"), file.parent / "schedule.json")]
     assert all(fit.serves(one) for one in schedules)
-    minutes = f"{2 * fitted['seconds']['fit'] / 60 + 0.05:.3f}"
+    minutes = f"{2 * fitted['seconds']['layers'] / 60 + 0.05:.3f}"
     tuned = said(capsys, arguments(place, "--minutes", minutes, *more))
     model = tuned["next"][0].split()[2]
     file.unlink()
@@ -209,10 +253,10 @@ def test_a_stage_whose_files_are_gone_or_changed_is_done_again(tmp_path: Path, c
         runs.append(1)
         return {"run": len(runs)}
 
-    with closing(KeptValues(tmp_path / "prepare.jsonl", {}, pieces="stages", remedy="give another --out")) as kept:
+    with closing(Stages(tmp_path / "prepare.jsonl", {}, ("schedule.json",))) as stages:
 
         def stage(of: Any = None) -> int:
-            return prepare._stage(kept, "fit", work, place=file.parent, of=of)["run"]
+            return stages.run("layers", work, place=file.parent, of=of)["run"]
 
         assert [stage(), stage()] == [1, 1]
         file.write_text("another")
@@ -228,15 +272,16 @@ def test_a_faster_schedule_lies_within_the_fit(tmp_path: Path, flat: bool) -> No
     layers = 16
     model = tiny_model("llama", num_hidden_layers=layers)
     target = Schedule(layers, tuple(range(1, 12)), (8,) if flat else (16, 14, 12, 10, 8), name="target")
-    bare = {Path(file).stem for file in prepare._neighbours(target, tmp_path)}
-    assert bare == {"target", "milder", "faster"}
+    bare = [schedule.name for schedule in neighbours(target, tmp_path)]
+    assert bare == ["target", "target, slower", "target, faster"]
     random_fit(model).of_schedule(target).save(tmp_path / FIT_FILE)
     fit = Fit.load(tmp_path / FIT_FILE)
-    found = {Path(file).stem: Schedule.load(file) for file in prepare._neighbours(target, tmp_path)}
+    found = {schedule.name: schedule for schedule in neighbours(target, tmp_path)}
     assert all(fit.serves(schedule) for schedule in found.values())
-    assert ("faster" in found) is not flat
+    assert ("target, faster" in found) is not flat
     if not flat:
-        assert found["faster"].mean_budget() < target.mean_budget()
+        assert found["target, faster"].mean_budget() < target.mean_budget()
+        assert Schedule.load(tmp_path / "faster.json") == found["target, faster"]
 
 
 def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
@@ -244,14 +289,12 @@ def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
         time.sleep(0.3)
         raise KeyboardInterrupt
 
-    settings = {"pieces": "stages", "remedy": "give another --out"}
     for _ in range(2):
-        kept = KeptValues(tmp_path / "prepare.jsonl", {}, **settings)
-        with closing(kept), pytest.raises(KeyboardInterrupt):
-            prepare._stage(kept, "fit", interrupted)
-    with closing(KeptValues(tmp_path / "prepare.jsonl", {}, **settings)) as kept:
-        assert 0.6 <= prepare._stage(kept, "fit", lambda: {"done": True})["seconds"] < 60
-        assert prepare._stage(kept, "tune 1", dict)["seconds"] < 0.6
+        with closing(Stages(tmp_path / "prepare.jsonl", {})) as stages, pytest.raises(KeyboardInterrupt):
+            stages.run("layers", interrupted)
+    with closing(Stages(tmp_path / "prepare.jsonl", {})) as stages:
+        assert 0.6 <= stages.run("layers", lambda: {"done": True})["seconds"] < 60
+        assert stages.run("tuning 1", dict)["seconds"] < 0.6
 
 
 def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_continued(

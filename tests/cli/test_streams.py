@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import skipdecode
 from skipdecode.cli import main
 from textgen_tools import save_tiny_model
 from tuning_data import records, save_model, write_jsonl
@@ -75,20 +76,10 @@ def test_tune_reads_a_pipe_and_standard_input_once_and_whole(
 
 def test_calibrate_and_eval_read_a_pipe_whole(tmp_path: Path, model: str):
     content = write_jsonl(tmp_path / "in.jsonl", wide_records()).read_bytes()
-    options = [
-        *TUNE[:4],
-        "--nominal-speedup",
-        "2",
-        "--records",
-        str(COUNT - 5),
-        "--held-out",
-        "0",
-        "--method",
-        "block-influence",
-    ]
+    form = {"prompt_template": "{colour}", "response_field": "ref"}
+    options = {"nominal_speedup": 2, "records": COUNT - 5, "held_out": 0, "method": "block-influence"}
     with fifo(tmp_path / "one", content) as data:
-        assert main(["calibrate", model, "--data", data, "--out", str(tmp_path / "cal"), *options]) == 0
-    assert json.loads((tmp_path / "cal" / "calibration.json").read_text())["records"] == COUNT - 5
+        assert skipdecode.calibrate(model, data, **form, **options).document["records"] == COUNT - 5
     task = tmp_path / "t.yaml"
     task.write_text('name: t\nprompt: "{colour}"\nreferences: [ref]\nmetrics: [chrf]\nmax_new_tokens: 2\n')
     with fifo(tmp_path / "two", content) as data:

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import skipdecode
 from checkpoints import save_checkpoint
 from fits import projections, random_fit
 from oracle import active_tokens, alone_logits, oracle_logits, position_ids
@@ -376,14 +377,12 @@ def test_a_wrong_fit_is_refused_in_one_line(calibrated, tmp_path, capsys, wrong,
     assert str(path) in lines[0]
 
 
-def test_too_few_tokens_to_fit_are_refused_before_anything_is_measured(calibrated, tmp_path, capsys):
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"p": f"red {n}", "r": "a"}) + "\n" for n in range(8)))
-    command = ["calibrate", str(calibrated[0] / "model"), "--data", str(data), "--out", str(tmp_path / "out")]
-    command += ["--prompt-template", "{p}", "--response-field", "r", "--nominal-speedup", "2"]
-    assert main([*command, "--records", "4", "--held-out", "2"]) == 2
-    assert "too few to fit" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "schedule.json").exists()
+def test_too_few_tokens_to_fit_are_refused_before_anything_is_measured(calibrated, tmp_path):
+    form = {"prompt_field": "p", "response_field": "r", "nominal_speedup": 2, "records": 4, "held_out": 2}
+    data = [{"p": f"red {n}", "r": "a"} for n in range(8)]
+    with pytest.raises(UsageError, match="too few to fit"):
+        skipdecode.calibrate(calibrated[0] / "model", data, out=tmp_path / "out", **form)
+    assert not (tmp_path / "out" / "measured.jsonl").exists()
 
 
 def test_a_note_says_that_a_tuned_fit_is_left_for_the_one_beside_the_schedule(

@@ -26,10 +26,10 @@ LAYERS = [
     {"cost"},
     {"generation"},
     {"tuning"},
-    {"calibration"},
     {"evaluation"},
-    {"serving", "vllm"},
     {"reporting"},
+    {"calibration"},
+    {"serving", "vllm"},
     {"cli"},
 ]
 # The reached values, lines rounded up to the next 250. They only fall: a feature that needs more names what leaves.

@@ -161,7 +161,7 @@ def test_the_runs_behind_a_table_are_shown_with_their_schedules(planned: Any, ta
     learned = {path for path in named if path.name.startswith(("calibrated", "curve", "pruned"))}
     # Made by the calibration, which is then among the commands.
     assert bool(learned) == calibrates
-    assert any(words[:2] == ["skipdecode", "calibrate"] for words in commands) == calibrates
+    assert any(words[1].endswith("/calibrate.py") for words in commands) == calibrates
     for path in named - learned:
         schedule = Schedule.from_json(path.read_text())
         speedup = float(path.stem.rpartition("-")[2].removesuffix("x"))
@@ -173,7 +173,7 @@ def test_the_runs_behind_a_table_are_shown_with_their_schedules(planned: Any, ta
 
 def test_one_checkpoint_of_a_table_is_made_with_what_it_stands_on(planned: Any):
     def verbs(table: str, checkpoint: str) -> list[str]:
-        return [words[1] for words in planned(table, "--checkpoint", checkpoint)]
+        return [Path(words[1]).stem for words in planned(table, "--checkpoint", checkpoint)]
 
     assert verbs("tldr", "cal-b") == ["tune", "calibrate", "calibrate", "tune"]
     assert verbs("own", "even-2x") == ["tune"]  # its start is another table's

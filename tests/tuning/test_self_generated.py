@@ -15,6 +15,7 @@ import pytest
 from skipdecode.cli import main
 from skipdecode.evaluation.self_generated import followed, instructions
 from skipdecode.models.loading.hub import load_model
+from skipdecode.cost.model import CostModel
 from skipdecode.tuning.self_generated import DEV_FILE, TRAIN_FILE, _cut
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 
@@ -328,22 +329,25 @@ def test_every_instruction_can_be_followed_and_noise_does_not() -> None:
         assert sum(followed(noise, checks) for checks in wanted.values()) <= 3
 
 
-def test_a_calibration_needs_no_data(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out"
-    size = ["--records", "3", "--held-out", "1", "--method", "block-influence", "--fit-rank", "2", "--json"]
-    call = ["calibrate", model, "--nominal-speedup", "2", "--out", str(out), *size]
+def test_a_preparation_needs_no_data(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps(CostModel.of_step(8, 4, 0.0, 1.0).to_dict()))
+    size = ["--order-records", "3", "--fit-rank", "2", "--test-records", "4", "--batch", "4", "--cost", str(cost)]
+    call = ["prepare", model, "--minutes", "0", "--out", str(tmp_path / "ready"), *size]
     assert main([*call, *WORDS]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert 1 <= document["records"] <= len(read_rows(out / TRAIN_FILE))
+    printed = capsys.readouterr().out
+    assert "time: own answers" in printed
+    assert "perplexity against before" in printed
+    out = tmp_path / "ready" / "fit"
     assert (out / "skipdecode.fit").is_file()
     generate = ["generate", model, "hello", "--schedule", str(out / "schedule.json"), "--max-new-tokens", "4"]
     assert main(generate) == 0
     told = capsys.readouterr().err
-    assert "bridges of rank" not in told
+    assert "of rank" not in told
     assert "copy of the head" not in told
     assert "not tuned under" not in told
     assert main([*generate, "--debug"]) == 0
-    assert "bridges of rank 2" in capsys.readouterr().err
+    assert "of rank 2" in capsys.readouterr().err
     assert main([*call, "--resume"]) == 2
     assert "--self" in capsys.readouterr().err
     # Full depth says the same with a fit, so its words serve a tuning that starts from one.

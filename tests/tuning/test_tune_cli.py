@@ -103,10 +103,7 @@ def _full(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("named_in", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("verb", ["tune", "calibrate"])
-def test_an_end_token_that_only_a_config_names_is_learned(
-    files: Files, tmp_path: Path, verb: str, named_in: str
-) -> None:
+def test_an_end_token_that_only_a_config_names_is_learned(files: Files, tmp_path: Path, named_in: str) -> None:
     model = save_model(tmp_path / "model")
     ends = {"tokenizer_config.json": None, "generation_config.json": None, "config.json": None, named_in: [2, 5]}
     for name, tokens in ends.items():
@@ -114,10 +111,7 @@ def test_an_end_token_that_only_a_config_names_is_learned(
         entries = {k: v for k, v in entries.items() if not k.startswith(("eos", "pad"))}
         (model / name).write_text(json.dumps(entries | ({} if tokens is None else {"eos_token_id": tokens})))
     own = files | {"model": str(model)}
-    calibrate = ["calibrate", own["model"], "--data", own["train"], "--out", str(tmp_path / "out"), "--records", "4"]
-    calibrate += ["--held-out", "0", "--no-fit", "--prompt-field", "thing", "--response-field", "ref"]
-    tune = arguments(own, tmp_path / "out", steps=1)
-    assert main([*(tune if verb == "tune" else calibrate), "--nominal-speedup", "2"]) == 0
+    assert main([*arguments(own, tmp_path / "out", steps=1), "--nominal-speedup", "2"]) == 0
     assert load_model(str(model)).tokenizer.eos_token == "</s>"
 
 

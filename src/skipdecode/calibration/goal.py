@@ -63,7 +63,7 @@ def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[Prompt
     for word in settings.prompt_depths or ("full", *(str(max(1, warmup, round(layers * s))) for s in _PROMPT_SHARES)):
         prompt = prompt_set(word, layers)
         if prompt == "max_exit":
-            raise UsageError("prompt_depths: max_exit depends on the schedule that is looked for: list layers instead")
+            raise UsageError("`prompt_depths`: max_exit depends on the schedule that is searched: list its layers")
         Schedule.constant(layers, layers, warmup_layers=warmup, prompt=prompt)
         spread = word.isdecimal() and warmup < int(word) < layers
         even = (Schedule.even(layers, int(word), warmup_layers=warmup).layers(0),) if spread else ()
@@ -79,7 +79,7 @@ def check_layers(settings: CalibrationSettings, layers: int) -> None:
         ("least", settings.least or floor, floor, layers),
     ):
         if not low <= value <= most:
-            raise UsageError(f"{name}={value} is not accepted for {layers} layers: give {low} to {most}")
+            raise UsageError(f"`{name}` {value} is not accepted for {layers} layers: give {low} to {most}")
     prompt_sets(settings, layers)
     if settings.nominal_speedup is not None:
         Schedule.from_speedup(layers, settings.nominal_speedup, 64, warmup_layers=warmup)

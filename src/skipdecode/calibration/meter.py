@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skipdecode.calibration.order import by_length
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import Example
@@ -70,7 +71,7 @@ class LossMeter:
         advance: Callable[[], object],
         fit: Fit | None = None,
     ) -> None:
-        self._batches = batches_of(sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id)), batch_size)
+        self._batches = batches_of(sorted(examples, key=by_length), batch_size)
         self._tokens = sum(len(example.response) for example in examples)
         self._attachment = attachment
         self._store = store

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +19,13 @@ from skipdecode.tuning.objective import response_logits
 Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
 
 
-@dataclass(frozen=True)
-class Round:
-    """One layer goes: `losses` are those of each layer tried on top of the ones `gone`, `base` that of none."""
+class Round(NamedTuple):
+    """One layer goes: `losses` are those of each layer tried on top of the ones `gone`, `base` is the loss of none."""
 
     gone: tuple[int, ...]
     base: float
-    losses: Mapping[int, float]
+    losses: dict[int, float]
     dropped: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
-        losses = {str(layer): loss for layer, loss in self.losses.items()}
-        return {"gone": list(self.gone), "base": self.base, "losses": losses, "dropped": self.dropped}
 
 
 def greedy_order(
@@ -78,46 +72,31 @@ def block_influence(attachment: Attachment, examples: Sequence[Example], *, batc
     Source: ShortGPT (arXiv 2403.03853), section 3.2: 1 - cosine between a layer's input and output, averaged over
     tokens; here over the response tokens that are fed.
     """
-    model = attachment.model
-    ordered = sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id))
+    model, totals, tokens = attachment.model, dict[int, float](), 0
     layers = list(decoder_layers(model))
-    watch = _CosineSums(len(layers))
-    handles = [layer.register_forward_hook(watch.hook(index), with_kwargs=True) for index, layer in enumerate(layers)]
+    fed = torch.zeros(0)  # marks the tokens of a batch that count
+
+    def watch(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        before: Tensor = args[0] if args else kwargs["hidden_states"]
+        after: Tensor = output[0] if isinstance(output, tuple) else output
+        cosines = functional.cosine_similarity(before[fed].double(), after[fed].double(), dim=-1)
+        totals[index] = totals.get(index, 0.0) + float(cosines.sum())
+
+    handles = [layer.register_forward_hook(partial(watch, i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
         with torch.inference_mode(), attachment.paused():
-            for each in batches_of(ordered, batch_size):
+            for each in batches_of(sorted(examples, key=by_length), batch_size):
                 batch = each.to(model.device)
                 # A token is fed where the next column has a target; column 0 of the targets belongs to the prompt.
-                watch.fed = functional.pad(batch.targets[:, 1:] != IGNORE, (batch.prompt_length, 0))
+                fed = functional.pad(batch.targets[:, 1:] != IGNORE, (batch.prompt_length, 0))
+                tokens += int(fed.sum())
                 response_logits(model, batch, attached=False)
     finally:
         for handle in handles:
             handle.remove()
-    return tuple(1 - total / max(1, watch.tokens) for total in watch.cosines)
+    return tuple(1 - totals.get(index, 0.0) / max(1, tokens) for index in range(len(layers)))
 
 
-class _CosineSums:
-    """Sums cosines over the tokens that are marked in `fed` (rows, columns)."""
-
-    def __init__(self, layers: int) -> None:
-        self.fed = torch.zeros(0)
-        self.cosines = [0.0] * layers
-        self._tokens = [0] * layers
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that every layer saw."""
-        return self._tokens[0]
-
-    def hook(self, index: int) -> Any:
-        """A forward hook for one layer."""
-
-        def watch(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            before: Tensor = args[0] if args else kwargs["hidden_states"]
-            after: Tensor = output[0] if isinstance(output, tuple) else output
-            rows = self.fed
-            cosines = functional.cosine_similarity(before[rows].double(), after[rows].double(), dim=-1)
-            self.cosines[index] += float(cosines.sum())
-            self._tokens[index] += int(rows.sum())
-
-        return watch
+def by_length(example: Example) -> tuple[int, int, str]:
+    """The order of records in batches."""
+    return len(example.response), len(example.prompt), example.id

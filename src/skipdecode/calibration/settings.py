@@ -1,20 +1,36 @@
-"""What a calibration is asked for. Pure Python; the help texts are also the command line's."""
+"""The settings of a calibration and of its fit. Pure Python; the help texts are also the command line's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from skipdecode.common.directories import RunDirectory
+from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.options import Options, option
 from skipdecode.cost.model import Phase, Use
+from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
+from skipdecode.evaluation.settings import MetricOptions
+from skipdecode.tuning.config import TuneConfig
+from skipdecode.tuning.self_generated import ABOUT_FILE, SelfGeneratedOptions
 
+STORE_FILE, PREPARE_JOURNAL, PROMPTS_FILE = "measured.jsonl", "prepare.jsonl", "prompts.jsonl"
+PREPARE_DIRECTORY = RunDirectory(
+    "run of skipdecode prepare",
+    {
+        PREPARE_JOURNAL: JOURNAL_KEY,
+        PROMPTS_FILE: "prompt",
+        f"answers/{ABOUT_FILE}": "settings",
+        f"fit/{STORE_FILE}": JOURNAL_KEY,
+    },
+)
 OrderMethod = Literal["greedy", "block-influence"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSettings(Options):
-    """How a calibration is done; each field's help text is its documentation.
+    """How drop order, prompt layers and depth are learned; each field's help text is its documentation.
 
     Raises
     ------
@@ -23,7 +39,7 @@ class CalibrationSettings(Options):
     """
 
     target_speedup: float | None = option(
-        "wall-clock speed-up over full depth, on texts as long as the records; of what, --phase says",
+        "wall-clock speed-up over full depth of the work that phase names, on texts as long as the records",
         default=None,
         least=1,
     )
@@ -59,18 +75,20 @@ class CalibrationSettings(Options):
         default=None,
         least=1,
     )
+    records: int = option("records to learn from, a random sample by prompt", default=64, least=1)
+    held_out: int = option("held-out records with other prompts, only for measurements; 0: none", default=64, least=0)
     batch_size: int = option("records in a forward pass", default=8, least=1)
+    batch: int = option("sequences decoded together, for the wall-clock target", default=1, least=1)
+    seed: int = option("seed of the sample of records", default=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.target_speedup is None) == (self.nominal_speedup is None):
-            raise UsageError("give one target: --target-speedup (wall-clock) or --nominal-speedup (layers)")
+            raise UsageError("give one target: `target_speedup` (wall-clock) or `nominal_speedup` (layers)")
         if self.phase == "decode" and self.target_speedup is None:
-            raise UsageError("--phase says what --target-speedup is of: give both, or neither")
+            raise UsageError("`phase` says what `target_speedup` is of: give both, or neither")
         if self.prompt_depths and not self.whole:
-            raise UsageError(
-                "--prompt-depths belongs to --target-speedup of whole requests: else prompts run all layers"
-            )
+            raise UsageError("`prompt_depths` belongs to `target_speedup` of whole requests: else prompts are full")
 
     @property
     def whole(self) -> bool:
@@ -80,19 +98,72 @@ class CalibrationSettings(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Options):
-    """What a fit is made of; each field's help text is its documentation."""
+    """Settings of a fit; each field's help text is its documentation."""
 
-    fit_rank: int = option("rank of the bridges over skipped layers; 0 leaves a bias alone", default=128, least=0)
+    fit: bool = option(
+        "replace skipped layers, and the keys and values that prompts do not compute, by linear maps", default=True
+    )
+    fit_rank: int = option("rank of the maps over skipped layers; 0: a bias alone", default=128, least=0)
     fit_taps: int = option(
-        "tokens before its own that a map of a prompt's keys and values sees; 1 loses less than 0, and takes two "
-        "projections a layer",
+        "earlier tokens that a map of a prompt's keys and values sees, each of which costs one more projection a layer",
         default=1,
         least=0,
         most=2,
     )
-    fit_records: int = option("most records for the fit: those to learn from, then others", default=256, least=8)
+    fit_records: int = option("most records for the fit", default=256, least=8)
     fit_tokens: int = option(
-        "tokens of prompts and responses after which no more records are taken for the fit, unless bridges need more",
+        "tokens of prompts and responses after which no more records are taken for the fit, unless its maps need more",
         default=24_000,
         least=1,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(CalibrationSettings, FitOptions, RecordOptions):
+    """Options of `skipdecode.calibrate`; each field's help text is its documentation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOptions):
+    """Options of `skipdecode.prepare`; each field's help text is its documentation."""
+
+    EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev", "base")}
+    RATE: ClassVar = 1e-3
+    FULL_RATE: ClassVar = 1e-4
+
+    target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", default=1.5, above=1)
+    minutes: float = option("minutes of choosing layers and tuning together; 0: no tuning", default=10.0, least=0)
+    test_records: int = option("most records or prompts to evaluate on", default=64, least=1)
+    batch: int = option("sequences decoded together", default=16, least=1)
+    method: OrderMethod = option(
+        "drop order by block-influence (one pass) or greedy (the measured loss of about 60 layer sets)",
+        default="block-influence",
+    )
+    order_records: int = option("records on which drop orders and prompt layers are compared", default=8, least=1)
+    prompt_depths: tuple[str, ...] = option(
+        "prompt layers to try: full, numbers (the lowest n or n evenly spaced ones, whichever lose less), lists such "
+        "as 0-14,20; in chats more of them keep more of the instructions (default: full, and 2/3, 1/2 and 1/3 of the "
+        "layers)",
+        default=(),
+    )
+    full: bool = option("tune all weights instead of a LoRA adapter", default=False)
+    learning_rate: float | None = option(
+        f"peak learning rate of tuning (default: {RATE:g}, with --full {FULL_RATE:g}); the fit has "
+        f"{TuneConfig.fit_learning_rate:g}",
+        default=None,
+        above=0,
+    )
+    distill_weight: float | None = option(
+        "weight of the KL to full depth in the loss of tuning; cross-entropy on the responses has the rest "
+        "(default: 1 with --self, 0 without)",
+        default=None,
+        least=0,
+        most=1,
+    )
+    sampled_speedups: tuple[float, ...] = option(
+        "nominal speed-ups that are tuned too, in half of the steps, so that one checkpoint serves them beside the "
+        "target; 1: full depth (default: none)",
+        default=(),
+        least=1,
+    )
+    seed: int = option("seed of all random choices", default=0, least=0)

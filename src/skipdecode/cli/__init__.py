@@ -25,16 +25,15 @@ from skipdecode.errors import SkipDecodeError
 __all__ = ["VERBS", "main"]
 
 VERBS = {
-    "demo": "compare schedules with full depth on the embedded model",
-    "plan": "find a schedule for a model and a speed target",
+    "prepare": "make a model fast in minutes: choose layers, tune, evaluate",
     "generate": "generate text for every prompt of a file, with fewer layers per token",
-    "chat": "chat with a model in the terminal",
-    "prepare": "make a fast checkpoint in minutes: layer order, fit, tuning and evaluation",
-    "tune": "fine-tune a model under a schedule (LoRA or all weights)",
-    "calibrate": "learn on your records which layers to skip",
-    "eval": "measure quality, fidelity and speed on a task; compare runs",
-    "export": "write the model of a flat schedule as a smaller ordinary model",
     "serve": "start an OpenAI-compatible server with a schedule per request",
+    "chat": "chat with a model in the terminal",
+    "plan": "find a schedule for a speed target, and predict its speed",
+    "tune": "fine-tune a model under a schedule (LoRA or all weights)",
+    "eval": "measure quality, fidelity and speed; compare runs",
+    "export": "write the model of a flat schedule as a smaller ordinary model",
+    "demo": "compare schedules with full depth on the embedded model",
     "info": "list versions, devices, supported model types and cached models",
 }
 _INTERRUPTED = 130

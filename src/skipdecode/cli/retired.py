@@ -11,12 +11,14 @@ _RECIPE_ONLY = (
 )
 RETIRED = {
     "--augment-names": "benchmarks/invented_names.py of the source repository writes a file of records with invented "
-    "names, for --train (calibrate: --data)",
+    "names, for --train",
     "--router": "a fixed schedule is the better choice (generate and serve take one with --schedule)",
     "bench": "generate --compare and eval measure the speed-up of a schedule; benchmarks/speed.py of the source "
     "repository measures engines next to the limit of the machine",
     "eval --drop-order": "write a schedule file with another drop order, for --schedule and --methods "
     "(Schedule.from_speedup(..., drop_order=...).save(FILE))",
+    "calibrate": "skipdecode prepare --minutes 0 chooses layers and evaluates them (the schedule and its fit are in "
+    "OUT/fit); skipdecode.calibrate in Python has all settings",
     "eval --report": "the printed tables are Markdown: write them to a file with > FILE.md",
     "eval --self": "without --task and --data, eval compares the texts of the schedules with those of the base model",
     "eval --self-records": "give --limit",
@@ -27,8 +29,8 @@ RETIRED = {
     "(Schedule.from_speedup(..., warmup_layers=...).save(FILE))",
     "plan --measure": "plan always times the model; --remeasure times it again",
     "plan --no-measure": "plan always times the model, once; the times are kept for later commands",
-    "report": "skipdecode eval prints its tables in Markdown (--compare: those of finished runs); prepare, tune and "
-    "calibrate write their pictures as PNG files into --out",
+    "report": "skipdecode eval prints its tables in Markdown (--compare: those of finished runs); prepare and "
+    "tune write their pictures as PNG files into --out",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "
     "measure throughput and latency (serve_load.py for a server)",
     "tune --curriculum-fraction": "tune runs the schedule, or those of --sampled-speedups, from the first step",

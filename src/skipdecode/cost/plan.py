@@ -16,8 +16,8 @@ from skipdecode.cost.model import CostModel, Use
 from skipdecode.cost.solve import Auto, PlanOptions, solve, why_flat
 from skipdecode.cost.source import CostSource, find_cost
 from skipdecode.errors import UsageError
+from skipdecode.generation.llm import Model, ref_of
 from skipdecode.models.fit import Fit
-from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.draw import schedule_picture
@@ -28,7 +28,7 @@ _WIDTH, _SHOWN_ORDER = 80, 12
 
 
 def plan(
-    model: str | Path | ModelRef | LoadedModel | Any,
+    model: Model,
     schedule: Schedule | str | Path | None = None,
     *,
     dtype: str = "auto",
@@ -62,8 +62,9 @@ def plan(
     """
     asked = PlanOptions(**options)
     if (schedule is None) == (asked.target_speedup is None):
-        raise UsageError("give one of target_speedup and a schedule")
-    ref = _ref(model, schedule)
+        raise UsageError("give one of `target_speedup` and `schedule`")
+    files = (str(schedule),) if isinstance(schedule, str | Path) and Path(schedule).is_file() else ()
+    ref = replace(ref_of(model), schedule_files=files) if files else ref_of(model)
     geometry = ModelGeometry.from_config(ref.config)
 
     def parsed(solved: Callable[[float], Schedule]) -> Schedule | None:
@@ -80,16 +81,6 @@ def plan(
     found = known or _solved(asked, source.cost, asked.target_speedup or 1.0)
     figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens, asked.use)
     return Plan(asked, ref, source, found, figures, fit)
-
-
-def _ref(model: Any, schedule: Any) -> ModelRef:
-    """The resolved name of a model, with the file of the schedule."""
-    loaded = getattr(model, "loaded", model)  # of an LLM
-    ref = loaded.ref if isinstance(loaded, LoadedModel) else loaded
-    files = (str(schedule),) if isinstance(schedule, str | Path) and Path(schedule).is_file() else ()
-    if not isinstance(ref, ModelRef):
-        ref = ModelRef(str(ref), files)
-    return replace(ref, schedule_files=files) if files else ref
 
 
 def _parsed(

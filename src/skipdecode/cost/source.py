@@ -17,6 +17,7 @@ import transformers
 
 from skipdecode.common.environment import cpu_model, usable_cores
 from skipdecode.common.files import cache_dir, write_whole
+from skipdecode.common.kinds import read_json
 from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.measure import measure_cost
@@ -240,3 +241,13 @@ def _measured_origin(backend: Backend, cost: CostModel, device: torch.device) ->
     where = f"threads: {torch.get_num_threads()}" if device.type == "cpu" else f"device: {device.type}"
     engine = "transformers" if backend.fast is None else "the fast engine"
     return f"measured here with {engine} ({where}{within})"
+
+
+def read_cost(path: str | Path) -> CostModel:
+    """The cost model in a JSON file, or in the output of skipdecode plan; raises DataError with the path."""
+    values = read_json(Path(path))
+    plan = values.get("cost") if isinstance(values, dict) else None
+    try:
+        return CostModel.from_dict(values if plan is None else plan)
+    except DataError as e:
+        raise DataError(f"{path}: {e}") from None

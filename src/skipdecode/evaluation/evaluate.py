@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
-from skipdecode.engine.loading import checked_name, load
+from skipdecode.engine.loading import load
 from skipdecode.engine.opening import end_tokens
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
@@ -35,16 +34,14 @@ from skipdecode.evaluation.settings import (
     Subject,
     method_name,
 )
-from skipdecode.generation.llm import LLM
+from skipdecode.generation.llm import LLM, Model, ref_of
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of, parse_schedule
+from skipdecode.schedule.grammar import parse_schedule
 
-Model = LLM | LoadedModel | ModelRef | str | Path
-"""A loaded model, or a name as for `skipdecode.load`."""
 AnySchedule = Schedule | str | Path
 Data = str | Path | Iterable[Mapping[str, Any]]
 """A JSONL or CSV file, or records."""
@@ -183,7 +180,7 @@ class _Evaluation:
         self.one = isinstance(schedules, AnySchedule)
         asked: Any = [schedules] if self.one else schedules
         self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in asked]
-        self.model, self.ref, self.saved = model, _ref(model, self.schedules), out is not None
+        self.model, self.ref, self.saved = model, ref_of(model, self.schedules), out is not None
         self.loader, self.options = loader, options
 
     # ------------------------------------------------------------------ records with references
@@ -285,7 +282,7 @@ class _Evaluation:
             return model
         if isinstance(model, LoadedModel):
             return LLM(model)
-        return self.loader(self.ref if model is self.model else _ref(model))
+        return self.loader(self.ref if model is self.model else ref_of(model))
 
     def _chosen(self, seq_len: int) -> list[Schedule]:
         """The schedules that were asked for."""
@@ -302,15 +299,6 @@ class _Evaluation:
 
 
 # ---------------------------------------------------------------------- parts
-
-
-def _ref(model: Model, schedules: Sequence[Schedule | str] = ()) -> ModelRef:
-    if isinstance(model, LLM | LoadedModel):
-        return (model.loaded if isinstance(model, LLM) else model).ref
-    if isinstance(model, ModelRef):
-        return model
-    files = (base_of(one) for one in schedules if isinstance(one, str))
-    return ModelRef(checked_name(model), tuple(filter(os.path.isfile, files)))
 
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 from skipdecode.evaluation.metrics import METRICS
 
 _SHARES = (0.99, 0.98, 0.95)
+PERPLEXITY = "1 / perplexity"
 _FULL_DEPTH = ("base", "full")
 Row = Mapping[str, Any]
 
@@ -36,9 +37,9 @@ def _task_scores(run: Row) -> dict[str, Any]:
 def _self_scores(found: Row) -> dict[str, Any]:
     worse, obeyed = found["of_base"], found.get("instructions")
     ratio = worse["estimate"]
-    scores = {"1 / perplexity": 100 / ratio} | ({"instructions": 100 * obeyed["followed"]} if obeyed else {})
+    scores = {PERPLEXITY: 100 / ratio} | ({"instructions": 100 * obeyed["followed"]} if obeyed else {})
     share = {"estimate": 1 / ratio, "low": 1 / worse["high"], "high": 1 / worse["low"]}
-    return {"perplexity_ratio": ratio, "scores": scores, "shares": {"1 / perplexity": share}}
+    return {"perplexity_ratio": ratio, "scores": scores, "shares": {PERPLEXITY: share}}
 
 
 def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -91,8 +92,15 @@ def kept_columns(rows: Sequence[Row]) -> dict[str, str]:
         "decode": "{decode_speedup:.2f}x",
         "kept": "{kept:.1%}",
         "copied": "{copied:.1f}%",
-        **{name: f"{{scores[{name}]:.1f}}" for name in rows[0]["scores"]},
+        **dict(_column(name) for name in rows[0]["scores"]),
     }
+
+
+def _column(score: str) -> tuple[str, str]:
+    """The heading and the format of a score; of the perplexity, how many times as high as before it is."""
+    if score == PERPLEXITY:
+        return "perplexity against before", "{perplexity_ratio:.2f} times"
+    return score, f"{{scores[{score}]:.1f}}"
 
 
 def measured(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:

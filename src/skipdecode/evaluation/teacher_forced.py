@@ -1,6 +1,6 @@
 """Predictions of a schedule at each token of a given text, by its exact parallel form.
 
-On full depth's output: the distance from full depth. On a record's reference: the loss that `skipdecode calibrate`
+On full depth's output: the distance from full depth. On a record's reference: the loss that `skipdecode.calibrate`
 predicts and `skipdecode tune` lowers.
 """
 

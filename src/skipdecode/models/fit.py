@@ -108,7 +108,7 @@ class Fit(nn.Module):
 
     def describe(self) -> str:
         """What it has, in words."""
-        parts = [f"bridges of rank {self.rank:.0f} over {len(self.bridges)} layers"] if len(self.bridges) else []
+        parts = [f"maps of rank {self.rank:.0f} over {len(self.bridges)} layers"] if len(self.bridges) else []
         parts += [f"keys and values of prompts that run {len(layers)} layers" for layers in self.prompt_sets]
         return ", ".join(parts)
 
@@ -132,7 +132,7 @@ class Fit(nn.Module):
         if (len(keys), width) != (self.num_layers, self.hidden_size):
             raise FitError(
                 f"{name} is for {self.num_layers} layers of {self.hidden_size} columns, but the model has {len(keys)} "
-                f"of {width}: fit this model with skipdecode calibrate"
+                f"of {width}: fit this model with skipdecode prepare"
             )
         for layer, made in ((n, made) for maps in self.maps for n, made in maps.items()):  # type: ignore[operator]
             wanted = keys[int(layer)]
@@ -144,7 +144,7 @@ class Fit(nn.Module):
             if len(made.bias) != wanted:
                 raise FitError(
                     f"{name} gives {len(made.bias)} columns of keys and values in layer {layer}, but the model has "
-                    f"{wanted} there: fit this model with skipdecode calibrate"
+                    f"{wanted} there: fit this model with skipdecode prepare"
                 )
 
     def check_is(self, digest: str | None, name: object = "the fit") -> None:
@@ -162,7 +162,7 @@ class Fit(nn.Module):
             made = " or ".join(str(list(layers)) for layers in self.prompt_sets)
             raise FitError(
                 f"{name} has keys and values of prompts that run layers {made}, but under schedule "
-                f"{schedule.name!r} they run {list(asked)}: fit it with skipdecode calibrate"
+                f"{schedule.name!r} they run {list(asked)}: fit it with skipdecode prepare"
             )
 
     def digest(self) -> str:
@@ -204,7 +204,7 @@ class Fit(nn.Module):
         try:
             return cls._of_tensors(about, tensors)
         except (FitError, RecursionError) as e:
-            raise FitError(f"fit {path}: {_short(e)}; make it again with skipdecode calibrate") from None
+            raise FitError(f"fit {path}: {_short(e)}; make it again with skipdecode prepare") from None
 
     @classmethod
     def _of_tensors(cls, about: Any, tensors: Mapping[str, Tensor]) -> Fit:

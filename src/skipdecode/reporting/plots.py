@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skipdecode.evaluation.kept import Row, measured
 from skipdecode.reporting.charts import (
     COLORS,
     INK,
@@ -15,6 +16,7 @@ from skipdecode.reporting.charts import (
     Point,
     Series,
     draw_chart,
+    grouped,
     new_figure,
     styled,
     styles_of,
@@ -23,6 +25,8 @@ from skipdecode.schedule import Schedule
 
 _RUNS, _BARS, _STORED = COLORS[0], COLORS[1], COLORS[5]
 _WINDOW, _DRAWN = 15, 80
+_KEPT = "worst score, % of the model before"
+_ALL = (100.0, 100.0, 100.0, "full depth")
 _Rows = Sequence[Mapping[str, Any]]
 
 
@@ -51,7 +55,7 @@ def _importance(calibration: Mapping[str, Any]) -> tuple[str, dict[int, float]]:
 
 
 def calibration_figure(calibration: Mapping[str, Any]) -> Any:
-    """Importance of layers, schedule, and loss of a greedy search; from a document of `skipdecode calibrate`."""
+    """Importance of layers, schedule, and loss of a greedy search; from a document of `skipdecode.calibrate`."""
     schedule = Schedule.from_dict(calibration["schedule"])
     label, importance = _importance(calibration)
     losses = Series("loss", [Point(i, found["base"]) for i, found in enumerate(calibration["rounds"])], markers=False)
@@ -133,3 +137,39 @@ def loss_chart(rows: _Rows, title: str) -> Chart:
 def _schedule_losses(row: Mapping[str, Any]) -> dict[str, float]:
     """The losses of a line of kind dev in a tuning log, by schedule name."""
     return {name: loss for name, loss in row.items() if name not in ("kind", "step", "cross_entropy")}
+
+
+# ---------------------------------------------------------------------- kept
+
+
+def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], target: str, model: str) -> list[Chart]:
+    """What is kept at each request speed-up, and what the schedule `target` keeps after each number of minutes.
+
+    A line begins at the full depth of its checkpoint. Charts without a measured point are left out, and the minutes if
+    only one number of them was tried.
+    """
+    lines = []
+    for minutes, found in grouped(rows, lambda row: float(row["minutes"])).items():
+        if schedules := [_point(row, 100 * kept) for row, kept in measured(found)]:
+            own = [Point(1.0, 100 * row["kept"]) for row in found if row["full_depth"]][-1:]
+            lines.append(Series(f"after {minutes:g} minutes" if minutes else "not tuned", [*own, *schedules], "-"))
+    known = {minutes: 100 * share for minutes, share in by_minutes.items() if share is not None}
+    bounds = {float(row["minutes"]): _bounds(row) for row in rows if row["name"] == target}
+    after = [Point(minutes, kept, None, bounds.get(minutes), f"{kept:.0f}%") for minutes, kept in known.items()]
+    charts = []
+    if lines:
+        full = Series("full depth", [Point(1.0, 100.0, label="1.0x, 100%")], "")
+        charts.append(Chart([*lines, full], "speed-up of requests over full depth", _KEPT, f"{model}, by speed-up"))
+    if len(after) > 1:
+        title = f"{target}, by minutes of choosing layers and tuning"
+        charts.append(Chart([Series(target, after, "-")], "minutes", _KEPT, title, level=_ALL))
+    return charts
+
+
+def _point(row: Row, kept: float) -> Point:
+    return Point(row["request_speedup"], kept, None, _bounds(row), f"{row['request_speedup']:.2f}x, {kept:.0f}%")
+
+
+def _bounds(row: Row) -> tuple[float, float] | None:
+    found = row.get("kept_interval")
+    return None if found is None else (100 * found["low"], 100 * found["high"])

@@ -305,7 +305,7 @@ class _Run:
         if self.given is None:
             loaded = load(self.ref, dtype="auto" if as_stored else "float32")
         else:
-            loaded = replace(self.given, model=_copied(self.given.model, None if as_stored else torch.float32))
+            loaded = replace(self.given, model=copied(self.given.model, None if as_stored else torch.float32))
         fit = self.fit if self.given is None or self.fit is not None else _other_fit(self.given.ref, self.ref)
         if isinstance(fit, Fit):
             fit.check_fits(loaded.model)
@@ -365,7 +365,7 @@ class _Run:
         return Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, self.settings, self.out, base_name=base)
 
 
-def _copied(model: Any, dtype: Any) -> Any:
+def copied(model: Any, dtype: Any) -> Any:
     """A copy of a loaded model, in `dtype` unless None; weights that an engine fused are separate tensors again."""
     copied = copy.deepcopy(model)
     copied = copied if dtype is None else copied.to(dtype)

@@ -6,12 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from skipdecode.common.environment import limit_threads
-from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import detail, note
 from skipdecode.cost.model import CostModel
@@ -19,7 +17,7 @@ from skipdecode.data.examples import with_breaks
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.loading import load
 from skipdecode.engine.requests import SamplingOptions
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import DTYPES, LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
@@ -41,7 +39,6 @@ __all__ = [
     "ThreadOptions",
     "adjusted_schedule",
     "choose_schedule",
-    "read_cost",
     "stop_text",
     "with_breaks",
 ]
@@ -183,7 +180,7 @@ class ScheduleOptions(Options):
     schedule: str | None = option(
         "full, a nominal speed-up such as 2x (all layers / mean layers of a token; the measured speed-up is lower), a "
         "wall-clock speed-up of whole requests such as 1.5x-wall (by the times that plan measured), the name of a "
-        "schedule that the checkpoint was tuned under, a file (JSON, written by plan and calibrate; a skipdecode.fit "
+        "schedule that the checkpoint was tuned under, a file (JSON, written by plan and prepare; a skipdecode.fit "
         "beside it is used too), or a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, "
         "smollm2-135m-1.2x-p22; then :p15 for prompts through 15 layers, :flat for the same depth at every position "
         "(default: the schedule of the checkpoint if it has one, else full depth)",
@@ -297,16 +294,6 @@ def adjusted_schedule(options: ScheduleOptions, schedule: Schedule, origin: str)
         return ScheduleChoice(schedule, origin)
     prompt = layer_order.prompt_set(text, schedule.num_layers)
     return ScheduleChoice(schedule.with_prompt(prompt), f"{origin}; --prompt-layers {text}")
-
-
-def read_cost(path: str) -> CostModel:
-    """The cost model in a JSON file, or in the output of skipdecode plan; raises DataError with the path."""
-    values = read_json(Path(path))
-    plan = values.get("cost") if isinstance(values, dict) else None
-    try:
-        return CostModel.from_dict(values if plan is None else plan)
-    except DataError as e:
-        raise DataError(f"{path}: {e}") from None
 
 
 def stop_text(text: str) -> str:

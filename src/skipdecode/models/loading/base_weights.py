@@ -92,9 +92,7 @@ def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = (), digest
     for schedule in schedules:
         fit.check_prompts(Schedule.load(schedule), f"fit {file}")
     if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(unwrap(model))):
-        raise FitError(
-            f"fit {file}: was made for other weights than this model has: make one with skipdecode calibrate"
-        )
+        raise FitError(f"fit {file}: was made for other weights than this model has: make one with skipdecode prepare")
     keep_fit(model, fit)
 
 

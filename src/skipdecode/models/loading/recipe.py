@@ -75,9 +75,9 @@ def untuned_line(
     names = ", ".join(schedule.name for schedule in bare)
     other = "" if fit is None else f", and the model's fit is for other layers or prompts ({fit.describe()})"
     return (
-        f"the weights were not tuned under {names} or a deeper cut{other}: the text breaks (SmolLM2-135M untuned "
-        f"keeps 5% of its BLEU on E2E at nominal 2x); repair: skipdecode calibrate {model} makes a schedule with a "
-        f"fit, skipdecode tune {model} --schedule FILE tunes the weights"
+        f"text will be bad: the weights were not tuned under {names}, or to skip more layers{other} (SmolLM2-135M "
+        f"untuned keeps 5% of its BLEU on E2E at nominal 2x). Train them: skipdecode prepare {model} chooses layers "
+        f"and tunes, skipdecode tune {model} --schedule FILE tunes"
     )
 
 

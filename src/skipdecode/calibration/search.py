@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.goal import Goal
 from skipdecode.calibration.meter import LossMeter, measuring
 from skipdecode.calibration.order import Round, block_influence, greedy_order, greedy_trials
-from skipdecode.calibration.settings import CalibrationSettings, FitOptions
+from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.common.progress import note
 from skipdecode.cost.solve import TextCost
 from skipdecode.data.prompts import Example
@@ -22,101 +21,35 @@ from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
 
-_TOKENS_A_COLUMN = 4
 Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
 
 
-def draw_records(
-    examples: Sequence[Example], records: int, held_out: int, seed: int
-) -> tuple[list[Example], list[Example]]:
-    """Records to learn from, and held-out records with other prompts; the same for the same seed."""
-    by_prompt: dict[tuple[int, ...], list[Example]] = {}
-    for example in examples:
-        by_prompt.setdefault(example.prompt, []).append(example)
-    groups = list(by_prompt.values())
-    random.Random(seed).shuffle(groups)
-    learn, rest = _take(groups, records)
-    check, _ = _take(rest, held_out)
-    if len(check) < held_out:
-        note(f"only {len(check)} of {held_out} records are held out: there are not enough other prompts")
-    return learn, check
-
-
-def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], list[list[Example]]]:
-    """The first `count` records, from as many prompts as possible, and the groups of which none was taken."""
-    taken: list[Example] = []
-    for rank in range(max(map(len, groups), default=0)):
-        for used, group in enumerate(groups):
-            if len(taken) == count:
-                return taken, list(groups[used if rank == 0 else len(groups) :])
-            if rank < len(group):
-                taken.append(group[rank])
-    return taken, []
-
-
-def records_for_fit(
-    examples: Sequence[Example],
-    learn: Sequence[Example],
-    check: Sequence[Example],
-    settings: FitOptions,
-    hidden_size: int,
-) -> list[Example]:
-    """Records to fit on, in the order of their lengths: those to learn from, then others; none has a held-out prompt.
-
-    Records are taken up to the tokens of the settings, or for long prompts until their responses have
-    `_TOKENS_A_COLUMN` tokens for each column of a bridge.
-    """
-    kept = {example.prompt for example in check}
-    others = [e for e in examples if e.prompt not in kept and e not in learn]
-    taken: list[Example] = []
-    tokens = answers = 0
-    for example in [*learn, *others][: settings.fit_records]:
-        if tokens >= settings.fit_tokens and answers >= _TOKENS_A_COLUMN * hidden_size:
-            break
-        taken.append(example)
-        tokens += len(example.prompt) + len(example.response)
-        answers += len(example.response)
-    return sorted(taken, key=lambda e: (len(e.prompt), len(e.response)))
-
-
 @dataclass(frozen=True)
-class Verdict:
-    """A schedule with its measured losses.
+class Found:
+    """What was learned.
 
-    Losses are teacher-forced cross-entropy per response token. `speedup` is over full depth on texts as long as the
-    records: of what the target counts, wall-clock as the cost model has it, or in layers for a nominal target, which
-    has no other two.
-    """
-
-    schedule: Schedule
-    speedup: float
-    mean_layers: float
-    measured: float
-    held_out: float | None
-    request_speedup: float | None
-    decode_speedup: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
-        schedule = self.schedule
-        named = {"schedule": schedule.to_dict(), "name": schedule.name, "prompt_layers": len(schedule.prompt_layers())}
-        return asdict(self) | named
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What was learned: the drop order, the schedule, and its fit.
-
-    `schedule` is, of the linear (or flat) ones in the learned order, the one whose prompt set measured best. `rounds`
-    are the greedy search, empty for another method; `influence` is the block influence of each layer. `verdicts` are on
-    full depth, the paper's, evenly spaced, the other numbers of prompt layers, and the calibrated schedule.
+    Parameters
+    ----------
+    schedule : Schedule
+        Of the schedules in the learned order, the one whose prompt set measured best.
+    order : tuple of int
+        The learned drop order.
+    rounds : tuple of Round
+        The greedy search; empty for another method.
+    influence : tuple of float
+        The block influence of each layer.
+    verdicts : tuple of dict
+        Full depth, the paper's schedule, evenly spaced layers, the other numbers of prompt layers, and `schedule`, each
+        with its losses and speed-ups; see `_verdict`.
+    fit : Fit or None
+        The fit of `schedule`.
     """
 
     schedule: Schedule
     order: tuple[int, ...]
     rounds: tuple[Round, ...]
     influence: tuple[float, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[dict[str, Any], ...]
     fit: Fit | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,13 +57,15 @@ class Calibration:
         return {
             "schedule": self.schedule.to_dict(),
             "order": list(self.order),
-            "rounds": [r.to_dict() for r in self.rounds],
+            "rounds": [
+                {**r._asdict(), "losses": {str(layer): x for layer, x in r.losses.items()}} for r in self.rounds
+            ],
             "block_influence": list(self.influence),
-            "verdicts": [v.to_dict() for v in self.verdicts],
+            "verdicts": list(self.verdicts),
         }
 
 
-def calibrate_model(
+def search_model(
     settings: CalibrationSettings,
     goal: Goal,
     loaded: LoadedModel,
@@ -138,8 +73,8 @@ def calibrate_model(
     check: list[Example],
     fitter: Fitter | None,
     file: Path,
-) -> Calibration:
-    """`calibrate` on records to learn from and held-out records; without a fit if the model cannot be fitted.
+) -> Found:
+    """`search` on records to learn from and held-out records; without a fit if the model cannot be fitted.
 
     `file` keeps the measurements of an interrupted run.
     """
@@ -157,15 +92,15 @@ def calibrate_model(
         bar.reset(total=sum(wanted * meter.batches for wanted, meter in zip(*counts, strict=True) if meter))
         influence = block_influence(attachment, learn, batch_size=size)
         try:
-            found = calibrate(settings, goal, influence, meters, fitter, name=name)
+            found = search(settings, goal, influence, meters, fitter, name=name)
         except FitError as e:
             note(f"no fit: {e}")
-            found = calibrate(settings, goal, influence, meters, name=name)
+            found = search(settings, goal, influence, meters, name=name)
         bar.total = bar.n
     return found
 
 
-def calibrate(
+def search(
     settings: CalibrationSettings,
     goal: Goal,
     influence: Sequence[float],
@@ -173,7 +108,7 @@ def calibrate(
     fitter: Fitter | None = None,
     *,
     name: str = "calibrated",
-) -> Calibration:
+) -> Found:
     """Learn the order and the prompt set, and measure the schedule next to the baselines.
 
     Parameters
@@ -216,11 +151,11 @@ def calibrate(
         bare.append(replace(result, name=f"{name}, without its fit"))
     verdicts = [_verdict(s, settings, goal.unfitted, *meters(None)) for s in bare]
     verdicts += [_verdict(s, settings, goal.workload, *meters(fit)) for s in (*others, result)]
-    return Calibration(result, order, tuple(rounds), tuple(influence), tuple(verdicts), own)
+    return Found(result, order, tuple(rounds), tuple(influence), tuple(verdicts), own)
 
 
 def trials(settings: CalibrationSettings, goal: Goal, fitted: bool) -> tuple[int, int]:
-    """About how many schedules `calibrate` measures on the records, and on those held out."""
+    """About how many schedules `search` measures on the records, and on those held out."""
     searched = 0
     if settings.method == "greedy":
         drops = goal.workload.cost.num_layers - goal.least
@@ -248,15 +183,22 @@ def _greedy_rounds(
 
 def _verdict(
     schedule: Schedule, settings: CalibrationSettings, workload: TextCost, meter: LossMeter, held_out: LossMeter | None
-) -> Verdict:
-    """A schedule with its losses on the records, and on those held out, as the cost model has its speed-ups."""
-    wall = settings.target_speedup is not None
-    return Verdict(
-        schedule,
-        workload.speedup(schedule),
-        workload.mean_layers(schedule),
-        meter.losses([schedule])[0],
-        None if held_out is None else held_out.losses([schedule])[0],
-        replace(workload, whole=True).speedup(schedule) if wall else None,
-        replace(workload, whole=False).speedup(schedule) if wall else None,
-    )
+) -> dict[str, Any]:
+    """A schedule with its losses per response token, on the records and on those held out, and its speed-ups.
+
+    `speedup` is over full depth on texts as long as the records: of what the target counts, in time as the cost model
+    has it, or in layers for a nominal target, which has no other two.
+    """
+    found: dict[str, Any] = {
+        "schedule": schedule.to_dict(),
+        "name": schedule.name,
+        "prompt_layers": len(schedule.prompt_layers()),
+        "speedup": workload.speedup(schedule),
+        "mean_layers": workload.mean_layers(schedule),
+        "measured": meter.losses([schedule])[0],
+        "held_out": None if held_out is None else held_out.losses([schedule])[0],
+    }
+    for name, whole in (("request_speedup", True), ("decode_speedup", False)):
+        timed = None if settings.target_speedup is None else replace(workload, whole=whole)
+        found[name] = timed and timed.speedup(schedule)
+    return found

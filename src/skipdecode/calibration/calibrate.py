@@ -1,0 +1,293 @@
+"""`skipdecode.calibrate`: learn on records which layers to skip, in which order, and a fit that replaces them."""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from skipdecode.calibration.fitting import Fitter
+from skipdecode.calibration.goal import check_layers, set_goal
+from skipdecode.calibration.search import search_model
+from skipdecode.calibration.settings import STORE_FILE, CalibrateOptions, FitOptions
+from skipdecode.common.columns import figures
+from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading
+from skipdecode.common.progress import note
+from skipdecode.data.examples import Source, encode_source, make_template, read_sources
+from skipdecode.data.prompts import Example
+from skipdecode.engine.loading import load
+from skipdecode.errors import UsageError
+from skipdecode.generation.llm import Model, ref_of
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.fit import Fit, fit_of, keep_fit
+from skipdecode.models.loading.base_weights import base_sample
+from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.cost.model import CostModel
+from skipdecode.cost.source import find_cost, read_cost
+from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.reporting.charts import try_picture
+from skipdecode.reporting.plots import calibration_figure
+from skipdecode.schedule import Schedule
+from skipdecode.tuning.collate import batches_of
+from skipdecode.tuning.run import copied
+
+SCHEDULE_FILE = "schedule.json"
+_REPORT, _PICTURE = "calibration.json", "calibration.png"
+_TOKENS_A_COLUMN, _SHOWN_ORDER = 4, 12
+_COLUMNS = {
+    "schedule": "{name}",
+    "speed-up": "{speedup:.2f}x",
+    "request speed-up": "{request_speedup:.2f}x",
+    "decode speed-up": "{decode_speedup:.2f}x",
+    "prompt layers": "{prompt_layers}",
+    "mean layers": "{mean_layers:.1f}",
+    "loss": "{measured:.4f}",
+    "held out": "{held_out:.4f}",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Calibrated:
+    """A schedule that was learned on records, with its fit. Prints itself, also in a notebook.
+
+    Attributes
+    ----------
+    document : mapping
+        All measurements, JSON-ready, as in calibration.json.
+    path : Path or None
+        The directory with schedule.json, the fit, calibration.json and calibration.png.
+    """
+
+    schedule: Schedule
+    fit: Fit | None
+    document: Mapping[str, Any]
+    path: Path | None = None
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Teacher-forced cross-entropy per response token on the records, by the name of a measured schedule."""
+        return {verdict["name"]: verdict["measured"] for verdict in self.document["verdicts"]}
+
+    def __str__(self) -> str:
+        schedule, document = self.schedule, self.document
+        order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER]))
+        order += " …" if len(schedule.drop_order) > _SHOWN_ORDER else ""
+        depth = f"{schedule.budgets[0]}" + ("" if schedule.is_flat else f" decreasing to {schedule.budgets[-1]}")
+        lines = [f"{schedule.name}: {depth} of {schedule.num_layers} layers; skipped in the order {order}"]
+        if schedule.prompt != "full":
+            lines.append(f"prompts run layers {' '.join(map(str, schedule.prompt_layers()))}")
+        held_out = document["held_out_records"]
+        told = f"loss per response token (teacher-forced cross-entropy) on {document['records']} records"
+        lines += [told + (f", and on {held_out} held out" if held_out else ""), ""]
+        lines += figures(_COLUMNS, document["verdicts"], absent="")
+        return "\n".join([*lines, *self._remarks()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _remarks(self) -> list[str]:
+        """A note if a baseline has a smaller loss."""
+        verdicts = self.document["verdicts"]
+        chosen = verdicts[-1]
+        key, where = ("measured", "these records") if chosen["held_out"] is None else ("held_out", "held-out records")
+        better = [v["name"] for v in verdicts if v["name"] in ("paper", "even") and v[key] < chosen[key]]
+        return ["", f"on {where}, the learned schedule is not better than: {', '.join(better)}"] if better else []
+
+
+def calibrate(
+    model: Model,
+    data: Source,
+    *,
+    out: str | Path | None = None,
+    cost: CostModel | str | Path | None = None,
+    **options: Any,
+) -> Calibrated:
+    """Learn drop order, prompt layers and depth on records with responses, for a speed-up; and a fit. No gradients.
+
+    The depth decreases linearly over the text, as far as the target requires. The fit replaces skipped layers by linear
+    maps (least squares); the search measures each layer with its map in place, and the time of the maps counts. The
+    loss of the schedule is compared with the paper's schedule and with evenly spaced layers, which have no fit.
+
+    Parameters
+    ----------
+    model : LLM, LoadedModel, str or Path
+        A model that is loaded, or a name as for `skipdecode.load`. On a CPU, the arithmetic is in fp32.
+    data : str, Path or list of mapping
+        Records with prompt and response: a JSONL or CSV file, or a list.
+    out : str or Path, optional
+        Directory for schedule.json, the fit, calibration.json and calibration.png. An interrupted call continues from
+        the measurements that it has.
+    cost : CostModel, str or Path, optional
+        Cost of a step, also as the file of skipdecode plan --json. Default: measured, as by `skipdecode.plan`.
+    **options
+        Fields of `CalibrateOptions`: target_speedup or nominal_speedup; one of task, prompt_template and prompt_field,
+        with response_field; records, held_out, method, prompt_depths, fit, …
+
+    Raises
+    ------
+    TargetError
+        No schedule reaches the target; the message has the bound and its cause.
+    DataError, UsageError
+        Records or options cannot be used.
+    DivergedError
+        A state or a loss is not finite.
+    """
+    settings, ref = CalibrateOptions(**options), ref_of(model)
+    if cost is not None and settings.target_speedup is None:
+        raise UsageError("`cost` is for a `target_speedup`: leave it out")
+    known = None if cost is None else _checked_cost(cost, settings, ref.num_layers)
+    check_layers(settings, ref.num_layers)
+    template = make_template(settings)
+    (file,) = read_sources({"data": data}, template, {}, skip_bad=settings.skips_bad).values()
+    with ExitStack() as stack:
+        loaded = stack.enter_context(_without_fit(model))
+        examples = encode_source(file, "data", template, loaded, settings)[0]
+        learn, check = draw_records(examples, settings.records, settings.held_out, settings.seed)
+        width = loaded.model.config.get_text_config(decoder=True).hidden_size
+        fitter = None
+        if settings.fit:
+            fitter = _fitter(loaded, records_for_fit(examples, learn, check, settings, width), settings, width)
+        # The time of a batch's prompts depends on their sum; the cache reads of a step on a typical prompt.
+        prompt_len = round((fmean if settings.whole else median)(len(e.prompt) for e in learn))
+        origin, fitted = "layers only", None
+        if settings.target_speedup is not None:
+            origin = f"from {cost}" if isinstance(cost, str | Path) else "given"
+            if known is None:
+                source = find_cost(ref, batch=settings.batch, prompt_len=prompt_len)
+                known, origin = source.cost, source.origin
+            if settings.fit and not known.bridge_share:  # else the given cost counts a fit
+                geometry = ModelGeometry.from_config(ref.config)
+                fitted = known.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
+        goal = set_goal(settings, known, prompt_len, [len(e.response) for e in learn], ref.num_layers, fitted)
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
+        found = search_model(settings, goal, loaded, learn, check, fitter, place / STORE_FILE)
+        if found.fit is not None:
+            found.fit.about["base"] = base_sample(loaded.model)
+    document = {
+        **heading("calibration"),
+        "model": ref.name,
+        "options": asdict(settings),
+        "records": len(learn),
+        "held_out_records": len(check),
+        "prompt_len": prompt_len,
+        "cost": goal.workload.cost.to_dict(),
+        "cost_origin": origin,
+        "environment": environment(),
+        **found.to_dict(),
+    }
+    if out is not None:
+        found.schedule.save(place / SCHEDULE_FILE)
+        if found.fit is not None:
+            found.fit.save(place / FIT_FILE)
+        write_whole(place / _REPORT, json.dumps(document, indent=1) + "\n")
+        try_picture(place / _PICTURE, partial(calibration_figure, document))
+    return Calibrated(found.schedule, found.fit, document, None if out is None else place)
+
+
+def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, layers: int) -> CostModel:
+    """The given cost; refuses one that does not fit the model."""
+    name = "the given cost" if isinstance(cost, CostModel) else f"cost {cost}"
+    found = cost if isinstance(cost, CostModel) else read_cost(cost)
+    if found.num_layers != layers:
+        raise UsageError(f"{name} is for {found.num_layers} layers, but the model has {layers}")
+    if settings.batch not in (1, found.batch):
+        raise UsageError(f"{name} is for batches of {found.batch}: leave out `batch` {settings.batch}")
+    return found
+
+
+@contextmanager
+def _without_fit(model: Model) -> Iterator[LoadedModel]:
+    """The model, in fp32 on a CPU, without its fit until the end: a calibration computes another."""
+    loaded = getattr(model, "loaded", model)
+    on_gpu = torch.cuda.is_available()
+    if not isinstance(loaded, LoadedModel):
+        loaded = load(ref_of(model), dtype="auto" if on_gpu else "float32")
+    elif loaded.model.device.type == "cpu" and loaded.model.dtype != torch.float32:
+        loaded = replace(loaded, model=copied(loaded.model, torch.float32))
+    before = fit_of(loaded.model)
+    keep_fit(loaded.model, None)
+    try:
+        yield loaded
+    finally:
+        keep_fit(loaded.model, before)
+
+
+def _fitter(loaded: LoadedModel, records: Sequence[Example], settings: CalibrateOptions, width: int) -> Fitter:
+    """The fitter on these records; refuses, before measurements, records with too few tokens for a map."""
+    tokens = sum(len(record.response) for record in records)
+    if tokens <= width:
+        raise UsageError(
+            f"{tokens} response tokens are too few to fit maps of {width} columns: give more or longer records, or no "
+            "fit"
+        )
+    return Fitter(loaded.model, batches_of(records, settings.batch_size), settings)
+
+
+# ---------------------------------------------------------------------- records
+
+
+def draw_records(
+    examples: Sequence[Example], records: int, held_out: int, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """Records to learn from, and held-out records with other prompts; the same for the same seed."""
+    by_prompt: dict[tuple[int, ...], list[Example]] = {}
+    for example in examples:
+        by_prompt.setdefault(example.prompt, []).append(example)
+    groups = list(by_prompt.values())
+    random.Random(seed).shuffle(groups)
+    learn, rest = _take(groups, records)
+    check, _ = _take(rest, held_out)
+    if len(check) < held_out:
+        note(f"only {len(check)} of {held_out} records are held out: there are not enough other prompts")
+    return learn, check
+
+
+def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], list[list[Example]]]:
+    """The first `count` records, from as many prompts as possible, and the groups of which none was taken."""
+    taken: list[Example] = []
+    for rank in range(max(map(len, groups), default=0)):
+        for used, group in enumerate(groups):
+            if len(taken) == count:
+                return taken, list(groups[used if rank == 0 else len(groups) :])
+            if rank < len(group):
+                taken.append(group[rank])
+    return taken, []
+
+
+def records_for_fit(
+    examples: Sequence[Example],
+    learn: Sequence[Example],
+    check: Sequence[Example],
+    settings: FitOptions,
+    hidden_size: int,
+) -> list[Example]:
+    """Records to fit on, in the order of their lengths: those to learn from, then others; none has a held-out prompt.
+
+    Records are taken up to the tokens of the settings, or for long prompts until their responses have
+    `_TOKENS_A_COLUMN` tokens for each column of a bridge.
+    """
+    kept = {example.prompt for example in check}
+    others = [e for e in examples if e.prompt not in kept and e not in learn]
+    taken: list[Example] = []
+    tokens = answers = 0
+    for example in [*learn, *others][: settings.fit_records]:
+        if tokens >= settings.fit_tokens and answers >= _TOKENS_A_COLUMN * hidden_size:
+            break
+        taken.append(example)
+        tokens += len(example.prompt) + len(example.response)
+        answers += len(example.response)
+    return sorted(taken, key=lambda e: (len(e.prompt), len(e.response)))
