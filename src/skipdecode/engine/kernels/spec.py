@@ -252,4 +252,4 @@ def check_input(given: StackInput, layers: int, width: int, kv_heads: int, dim: 
 
 def _of_layer(right: bool, number: int, layers: int) -> None:
     if not right or not 0 <= number < layers:
-        raise FitError(f"the fit of layer {number} has other sizes than the model: make one with skipdecode calibrate")
+        raise FitError(f"the fit of layer {number} has other sizes than the model: make one with skipdecode prepare")
