@@ -27,9 +27,8 @@ from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
 from skipdecode.data.examples import Source, encode_source, make_template, read_sources
 from skipdecode.data.prompts import Example
-from skipdecode.engine.loading import load
+from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import UsageError
-from skipdecode.generation.llm import Model, ref_of
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import base_sample

@@ -33,12 +33,12 @@ from skipdecode.common.rows import Input
 from skipdecode.data.examples import Source, make_template, read_sources
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
-from skipdecode.engine.loading import load
+from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.evaluation.evaluate import evaluate
 from skipdecode.evaluation.kept import kept_columns, speedups_that_keep, with_kept
 from skipdecode.evaluation.settings import MetricOptions
-from skipdecode.generation.llm import LLM, Model, ref_of
+from skipdecode.generation.llm import LLM
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit

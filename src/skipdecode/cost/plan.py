@@ -15,8 +15,8 @@ from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel, Use
 from skipdecode.cost.solve import Auto, PlanOptions, solve, why_flat
 from skipdecode.cost.source import CostSource, find_cost
+from skipdecode.engine.loading import Model, ref_of
 from skipdecode.errors import UsageError
-from skipdecode.generation.llm import Model, ref_of
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from skipdecode.common.environment import limit_threads, multiplies_bf16
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.loading.hub import LoadedModel, choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef
+from skipdecode.schedule.grammar import base_of
 
 _LONGEST_NAME = 4096
 
@@ -63,6 +65,25 @@ def load(
     ref = ref if base is None else replace(ref, given_base=str(base))
     chosen = running_dtype(ref, dtype, choose_device(device), engine)
     return load_model(ref, dtype=chosen, device=device, require_tokenizer=require_tokenizer)
+
+
+class _HasModel(Protocol):
+    """An LLM, or another object with a loaded model."""
+
+    loaded: LoadedModel
+
+
+Model = str | Path | ModelRef | LoadedModel | _HasModel
+"""A model that is loaded (also an LLM), or a name as for `load`."""
+
+
+def ref_of(model: Model, schedules: Iterable[object] = ()) -> ModelRef:
+    """The resolved name of a model; if it is loaded by name, a fit beside a file of `schedules` is used."""
+    loaded = getattr(model, "loaded", model)
+    if isinstance(loaded, LoadedModel | ModelRef):
+        return loaded.ref if isinstance(loaded, LoadedModel) else loaded
+    files = (base_of(str(one)) for one in schedules if isinstance(one, str | Path))
+    return ModelRef(checked_name(loaded), tuple(filter(os.path.isfile, files)))
 
 
 def checked_name(name: Any) -> str:

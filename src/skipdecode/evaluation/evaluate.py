@@ -17,7 +17,7 @@ from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
-from skipdecode.engine.loading import load
+from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.engine.opening import end_tokens
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
@@ -34,7 +34,7 @@ from skipdecode.evaluation.settings import (
     Subject,
     method_name,
 )
-from skipdecode.generation.llm import LLM, Model, ref_of
+from skipdecode.generation.llm import LLM
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import stored_recipe

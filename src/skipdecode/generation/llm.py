@@ -421,20 +421,6 @@ def _check_options(given: Mapping[str, Any]) -> None:
         raise UsageError(f"generate has no option {unknown!r}{hint}; accepted are {accepted}")
 
 
-Model = LLM | LoadedModel | ModelRef | str | Path
-"""A loaded model, or a name as for `skipdecode.load`."""
-
-
-def ref_of(model: Model, schedules: Iterable[object] = ()) -> ModelRef:
-    """The resolved name of a model; if it is loaded by name, a fit beside a file of `schedules` is used."""
-    if isinstance(model, LLM | LoadedModel):
-        return (model.loaded if isinstance(model, LLM) else model).ref
-    if isinstance(model, ModelRef):
-        return model
-    files = (base_of(str(one)) for one in schedules if isinstance(one, str | Path))
-    return ModelRef(checked_name(model), tuple(filter(os.path.isfile, files)))
-
-
 def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> Outputs:
     """Load a model and generate: `LLM(name).generate(prompts, **options)`. For several calls, use an `LLM`."""
     return LLM(name).generate(prompts, **options)
