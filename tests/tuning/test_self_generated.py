@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from skipdecode.cli import main
+from skipdecode.cost.model import CostModel
 from skipdecode.evaluation.self_generated import followed, instructions
 from skipdecode.models.loading.hub import load_model
-from skipdecode.cost.model import CostModel
 from skipdecode.tuning.self_generated import DEV_FILE, TRAIN_FILE, _cut
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 

@@ -25,6 +25,9 @@ from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
+from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.cost.model import CostModel
+from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.examples import Source, encode_source, make_template, read_sources
 from skipdecode.data.prompts import Example
 from skipdecode.engine.loading import Model, load, ref_of
@@ -33,9 +36,6 @@ from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.cost.model import CostModel
-from skipdecode.cost.source import find_cost, read_cost
-from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.reporting.charts import try_picture
 from skipdecode.reporting.plots import calibration_figure
 from skipdecode.schedule import Schedule

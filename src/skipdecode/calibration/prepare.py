@@ -30,6 +30,8 @@ from skipdecode.common.jsonl import json_line
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input
+from skipdecode.cost.model import CostModel
+from skipdecode.cost.source import read_cost
 from skipdecode.data.examples import Source, make_template, read_sources
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
@@ -43,8 +45,6 @@ from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit
 from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.cost.model import CostModel
-from skipdecode.cost.source import read_cost
 from skipdecode.reporting.charts import save_charts
 from skipdecode.reporting.plots import kept_charts
 from skipdecode.schedule import Schedule
@@ -329,11 +329,11 @@ class _Run:
         return {"result": dict(found.result), "dev_loss": found.dev_losses}
 
     def _sampled(self) -> dict[str, Any]:
-        """The curriculum: the target alone, or as often as all sampled speed-ups together."""
+        """The sampled schedules: the target alone, or as often as all sampled speed-ups together."""
         if not (others := self.settings.sampled_speedups):
             return {}
         target = Schedule.load(self.fit / SCHEDULE_FILE).nominal_speedup
-        return {"curriculum": "sampled", "sampled_speedups": (*others, *[target] * len(others))}
+        return {"sampled_speedups": (*others, *[target] * len(others))}
 
     def _evaluated(self, tuned: Path | None = None) -> dict[str, Any]:
         """Rows of full depth, the target and its neighbours: of the tuned checkpoint, or of the model with the fit."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from skipdecode.common.environment import limit_threads
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import detail, note
-from skipdecode.cost.model import CostModel
 from skipdecode.data.examples import with_breaks
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.loading import load
