@@ -22,13 +22,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
     MODEL,
     DecodingOptions,
     EngineOptions,
-    ScheduleChoice,
     ScheduleOptions,
     adjusted_schedule,
     choose_schedule,
@@ -37,7 +37,6 @@ from skipdecode.common.jsonl import decoded, read_lines
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.chats import chat_fault
-from skipdecode.data.prompts import context_length
 from skipdecode.data.records import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
 from skipdecode.models.carried import bundled_schedules, schedule_file
@@ -69,13 +68,24 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
 
 def run(config: Config) -> int:
     """Chat until the input ends; returns 0."""
+    from skipdecode.generation.llm import LLM
+    from skipdecode.generation.stats import schedule_line
+
     ref = config.ref
     choice = choose_schedule(
         config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens, named=ref.schedules
     )
-    session = _Session(config, _open(config, choice))
-    for line in _lines():
-        text = line.strip()
+    loaded = config.load()
+    if (fault := chat_fault(loaded.tokenizer)) is not None:
+        raise UsageError(
+            f"{config.model}: {fault}: use skipdecode generate, or give an instruction-tuned model such as smollm2-135m"
+        )
+    note(schedule_line(choice.schedule, choice.origin))
+    if (recipe := loaded.recipe) is not None and recipe.prompt_template is not None and not recipe.chat:
+        note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: use skipdecode generate")
+    llm = LLM(loaded, choice.schedule, engine=config.engine, quantization=config.quantization, max_rows=1)
+    session = _Session(config, llm)
+    for text in map(str.strip, _lines()):
         if text == "/quit":
             break
         try:
@@ -86,22 +96,6 @@ def run(config: Config) -> int:
         except SkipDecodeError as e:
             note(" ".join(str(e).split()))
     return 0
-
-
-def _open(config: Config, choice: ScheduleChoice) -> LLM:
-    from skipdecode.generation.llm import LLM
-    from skipdecode.generation.stats import schedule_line
-
-    loaded = config.load()
-    if (fault := chat_fault(loaded.tokenizer)) is not None:
-        raise UsageError(
-            f"{config.model}: {fault}: use skipdecode generate, or give an instruction-tuned model such as smollm2-135m"
-        )
-    note(schedule_line(choice.schedule, choice.origin))
-    recipe = loaded.recipe
-    if recipe is not None and recipe.prompt_template is not None and not recipe.chat:
-        note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: use skipdecode generate")
-    return LLM(loaded, choice.schedule, engine=config.engine, quantization=config.quantization, max_rows=1)
 
 
 def _lines() -> Iterator[str]:
@@ -136,10 +130,6 @@ class _Session:
         self._system = config.system
         self._turns: list[Message] = []
         self._schedule: Schedule = llm.schedule_of(None)
-        self._context = context_length(llm.loaded.model.config)
-        self._stopped = False
-
-    # ------------------------------------------------------------------ commands
 
     def command(self, name: str, value: str = "") -> None:
         """Run a command; raises UsageError if it is unknown."""
@@ -167,59 +157,44 @@ class _Session:
         self._schedule = schedule
         note(schedule_line(schedule, origin))
 
-    # ------------------------------------------------------------------ turns
-
     def answer(self, text: str) -> None:
         """Print the model's answer to a turn of the user; raises DataError if the turn does not fit the context."""
         start, first = time.perf_counter(), None
-        turns = self._fitted([*self._turns, {"role": "user", "content": text}])
-        messages = turns if self._system is None else [{"role": "system", "content": self._system}, *turns]
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        whole = [*system, *self._turns, {"role": "user", "content": text}]
+        messages = self._llm.fit_chat(whole, self._config.max_new_tokens)
+        if dropped := (len(whole) - len(messages)) // 2:
+            forgotten = "turn is" if dropped == 1 else f"{dropped} turns are"
+            note(f"the context of {self._llm.context} tokens is full: the oldest {forgotten} dropped")
         options: dict[str, Any] = self._config.sampling_fields() | {"exact": self._config.exact}
         stream = self._llm.chat(messages, self._config.max_new_tokens, stream=True, schedule=self._schedule, **options)
-        with self._interruptible():
+        with _interruptible() as stopped:
             for piece in stream:
                 first = first or time.perf_counter() - start
                 print(piece, end="", flush=True)
-                if self._stopped:
+                if stopped.is_set():
                     stream.close()
         print()
-        self._turns = [*turns, {"role": "assistant", "content": stream.text}]
+        self._turns = [*messages[len(system) :], {"role": "assistant", "content": stream.text}]
         if sys.stdout.isatty() and (stats := stream.stats) is not None:
             layers = stats.mean_layers or len(self._schedule.prompt_layers())
             line = f"{stats.decode_tokens_per_s or 0:.1f} tokens/s, {layers:.1f} of {stats.num_layers} layers"
-            line += "" if first is None else f", first token after {first:.2f} s"
+            line += f", first token after {first:.2f} s" if first else ""
             print(line if os.environ.get("NO_COLOR") else f"\x1b[2m{line}\x1b[0m", flush=True)
 
-    def _fitted(self, turns: list[Message]) -> list[Message]:
-        """The turns without the oldest ones, so that the context has room for them and an answer."""
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        needed = 1 if self._context is None else min(self._config.max_new_tokens, self._context // 2)
-        kept = turns
-        while True:
-            (prompt,) = self._llm.encode([[*system, *kept]], template=False)
-            if prompt.error is None and (prompt.room is None or prompt.room >= needed or len(kept) == 1):
-                break
-            if len(kept) == 1:
-                raise DataError(prompt.error or "")
-            kept = kept[2:]
-        if dropped := (len(turns) - len(kept)) // 2:
-            forgotten = "turn is" if dropped == 1 else f"{dropped} turns are"
-            note(f"the context of {self._context} tokens is full: the oldest {forgotten} dropped")
-        return kept
 
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """On a terminal, the first Ctrl-C ends the answer at the next piece of text."""
-        self._stopped = False
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Event]:
+    """On a terminal, the first Ctrl-C sets the event, and the answer ends at the next piece of text."""
+    stopped, before = Event(), signal.getsignal(signal.SIGINT)
 
-        def stop(*_: object) -> None:
-            self._stopped = True
-            signal.signal(signal.SIGINT, before)
+    def stop(*_: object) -> None:
+        stopped.set()
+        signal.signal(signal.SIGINT, before)
 
-        before = signal.getsignal(signal.SIGINT)
-        if sys.stdin.isatty():
-            signal.signal(signal.SIGINT, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    if sys.stdin.isatty():
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.options import (
@@ -43,16 +42,12 @@ from skipdecode.data.source import PromptSource
 from skipdecode.data.tasks import task_file
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import UsageError
-from skipdecode.generation.output import named_text, partial_path, plain_text
+from skipdecode.generation.output import named_text, output_files, plain_text
 from skipdecode.generation.records import RecordRun, generate_records
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.generation.stats import RunStats
-
-
-def _output_files(output: str) -> list[Path]:
-    return [Path(output), partial_path(output)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +87,7 @@ class Config(RecordRun, EngineOptions, DecodingOptions, ScheduleOptions):
         "unchanged",
         default=True,
     )
-    output: str = option("output file (JSONL), - for standard output", default="-", path=Writes(_output_files))
+    output: str = option("output file (JSONL), - for standard output", default="-", path=Writes(output_files))
     output_format: str = option(
         "format of standard output; auto: text on a terminal (after its prompt if there are several), else JSONL",
         default="auto",
@@ -111,7 +106,9 @@ class Config(RecordRun, EngineOptions, DecodingOptions, ScheduleOptions):
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if records could not be used, or 130 if interrupted."""
     _check(config)
-    source, form, ref = _source(config), _form(config), config.ref
+    arguments, format = config.prompts, None if config.format == "auto" else config.format
+    source = PromptSource.of_prompts(arguments) if arguments else PromptSource.open(config.input or "-", format)
+    form, ref = _form(config), config.ref
     rows = source.count(form, all_usable=config.on_error == "stop")
     chosen = choose_schedule(
         config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens, named=ref.schedules
@@ -159,12 +156,6 @@ def _prints_text(config: Config) -> bool:
     return config.output == "-" and (automatic or config.output_format == "text")
 
 
-def _source(config: Config) -> PromptSource:
-    if config.prompts:
-        return PromptSource.of_prompts(config.prompts)
-    return PromptSource.open(config.input or "-", None if config.format == "auto" else config.format)
-
-
 def _form(config: Config) -> PromptForm:
     return choose_form(
         config.ref.recipe,
@@ -174,9 +165,6 @@ def _form(config: Config) -> PromptForm:
         chat=config.chat or config.system is not None,
         field=config.field,
     )
-
-
-# ---------------------------------------------------------------------- the statistics
 
 
 def _tell(config: Config, stats: RunStats, settings: dict[str, Any], schedule: Schedule) -> None:

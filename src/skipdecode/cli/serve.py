@@ -80,9 +80,8 @@ def run(config: Config) -> int:
     schedules = _checked(config)
     if config.engine == "vllm":
         return _run_vllm(config, schedules)
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtraError("skipdecode serve", "serve")
+    if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "prometheus_client"))):
+        raise MissingExtraError("skipdecode serve", "serve")
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
     from skipdecode.serving.server import is_loopback, open_socket, run_server
 
@@ -118,10 +117,7 @@ def _checked(config: Config) -> list[Schedule]:
         schedule = Schedule.from_speedup(ref.num_layers, speedup, config.seq_len)
         found.append(schedule.flattened() if config.flat else schedule)
     text = config.prompt_layers
-    found = found if text is None else [s.with_prompt(prompt_set(text, s.num_layers)) for s in found]
-    for schedule in found:
-        schedule.check_fits(ref.num_layers)
-    return found
+    return found if text is None else [s.with_prompt(prompt_set(text, s.num_layers)) for s in found]
 
 
 def _name(config: Config) -> str:

@@ -130,6 +130,8 @@ class LLM:
     ----------
     loaded : LoadedModel
         Model, tokenizer, carried schedule and recipe.
+    context : int or None
+        Tokens of the model's context; None without a limit.
     backend : Backend
         Opens engines of the model.
     stats : RunStats or None
@@ -166,6 +168,7 @@ class LLM:
         self.tokenizer: Any = self.loaded.tokenizer
         self.texts = TokenTexts(self.tokenizer)
         self.num_layers = self.loaded.num_layers
+        self.context = context_length(self.loaded.model.config)
         self.stats: RunStats | None = None
         self._schedule = schedule
         self._asked = {"dtype": dtype, "engine": engine, "quantization": quantization}
@@ -312,6 +315,26 @@ class LLM:
         (output,) = self.generate([messages], max_new_tokens, **options)
         return output
 
+    def fit_chat(self, messages: list[Message], max_new_tokens: int = 128) -> list[Message]:
+        """A chat without its oldest turns, so that the context has room for it and the next message.
+
+        The room is `max_new_tokens`, or half of the context if that is less. A system message at the start stays.
+
+        Raises
+        ------
+        DataError
+            The last turn alone leaves no room, or cannot be used.
+        """
+        system = messages[:1] if messages[:1] and messages[0].get("role") == "system" else []
+        turns, needed = messages[len(system) :], min(max_new_tokens, (self.context or 2) // 2)
+        while True:
+            (prompt,) = self.encode([[*system, *turns]])
+            if prompt.error is None and (prompt.room is None or prompt.room >= needed or len(turns) == 1):
+                return [*system, *turns]
+            if len(turns) <= 1:
+                raise DataError(prompt.error or "")
+            turns = turns[2:]
+
     @_one_at_a_time
     def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options: Any) -> TextStream:
         """Generate the text of one prompt as a stream of pieces; `stats` are available at its end.
@@ -341,9 +364,9 @@ class LLM:
             prompt_template=template if isinstance(template, str) else None,
         )
         records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(prompts)]
-        context, vocabulary = context_length(self.loaded.model.config), vocabulary_size(self.loaded.model)
+        vocabulary = vocabulary_size(self.loaded.model)
         about: dict[str, Any] = {"template": form.template, "chat": form.chat, "vocabulary": vocabulary}
-        return PromptEncoder(self.tokenizer, context, told=self._told, **about).encode(records)
+        return PromptEncoder(self.tokenizer, self.context, told=self._told, **about).encode(records)
 
     def _prepared(
         self,

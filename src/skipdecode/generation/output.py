@@ -205,3 +205,8 @@ def partial_path(output: Path | str) -> Path:
     """The journal of finished records, beside the file that `output` names."""
     path = linked(Path(output))
     return path.with_name(path.name + ".partial")
+
+
+def output_files(output: str) -> list[Path]:
+    """All files that are written for an output."""
+    return [Path(output), partial_path(output)]

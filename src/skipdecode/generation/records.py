@@ -12,7 +12,7 @@ from skipdecode.common.jsonl import json_line
 from skipdecode.common.options import Options, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.forms import PromptForm
-from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
 from skipdecode.data.records import SeenIds
 from skipdecode.data.source import PromptSource
 from skipdecode.data.stopping import StopStrings
@@ -90,7 +90,7 @@ def generate_records(
     model, tokenizer = llm.loaded.model, llm.tokenizer
     encoder = PromptEncoder(
         tokenizer,
-        context_length(model.config),
+        llm.context,
         chat=form.chat,
         system=options.system,
         template=form.template,
