@@ -417,10 +417,10 @@ def test_assessment_is_consistent():
     cost = smollm2()
     schedule = solve(cost, 2, 64, phase="decode")
     figures = assess(schedule, cost, geometry, use="lockstep", prompt_len=64, new_tokens=65)
-    assert figures.predicted_decode_speedup == figures.decode_speedup_lockstep > figures.decode_speedup_continuous
-    assert 1 < figures.predicted_request_speedup < figures.predicted_decode_speedup
+    assert figures.decode_speedup == figures.decode_speedup_lockstep > figures.decode_speedup_continuous
+    assert 1 < figures.request_speedup < figures.decode_speedup
     assert figures.nominal_speedup == pytest.approx(schedule.nominal_speedup)
-    assert figures.step_seconds_full / figures.step_seconds == pytest.approx(figures.predicted_decode_speedup)
+    assert figures.step_seconds_full / figures.step_seconds == pytest.approx(figures.decode_speedup)
     assert figures.layers_per_step == pytest.approx(schedule.mean_budget())
     assert figures.bound_at_half < figures.bound
     assert (figures.least_budget, figures.half_budget) == (2, 15)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from skipdecode.engine import base, gated, loop
+from skipdecode.engine import base, fast, gated
 from skipdecode.engine.fast_model import FastModel
 
 FIXED, LAYER, TOKEN, CACHED, STORED = 1.0, 0.25, 0.0625, 2**-10, 2**-6
@@ -21,7 +21,7 @@ Powers of two, whose sums are exact. A forward through transformers costs its la
 def count_time(monkeypatch: Any) -> SimpleNamespace:
     """Replace the engines' clock; returns it (`now`)."""
     clock = SimpleNamespace(now=0.0)
-    for module in (base, gated, loop):
+    for module in (base, fast, gated):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     call = GradientCheckpointingLayer.__call__
     forward = FastModel.forward

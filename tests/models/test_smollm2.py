@@ -166,6 +166,6 @@ def test_a_request_target_is_planned_from_a_measurement(capsys: Any) -> None:
     assert (cost.source, cost.batch, [prompt.tokens for prompt in cost.prompts]) == ("measured", 8, [48, 384])
     for prompt in cost.prompts:
         assert 0 <= prompt.projection_seconds < prompt.layer_seconds
-    assert document["figures"]["predicted_request_speedup"] >= 1.8
+    assert document["figures"]["request_speedup"] >= 1.8
     assert len(schedule.prompt_layers()) < 30
     assert schedule.projected

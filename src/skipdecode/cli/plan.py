@@ -80,8 +80,8 @@ def run(config: Config) -> int:
         found.schedule.save(config.out)
     if config.png is not None:
         figures = found.figures
-        title = f"{config.model}: predicted {figures.predicted_request_speedup:.2f}x request, "
-        title += f"{figures.predicted_decode_speedup:.2f}x decode; nominal {figures.nominal_speedup:.2f}x"
+        title = f"{config.model}: predicted {figures.request_speedup:.2f}x request, "
+        title += f"{figures.decode_speedup:.2f}x decode; nominal {figures.nominal_speedup:.2f}x"
         write_whole(config.png, png(depth_figure(found.schedule, title, config.seq_len)))
     commands = _commands(config, found)
     if config.json:

@@ -193,8 +193,8 @@ class Plan:
         """The picture and the report in lines of at most `width` characters; see `schedule_picture`."""
         figures = self.figures
         gains = {
-            "request": figures.predicted_request_speedup,
-            "decode": figures.predicted_decode_speedup,
+            "request": figures.request_speedup,
+            "decode": figures.decode_speedup,
             "nominal": figures.nominal_speedup,
         }
 
@@ -288,9 +288,9 @@ class Assessment:
     ----------
     nominal_speedup : float
         Layers of the model / mean layers of a token over the decode phase. Not wall-clock.
-    predicted_decode_speedup, decode_speedup_lockstep, decode_speedup_continuous : float
+    decode_speedup, decode_speedup_lockstep, decode_speedup_continuous : float
         Wall-clock speed-up of the decode phase over full depth: in `use`, and in either use.
-    predicted_request_speedup, request_bound : float
+    request_speedup, request_bound : float
         The same for whole requests, and its bound: the least budget after the same prompts.
     request_seconds, request_seconds_full, prompt_share : float
         Time of a batch's requests in `use` and at full depth; share of the former that prompts take.
@@ -310,10 +310,10 @@ class Assessment:
 
     use: Use
     nominal_speedup: float
-    predicted_decode_speedup: float
+    decode_speedup: float
     decode_speedup_lockstep: float
     decode_speedup_continuous: float
-    predicted_request_speedup: float
+    request_speedup: float
     request_bound: float
     request_seconds: float
     request_seconds_full: float
@@ -350,10 +350,10 @@ def assess(
     return Assessment(
         use=use,
         nominal_speedup=cost.num_layers / schedule.mean_budget(new_tokens - 1),
-        predicted_decode_speedup=speedup,
+        decode_speedup=speedup,
         decode_speedup_lockstep=lockstep,
         decode_speedup_continuous=continuous,
-        predicted_request_speedup=gain,
+        request_speedup=gain,
         request_bound=cost.request_speedup(replace(schedule, budgets=(least,)), prompt_len, new_tokens, use),
         request_seconds=request,
         request_seconds_full=request * gain,

@@ -146,7 +146,7 @@ class PlanOptions(Options):
     """The target and the workload of a plan; each field's help text is its documentation."""
 
     target_speedup: float | None = option(
-        "wall-clock speed-up of the work that --phase names; the layers are solved for it", default=None, least=1
+        "wall-clock speed-up of the work that phase names; the layers are solved for it", default=None, least=1
     )
     phase: Phase = option(
         "what the target is for; request: prompt and steps together; decode: the steps after the prompt",

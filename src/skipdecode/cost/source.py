@@ -237,7 +237,7 @@ def _measured_origin(backend: Backend, cost: CostModel, device: torch.device) ->
     """Where a measured cost is from, in words."""
     within = "" if cost.residual is None else f", fit within {cost.residual:.0%}"
     if cost.residual is not None and cost.residual > _NOISY:
-        within += ": noisy, so use --remeasure when the machine is quiet"
+        within += ": noisy, so measure again (remeasure) when the machine is quiet"
     where = f"threads: {torch.get_num_threads()}" if device.type == "cpu" else f"device: {device.type}"
     engine = "transformers" if backend.fast is None else "the fast engine"
     return f"measured here with {engine} ({where}{within})"

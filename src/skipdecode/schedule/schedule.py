@@ -249,8 +249,8 @@ class Schedule:
             return self.full(self.num_layers)
         if not self.drop_order:
             raise ScheduleError(
-                f"a full-depth schedule has no drop order to sample {nominal_speedup:g}x from: give --nominal-speedup "
-                "above 1 or a --schedule"
+                f"a full-depth schedule has no drop order to sample {nominal_speedup:g}x from: give a schedule that "
+                "skips layers"
             )
         if self.is_flat:
             budgets: tuple[int, ...] = (max(1, round(self.num_layers / nominal_speedup)),)
@@ -406,7 +406,7 @@ class Schedule:
             raise ScheduleError(f"a schedule must be JSON: {error}") from None
 
     def save(self, path: Path | str) -> None:
-        """Write the schedule as a JSON file for `load` and --schedule, with budgets as runs ("20*4, 19*4, 18").
+        """Write the schedule as a JSON file for `load`, with budgets as runs ("20*4, 19*4, 18").
 
         Raises OutputError if that fails.
         """

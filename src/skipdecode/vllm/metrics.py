@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from skipdecode.vllm.depth_meter import DEPTH_PREFIX, PREFIX
+from skipdecode.vllm.scheduler import DEPTH_PREFIX, PREFIX
 from skipdecode.vllm.settings import PluginSettings
 
 _COUNTERS = {
