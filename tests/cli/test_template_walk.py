@@ -38,13 +38,13 @@ def test_what_it_was_tuned_on_is_what_every_verb_puts_prompts_into(way: str, tmp
     found = read_rows(rows)
     assert [row["prompt"] for row in found] == expected
     told = capsys.readouterr().err
-    assert "not tuned under" not in told
+    assert "will be bad" not in told
     assert ("prompts 3, new tokens" in told) == (way == "split")
 
     run = str(tmp_path / "run")
     scores = ["--metrics", "bleu", "--resamples", "20", "--no-teacher-forced"]
     assert main(["eval", out, "--data", data, "--out", run, *common, *scores]) == 0
-    assert "not tuned under" not in capsys.readouterr().err
+    assert "will be bad" not in capsys.readouterr().err
 
     loaded = load_model(out)
     schedule = load_run(run).data["config"]["method"]["schedule"]

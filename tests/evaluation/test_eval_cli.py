@@ -77,7 +77,7 @@ def test_full_depth_that_is_there_is_not_run_again(place: Path, tmp_path: Path, 
     # Of other settings it is no yardstick, and it is not replaced unasked.
     other = arguments(place, "--max-new-tokens", "5", *more, "3x")
     assert main(other) == 2
-    assert "--overwrite" in capsys.readouterr().err
+    assert "overwrite replaces it" in capsys.readouterr().err
     assert main([*other, "--overwrite"]) == 0
     assert load_run(tmp_path / "full").data["config"]["settings"]["max_new_tokens"] == 5
 
@@ -95,7 +95,7 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
     assert main(call) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "bertscore_f1" in line]
     assert len(told) == 1
-    assert "--bertscore-model DIRECTORY" in told[0]
+    assert "as bertscore_model" in told[0]
     assert set(load_run(tmp_path / "run").data["metrics"]) == {"bleu"}
     # What was asked for by name is not left out, and no model is loaded first.
     broken = Path(shutil.copytree(place / "model", tmp_path / "broken"))
@@ -104,7 +104,7 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
     for asked in (["--metrics", "bleu", "bertscore_f1"], ["--bertscore-model", "nobody/nothing"]):
         call[1] = str(broken)
         assert main([*call, "--overwrite", *asked]) == 1
-        assert "--bertscore-model DIRECTORY" in capsys.readouterr().err.splitlines()[-1]
+        assert "as bertscore_model" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

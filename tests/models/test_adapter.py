@@ -194,7 +194,7 @@ def test_an_adapter_takes_another_directory_of_its_base(tmp_path: Path, capsys: 
     save(model, tmp_path / "adapter", tmp_path / "gone", save_embedding_layers=False)
     prompt = ["a", "--max-new-tokens", "4", "--output-format", "jsonl"]
     assert main(["generate", adapter, *prompt]) == 2
-    assert "--base" in capsys.readouterr().err
+    assert "give another as base" in capsys.readouterr().err
     assert main(["generate", adapter, "--base", here, *prompt]) == 0
     text = json.loads(capsys.readouterr().out)["text"]
     assert skipdecode.LLM(adapter, base=here).generate(["a"], max_new_tokens=4)[0].text == text

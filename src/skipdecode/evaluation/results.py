@@ -98,9 +98,7 @@ class Run:
         try:
             return np.asarray([row["statistics"][metric] for row in self.outputs], dtype=np.float64)
         except KeyError:
-            raise DataError(
-                f"{self.path} has no statistics of {metric}: run it again with --metrics {metric}"
-            ) from None
+            raise DataError(f"{self.path} has no statistics of {metric}: run it again with metrics={metric}") from None
 
 
 def load_run(path: str | Path) -> Run:
@@ -135,7 +133,7 @@ def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: S
 def check_free(directory: Path, *, overwrite: bool, what: str = "a run") -> None:
     """Raise OutputError, before any heavy work, if the directory holds a finished run (`what`)."""
     if (directory / RUN_FILE).exists() and not overwrite:
-        raise OutputError(f"{directory} holds {what} already: give --overwrite to replace it, or another --out")
+        raise OutputError(f"{directory} holds {what} already: overwrite replaces it, or give another directory")
 
 
 def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]) -> Run:
@@ -158,7 +156,7 @@ def keep_unfinished(directory: Path, about: Mapping[str, Any]) -> KeptValues:
     `about` is JSON-ready and has everything that the outputs depend on. The journal of another run is replaced.
     """
     restart = not is_unfinished(directory, about)
-    path, remedy = directory / _UNFINISHED, "give --overwrite"
+    path, remedy = directory / _UNFINISHED, "overwrite"
     return KeptValues(path, _digest(about), pieces="finished batches", remedy=remedy, restart=restart)
 
 

@@ -65,7 +65,7 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
     if away > _OTHER_MODEL:
         raise ModelLoadError(
             f"the adapter {adapter} was tuned on other weights{source} than {base} has: give it the base it was tuned "
-            f"on (--base, or base_model_name_or_path of its adapter_config.json), or tune one on this"
+            f"on (base, or base_model_name_or_path of its adapter_config.json), or tune one on this"
         )
     if away > _CAST:
         note(

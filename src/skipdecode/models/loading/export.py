@@ -180,12 +180,12 @@ def check_exportable(schedule: Schedule, ref: ModelRef) -> tuple[int, ...]:
         raise ScheduleError(
             f"schedule {schedule.name!r} {differs if schedule.is_flat else falls}, and an ordinary model runs the same "
             f"layers on every token: the nearest flat schedule runs {nearest.budgets[0]} of {nearest.num_layers} "
-            "layers; give --flat --prompt-layers max_exit, to skipdecode tune too"
+            "layers; take it, for the tuning too, with :flat:pmax_exit behind the schedule's name"
         )
     if ref.fit is not None and len(layers) < schedule.num_layers and Fit.load(ref.fit).bridges:
         raise UsageError(
             f"the bridges of {ref.fit} cannot be exported, as no ordinary model computes them: tune the base model "
-            "under the schedule without a fit (skipdecode tune BASE --schedule FILE, no skipdecode.fit beside FILE)"
+            "under the schedule without a fit (with no skipdecode.fit beside the schedule's file)"
         )
     if ref.fit is not None:
         note(f"the fit {ref.fit} is left out: the exported layers do not use it")

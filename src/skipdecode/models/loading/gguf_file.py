@@ -120,7 +120,7 @@ def check_architecture(config: Any) -> str:
     raise UsageError(
         f"{reason} cannot be written for llama.cpp here: accepted are models of type "
         f"{', '.join(sorted(_ARCHITECTURES))} with full attention, and rotary positions of type default, linear, yarn "
-        "or (llama and mistral) llama3; write --format hf, and convert that with llama.cpp's convert_hf_to_gguf.py"
+        "or (llama and mistral) llama3; take the format hf, and convert that with llama.cpp's convert_hf_to_gguf.py"
     )
 
 
@@ -212,7 +212,7 @@ def _split_name(backend: Any) -> str:
                 return name
     raise UsageError(
         "this tokenizer cannot be written for llama.cpp here: accepted are byte-level BPE tokenizers that split words "
-        f"as {', '.join(_SPLITS)} do; take --format hf"
+        f"as {', '.join(_SPLITS)} do; take the format hf"
     )
 
 

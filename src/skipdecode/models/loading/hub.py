@@ -273,5 +273,5 @@ def _not_loaded(config: Any) -> str:
     method = (quantized if isinstance(quantized, dict) else quantized.to_dict()).get("quant_method")
     return (
         f"its weights are quantized ({method}) and do not load here: take the checkpoint in bf16, fp16 or fp32 that "
-        "they were made from, or dequantize them where they load, and give --quantization int8 for small ones"
+        "they were made from, or dequantize them where they load, and quantization int8 makes small ones"
     )

@@ -64,16 +64,13 @@ def untuned_line(
     model: str = "MODEL",
     fit: Fit | None = None,
 ) -> str | None:
-    """One line for users if weights were not tuned under some of the schedules and the `fit` has no maps, else None.
-
-    docs/results.md has the measured loss.
-    """
+    """One line for users if weights were not tuned under some of the schedules and the `fit` has no maps, else None."""
     known = () if recipe is None else recipe.tuned_under
     bare = [s for s in schedules if not s.fits_weights(known) and (fit is None or not fit.serves(s))]
     if not bare:
         return None
     names = ", ".join(schedule.name for schedule in bare)
-    other = "" if fit is None else f", and the model's fit is for other layers or prompts ({fit.describe()})"
+    other = "" if fit is None else f", and its fit is for other layers or prompts ({fit.describe()})"
     return (
         f"text will be bad: the weights were not tuned under {names}, or to skip more layers{other} (SmolLM2-135M "
         f"untuned keeps 5% of its BLEU on E2E at nominal 2x). Train them: skipdecode prepare {model} chooses layers "

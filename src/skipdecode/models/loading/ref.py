@@ -95,13 +95,11 @@ class ModelRef:
         """The name of the adapter's base model; for a whole model, its own name."""
         if self.adapter is None:
             if self.given_base is not None:
-                raise UsageError(
-                    f"{self.name} is no adapter, so it takes no base model: leave out --base {self.given_base}"
-                )
+                raise UsageError(f"{self.name} is no adapter, so it takes no base model: leave out {self.given_base}")
             return self.name
         file = self.adapter / ADAPTER_FILE
         if self.given_base is not None:
-            return _no_adapter(self.given_base, "--base")
+            return _no_adapter(self.given_base, "base")
         base = _adapter_settings(file).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise ModelLoadError(f"{file} names no base model: base_model_name_or_path is needed")
@@ -116,7 +114,7 @@ class ModelRef:
             if self.adapter is None or self.given_base is not None:
                 raise
             file = self.adapter / ADAPTER_FILE
-            named = f"this base model is named in {file}, base_model_name_or_path; --base names another"
+            named = f"this base model is named in {file}, base_model_name_or_path; give another as base"
             raise ModelLoadError(f"{e} ({named})") from None
 
     @property

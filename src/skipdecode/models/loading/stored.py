@@ -101,7 +101,7 @@ def _check_types(where: str, stored: Mapping[str, StoredTensor], config: Any) ->
     if coded:
         raise ModelLoadError(
             f"{where}: {len(coded)} weights are of type {stored[coded[0]].dtype} without the scales that make numbers "
-            f"of them, such as {coded[0]}: take the checkpoint in bf16, fp16 or fp32 (--quantization int8 "
+            f"of them, such as {coded[0]}: take the checkpoint in bf16, fp16 or fp32 (quantization int8 "
             "quantizes it after loading)"
         )
 
@@ -217,7 +217,7 @@ def check_tensors(
         remedy = f"save it with names that do not begin with {prefix!r}"
     if not any(faults.values()):
         faults = {"are not finite": sorted(name for name, tensor in tensors if not _is_finite(tensor))}
-        remedy = "fetch it again, or tune anew with a lower --learning-rate"
+        remedy = "fetch it again, or tune anew with a lower learning rate"
     told = [f"{len(n)} weights {fault}, such as {', '.join(n[:_NAMED_TENSORS])}" for fault, n in faults.items() if n]
     if told:
         raise ModelLoadError(f"{where}: {'; '.join(told)}: {remedy}")
