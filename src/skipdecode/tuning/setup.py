@@ -48,7 +48,7 @@ def with_lora(model: Any, config: TuneConfig) -> Any:
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge_adapter` unties them
             return peft.get_peft_model(model, lora)
     except ValueError as error:
-        raise UsageError(f"`lora_targets` {' '.join(config.lora_targets)}: {error}") from None
+        raise UsageError(f"lora_targets {' '.join(config.lora_targets)}: {error}") from None
 
 
 def _own_lora(model: Any, adapter: Collection[str]) -> Any:
