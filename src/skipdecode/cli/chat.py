@@ -30,7 +30,6 @@ from skipdecode.cli.options import (
     DecodingOptions,
     EngineOptions,
     ScheduleOptions,
-    adjusted_schedule,
     choose_schedule,
 )
 from skipdecode.common.jsonl import decoded, read_lines
@@ -151,11 +150,9 @@ class _Session:
 
         file = schedule_file(f"{self._config.model}-{asked}")
         named = file if file in self._config.ref.schedule_files else asked
-        schedule, origin = self._llm.schedule_of(named, self._config.max_new_tokens), "from the next turn on"
-        if asked not in self._llm.schedules:  # named schedules have their own prompt layers
-            schedule, origin = adjusted_schedule(self._config, schedule, origin)
-        self._schedule = schedule
-        note(schedule_line(schedule, origin))
+        endings = "" if asked in self._llm.schedules else self._config.endings  # named schedules have their own prompts
+        self._schedule = self._llm.schedule_of(named + endings, self._config.max_new_tokens)
+        note(schedule_line(self._schedule, "from the next turn on"))
 
     def answer(self, text: str) -> None:
         """Print the model's answer to a turn of the user; raises DataError if the turn does not fit the context."""

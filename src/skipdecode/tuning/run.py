@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.common.environment import environment
 from skipdecode.common.progress import note
 from skipdecode.common.registry import near
+from skipdecode.cost.source import wall_solver
 from skipdecode.data.examples import Source, encode_source, make_template, read_sources, self_template
 from skipdecode.data.prompts import Example
 from skipdecode.engine.loading import checked_name, load
@@ -336,7 +337,14 @@ class _Run:
             text, seq_len = schedule_file(str(asked)), self.seq_len or longest
             if self.seq_len is not None and not is_speedup(text):
                 raise UsageError(f"`seq_len` is for a nominal speed-up, not for {text}: leave it out")
-            found = parse_schedule(text, layers, seq_len=seq_len, carried=carried, named=self.ref.schedules)
+            found = parse_schedule(
+                text,
+                layers,
+                seq_len=seq_len,
+                carried=carried,
+                named=self.ref.schedules,
+                solve=wall_solver(self.ref, seq_len, carried),
+            )
             origin = f"from {text}"
         else:
             if stored is not None:

@@ -36,7 +36,6 @@ __all__ = [
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
-    "adjusted_schedule",
     "choose_schedule",
     "stop_text",
     "with_breaks",
@@ -188,8 +187,7 @@ class ScheduleOptions(Options):
         path=Reads(),
     )
     nominal_speedup: float | None = option(
-        "use the paper's schedule with this nominal speed-up (all layers / mean layers of a token; the measured "
-        "speed-up is lower); 1 is full depth",
+        "the same as --schedule with an x: 2 is 2x",
         default=None,
         least=1,
     )
@@ -211,12 +209,15 @@ class ScheduleOptions(Options):
     )
 
     @property
+    def endings(self) -> str:
+        """`flat` and `prompt_layers` as the end of a text of `skipdecode.schedule.grammar`."""
+        return (":flat" if self.flat else "") + (f":p{self.prompt_layers}" if self.prompt_layers else "")
+
+    @property
     def text(self) -> str | None:
-        """The options but `seq_len` as one text of `skipdecode.schedule.grammar`; None if none is given."""
-        speedup = None if self.nominal_speedup is None else f"{self.nominal_speedup:.12g}x"
-        prompt = None if self.prompt_layers is None else f":p{self.prompt_layers}"
-        parts = (self.schedule or speedup, ":flat" if self.flat else None, prompt)
-        return "".join(filter(None, parts)) or None
+        """The options but `seq_len` as a text of the grammar; None if none is given."""
+        speedup = "" if self.nominal_speedup is None else f"{self.nominal_speedup:.12g}x"
+        return (self.schedule or speedup) + self.endings or None
 
 
 class ScheduleChoice(NamedTuple):
@@ -232,7 +233,6 @@ def choose_schedule(
     *,
     carried: Schedule | None,
     default_seq_len: int,
-    own: str = "",
     named: Mapping[str, Schedule] = MappingProxyType({}),
 ) -> ScheduleChoice:
     """The schedule of the options for a model of `num_layers` layers, else `carried`, else full depth.
@@ -240,7 +240,7 @@ def choose_schedule(
     Parameters
     ----------
     carried : Schedule or None
-        The schedule of the checkpoint; `own` is its origin if it has another.
+        The schedule of the checkpoint.
     default_seq_len : int
         Positions for a nominal speed-up without --seq-len.
     named : mapping of str to Schedule
@@ -251,26 +251,20 @@ def choose_schedule(
     ScheduleError
         The schedule does not fit the model, or --schedule has no form of `skipdecode.schedule.grammar`.
     """
-    if options.schedule is not None:
-        if options.seq_len is not None and not is_speedup(options.schedule):
-            raise UsageError(f"--seq-len is for a speed-up, not for {options.schedule}: leave it out")
-        positions = options.seq_len or default_seq_len
-        solve = wall_solver_of(options, positions, carried) if isinstance(options, NamedModel) else None
-        found = parse_schedule(
-            options.schedule, num_layers, seq_len=positions, carried=carried, named=named, solve=solve
-        )
-        chosen = ScheduleChoice(found, "of the checkpoint" if options.schedule in named else f"from {options.schedule}")
-    elif options.nominal_speedup is not None:
-        seq_len = default_seq_len if options.seq_len is None else options.seq_len
-        schedule = Schedule.from_speedup(num_layers, options.nominal_speedup, seq_len)
-        chosen = ScheduleChoice(schedule, f"the paper's, over {seq_len} positions")
-    elif carried is not None:
-        chosen = ScheduleChoice(carried, own or "the checkpoint's own")
-    else:
-        origin = "the checkpoint has no schedule; --schedule selects one"
-        chosen = ScheduleChoice(Schedule.full(num_layers), origin)
-    chosen.schedule.check_fits(num_layers)
-    return adjusted_schedule(options, *chosen)
+    text = options.text
+    if text is None:
+        if carried is None:
+            return ScheduleChoice(Schedule.full(num_layers), "the checkpoint has no schedule; --schedule selects one")
+        carried.check_fits(num_layers)
+        return ScheduleChoice(carried, "the checkpoint's own")
+    if options.prompt_layers is not None:
+        layer_order.prompt_set(options.prompt_layers, num_layers)  # refuses other texts with what is accepted
+    if options.seq_len is not None and not is_speedup(text):
+        raise UsageError(f"--seq-len is for a speed-up, not for {text}: leave it out")
+    positions = options.seq_len or default_seq_len
+    solve = wall_solver_of(options, positions, carried) if isinstance(options, NamedModel) else None
+    found = parse_schedule(text, num_layers, seq_len=positions, carried=carried, named=named, solve=solve)
+    return ScheduleChoice(found, "of the checkpoint" if text in named else f"from {text}")
 
 
 def wall_solver_of(options: NamedModel, seq_len: int, carried: Schedule | None) -> Callable[[float], Schedule]:
@@ -282,17 +276,6 @@ def wall_solver_of(options: NamedModel, seq_len: int, carried: Schedule | None) 
         options.use_threads()  # which a measurement depends on
         engine = {name: getattr(options, name) for name in ("dtype", "device", "engine", "quantization")}
     return wall_solver(options.ref, seq_len, carried, **engine)
-
-
-def adjusted_schedule(options: ScheduleOptions, schedule: Schedule, origin: str) -> ScheduleChoice:
-    """The choice as --flat and --prompt-layers say; raises ScheduleError if the schedule cannot have the prompt set."""
-    if options.flat and not schedule.is_flat:
-        schedule = schedule.flattened()
-    text = options.prompt_layers
-    if text is None:
-        return ScheduleChoice(schedule, origin)
-    prompt = layer_order.prompt_set(text, schedule.num_layers)
-    return ScheduleChoice(schedule.with_prompt(prompt), f"{origin}; --prompt-layers {text}")
 
 
 def stop_text(text: str) -> str:
