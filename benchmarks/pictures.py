@@ -12,8 +12,8 @@ from typing import Any
 from tables import compared_targets
 
 from skipdecode.common.kinds import read_result
-from skipdecode.reporting.charts import Chart, Point, Series, chart_figure, grouped, png
-from skipdecode.reporting.plots import calibration_figure
+from skipdecode.evaluation.charts import Chart, Point, Series, chart_figure, grouped, png
+from skipdecode.evaluation.pictures import calibration_figure
 
 ROOT = Path(__file__).parents[1]
 IMAGES, RESULTS = ROOT / "docs" / "img", ROOT / "results"

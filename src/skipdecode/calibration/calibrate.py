@@ -32,12 +32,12 @@ from skipdecode.data.examples import Source, encode_source, make_template, read_
 from skipdecode.data.prompts import Example
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import UsageError
+from skipdecode.evaluation.charts import try_picture
+from skipdecode.evaluation.pictures import calibration_figure
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.reporting.charts import try_picture
-from skipdecode.reporting.plots import calibration_figure
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import batches_of
 from skipdecode.tuning.run import copied

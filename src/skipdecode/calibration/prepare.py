@@ -37,16 +37,16 @@ from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.evaluation.charts import save_charts
 from skipdecode.evaluation.evaluate import evaluate
 from skipdecode.evaluation.kept import kept_columns, speedups_that_keep, with_kept
+from skipdecode.evaluation.pictures import kept_charts
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.generation.llm import LLM
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit
 from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.reporting.charts import save_charts
-from skipdecode.reporting.plots import kept_charts
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.run import tune
 from skipdecode.tuning.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers

@@ -62,8 +62,8 @@ class Config(PlanOptions, EngineOptions, ScheduleOptions):
 def run(config: Config) -> int:
     """Plan, print, and write the files that were asked for."""
     from skipdecode.cost.plan import plan
-    from skipdecode.reporting.charts import check_matplotlib, png
-    from skipdecode.reporting.plots import depth_figure
+    from skipdecode.evaluation.charts import check_matplotlib, png
+    from skipdecode.evaluation.pictures import depth_figure
 
     if all(getattr(config, name) is None for name in _TARGETS):
         raise UsageError(

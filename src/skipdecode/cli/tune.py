@@ -48,8 +48,8 @@ class Config(NamedModel, TuneOptions, ScheduleOptions):
 
 def run(config: Config) -> int:
     """Tune, draw the losses, and print the result."""
-    from skipdecode.reporting.charts import save_charts
-    from skipdecode.reporting.plots import loss_chart
+    from skipdecode.evaluation.charts import save_charts
+    from skipdecode.evaluation.pictures import loss_chart
     from skipdecode.tuning.run import tune
     from skipdecode.tuning.run_log import LOG_FILE, read_log
     from skipdecode.tuning.setup import process_state

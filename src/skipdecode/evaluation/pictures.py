@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skipdecode.evaluation.kept import Row, measured
-from skipdecode.reporting.charts import (
+from skipdecode.evaluation.charts import (
     COLORS,
     INK,
     LEFT_OUT,
@@ -21,6 +20,7 @@ from skipdecode.reporting.charts import (
     styled,
     styles_of,
 )
+from skipdecode.evaluation.kept import Row, measured
 from skipdecode.schedule import Schedule
 
 _RUNS, _BARS, _STORED = COLORS[0], COLORS[1], COLORS[5]

@@ -121,15 +121,12 @@ class Series:
         The line between the points; default: by the name's style.
     markers : bool
         Draw the points.
-    like : str, optional
-        Draw the series faint, in the colour of the series with this name, and without an entry in the legend.
     """
 
     name: str
     points: Sequence[Point]
     line: str | None = None
     markers: bool = True
-    like: str | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def styles_of(charts: Sequence[Chart]) -> dict[str, dict[str, Any]]:
     """The style of each series name, as options of matplotlib's `plot`; the same in all of the charts."""
-    names = dict.fromkeys(one.name for chart in charts for one in chart.series if one.like is None)
+    names = dict.fromkeys(one.name for chart in charts for one in chart.series)
     return {
         name: {
             "color": COLORS[i % len(COLORS)],
@@ -207,7 +204,7 @@ def draw_chart(axes: Any, chart: Chart, styles: dict[str, dict[str, Any]]) -> No
         axes.axhspan(low, high, color=INK, alpha=0.08, linewidth=0)
         axes.axhline(value, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), label=name)
     for one in chart.series:
-        _draw(axes, one, styles[one.name if one.like is None else one.like])
+        _draw(axes, one, styles[one.name])
     axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel, title=chart.title)
     axes.margins(x=0.06, y=0.1)
     if chart.least is not None:
@@ -221,9 +218,7 @@ def _draw(axes: Any, series: Series, style: dict[str, Any]) -> None:
     if series.line is not None:
         style = style | {"linestyle": series.line or "none"}
     style = style | {"marker": style["marker"] if series.markers else ""}
-    faint = {} if series.like is None else {"alpha": 0.4, "linewidth": 0.8}
-    line = {"markersize": 5, "markeredgewidth": 0, "linewidth": 1.4, "label": "_" if faint else series.name}
-    axes.plot(x, y, **line | style | faint)
+    axes.plot(x, y, markersize=5, markeredgewidth=0, linewidth=1.4, label=series.name, **style)
     if any(p.x_bounds or p.y_bounds for p in points):
         errors = {"xerr": _errors(x, [p.x_bounds for p in points]), "yerr": _errors(y, [p.y_bounds for p in points])}
         axes.errorbar(x, y, **errors, fmt="none", ecolor=style["color"], elinewidth=0.7)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
-from skipdecode.reporting.charts import Chart, Point, Series, save_charts, styles_of
+from skipdecode.evaluation.charts import Chart, Point, Series, save_charts, styles_of
 
 
 def test_many_curves_all_look_different():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skipdecode.evaluation.kept import rows_of, speedups_that_keep, with_kept
-from skipdecode.reporting.plots import kept_charts
+from skipdecode.evaluation.pictures import kept_charts
 
 
 def run(name: str, score: float, request: float | None, nominal: float = 2.0, **more: Any) -> dict[str, Any]:
