@@ -63,3 +63,15 @@ def test_the_example_trains_under_the_schedule_and_saves_it(name: str, tmp_path:
     tuned = load_model(str(tmp_path / "out"), require_tokenizer=False)
     assert tuned.schedule == schedule
     assert loss_under(schedule, tuned.model, texts) < losses[0]
+
+
+def test_the_example_in_python_goes_the_whole_way(tmp_path: Path, capsys: Any) -> None:
+    model = str(save_model(tmp_path / "model"))
+    files = []
+    for name, count in (("train", 24), ("dev", 12)):
+        rows = [{"prompt": f"{r['colour']} {r['thing']}\n", "response": r["ref"]} for r in records(count)]
+        files.append(str(write_jsonl(tmp_path / f"{name}.jsonl", rows)))
+    example("in_python").main(model, *files, str(tmp_path / "out"), 0.1, 1.05)
+    printed = capsys.readouterr().out
+    assert "keep" in printed
+    assert load_model(str(tmp_path / "out" / "small")).num_layers < LAYERS
