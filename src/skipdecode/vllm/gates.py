@@ -184,10 +184,6 @@ class LayerGates:
         if self.memory is not None:
             self.memory.end()
 
-    def maps_keys(self, layer: int) -> bool:
-        """Whether a fit has keys and values of prompts in a layer."""
-        return layer in self.projections and self.projections[layer].given is not None
-
 
 class _Forward:
     """One step that skips layers: the rows that the loop over the layers holds, and those that wait."""
