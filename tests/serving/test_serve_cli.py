@@ -202,7 +202,7 @@ def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedul
     settings = [json.loads(c[c.index("--additional-config") + 1])["skipdecode"]["schedules"] for c in started[::2]]
     assert [[s["name"] for s in schedules] for schedules in settings] == [
         ["full", "skipdecode-2x-flat"],
-        ["skipdecode-2x-flat"],
+        ["own-2x"],
     ]
 
 

@@ -48,7 +48,7 @@ class Config(Binding, ServerLimits, EngineOptions):
         path=Reads(),
     )
     nominal_speedup: tuple[float, ...] = option(
-        "also offer the paper's schedules with these nominal speed-ups (all layers / mean layers of a token)",
+        "the same as --schedule with an x: 2 is 2x",
         default=(),
         least=1,
     )
@@ -108,16 +108,17 @@ def _checked(config: Config) -> list[Schedule]:
     if config.prefix_per_key and not config.prefix_cache:
         raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
     ref = config.ref
-    known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules} if config.schedule else {}
-    found = []
-    for asked in config.schedule:
-        solve = wall_solver_of(config, config.seq_len, ref.schedule)
-        found.append(parse_schedule(asked, ref.num_layers, seq_len=config.seq_len, solve=solve, **known))
-    for speedup in config.nominal_speedup:
-        schedule = Schedule.from_speedup(ref.num_layers, speedup, config.seq_len)
-        found.append(schedule.flattened() if config.flat else schedule)
-    text = config.prompt_layers
-    return found if text is None else [s.with_prompt(prompt_set(text, s.num_layers)) for s in found]
+    ending = ""
+    if config.prompt_layers is not None:
+        prompt_set(config.prompt_layers, ref.num_layers)  # refuses other texts with what is accepted
+        ending = f":p{config.prompt_layers}"
+    flat = ":flat" if config.flat else ""
+    texts = [*config.schedule, *(f"{speedup:.12g}x{flat}" for speedup in config.nominal_speedup)]
+    if not texts:
+        return []
+    known: dict[str, Any] = {"seq_len": config.seq_len, "carried": ref.schedule, "named": ref.schedules}
+    known["solve"] = wall_solver_of(config, config.seq_len, ref.schedule)
+    return [parse_schedule(text + ending, ref.num_layers, **known) for text in texts]
 
 
 def _name(config: Config) -> str:
