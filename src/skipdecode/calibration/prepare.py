@@ -186,8 +186,8 @@ class _Run:
         self.fit = out / "fit"
         self.prompts, self.digests = self._checked(ref_of(model).num_layers)
         loaded = getattr(model, "loaded", model)
-        # The one time that the model is loaded: `calibrate` and `tune` copy weights if they need another type or change
-        # them, and only the evaluation of a tuned checkpoint loads it from its files.
+        # All stages share this model: `calibrate` and `tune` copy its weights where they need another type or change
+        # them. A tuned checkpoint is loaded from its files, and a first measurement of costs loads its own.
         self.loaded: LoadedModel = loaded if isinstance(loaded, LoadedModel) else load(ref_of(model))
 
     # ------------------------------------------------------------------ checks

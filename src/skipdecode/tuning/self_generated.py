@@ -295,7 +295,7 @@ class SelfGeneratedData:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
         circles = len(set(grams)) < _LEAST_DISTINCT * len(grams)
-        return "too short" if len(ids) < _LEAST_TOKENS else "running in circles" if circles else ""
+        return "too short" if len(ids) < _LEAST_TOKENS else "repetitive" if circles else ""
 
 
 class _AsTheyAre(PromptEncoder):
