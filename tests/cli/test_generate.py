@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from checkpoints import byte_tokenizer
+from counted import count_time
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
 from skipdecode.cost.source import find_cost
@@ -173,10 +174,12 @@ def test_the_last_line_is_the_speed_over_all_layers_if_it_is_known(
         return str(capsys.readouterr().err.splitlines()[-1])
 
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+    count_time(monkeypatch)
     assert "as fast" not in last()
     assert "times as fast as all layers" in last("--compare")
-    find_cost(ModelRef(model_dir), batch=8, prompt_len=64)
+    find_cost(ModelRef(model_dir))
     assert "times as fast as all layers" in last()
+    assert "as fast" not in last("--max-new-tokens", "1")
     assert "as fast" not in last("--engine", "transformers")
     assert "as fast" not in last("--exact")
 

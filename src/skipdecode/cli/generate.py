@@ -192,7 +192,8 @@ def _expected_speedup(config: Config, stats: RunStats, schedule: Schedule) -> fl
 
     rows = stats.rows - stats.bad_rows - stats.rows_resumed
     options = {name: getattr(config, name) for name in ("dtype", "device", "engine", "quantization")}
-    if rows < 1 or (found := kept_cost(config.ref, batch=config.batch_size, **options)) is None:
+    if rows < 1 or stats.new_tokens < 2 * rows:  # one token comes with the prompt: there is no decode step
         return None
-    lengths = max(1, round(stats.prompt_tokens / rows)), max(1, round(stats.new_tokens / rows))
-    return found.cost.request_speedup(schedule, *lengths)
+    found = kept_cost(config.ref, min(rows, config.batch_size), **options)
+    lengths = max(1, round(stats.prompt_tokens / rows)), round(stats.new_tokens / rows)
+    return None if found is None else found.cost.request_speedup(schedule, *lengths)
