@@ -24,8 +24,7 @@ from skipdecode.calibration.calibrate import Calibrated, records_for_fit
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.goal import set_goal
 from skipdecode.calibration.meter import LossMeter
-from skipdecode.calibration.order import block_influence
-from skipdecode.calibration.search import search, trials
+from skipdecode.calibration.search import block_influence, search, trials
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues

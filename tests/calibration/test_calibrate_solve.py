@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.calibration.goal import Goal, layers_only, set_goal
-from skipdecode.calibration.order import greedy_order, greedy_trials
+from skipdecode.calibration.search import greedy_order, greedy_trials
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.solve import Family, TextCost

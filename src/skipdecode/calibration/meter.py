@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.calibration.order import by_length
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import Example
@@ -50,6 +49,11 @@ def check_finite(values: Tensor, records: Sequence[str]) -> None:
     if not values.isfinite().all():
         shown = ", ".join(records[:_SHOWN]) + (", …" if len(records) > _SHOWN else "")
         raise DivergedError(f"the model's arithmetic overflows on records {shown}: check the model's weights")
+
+
+def by_length(example: Example) -> tuple[int, int, str]:
+    """The order of records in batches."""
+    return len(example.response), len(example.prompt), example.id
 
 
 class LossMeter:
