@@ -80,9 +80,9 @@ WRONG = {
     "serve hollow --prompt-layers 4": "--prompt-layers",
     f"tune hollow --task e2e {RECORDS} --schedule ten.json": "10 layers",
     f"{EVAL} --schedule ten.json": "10 layers",
-    f"{EVAL} --max-new-tokens 500": "--max-new-tokens 500",
+    f"{EVAL} --max-new-tokens 500": "max_new_tokens=500",
     "serve hollow --port 0 --schedule ten.json": "10 layers",
-    "demo --model hollow --max-new-tokens 5000": "--max-new-tokens 5000",
+    "demo --model hollow --max-new-tokens 5000": "max_new_tokens=5000",
     # Files.
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
     "generate hollow x --schedule nowhere.json": "nowhere.json",

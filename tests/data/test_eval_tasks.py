@@ -162,7 +162,7 @@ def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path):
 def test_no_record_at_all(tmp_path: Path):
     with pytest.raises(DataError, match=r"no record to score in .* \(1 left out, the first at line 1: empty prompt\)"):
         load_records(mine(), write_rows(tmp_path / "d.jsonl", [{"text": "", "answer": "x"}]))
-    with pytest.raises(UsageError, match="give a JSONL file with --data"):
+    with pytest.raises(UsageError, match="give a JSONL file of records"):
         load_records(mine())
 
 

@@ -238,7 +238,7 @@ def test_where_they_cannot_serve_the_reason_is_told(monkeypatch, tmp_path):
     try:
         with pytest.raises(UnfitModelError, match=r"no C\+\+ compiler was found: .*CXX"):
             open_model(model)
-        with pytest.raises(UsageError, match=r"--quantization int8 needs the fast engine.*no C\+\+ compiler"):
+        with pytest.raises(UsageError, match=r"quantization int8 needs the fast engine.*no C\+\+ compiler"):
             open_fast(model, "auto", print, "int8")
     finally:
         build.load_library.cache_clear()

@@ -77,7 +77,7 @@ def test_unsupported_family_falls_back_with_one_note():
     assert len(notes) == 1
     assert "no fast path for model type 'bloom'" in notes[0]
     assert notes_of(tiny_model("bloom"), "transformers") == ("transformers", [])
-    with pytest.raises(UsageError, match=r"--engine fast cannot run .*: no fast path.*give --engine auto"):
+    with pytest.raises(UsageError, match=r"the engine fast cannot run .*: no fast path.*give the engine auto"):
         notes_of(tiny_model("bloom"), "fast")
 
 
@@ -90,7 +90,7 @@ def test_without_a_compiler_auto_goes_through_transformers_and_hints(monkeypatch
         assert engine == "transformers"
         assert told.startswith("decoding through transformers, several times slower than the fast engine: no C++ comp")
         assert "CXX" in told
-        with pytest.raises(UsageError, match=r"--engine fast cannot run .*: no C\+\+ compiler was found.*CXX"):
+        with pytest.raises(UsageError, match=r"the engine fast cannot run .*: no C\+\+ compiler was found.*CXX"):
             notes_of(tiny_model("llama"), "fast")
     finally:
         build.load_library.cache_clear()

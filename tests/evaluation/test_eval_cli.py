@@ -265,7 +265,7 @@ def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path,
     message = capsys.readouterr().err.splitlines()[-1]
     assert "2 records cannot be used (2 prompt too long)" in message
     assert "line 2: prompt too long: that of record a has 101 tokens, there is room for 90; line 5: " in message
-    assert message.endswith("or leave them out with --bad-records skip")
+    assert message.endswith("or skip bad records")
 
 
 def test_bad_records_are_skipped_on_request(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

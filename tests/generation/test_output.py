@@ -112,7 +112,7 @@ def test_other_settings_are_refused_by_name_and_restart_drops_the_rows(tmp_path:
         writer_for(out, other)
     message = str(refused.value)
     assert "temperature: 0.0 then, 0.7 now; input.bytes: 10 then, 11 now" in message
-    assert "--restart" in message
+    assert "restart" in message
     assert "path" not in message
     assert writer_for(out, other, restart=True).rows_before == 0
     assert b"Zeile" not in (tmp_path / "out.jsonl.partial").read_bytes()
@@ -243,7 +243,7 @@ def test_interrupted_stream_still_gets_rows_that_waited(tmp_path: Path):
     writer.put(1, row(1))
     writer.close()
     assert read_rows(out) == [row(1), row(2)]
-    assert "--output FILE" in writer.resume_hint
+    assert "output file" in writer.resume_hint
 
 
 def test_device_is_written_directly_and_a_full_one_is_one_line():

@@ -95,7 +95,7 @@ class PromptForm:
             self.template.values(row)  # raises for the missing field
         if name is None:
             wanted = ", ".join(map(repr, PROMPT_FIELDS))
-            raise DataError(f"no field {wanted}: name the prompt's field with --field ({_named(row)})")
+            raise DataError(f"no field {wanted}: name the field of the prompt ({_named(row)})")
         if name not in row:
             raise DataError(f"field {name!r} is missing ({_named(row)})")
         return name

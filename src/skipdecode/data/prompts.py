@@ -228,7 +228,7 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
     room = None if context is None else context - max_new_tokens
     if room is not None and room < 1:
         raise UsageError(
-            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: the model's context is {context} tokens; "
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model's context is {context} tokens; "
             "give fewer"
         )
     return room
@@ -419,10 +419,8 @@ def encode_prompts(
             items.append(prompt.record)
             prompts.append(prompt.token_ids)
     if rejects and not (skip_bad and items):
-        remedy = "shorten what is too long, lower --max-new-tokens" + (
+        remedy = "shorten what is too long, lower max_new_tokens" + (
             "" if template.truncate else ", name a field to cut in the task file (truncate, max_prompt_tokens)"
         )
-        raise DataError(
-            f"{reject_summary(rejects)}; {remedy}" + (", or leave them out with --bad-records skip" if items else "")
-        )
+        raise DataError(f"{reject_summary(rejects)}; {remedy}" + (", or skip bad records" if items else ""))
     return replace(records, items=tuple(items), skipped=(*records.skipped, *rejects)), prompts

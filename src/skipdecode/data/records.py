@@ -148,7 +148,7 @@ def reject_summary(rejects: Sequence[Reject]) -> str:
 def refuse_rejects(where: str, rejects: Sequence[Reject], *, skip_bad: bool) -> None:
     """Raise DataError if records cannot be used and are not to be skipped; it counts them and names the first ones."""
     if rejects and not skip_bad:
-        raise DataError(f"{where}: {reject_summary(rejects)}; mend them, or skip them with --bad-records skip")
+        raise DataError(f"{where}: {reject_summary(rejects)}; mend them, or skip bad records")
 
 
 class SeenIds:
@@ -260,7 +260,7 @@ class Template:
             needed = ", ".join(map(repr, self.fields))
             raise DataError(
                 f"plain text cannot fill the template {self.prompt!r}: give a row with the fields {needed} (JSONL), or "
-                "--no-template"
+                "no template"
             )
         (name,) = self.fields
         before, _, after = self.render({name: "\0"}).partition("\0")

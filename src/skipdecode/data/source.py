@@ -193,19 +193,19 @@ def _named_rows(
         return "the records", ((line, dict(row)) for line, row in enumerate(data, 1))
     if task.hub is not None:
         return task.hub.id, _hub_rows(task.hub)
-    raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")
+    raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file of records")
 
 
 def _hub_rows(source: HubSource) -> Iterator[tuple[int, Row]]:
     try:
         import datasets
     except ImportError:
-        raise MissingExtraError(f"loading {source.id} from a hub (or give a file with --data)", "hub") from None
+        raise MissingExtraError(f"loading {source.id} from a hub (or give a file of records)", "hub") from None
     try:
         rows = datasets.load_dataset(source.id, source.config, split=source.split, revision=source.revision)
     except (OSError, ValueError, RuntimeError) as e:
         reason = " ".join(str(e).split())[:200]
-        raise DataError(f"the dataset {source.id} does not load ({reason}); give a JSONL file with --data") from None
+        raise DataError(f"the dataset {source.id} does not load ({reason}); give a JSONL file of records") from None
     ours = {theirs: name for name, theirs in source.fields.items()}
     for number, row in enumerate(rows, 1):
         named = {ours.get(name, name): value for name, value in row.items()}

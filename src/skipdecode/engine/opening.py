@@ -113,15 +113,15 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization
     kind: Any = None if quantization == "none" else quantization
     if engine == "transformers":
         if kind:
-            raise UsageError(f"--quantization {kind} needs the fast engine: leave out --engine transformers")
+            raise UsageError(f"quantization {kind} needs the fast engine, not transformers: leave out one of them")
         return None
     try:
         return open_model(_merged_copy(model) if hasattr(model, "get_base_model") else unwrap(model), kind)
     except UnfitModelError as e:
         if engine == "fast":
-            raise UsageError(f"--engine fast cannot run this model here: {e}; give --engine auto") from None
+            raise UsageError(f"the engine fast cannot run this model here: {e}; give the engine auto") from None
         if kind:
-            raise UsageError(f"--quantization {kind} needs the fast engine, which cannot run here: {e}") from None
+            raise UsageError(f"quantization {kind} needs the fast engine, which cannot run here: {e}") from None
         slower = ", several times slower than the fast engine" if unwrap(model).device.type == "cpu" else ""
         note(f"decoding through transformers{slower}: {e}")
         return None

@@ -88,7 +88,7 @@ class FileWriter:
         self._done = _InOrder()
         self._journal = Journal(
             partial_path(path), settings, parse=_Row.parse, take=self._take,
-            pieces="finished rows", remedy="drop what is there with --restart", restart=restart,
+            pieces="finished rows", remedy="drop what is there with restart", restart=restart,
         )  # fmt: skip
 
     @property
@@ -143,7 +143,7 @@ class StreamWriter:
 
     @property
     def resume_hint(self) -> str:
-        return f"what went to {self._name} cannot be resumed: use --output FILE for a run that can"
+        return f"what went to {self._name} cannot be resumed: name an output file for a run that can"
 
     def is_done(self, index: int) -> bool:
         return False

@@ -188,7 +188,7 @@ def summary_lines(stats: RunStats) -> list[str]:
         good = _counted(stats.rows - stats.bad_rows, "record")
         lines.append(
             f"{stats.ended_at_once}{' new' if resumed else ''} of {good} ended at the first token, without text: is "
-            "the prompt of the form that the model was tuned on? Its own template, --prompt-template or --task gives it"
+            "the prompt of the form that the model was tuned on? Its own template, another template or a task gives it"
         )
     if stats.bad_rows:
         of = _counted(stats.rows, "record")

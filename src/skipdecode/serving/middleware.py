@@ -73,7 +73,7 @@ class ApiKeys:
                     )
                 hashes += [value] if value else []
             if not hashes:
-                raise UsageError(f"{path} holds no key: leave --api-keys out to need none")
+                raise UsageError(f"{path} holds no key: leave the file out to need none")
         keys = os.environ.get(ENVIRONMENT_VARIABLE, "").split(",")
         hashes += [_hash(os.fsencode(key.strip())) for key in keys if key.strip()]
         return cls(tuple(hashes))
