@@ -385,7 +385,6 @@ def test_plain_ascii_where_the_terminal_has_no_blocks(deep_dir, monkeypatch):
         (("--target-speedup", "2", "--prompt-len", "0"), "--prompt-len 0"),
         (("--target-speedup", "2", "--measure"), "always times the model"),
         (("--target-speedup", "2", "--device", "toaster"), "toaster"),
-        (("--target-speedup", "2", "--spread", "1"), "spread"),
         (("--nominal-speedup", "99"), "at most 15.00"),
         (("--min-exit-layer", "9", "--max-exit-layer", "4"), "above max_exit_layer"),
         (("--min-exit-layer", "9", "--max-exit-layer", "40"), "give 2 to 30"),

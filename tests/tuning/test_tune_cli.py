@@ -241,7 +241,7 @@ def refused(capsys: Any, command: list[str], code: int = 2) -> str:
         (["--nominal-speedup", "2", "--schedule", "x.json"], "--schedule and --nominal-speedup exclude each other"),
         (["--schedule", "none.json"], "none.json"),
         (["--dev-records", "-1"], "--dev-records -1 is not accepted: give 1 or more"),
-        (["--clip", "0"], '"clip" is an option of skipdecode.tune in Python, and of a recipe'),
+        (["--clip", "0"], "skipdecode.tune in Python (clip=…), and of a recipe"),
         (["--nominal-speedup", "9"], "nominal_speedup=9 leaves"),
         (["--prompt-template", "{colour"], "prompt template"),
         (["--task", "e2e"], "exclude each other"),

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, option, setting
 from skipdecode.cost.model import Phase, Use
 from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
@@ -110,8 +110,8 @@ class FitOptions(Options):
         least=0,
         most=2,
     )
-    fit_records: int = option("most records for the fit", default=256, least=8)
-    fit_tokens: int = option(
+    fit_records: int = setting("most records for the fit", default=256, least=8)
+    fit_tokens: int = setting(
         "tokens of prompts and responses after which no more records are taken for the fit, unless its maps need more",
         default=24_000,
         least=1,
@@ -139,7 +139,7 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
         "drop order by block-influence (one pass) or greedy (the measured loss of about 60 layer sets)",
         default="block-influence",
     )
-    order_records: int = option("records on which drop orders and prompt layers are compared", default=8, least=1)
+    order_records: int = setting("records on which drop orders and prompt layers are compared", default=8, least=1)
     prompt_depths: tuple[str, ...] = option(
         "prompt layers to try: full, numbers (the lowest n or n evenly spaced ones, whichever lose less), lists such "
         "as 0-14,20; in chats more of them keep more of the instructions (default: full, and 2/3, 1/2 and 1/3 of the "

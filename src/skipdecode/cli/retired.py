@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from skipdecode.errors import UsageError
 
-_RECIPE_ONLY = (
-    *("accumulation", "clip", "fit-learning-rate", "gradient-checkpointing", "lora-alpha"),
-    *("lora-dropout", "lora-targets", "no-train-fit", "temperature", "teacher-top-k", "train-fit", "warmup-fraction"),
-    "weight-decay",
+_OF_PYTHON = {
+    "eval": ("samples",),
+    "plan": ("spread",),
+    "prepare": ("fit_records", "fit_tokens", "max_length", "order_records"),
+}
+_OF_RECIPES = (
+    *("accumulation", "clip", "fit_learning_rate", "gradient_checkpointing", "lora_alpha", "lora_dropout"),
+    *("lora_targets", "max_length", "temperature", "teacher_top_k", "train_fit", "warmup_fraction", "weight_decay"),
 )
+_FUNCTIONS = {"eval": "evaluate"}
+
+
+def _flags(verb: str, name: str) -> list[str]:
+    """The names of an option's flags in `RETIRED`."""
+    dashed = name.replace("_", "-")
+    return [f"{verb} --{dashed}", *([f"{verb} --no-{dashed}"] if name == "train_fit" else [])]
+
+
 RETIRED = {
     "--augment-names": "benchmarks/invented_names.py of the source repository writes a file of records with invented "
     "names, for --train",
@@ -38,9 +51,16 @@ RETIRED = {
     "tune --teacher": "the model before tuning, at full depth, teaches",
     "tune --train-records": "give --train a file with fewer lines (head -n N FILE)",
     **{
-        f"tune --{name}": f'"{name.replace("-", "_")}" is an option of skipdecode.tune in Python, and of a recipe: '
-        f'--recipe FILE with {{"options": {{"{name.replace("-", "_")}": …}}}}'
-        for name in _RECIPE_ONLY
+        flag: f"it is an option of skipdecode.tune in Python ({name}=…), and of a recipe: --recipe FILE with "
+        f'{{"options": {{"{name}": …}}}}'
+        for name in _OF_RECIPES
+        for flag in _flags("tune", name)
+    },
+    **{
+        flag: f"it is an option of skipdecode.{_FUNCTIONS.get(verb, verb)} in Python ({name}=…)"
+        for verb, names in _OF_PYTHON.items()
+        for name in names
+        for flag in _flags(verb, name)
     },
     "tune --tensorboard": "OUT/log.jsonl has the losses of every step, and OUT/loss.png shows them",
 }

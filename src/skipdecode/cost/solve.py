@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Self
 
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, option, setting
 from skipdecode.cost.model import CostModel, Phase, Use, between
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.schedule import PromptDepth, Schedule
@@ -165,7 +165,7 @@ class PlanOptions(Options):
         most=2**15,
     )
     warmup_layers: int = option("first layers that always run", default=1, least=0)
-    spread: float = option(
+    spread: float = setting(
         "decrease: from mean * (1 + spread) to mean * (1 - spread) layers", default=SPREAD, least=0, below=1
     )
     order: Order = option("order in which layers are skipped", default="bottom-up")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from skipdecode.common.options import Options, Reads, option
+from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.data.tasks import task_file
 from skipdecode.errors import UsageError
@@ -50,7 +50,7 @@ class RecordOptions(Options):
         default="refuse",
         choices=("refuse", "skip"),
     )
-    max_length: int | None = option(
+    max_length: int | None = setting(
         "most tokens of prompt and response together (default: the model's context)", default=None, least=1
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, option, setting
 from skipdecode.schedule import Schedule
 
 
@@ -34,7 +34,7 @@ class EvaluationSettings(Options):
     )
     resamples: int = option("draws of the bootstrap", default=1000, least=1)
     seed: int = option("of the bootstrap; decoding is greedy", default=0)
-    samples: int = option("outputs kept in run.json for readers", default=8, least=1)
+    samples: int = setting("outputs kept in run.json for readers", default=8, least=1)
 
 
 @dataclass(frozen=True)
