@@ -127,7 +127,7 @@ def test_bertscore_is_bert_scores_best_reference(encoder: str):
 
 
 def test_bertscore_says_what_it_lacks(encoder: str, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(UsageError, match="name the layer with --bertscore-layers"):
+    with pytest.raises(UsageError, match="name the layer with bertscore_layers"):
         make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder))
     with pytest.raises(ModelLoadError, match="does not load at layer 9"):
         make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder, bertscore_layers=9))
