@@ -65,35 +65,29 @@ class Shape(NamedTuple):
     new: int
 
 
-def open_engine(backend: Backend, schedule: Schedule, shape: Shape, *, fills_prompts: bool = False) -> Engine:
-    """An idle engine for such sequences, whose prompts run in one forward, so that the sequences stay together."""
-    backend.step_bytes(shape.batch)  # makes the 8-bit copy of the head: no step is timed with it
-    engine = backend.engine(schedule, max_rows=shape.batch, prompt_tokens=shape.batch * shape.prompt)
-    engine.fills_prompts = fills_prompts
-    return engine
-
-
 def step_seconds(backend: Backend, schedule: Schedule, shape: Shape) -> list[float]:
     """Seconds of each of the `new` - 1 decode steps of all sequences, behind keys and values that are filled in."""
-    engine = open_engine(backend, schedule, shape, fills_prompts=True)
-    return [after - before for before, after in pairwise(token_times(engine, shape))]
+    engine = _open_engine(backend, schedule, shape)
+    engine.fills_prompts = True
+    first, *_ = engine.submit(_requests(shape))
+    times: list[float] = []
+    while engine.has_work:
+        times += [out.seconds for out in engine.step() if out.request == first]
+    return [after - before for before, after in pairwise(times)]
 
 
 def prompt_seconds(backend: Backend, schedule: Schedule, batch: int, prompt: int) -> float:
     """Seconds of the prompts' forward, and of the choice of the first new tokens."""
     shape = Shape(batch, prompt, 1)
-    engine = open_engine(backend, schedule, shape)
+    engine = _open_engine(backend, schedule, shape)
     engine.decode(_requests(shape))
     return engine.stats.step_seconds
 
 
-def token_times(engine: Engine, shape: Shape) -> list[float]:
-    """What `time.perf_counter` read when an engine had each token of one of the sequences."""
-    first, *_ = engine.submit(_requests(shape))
-    times: list[float] = []
-    while engine.has_work:
-        times += [engine.began + out.seconds for out in engine.step() if out.request == first]
-    return times
+def _open_engine(backend: Backend, schedule: Schedule, shape: Shape) -> Engine:
+    """An idle engine for such sequences, whose prompts run in one forward, so that the sequences stay together."""
+    backend.step_bytes(shape.batch)  # makes the 8-bit copy of the head: no step is timed with it
+    return backend.engine(schedule, max_rows=shape.batch, prompt_tokens=shape.batch * shape.prompt)
 
 
 def _requests(shape: Shape) -> list[Request]:

@@ -117,7 +117,7 @@ class Engine(ABC):
         Whether the engine accepts exact requests, and requests with `scores_prompt`.
     fills_prompts : bool
         May be set before the first request, to time decode steps: prompts are not computed, and some numbers stand for
-        their keys and values. An engine of `generate` computes them nevertheless.
+        their keys and values.
     """
 
     name: str

@@ -187,7 +187,9 @@ class GatedEngine(Engine):
         logits = self._logits(batch)
         batch.ids, batch.mask = ids, mask
         if more := ids.shape[1] - 1:
-            repeat_first(batch.cache, more)
+            for index, held in enumerate(batch.cache.layers):
+                first = (part[:, :, :1].expand(-1, -1, more, -1) for part in (held.keys, held.values))
+                batch.cache.update(*first, index)
             batch.cache.advance([PROMPT] * more)
         return logits
 
@@ -229,13 +231,6 @@ class GatedEngine(Engine):
         for layer, held in enumerate(batch.cache.layers):
             if batch.cache.tokens_held(layer):
                 held.keys, held.values = held.keys[chosen], held.values[chosen]
-
-
-def repeat_first(cache: Any, times: int) -> None:
-    """Append the keys and values of the one token that a cache holds, so many times."""
-    for index, layer in enumerate(cache.layers):
-        first = (part[:, :, :1].expand(-1, -1, times, -1) for part in (layer.keys, layer.values))
-        cache.update(*first, index)
 
 
 def left_pad(prompts: Iterable[tuple[int, ...]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
