@@ -139,6 +139,6 @@ def test_a_wrong_value_is_named_with_what_is_accepted(option: str, value: object
 
 
 def test_full_and_lora_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="takes no --lora-rank"):
+    with pytest.raises(UsageError, match="takes no `lora_rank`"):
         TuneConfig(full=True, lora_rank=4)
     assert TuneConfig(full=True).rank == 0

@@ -81,8 +81,9 @@ def _run(arguments: list[str]) -> int:
     )
     add_options(parser, module.Config)
     parser.add_argument("--debug", action="store_true", help=_DEBUG)
-    config = config_from(module.Config, parser.read(arguments[1:]))
+    args = parser.read(arguments[1:])
     try:
+        config = config_from(module.Config, args)
         with claimed(config):
             check_together(config)
             return int(module.run(config))

@@ -123,7 +123,7 @@ class Checkpoints:
                 # Not among those that are counted and kept, and there for who wants to look.
                 os.replace(checkpoint, checkpoint.with_suffix(".damaged"))
         if found:
-            raise OutputError(f"no checkpoint of {self._directory} can be read ({reason}): give another --out")
+            raise OutputError(f"no checkpoint of {self._directory} can be read ({reason}): give another `out`")
         return False
 
     def remove(self) -> None:

@@ -120,7 +120,7 @@ class TuneConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.full and (self.lora_rank is not None or self.merge):
-            raise UsageError("--full tunes all weights: it takes no --lora-rank and no --merge")
+            raise UsageError("`full` tunes all weights: it takes no `lora_rank` and no `merge`")
 
     @property
     def rank(self) -> int:

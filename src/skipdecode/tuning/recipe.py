@@ -95,8 +95,8 @@ def check_same_run(stored: dict[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UsageError, naming the first difference, unless a resumed run is the run that was started."""
     if (before := stored.get("processes", 1)) != now["processes"]:
         raise UsageError(
-            f"--resume: the run was started on {before} processes, and {now['processes']} would get other batches: "
-            f"launch as many, or start a new run in another --out"
+            f"`resume`: the run was started on {before} processes, and {now['processes']} would get other batches: "
+            f"launch as many, or start a new run in another `out`"
         )
     stored = stored | {"options": current_options(stored)}
     for part in _MUST_AGREE:
@@ -104,6 +104,6 @@ def check_same_run(stored: dict[str, Any], now: Mapping[str, Any]) -> None:
         for name in sorted(before.keys() | after.keys()):
             if before.get(name) != after.get(name):
                 raise UsageError(
-                    f"--resume: {name} of the {part} was {before.get(name)!r} when the run was started and is now "
-                    f"{after.get(name)!r}; resume with the same, or start a new run in another --out"
+                    f"`resume`: {name} of the {part} was {before.get(name)!r} when the run was started and is now "
+                    f"{after.get(name)!r}; resume with the same, or start a new run in another `out`"
                 )

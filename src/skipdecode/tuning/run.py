@@ -279,7 +279,7 @@ class _Run:
             )
         (self_template if settings.self else make_template)(settings)
         if not settings.full and find_spec("peft") is None:
-            raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
+            raise MissingExtraError("tuning a LoRA adapter (not needed with `full`)", "tune")
         if self.goes_on and (fresh := [n for n in _FRESH_LORA if getattr(settings, n) != getattr(TuneOptions, n)]):
             raise UsageError(
                 f"{self.ref.name} is an adapter, which is tuned further: leave out `{fresh[0]}`, or add `merge`, which "

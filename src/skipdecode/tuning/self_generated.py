@@ -90,7 +90,7 @@ def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
     names = [field.name for field in fields(SelfGeneratedOptions)]
     given = [name for name in names if getattr(options, name) != getattr(type(options), name)]
     if not options.self and given:
-        raise UsageError(f"--{given[0].replace('_', '-')} goes with --self: give both, or neither")
+        raise UsageError(f"`{given[0]}` goes with `self`: give both, or neither")
     if options.prompts is None:
         return None
     check_streams([options.prompts])
@@ -198,7 +198,7 @@ class SelfGeneratedData:
             return {"settings": settings, "before_user": "" if source else self._before_user()}
         about: dict[str, Any] = read_json(path)
         if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
-            raise UsageError(f"{path} is of data made with another {other[0]}: repeat that, or give another --out")
+            raise UsageError(f"{path} is of data made with another {other[0]}: repeat that, or give another `out`")
         return about
 
     def _before_user(self) -> str:
@@ -212,11 +212,11 @@ class SelfGeneratedData:
         if not (head and found):
             raise UsageError(
                 f"{self.loaded.name} has no chat template, or was not tuned on chats, so it draws no prompts: give "
-                "--prompts FILE, such as a text file with one a line"
+                "`prompts`, such as a text file with one a line"
             )
         if not end_tokens(self.loaded.model, self.loaded.tokenizer):
             raise UsageError(
-                f"{self.loaded.name} has no end token, so no prompt that it draws ends: give --prompts FILE"
+                f"{self.loaded.name} has no end token, so no prompt that it draws ends: give `prompts`, a file"
             )
         return head
 
@@ -234,11 +234,11 @@ class SelfGeneratedData:
                 left_out = (*record.left_out, *map(repr, record.for_chat))
                 found.append(replace(record, index=len(found), for_chat={}, left_out=left_out))
         told, bad = reject_summary(rejects), [r for r in rejects if not r.reason.startswith("repeated")]
-        refuse_rejects("--prompts", bad, skip_bad=self.skip_bad)
+        refuse_rejects("`prompts`", bad, skip_bad=self.skip_bad)
         if not found:
-            raise DataError(f"--prompts {self.options.prompts}: no prompt is left: {told}")
+            raise DataError(f"`prompts` {self.options.prompts}: no prompt is left: {told}")
         if rejects:
-            note(f"--prompts: {told}")
+            note(f"prompts: {told}")
         return found
 
     def _generated(
@@ -281,9 +281,7 @@ class SelfGeneratedData:
         why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         told = f"{what}: {len(kept)} of {len(kept) + reasons.total()} kept" + (f" ({why})" if why else "")
         if len(kept) < least:
-            raise DataError(
-                f"{told}, {least} are needed: give more --self-records, more --self-tokens or --prompts FILE"
-            )
+            raise DataError(f"{told}, {least} are needed: give more `self_records`, more `self_tokens`, or `prompts`")
         note(told)
         return kept
 

@@ -32,7 +32,7 @@ def with_lora(model: Any, config: TuneConfig) -> Any:
     try:
         import peft
     except ImportError:
-        raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune") from None
+        raise MissingExtraError("tuning a LoRA adapter (not needed with `full`)", "tune") from None
     if hasattr(model, "get_base_model"):
         return _own_lora(model, peft.get_peft_model_state_dict(model, save_embedding_layers=False))
     targets = config.lora_targets[0] if config.lora_targets == ("all-linear",) else list(config.lora_targets)
@@ -56,7 +56,7 @@ def _own_lora(model: Any, adapter: Collection[str]) -> Any:
     if foreign := sorted(name for name in adapter if "lora_" not in name):
         raise UsageError(
             f"the adapter holds more than LoRA matrices, such as {foreign[0]}, and cannot be tuned further: add "
-            "--merge, which merges it and tunes a fresh one"
+            "`merge`, which merges it and tunes a fresh one"
         )
     for name, weight in model.named_parameters():
         weight.requires_grad_("lora_" in name)

@@ -269,7 +269,7 @@ class Tuner:
             path.write_text(json.dumps({"step": step, "ids": ids, **values}, indent=1) + "\n", encoding="utf-8")
         raise DivergedError(
             f"loss {row['loss']:g} with gradient norm {row['gradient_norm']:g} at step {step}: stopped before the "
-            f"update; the records are named in {path}; lower --learning-rate or mend them"
+            f"update; the records are named in {path}; lower `learning_rate` or mend them"
         )
 
     def _evaluate(self) -> dict[str, float]:
@@ -279,7 +279,7 @@ class Tuner:
         mean = sum(losses.values()) / len(losses)
         if not math.isfinite(mean):
             raise DivergedError(
-                f"the loss on the dev records is {mean:g} after step {progress.step}: lower --learning-rate; the best "
+                f"the loss on the dev records is {mean:g} after step {progress.step}: lower `learning_rate`; the best "
                 f"weights before, where there were any, are in {self._checkpoint_dir / 'best'}"
             )
         if progress.best_loss is None or mean < progress.best_loss:
