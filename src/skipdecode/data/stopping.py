@@ -47,6 +47,8 @@ class StopSearch:
 
     def push(self, part: str) -> int | None:
         """Take the next part; the position in the whole text of the first stop string, None if there is none yet."""
+        if not self._stops:  # as of most outputs
+            return None
         start, text = self._length - len(self.held), self.held + part
         self._length += len(part)
         # The end and the beginning of the first match of each stop string; all begin in what was held or later.

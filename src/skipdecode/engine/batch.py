@@ -98,6 +98,8 @@ def forwards(chunks: list[Chunk]) -> list[list[Chunk]]:
     Schedules of one drop order share a forward, and full depth joins any. Prompts with layers of their own join the
     first forward (see `token_rows`).
     """
+    if len({chunk.layers for chunk in chunks}) == 1:  # as in most steps
+        return [chunks]
     others = [chunk for chunk in chunks if not chunk.has_own_layers]
     chains: list[list[tuple[int, ...]]] = []
     for layers in sorted({chunk.layers for chunk in others}, key=len, reverse=True):

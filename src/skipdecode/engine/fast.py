@@ -322,7 +322,7 @@ class FastEngine(Engine):
 
     def _fall(self, sequence: Sequence) -> None:
         """Drop the layers that the next token of a decoding sequence does not run."""
-        layers = sequence.schedule.layers(len(sequence.output) - 1)
+        layers = sequence.next_layers
         if layers != sequence.layers:
             keep = set(layers)
             self.kv.drop(sequence.slot, [layer for layer in sequence.layers if layer not in keep])

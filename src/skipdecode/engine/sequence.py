@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from skipdecode.engine.requests import FinishReason, Request
@@ -34,6 +35,12 @@ class PromptLayers(NamedTuple):
     def held(self) -> tuple[int, ...]:
         """Layers that store keys and values, ascending."""
         return tuple(sorted(self.run + self.projected))
+
+
+@lru_cache(maxsize=256)
+def _layer_sets(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """The layers of each position of a schedule; the last set holds for all later positions."""
+    return tuple(map(schedule.layers, range(schedule.seq_len)))
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +96,7 @@ class Sequence:
     pages: int = field(init=False, default=0)
     slot: int = field(init=False, default=-1)
     layers: tuple[int, ...] = field(init=False)
+    _sets: tuple[tuple[int, ...], ...] = field(init=False)
     ran: int = field(init=False, default=0)
     cached: int = field(init=False, default=0)
     scores: list[tuple[int, float, tuple[tuple[int, float], ...]]] = field(init=False, default_factory=list)
@@ -96,6 +104,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if self.request.exact:
             self.drafting, self.schedule = self.schedule, Schedule.full(self.schedule.num_layers)
+        self._sets = _layer_sets(self.schedule)
         self.prompt = PromptLayers.of(self.schedule)
         self.layers = self.prompt.held
 
@@ -113,6 +122,11 @@ class Sequence:
     def in_prefill(self) -> bool:
         """Whether some prompt tokens have not run yet."""
         return self.ran < len(self.request.prompt)
+
+    @property
+    def next_layers(self) -> tuple[int, ...]:
+        """The layers that the last output token runs when it is fed back."""
+        return self._sets[min(len(self.output), len(self._sets)) - 1]
 
     def append(self, token: int) -> None:
         """Append a new token, and end the sequence if the token is its last."""
