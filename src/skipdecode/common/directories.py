@@ -65,7 +65,7 @@ class RunDirectory:
         if any(self._is_mark(path, key) for pattern, key in self.marks.items() for path in directory.glob(pattern)):
             if not (resume or overwrite):
                 raise UsageError(
-                    f"{directory} is not empty: resume to continue the {self.run} in it, or another directory"
+                    f"{directory} is not empty: give `resume` to continue the {self.run} in it, or another directory"
                 )
         elif model := [name for name in names if name in _OF_MODELS]:
             raise OutputError(f"{directory} holds a model ({model[0]}): give another directory")
