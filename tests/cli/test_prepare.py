@@ -317,5 +317,5 @@ def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_conti
     assert main(command) == 130
     monkeypatch.undo()
     assert main(command) == 2
-    assert "--resume" in capsys.readouterr().err
+    assert "resume to continue" in capsys.readouterr().err
     assert main([*command, "--resume"]) == 0
