@@ -17,8 +17,8 @@ from fitted import batches_of, chat_texts, read_rows, save_fit
 from shared import script_parser
 
 from skipdecode import Schedule
-from skipdecode.calibration.fitting import Fitter
-from skipdecode.calibration.settings import FitOptions
+from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.settings import FitOptions
 from skipdecode.models.loading.hub import load_model
 
 PRESETS = Path(__file__).parents[1] / "presets"

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import skipdecode
-from skipdecode.calibration.settings import CalibrateOptions
 from skipdecode.cli.arguments import Parser, add_options, config_from
 from skipdecode.cli.options import NamedModel
 from skipdecode.common.options import option
+from skipdecode.learning.settings import CalibrateOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ from invented_names import with_invented_names
 from shared import script_parser
 
 from skipdecode import Schedule
-from skipdecode.calibration.fitting import Fitter
-from skipdecode.calibration.settings import FitOptions
 from skipdecode.data.prompts import encode_examples, read_file
 from skipdecode.data.tasks import load_task
+from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.settings import FitOptions
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import load_model

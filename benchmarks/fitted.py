@@ -10,7 +10,7 @@ e2e-full/, tuned for full depth alone; gemma3-270m/ (`benchmarks/gemma3_checkpoi
 
 Methods: `today` is the identity over skipped layers and the layer's own projection for prompts; `bias` a constant a
 gap of skipped layers; `patch` one full-rank map a gap, both fitted on full depth's states (as LinearPatch and
-Ghosted Layers do); `fitted` is `skipdecode.calibration.fitting`, with one tap or without.
+Ghosted Layers do); `fitted` is `skipdecode.learning.fitting`, with one tap or without.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from shared import RESULTS, script_parser, write_json, write_result
 from unseen_names import WORDS, questions
 
 from skipdecode import Schedule
-from skipdecode.calibration.fitting import Fitter
-from skipdecode.calibration.settings import FitOptions
 from skipdecode.common.bootstrap import Table, interval, ratio_of_sums
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note
+from skipdecode.data.batches import Batch, collate
 from skipdecode.data.prompts import Example
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
@@ -48,12 +47,13 @@ from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
+from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.settings import FitOptions
 from skipdecode.models.carried import FIT_FILE, bundled_schedules
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.models.maps import Bridge, normed
-from skipdecode.tuning.collate import Batch, collate
 
 ORDER = (4, 5, 17, 14, 25, 6, 12, 3, 26, 7, 16, 13, 11, 23, 19)  # calibrated on SmolLM2's own answers (chat_runs.py)
 GEMMA_ORDER = (9, 10, 8, 11, 7, 12)

@@ -17,15 +17,15 @@ from skipdecode.errors import SkipDecodeError
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.calibration.calibrate import calibrate
-    from skipdecode.calibration.prepare import prepare
     from skipdecode.cost.plan import plan
     from skipdecode.engine.loading import load
     from skipdecode.evaluation.evaluate import evaluate
     from skipdecode.generation.llm import LLM, generate
+    from skipdecode.learning.calibrate import calibrate
+    from skipdecode.learning.prepare import prepare
+    from skipdecode.learning.tune import tune
     from skipdecode.models.attach import Attachment, attach, detach
     from skipdecode.models.loading.export import export
-    from skipdecode.tuning.run import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,15 +50,15 @@ _LAZY = {
     "Attachment": ("models.attach", "Attachment"),
     "LLM": ("generation.llm", "LLM"),
     "attach": ("models.attach", "attach"),
-    "calibrate": ("calibration.calibrate", "calibrate"),
+    "calibrate": ("learning.calibrate", "calibrate"),
     "detach": ("models.attach", "detach"),
     "evaluate": ("evaluation.evaluate", "evaluate"),
     "export": ("models.loading.export", "export"),
     "generate": ("generation.llm", "generate"),
     "load": ("engine.loading", "load"),
     "plan": ("cost.plan", "plan"),
-    "prepare": ("calibration.prepare", "prepare"),
-    "tune": ("tuning.run", "tune"),
+    "prepare": ("learning.prepare", "prepare"),
+    "tune": ("learning.tune", "tune"),
 }
 
 

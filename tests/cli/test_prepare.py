@@ -18,18 +18,18 @@ from matplotlib import image
 import skipdecode
 from fits import random_fit
 from skipdecode import Schedule
-from skipdecode.calibration.prepare import neighbours
-from skipdecode.calibration.stages import Stages
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import OutputError
+from skipdecode.learning.checkpoint import save_tuned
+from skipdecode.learning.prepare import neighbours
+from skipdecode.learning.stages import Stages
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.tuning.checkpoint import save_tuned
 from textgen_tools import save_tiny_model
 from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl

@@ -9,12 +9,12 @@ from accelerate import Accelerator
 
 from memory_probe import resident
 from skipdecode import Schedule, attach
+from skipdecode.data.batches import collate
 from skipdecode.data.prompts import Example
-from skipdecode.tuning.collate import collate
-from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.objective import Objective, Teacher
-from skipdecode.tuning.setup import make_optimizer
-from skipdecode.tuning.step import TrainStep
+from skipdecode.learning.config import TuneConfig
+from skipdecode.learning.objective import Objective, Teacher
+from skipdecode.learning.setup import make_optimizer
+from skipdecode.learning.step import TrainStep
 from tiny import LAYERS, tiny_model
 
 VOCABULARY, ROWS, RESPONSE, BATCHES = 50_000, 16, 50, 3

@@ -18,6 +18,7 @@ from hub_server import hub_of, use_hub
 from skipdecode import LLM, Schedule, attach
 from skipdecode.cli import main
 from skipdecode.errors import FitError, ModelLoadError
+from skipdecode.learning.checkpoint import save_tuned
 from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, SCHEDULE_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
@@ -25,7 +26,6 @@ from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.beside import beside
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.tuning.checkpoint import save_tuned
 from tiny import LAYERS, tiny_model
 
 LOWER = (0, 1, 2)

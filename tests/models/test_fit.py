@@ -19,16 +19,17 @@ from fits import projections, random_fit
 from oracle import active_tokens, alone_logits, oracle_logits, position_ids
 from products import in_turn
 from skipdecode import LLM, Schedule, attach
-from skipdecode.calibration.fitting import Fitter
-from skipdecode.calibration.settings import FitOptions
 from skipdecode.cli import main
 from skipdecode.cli.options.evaluation import Config
+from skipdecode.data.batches import collate
 from skipdecode.data.prompts import Example
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import DepthWarning, FitError, UntunedScheduleWarning, UsageError
 from skipdecode.evaluation.teacher_forced import token_fidelity
+from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.settings import FitOptions
 from skipdecode.models.carried import FIT_FILE, bundled_schedules, schedule_file
 from skipdecode.models.families import FAMILIES
 from skipdecode.models.fit import Fit, keep_fit
@@ -36,7 +37,6 @@ from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.maps import PromptMap
-from skipdecode.tuning.collate import collate
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, ragged_prompts, shared_model, tiny_model
 

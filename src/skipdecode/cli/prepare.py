@@ -18,13 +18,13 @@ import shlex
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from skipdecode.calibration.settings import PREPARE_DIRECTORY, PrepareOptions
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.options import NamedModel
 from skipdecode.common.options import Reads, option
+from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
 
 if TYPE_CHECKING:
-    from skipdecode.calibration.prepare import Prepared
+    from skipdecode.learning.prepare import Prepared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Config(NamedModel, PrepareOptions):
 
 def run(config: Config) -> int:
     """Prepare and print."""
-    from skipdecode.calibration.prepare import prepare
+    from skipdecode.learning.prepare import prepare
 
     files = {name: getattr(config, name) or None for name in ("train", "dev", "test", "cost")}
     ready = prepare(config.ref, **files, out=config.out, **asdict(config.part(PrepareOptions)))

@@ -19,10 +19,10 @@ from typing import ClassVar
 from skipdecode.cli.options import MODEL, NamedModel, ScheduleOptions
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.options import Reads, option
+from skipdecode.generation.self_generated import ABOUT_FILE
+from skipdecode.learning.config import TuneOptions
 from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.models.loading.ref import model_files
-from skipdecode.tuning.config import TuneOptions
-from skipdecode.tuning.self_generated import ABOUT_FILE
 
 _PICTURE = "loss.png"
 _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings"})
@@ -50,9 +50,9 @@ def run(config: Config) -> int:
     """Tune, draw the losses, and print the result."""
     from skipdecode.evaluation.charts import save_charts
     from skipdecode.evaluation.pictures import loss_chart
-    from skipdecode.tuning.run import tune
-    from skipdecode.tuning.run_log import LOG_FILE, read_log
-    from skipdecode.tuning.setup import process_state
+    from skipdecode.learning.run_log import LOG_FILE, read_log
+    from skipdecode.learning.setup import process_state
+    from skipdecode.learning.tune import tune
 
     tuned = tune(
         config.model,

@@ -25,8 +25,8 @@ from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading, read_result
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.metrics import METRICS, Metric
+from skipdecode.generation.self_generated import ABOUT_FILE
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.tuning.self_generated import ABOUT_FILE
 
 if TYPE_CHECKING:
     from skipdecode.evaluation.methods import Method, Outputs

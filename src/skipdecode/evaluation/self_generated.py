@@ -49,10 +49,7 @@ from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.evaluation.teacher_forced import along, sums, token_fidelity, token_losses
 from skipdecode.generation.llm import LLM
-from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.models.loading.recipe import stored_recipe
-from skipdecode.schedule import Schedule
-from skipdecode.tuning.self_generated import (
+from skipdecode.generation.self_generated import (
     DEV_FILE,
     TRAIN_FILE,
     SelfGeneratedData,
@@ -60,6 +57,9 @@ from skipdecode.tuning.self_generated import (
     default_template,
     forget_prompts,
 )
+from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.recipe import stored_recipe
+from skipdecode.schedule import Schedule
 
 _BATCHES = 4  # decoded and kept together
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`

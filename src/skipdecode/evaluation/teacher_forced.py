@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skipdecode.common.bootstrap import Table
+from skipdecode.data.batches import Batch, collate, response_logits
 from skipdecode.data.prompts import Example
 from skipdecode.evaluation.methods import batches
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.collate import Batch, collate
-from skipdecode.tuning.objective import response_logits
 
 Texts = Sequence[Sequence[int]]
 T = TypeVar("T")

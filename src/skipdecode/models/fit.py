@@ -2,7 +2,7 @@
 
 Both are maps of one token's state, divided by its root mean square. A prompt map may also take the states of the tokens
 just before, the *taps*. So layer sets stay nested, the cache does not grow, and results do not depend on the batch.
-`skipdecode.calibration.fitting` finds the maps by least squares; docs/theory.md has the derivation.
+`skipdecode.learning.fitting` finds the maps by least squares; docs/theory.md has the derivation.
 """
 
 from __future__ import annotations

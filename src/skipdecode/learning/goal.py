@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.solve import Family, TextCost, out_of_reach
 from skipdecode.errors import TargetError, UsageError
+from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import Order, bottom_up, least_budget, prompt_set
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode import Schedule
-from skipdecode.calibration.goal import Goal, layers_only, set_goal
-from skipdecode.calibration.search import greedy_order, greedy_trials
-from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.solve import Family, TextCost
 from skipdecode.errors import DataError, TargetError, UsageError
+from skipdecode.learning.goal import Goal, layers_only, set_goal
+from skipdecode.learning.search import greedy_order, greedy_trials
+from skipdecode.learning.settings import CalibrationSettings
 
 LAYERS = 12
 COST = CostModel.of_step(LAYERS, batch=4, fixed_seconds=2.0, layer_seconds=1.0, kv_seconds=0.0025)

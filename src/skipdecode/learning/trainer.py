@@ -26,20 +26,20 @@ from accelerate.utils import gather_object, set_seed
 from skipdecode.common.allocator import keep_freed_memory, return_freed_memory
 from skipdecode.common.files import copy_files
 from skipdecode.common.progress import progress_bar
+from skipdecode.data.batches import Batch, GroupedBatches, collate
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
+from skipdecode.learning.checkpoint import Checkpoints, merge_saved, save_tuned
+from skipdecode.learning.config import TuneConfig
+from skipdecode.learning.curriculum import make_curriculum
+from skipdecode.learning.measure import SpeedReport, compare_speed, dev_loss
+from skipdecode.learning.objective import KeptTeacher, Objective, Teacher
+from skipdecode.learning.run_log import CHECKPOINTS, RunLog
+from skipdecode.learning.setup import make_accelerator, make_optimizer, with_lora
+from skipdecode.learning.step import StepReport, TrainStep
 from skipdecode.models.attach import Attachment
 from skipdecode.models.fit import fit_of, trainable_fit
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.checkpoint import Checkpoints, merge_saved, save_tuned
-from skipdecode.tuning.collate import Batch, GroupedBatches, collate
-from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.curriculum import make_curriculum
-from skipdecode.tuning.measure import SpeedReport, compare_speed, dev_loss
-from skipdecode.tuning.objective import KeptTeacher, Objective, Teacher
-from skipdecode.tuning.run_log import CHECKPOINTS, RunLog
-from skipdecode.tuning.setup import make_accelerator, make_optimizer, with_lora
-from skipdecode.tuning.step import StepReport, TrainStep
 
 DIVERGED_FILE = "diverged.json"
 

@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.calibration.fitting import Fitter
-from skipdecode.calibration.goal import Goal
-from skipdecode.calibration.meter import LossMeter, by_length, measuring
-from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.common.progress import note
 from skipdecode.cost.solve import TextCost
+from skipdecode.data.batches import IGNORE, batches_of, response_logits
 from skipdecode.data.prompts import Example
 from skipdecode.errors import FitError
+from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.goal import Goal
+from skipdecode.learning.meter import LossMeter, by_length, measuring
+from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.collate import IGNORE, batches_of
-from skipdecode.tuning.objective import response_logits
 
 Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
 Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]

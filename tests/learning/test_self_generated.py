@@ -15,8 +15,8 @@ import pytest
 from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
 from skipdecode.evaluation.self_generated import followed, instructions
+from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, _cut
 from skipdecode.models.loading.hub import load_model
-from skipdecode.tuning.self_generated import DEV_FILE, TRAIN_FILE, _cut
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 
 PACE = ["--steps", "2", "--batch-size", "4", "--compare-batches", "0", "--lora-rank", "2", "--precision", "fp32"]

@@ -18,17 +18,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from checkpoints import byte_tokenizer
 from fits import random_fit
 from skipdecode import Schedule, attach
+from skipdecode.data.batches import GroupedBatches, collate
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError, OutputError
+from skipdecode.learning.config import TuneConfig
+from skipdecode.learning.curriculum import make_curriculum
+from skipdecode.learning.objective import Objective
+from skipdecode.learning.run_log import read_log
+from skipdecode.learning.trainer import Tuner
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.hub import load_model
-from skipdecode.tuning.collate import GroupedBatches, collate
-from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.curriculum import make_curriculum
-from skipdecode.tuning.objective import Objective
-from skipdecode.tuning.run_log import read_log
-from skipdecode.tuning.trainer import Tuner
 from tuning_data import LAYERS, records, save_model, tuning_model
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)

@@ -20,22 +20,22 @@ from matplotlib import image
 import skipdecode
 from products import in_turn
 from skipdecode import Schedule, attach
-from skipdecode.calibration.calibrate import Calibrated, records_for_fit
-from skipdecode.calibration.fitting import Fitter
-from skipdecode.calibration.goal import set_goal
-from skipdecode.calibration.meter import LossMeter
-from skipdecode.calibration.search import block_influence, search, trials
-from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel, PromptCost
+from skipdecode.data.batches import collate
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DataError, DivergedError, OptionError, OutputError, ScheduleError, TargetError, UsageError
+from skipdecode.learning.calibrate import Calibrated, records_for_fit
+from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.goal import set_goal
+from skipdecode.learning.meter import LossMeter
+from skipdecode.learning.objective import Objective
+from skipdecode.learning.search import block_influence, search, trials
+from skipdecode.learning.settings import CalibrationSettings, FitOptions
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit, fit_of
 from skipdecode.schedule import PromptDepth
-from skipdecode.tuning.collate import collate
-from skipdecode.tuning.objective import Objective
 from tiny import SCHEDULES
 from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model, write_jsonl
 

@@ -16,10 +16,6 @@ from typing import Any
 
 import torch
 
-from skipdecode.calibration.fitting import Fitter
-from skipdecode.calibration.goal import check_layers, set_goal
-from skipdecode.calibration.search import search_model
-from skipdecode.calibration.settings import STORE_FILE, CalibrateOptions, FitOptions
 from skipdecode.common.columns import figures
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
@@ -28,19 +24,23 @@ from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
+from skipdecode.data.batches import batches_of
 from skipdecode.data.examples import Source, encode_source, make_template, read_sources
 from skipdecode.data.prompts import Example
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.charts import try_picture
 from skipdecode.evaluation.pictures import calibration_figure
+from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.goal import check_layers, set_goal
+from skipdecode.learning.search import search_model
+from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
+from skipdecode.learning.tune import copied
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.collate import batches_of
-from skipdecode.tuning.run import copied
 
 SCHEDULE_FILE = "schedule.json"
 _REPORT, _PICTURE = "calibration.json", "calibration.png"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from skipdecode.common.stopwatch import Stopwatch, timed
+from skipdecode.data.batches import Batch
+from skipdecode.learning.objective import Objective
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.collate import Batch
-from skipdecode.tuning.objective import Objective
 
 
 @torch.no_grad()

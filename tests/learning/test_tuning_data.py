@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from checkpoints import CHATML, byte_tokenizer, chatml_tokenizer
+from skipdecode.data.batches import IGNORE, GroupedBatches, collate
 from skipdecode.data.chats import response_ids
 from skipdecode.data.prompts import Example, encode_examples, read_file
 from skipdecode.data.records import Template
 from skipdecode.errors import DataError, UsageError
-from skipdecode.tuning.collate import IGNORE, GroupedBatches, collate
 from tuning_data import records, write_jsonl
 
 TEMPLATE = Template("{colour} {thing}\n", "ref")

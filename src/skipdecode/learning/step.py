@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 
-from skipdecode.tuning.collate import Batch
-from skipdecode.tuning.objective import Objective
+from skipdecode.data.batches import Batch
+from skipdecode.learning.objective import Objective
 
 
 @dataclass(frozen=True)

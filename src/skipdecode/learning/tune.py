@@ -19,6 +19,11 @@ from skipdecode.data.prompts import Example
 from skipdecode.engine.loading import checked_name, load
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.generation.llm import LLM
+from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
+from skipdecode.learning.config import TuneOptions
+from skipdecode.learning.curriculum import make_curriculum
+from skipdecode.learning.recipe import check_same_run, current_options, data_entry, make_recipe, write_recipe
+from skipdecode.learning.run_log import CHECKPOINTS, LOG_FILE, dev_losses
 from skipdecode.models.carried import FIT_FILE, schedule_file
 from skipdecode.models.families import vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit
@@ -29,14 +34,9 @@ from skipdecode.models.loading.recipe import read_recipe, stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
-from skipdecode.tuning.config import TuneOptions
-from skipdecode.tuning.curriculum import make_curriculum
-from skipdecode.tuning.recipe import check_same_run, current_options, data_entry, make_recipe, write_recipe
-from skipdecode.tuning.run_log import CHECKPOINTS, LOG_FILE, dev_losses
-from skipdecode.tuning.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
 
 if TYPE_CHECKING:
-    from skipdecode.tuning.trainer import Tuner
+    from skipdecode.learning.trainer import Tuner
 
 _SOME_POSITIONS = 64  # until the responses are read
 _FRESH_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
@@ -52,7 +52,7 @@ class Tuned:
     path : Path
         The directory of the tuned model, its recipe and its log.
     recipe : mapping
-        The content of recipe.json: options, data, schedule, and the result (`skipdecode.tuning.trainer.TuneResult`).
+        The content of recipe.json: options, data, schedule, and the result (`skipdecode.learning.trainer.TuneResult`).
     """
 
     path: Path
@@ -130,8 +130,8 @@ def tune(
     resume : bool
         Continue the run in `out`, if there is one; a finished run returns its result.
     **options
-        Other settings of `skipdecode.tuning.config.TuneOptions`; None is not given. The prompt of a record needs one of
-        `task`, `prompt_template` and `prompt_field`, and `response_field` unless there is a task.
+        Other settings of `skipdecode.learning.config.TuneOptions`; None is not given. The prompt of a record needs one
+        of `task`, `prompt_template` and `prompt_field`, and `response_field` unless there is a task.
 
     Raises
     ------
@@ -215,7 +215,7 @@ class _Run:
         self._check()
         template = None if settings.self else make_template(settings)
         files = {} if template is None else self._read(template, train=self.train, dev=self.dev)
-        from skipdecode.tuning.setup import process_state
+        from skipdecode.learning.setup import process_state
 
         state, made = process_state(), {}
         if template is None:
@@ -286,7 +286,7 @@ class _Run:
                 "merges it and tunes a fresh one"
             )
         try:
-            import skipdecode.tuning.setup  # noqa: F401
+            import skipdecode.learning.setup  # noqa: F401
         except ImportError:
             raise MissingExtraError("tuning", "tune") from None
 
@@ -363,7 +363,7 @@ class _Run:
         return found, origin
 
     def _tuner(self, loaded: LoadedModel, train: list[Example], dev: list[Example], schedule: Schedule) -> Tuner:
-        from skipdecode.tuning.trainer import Tuner
+        from skipdecode.learning.trainer import Tuner
 
         ref = self.ref
         here = not self.goes_on and Path(ref.name).expanduser().is_dir()

@@ -18,7 +18,6 @@ arXiv 2410.10989), and only the gradient is kept.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,9 +28,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from skipdecode.data.batches import IGNORE, Batch, response_logits
 from skipdecode.models.attach import Attachment
-from skipdecode.models.families import unwrap
-from skipdecode.tuning.collate import IGNORE, Batch
 
 _TOKENS = 32
 """Whose probabilities are in memory at a time."""
@@ -47,28 +45,6 @@ class Losses:
     cross_entropy: Tensor
     kl: Tensor
     tokens: int
-
-
-def response_logits(model: Any, batch: Batch, *, attached: bool = True) -> Tensor:
-    """Logits that predict the response columns, (rows, response columns, vocabulary).
-
-    With `attached` the teacher-forced parallel form under the model's schedule. The last prompt token predicts response
-    token 0; the last response token is not fed, for nothing follows it. Where the model can, the head runs on these
-    columns only.
-    """
-    columns = batch.targets.shape[1]
-    accepted = _forward_parameters(model)
-    extra: dict[str, Any] = {"prompt_length": batch.prompt_length} if attached else {}
-    if "position_ids" in accepted:
-        extra["position_ids"] = batch.position_ids[:, :-1]
-    if "logits_to_keep" in accepted:
-        # Indices, because a slice would not be contiguous, and a head without gradients is then five times as slow.
-        length = batch.input_ids.shape[1] - 1
-        extra["logits_to_keep"] = torch.arange(length - columns, length, device=batch.input_ids.device)
-    mask = batch.attention_mask[:, :-1]
-    out = model(input_ids=batch.input_ids[:, :-1], attention_mask=mask, use_cache=False, **extra)
-    logits: Tensor = out.logits
-    return logits[:, -columns:]
 
 
 class Teacher:
@@ -194,12 +170,6 @@ def _evaluating(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def _forward_parameters(model: Any) -> frozenset[str]:
-    while hasattr(model, "module"):
-        model = model.module
-    return frozenset(inspect.signature(type(unwrap(model)).forward).parameters)
 
 
 def token_losses(

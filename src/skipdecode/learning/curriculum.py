@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from skipdecode.learning.config import TuneConfig
 from skipdecode.models.loading.recipe import sampled_schedules
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.config import TuneConfig
 
 
 @dataclass(frozen=True)

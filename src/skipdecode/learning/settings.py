@@ -12,8 +12,8 @@ from skipdecode.cost.model import Phase, Use
 from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.settings import MetricOptions
-from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.self_generated import ABOUT_FILE, SelfGeneratedOptions
+from skipdecode.generation.self_generated import ABOUT_FILE, SelfGeneratedOptions
+from skipdecode.learning.config import TuneConfig
 
 STORE_FILE, PREPARE_JOURNAL, PROMPTS_FILE = "measured.jsonl", "prepare.jsonl", "prompts.jsonl"
 PREPARE_DIRECTORY = RunDirectory(

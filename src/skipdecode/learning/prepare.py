@@ -13,17 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from skipdecode.calibration.calibrate import SCHEDULE_FILE, calibrate
-from skipdecode.calibration.goal import prompt_sets
-from skipdecode.calibration.settings import (
-    PREPARE_DIRECTORY,
-    PREPARE_JOURNAL,
-    PROMPTS_FILE,
-    CalibrationSettings,
-    FitOptions,
-    PrepareOptions,
-)
-from skipdecode.calibration.stages import Stages
 from skipdecode.common.columns import figures
 from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.jsonl import json_line
@@ -43,13 +32,24 @@ from skipdecode.evaluation.kept import kept_columns, speedups_that_keep, with_ke
 from skipdecode.evaluation.pictures import kept_charts
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.generation.llm import LLM
+from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
+from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
+from skipdecode.learning.goal import prompt_sets
+from skipdecode.learning.settings import (
+    PREPARE_DIRECTORY,
+    PREPARE_JOURNAL,
+    PROMPTS_FILE,
+    CalibrationSettings,
+    FitOptions,
+    PrepareOptions,
+)
+from skipdecode.learning.stages import Stages
+from skipdecode.learning.tune import tune
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.run import tune
-from skipdecode.tuning.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
 
 _RESULT, _PICTURE = "prepared.json", "kept.png"
 _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")

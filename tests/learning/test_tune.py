@@ -14,7 +14,7 @@ from fits import random_fit
 from skipdecode import LLM, Schedule
 from skipdecode.cli import main
 from skipdecode.errors import DataError, OptionError, UsageError
-from skipdecode.tuning.self_generated import TRAIN_FILE
+from skipdecode.generation.self_generated import TRAIN_FILE
 from textgen_tools import save_tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import progress_bar
+from skipdecode.data.batches import IGNORE, Batch, batches_of
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
@@ -34,7 +35,6 @@ from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.collate import IGNORE, Batch, batches_of
 
 PartMeters = Callable[[Fit | None], dict[str, "LossMeter"]]
 """From a fit to the meter of each part of the records."""

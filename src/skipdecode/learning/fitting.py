@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skipdecode.calibration.meter import check_finite
-from skipdecode.calibration.settings import FitOptions
 from skipdecode.common.progress import progress_bar
+from skipdecode.data.batches import Batch
 from skipdecode.errors import FitError
+from skipdecode.learning.meter import check_finite
+from skipdecode.learning.settings import FitOptions
 from skipdecode.models.attach import at_full_depth
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, projection, unwrap
@@ -31,7 +32,6 @@ from skipdecode.models.gate import GateState, calling, gate_layer, gate_of, unga
 from skipdecode.models.maps import Bridge, PromptMap, normed, prompt_features
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.collate import Batch
 
 _RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """Of the mean diagonal of the states' products."""

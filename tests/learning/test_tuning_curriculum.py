@@ -8,8 +8,8 @@ import pytest
 
 from skipdecode import Schedule
 from skipdecode.errors import OptionError, ScheduleError, UsageError
-from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.curriculum import Sampled, make_curriculum
+from skipdecode.learning.config import TuneConfig
+from skipdecode.learning.curriculum import Sampled, make_curriculum
 
 TARGET = Schedule.from_speedup(12, 3, 20)
 

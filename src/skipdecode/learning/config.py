@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from skipdecode.common.options import Options, option, setting
 from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
-from skipdecode.tuning.self_generated import SelfGeneratedOptions
+from skipdecode.generation.self_generated import SelfGeneratedOptions
 
 DEFAULT_LORA_RANK = 16
 

@@ -13,9 +13,9 @@ import torch
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.data.prompts import Example
+from skipdecode.learning.config import TuneConfig
+from skipdecode.learning.trainer import Tuner
 from skipdecode.models.loading.hub import load_model
-from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.trainer import Tuner
 from tuning_data import tuning_model
 
 LAYERS, LENGTH = 6, 6

@@ -1,0 +1,1 @@
+"""Choosing layers, fits and tuning under a schedule: `calibrate`, `tune` and `prepare`."""
