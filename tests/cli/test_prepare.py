@@ -21,9 +21,10 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel
-from skipdecode.errors import OutputError
+from skipdecode.errors import OutputError, UsageError
 from skipdecode.learning.checkpoint import save_tuned
 from skipdecode.learning.prepare import neighbours
+from skipdecode.learning.settings import PREPARE_DIRECTORY
 from skipdecode.learning.stages import Stages
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
@@ -295,6 +296,15 @@ def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
     with closing(Stages(tmp_path / "prepare.jsonl", {})) as stages:
         assert 0.6 <= stages.run("layers", lambda: {"done": True})["seconds"] < 60
         assert stages.run("tuning 1", dict)["seconds"] < 0.6
+
+
+def test_a_run_that_failed_in_its_first_stage_is_continued(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "stage.json").write_text('{"stage": "layers", "seconds": 1.0, "cpu_seconds": 1.0}')
+    PREPARE_DIRECTORY.check(out, resume=True)
+    with pytest.raises(UsageError, match="`resume`"):
+        PREPARE_DIRECTORY.check(out, resume=False)
 
 
 def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_continued(

@@ -53,6 +53,7 @@ WRONG = {
     "info more": "more",
     "generate hollow x --batch-size 1.5": "--batch-size '1.5'",
     "generate hollow x --stop ''": "--stop ''",
+    "generate hollow x --schedule ''": "--schedule ''",
     "generate hollow x --quantization int8 --engine transformers": "--quantization",
     "generate hollow x --weights w8a8 --engine transformers": "--quantization w8a8",
     "generate hollow x --system '\udcff'": "--system '\\udcff'",

@@ -77,7 +77,7 @@ def test_full_depth_that_is_there_is_not_run_again(place: Path, tmp_path: Path, 
     # Of other settings it is no yardstick, and it is not replaced unasked.
     other = arguments(place, "--max-new-tokens", "5", *more, "3x")
     assert main(other) == 2
-    assert "overwrite replaces it" in capsys.readouterr().err
+    assert "give --overwrite to replace it" in capsys.readouterr().err
     assert main([*other, "--overwrite"]) == 0
     assert load_run(tmp_path / "full").data["config"]["settings"]["max_new_tokens"] == 5
 

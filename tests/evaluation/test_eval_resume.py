@@ -51,7 +51,7 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
     kept, turns = ([row for row in lines if row[0].startswith(what)] for what in ("batch", "speed"))
     # Another run may not replace what is finished, nor take over or throw away what is not.
     assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 2
-    assert "overwrite replaces it" in capsys.readouterr().err
+    assert "give --overwrite to replace it" in capsys.readouterr().err
     assert finished == {name: (out / "full" / name).stat().st_mtime_ns for name in finished}
     # The same command goes on.
     assert main(arguments(place, "--out", str(out), *more)) == 0

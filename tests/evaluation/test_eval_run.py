@@ -280,7 +280,7 @@ def test_runs_on_other_records_are_not_compared(full: Run, skipping: Run):
 
 def test_files_that_are_no_run_are_refused(full: Run, tmp_path: Path):
     run = load_run(shutil.copytree(full.path.parent, tmp_path, dirs_exist_ok=True))
-    with pytest.raises(OutputError, match="holds a run already: overwrite"):
+    with pytest.raises(OutputError, match="holds a run already: give `overwrite`"):
         check_free(tmp_path, overwrite=False)
     check_free(tmp_path, overwrite=True)
     lines = (tmp_path / "outputs.jsonl").read_text().splitlines(keepends=True)

@@ -32,6 +32,9 @@ def test_records_are_scored_as_by_the_verb(place: Path, llm: skipdecode.LLM, tmp
     scores = skipdecode.evaluate(llm, ROWS, ["full", "2x:p4", own], task=place / "mine.yaml", **FAST)
     assert [row["name"] for row in scores.rows] == ["full", "skipdecode-p4-2x", "own"]
     assert scores["full"]["kept"] == scores["full"]["request_speedup"] == 1
+    assert scores["2x:p4"] is scores["skipdecode-p4-2x"]
+    with pytest.raises(UsageError, match="accepted are full, 2x:p4, full, skipdecode-p4-2x, own"):
+        scores["3x"]
     assert scores[own]["kept"] <= 1
     assert scores[own]["request_speedup"] > 0
     assert scores._repr_markdown_() == str(scores)

@@ -65,7 +65,7 @@ def test_names_and_files_take_endings(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fast", "unknown schedule 'fast': accepted are full, mine by name; full, a nominal speed-up such as 2x"),
+        ("fast", "unknown schedule 'fast': accepted are full, mine by name; a nominal speed-up such as 2x"),
         ("2", "unknown schedule '2'"),
         ("x2", "unknown schedule 'x2'"),
         ("2x:q3", "unknown schedule '2x:q3'"),
@@ -148,3 +148,10 @@ def test_a_wall_clock_speedup_is_solved_by_the_times_that_plan_measured(
     model.save_pretrained(tmp_path / "model")
     solved = skipdecode.LLM(tmp_path / "model").schedule_of("1.2x-wall")
     assert (solved.drop_order, solved.seq_len) == (CARRIED.drop_order, CARRIED.seq_len)
+
+
+def test_endings_in_any_order_make_one_schedule_with_one_name():
+    made = [parse_schedule(text, 30, seq_len=16) for text in ("2x:flat:p15", "2x:p15:flat")]
+    assert made[0] == made[1]
+    assert {schedule.name for schedule in made} == {"skipdecode-p15-2x-flat"}
+    assert parse_schedule("2x:p15", 30, seq_len=16).name == "skipdecode-p15-2x"

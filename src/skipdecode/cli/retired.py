@@ -19,7 +19,10 @@ _FUNCTIONS = {"eval": "evaluate"}
 def _flags(verb: str, name: str) -> list[str]:
     """The names of an option's flags in `RETIRED`."""
     dashed = name.replace("_", "-")
-    return [f"{verb} --{dashed}", *([f"{verb} --no-{dashed}"] if name == "train_fit" else [])]
+    return [
+        f"{verb} --{dashed}",
+        *([f"{verb} --no-{dashed}"] if name in ("train_fit", "gradient_checkpointing") else []),
+    ]
 
 
 RETIRED = {
@@ -32,6 +35,8 @@ RETIRED = {
     "(Schedule.from_speedup(..., drop_order=...).save(FILE))",
     "calibrate": "skipdecode prepare --minutes 0 chooses layers and evaluates them (the schedule and its fit are in "
     "OUT/fit); skipdecode.calibrate in Python has all settings",
+    "demo --quick": "give --rounds 1",
+    "eval --no-self": "give --task or --data",
     "eval --report": "the printed tables are Markdown: write them to a file with > FILE.md",
     "eval --self": "without --task and --data, eval compares the texts of the schedules with those of the base model",
     "eval --self-records": "give --limit",

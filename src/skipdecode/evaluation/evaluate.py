@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.engine.opening import end_tokens
-from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
 from skipdecode.evaluation.kept import rows_of, with_kept
 from skipdecode.evaluation.methods import Method
@@ -58,10 +58,13 @@ class Scores:
         The result of each schedule on records with references, in order; without references, one result of all.
     pairs : sequence of Pair
         Paired comparisons of the runs.
+    texts : mapping of str to str
+        The name of the schedule of each text that was asked for.
     """
 
     runs: Sequence[Run]
     pairs: Sequence[Pair] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -81,9 +84,13 @@ class Scores:
         return with_kept(rows) if any(row["full_depth"] for row in rows) else rows
 
     def __getitem__(self, schedule: str | Schedule) -> dict[str, Any]:
-        """The row of a schedule, given with its name; raises KeyError."""
+        """The row of a schedule, of its name, or of its text as `evaluate` was given it; raises UsageError."""
         name = schedule.name if isinstance(schedule, Schedule) else schedule
-        return {row["name"]: row for row in self.rows}[name]
+        rows = {row["name"]: row for row in self.rows}
+        found = rows.get(self.texts.get(name, name))
+        if found is None:
+            raise UsageError(f"no schedule {name!r} was evaluated: accepted are {', '.join([*self.texts, *rows])}")
+        return found
 
     def __str__(self) -> str:
         if self._own_texts:
@@ -163,7 +170,7 @@ def evaluate(
         if out is None:
             for run in runs:
                 _ = run.outputs  # read before the directory is deleted
-    return Scores(runs)
+    return Scores(runs, texts=work.texts)
 
 
 class _Evaluation:
@@ -182,6 +189,7 @@ class _Evaluation:
         self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in asked]
         self.model, self.ref, self.saved = model, ref_of(model, self.schedules), out is not None
         self.loader, self.options = loader, options
+        self.texts: dict[str, str] = {}
 
     # ------------------------------------------------------------------ records with references
 
@@ -193,7 +201,12 @@ class _Evaluation:
         carried = self.ref.schedule
         asked = self._chosen(chosen.response_tokens.get("p95", most)) or [carried or Schedule.full(self.ref.num_layers)]
         places = self._places(asked, out)
-        records = load_records(chosen, data, skip_bad=options.bad_records == "skip", limit=options.limit)
+        try:
+            records = load_records(chosen, data, skip_bad=options.bad_records == "skip", limit=options.limit)
+        except DataError as e:
+            if task is None:
+                e.args = (f"{e} (`task` names other fields)",)
+            raise
         note_left_out(records.skipped)
         if task is None:
             note(f"task {chosen.name}, prompts {chosen.prompt!r}")
@@ -294,6 +307,8 @@ class _Evaluation:
                 solve = wall_solver(ref, seq_len, ref.schedule)
                 schedule = parse_schedule(schedule, ref.num_layers, seq_len=seq_len, solve=solve, **known)
             schedule.check_fits(ref.num_layers)
+            if not isinstance(asked, Schedule):
+                self.texts[str(asked)] = method_name(schedule, self.options.exact)
             found.append(schedule)
         return found
 

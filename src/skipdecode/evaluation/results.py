@@ -133,7 +133,7 @@ def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: S
 def check_free(directory: Path, *, overwrite: bool, what: str = "a run") -> None:
     """Raise OutputError, before any heavy work, if the directory holds a finished run (`what`)."""
     if (directory / RUN_FILE).exists() and not overwrite:
-        raise OutputError(f"{directory} holds {what} already: overwrite replaces it, or give another directory")
+        raise OutputError(f"{directory} holds {what} already: give `overwrite` to replace it, or another directory")
 
 
 def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]) -> Run:

@@ -16,10 +16,12 @@ from skipdecode.generation.self_generated import ABOUT_FILE, SelfGeneratedOption
 from skipdecode.learning.config import TuneConfig
 
 STORE_FILE, PREPARE_JOURNAL, PROMPTS_FILE = "measured.jsonl", "prepare.jsonl", "prompts.jsonl"
+CLOCK_FILE = "stage.json"
 PREPARE_DIRECTORY = RunDirectory(
     "run of skipdecode prepare",
     {
         PREPARE_JOURNAL: JOURNAL_KEY,
+        CLOCK_FILE: "stage",
         PROMPTS_FILE: "prompt",
         f"answers/{ABOUT_FILE}": "settings",
         f"fit/{STORE_FILE}": JOURNAL_KEY,

@@ -15,9 +15,10 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note
 from skipdecode.errors import SkipDecodeError
+from skipdecode.learning.settings import CLOCK_FILE
 from skipdecode.models.carried import RECIPE_FILE
 
-_CLOCK, _CLOCK_SECONDS = "stage.json", 5.0
+_CLOCK_SECONDS = 5.0
 
 
 class Stages:
@@ -59,7 +60,7 @@ class Stages:
             (place / RECIPE_FILE).unlink(missing_ok=True)  # else the tuning would be told as finished
             stage = None
         if stage is None or stage.get("of", of) != of:
-            clock = self._kept.path.with_name(_CLOCK)
+            clock = self._kept.path.with_name(CLOCK_FILE)
             with _counted(clock, name) as took:
                 found = work()
             made = {} if place is None else {"files": self._files(place)}

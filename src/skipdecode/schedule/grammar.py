@@ -27,8 +27,8 @@ from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.schedule import Schedule
 
 FORMS = (
-    "full, a nominal speed-up such as 2x, a wall-clock speed-up such as 1.5x-wall, a schedule file; then :p15 for "
-    "prompts through 15 layers, :flat"
+    "a nominal speed-up such as 2x, a wall-clock speed-up such as 1.5x-wall, a schedule file; then :p15 for prompts "
+    "through 15 layers (also :pfull, :pmax_exit, :p0-14,20), :flat"
 )
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 _WALL = re.compile(_SPEEDUP.pattern + "-wall")

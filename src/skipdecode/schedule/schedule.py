@@ -236,7 +236,9 @@ class Schedule:
         if prompt == self.prompt:
             return self
         changed = replace(self, prompt=prompt)
-        return replace(changed, name="", variant=f"p{len(changed.prompt_layers())}")
+        made = replace(changed, name="", variant=f"p{len(changed.prompt_layers())}")
+        flat = "flat" in self.variant.split("-")
+        return replace(made, name=f"{made.name}-flat", variant=f"{made.variant}-flat") if flat else made
 
     def with_speedup(self, nominal_speedup: float) -> Self:
         """A schedule for another nominal speed-up with the same drop order, positions, warm-up and prompt depth.

@@ -217,6 +217,8 @@ class ScheduleOptions(Options):
     def text(self) -> str | None:
         """The options but `seq_len` as a text of the grammar; None if none is given."""
         speedup = "" if self.nominal_speedup is None else f"{self.nominal_speedup:.12g}x"
+        if self.schedule == "":
+            raise UsageError("--schedule '': give a schedule, such as full or 2x")
         return (self.schedule or speedup) + self.endings or None
 
 

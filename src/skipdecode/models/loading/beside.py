@@ -45,7 +45,12 @@ def ask_hub(repo_id: str, *, connect_seconds: float | None = None) -> HubAnswer:
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.utils._validators import validate_repo_id
 
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        return HubAnswer("absent", "it has not the form of a hub id")
     asked, earlier = _unreachable.get(constants.ENDPOINT, (0.0, None))
     if earlier is not None and time.monotonic() - asked < _REMEMBERED_SECONDS:
         return earlier
@@ -53,8 +58,6 @@ def ask_hub(repo_id: str, *, connect_seconds: float | None = None) -> HubAnswer:
         # To connect, to read, to write, to get a free connection: what the client's HTTP library takes.
         timeout: Any = (connect_seconds or TIMEOUT_SECONDS, *[TIMEOUT_SECONDS] * 3)
         info = HfApi().model_info(repo_id, timeout=timeout)
-    except HFValidationError:
-        return HubAnswer("absent", "it has not the form of a hub id")
     except GatedRepoError:
         return HubAnswer(
             "absent", "the hub keeps it behind terms: accept them on its page and log in with 'hf auth login'"
