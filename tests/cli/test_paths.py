@@ -35,7 +35,7 @@ from textgen_tools import read_rows, save_tiny_model
 # Of each verb, a command that lacks no option, with paths that are all different.
 COMMANDS = {
     "demo": "--model model",
-    "plan": "model --nominal-speedup 2 --out p.json --png p.png",
+    "plan": "model --nominal-speedup 2 --out p.json",
     "generate": "model --input a.jsonl --output o.jsonl --summary sum.json --schedule s.json --task t.yaml",
     "chat": "model --schedule s.json",
     "tune": "model --train a.jsonl --dev d.jsonl --out run --recipe recipe.json --schedule s.json --task t.yaml",
@@ -171,7 +171,6 @@ def test_two_new_outputs_of_one_name_are_refused(
         ("generate model x --summary link --overwrite", "lies in MODEL model"),
         ("generate model x --summary hard --overwrite", "MODEL model"),
         ("generate model --output fifo --input fifo", "--input fifo are the same"),
-        ("plan model --nominal-speedup 2 --out new --png new/x.png", "lies in --out new"),
         ("plan model --nominal-speedup 2 --out s.json", "s.json exists: give --overwrite"),
         ("plan model --nominal-speedup 2 --out circle", "link is circular"),
         ("plan model --nominal-speedup 2 --out new/", "it is a directory"),

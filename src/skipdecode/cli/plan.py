@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.cli.paths import OVERWRITE
-from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.cost.solve import PlanOptions
 from skipdecode.errors import UsageError
@@ -52,7 +51,6 @@ class Config(PlanOptions, EngineOptions, ScheduleOptions):
     min_exit_layer: int | None = option("layers that run at the last position", default=None, least=1)
     max_exit_layer: int | None = option("layers that run at the first position", default=None, least=1)
     json: bool = option("print one JSON document", default=False)
-    png: str | None = option("file for the picture", default=None, path=Writes())
     out: str | None = option(
         "file for the schedule (JSON), for skipdecode generate --schedule", default=None, path=Writes()
     )
@@ -62,27 +60,18 @@ class Config(PlanOptions, EngineOptions, ScheduleOptions):
 def run(config: Config) -> int:
     """Plan, print, and write the files that were asked for."""
     from skipdecode.cost.plan import plan
-    from skipdecode.evaluation.charts import check_matplotlib, png
-    from skipdecode.evaluation.pictures import depth_figure
 
     if all(getattr(config, name) is None for name in _TARGETS):
         raise UsageError(
             "no target was given: give one of --target-speedup, --nominal-speedup, --min-exit-layer with "
             "--max-exit-layer, or --schedule"
         )
-    if config.png is not None:
-        check_matplotlib()
     config.use_threads()
     names = ("dtype", "device", "engine", "quantization")
     given: dict[str, Any] = {name: getattr(config, name) for name in names} | asdict(config.part(PlanOptions))
     found = plan(config.ref, _schedule(config), **given)
     if config.out is not None:
         found.schedule.save(config.out)
-    if config.png is not None:
-        figures = found.figures
-        title = f"{config.model}: predicted {figures.request_speedup:.2f}x request, "
-        title += f"{figures.decode_speedup:.2f}x decode; nominal {figures.nominal_speedup:.2f}x"
-        write_whole(config.png, png(depth_figure(found.schedule, title, config.seq_len)))
     commands = _commands(config, found)
     if config.json:
         print(json.dumps(found.to_dict() | {"next": commands["next"]}, indent=2))

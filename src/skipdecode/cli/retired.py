@@ -11,7 +11,7 @@ _OF_PYTHON = {
 }
 _OF_RECIPES = (
     *("accumulation", "clip", "fit_learning_rate", "gradient_checkpointing", "lora_alpha", "lora_dropout"),
-    *("lora_targets", "max_length", "temperature", "teacher_top_k", "train_fit", "warmup_fraction", "weight_decay"),
+    *("max_length", "temperature", "teacher_top_k", "train_fit", "warmup_fraction", "weight_decay"),
 )
 _FUNCTIONS = {"eval": "evaluate"}
 
@@ -45,6 +45,7 @@ RETIRED = {
     "eval --self-top-p": "give --top-p",
     "eval --warmup-layers": "write a schedule file, for --schedule and --methods "
     "(Schedule.from_speedup(..., warmup_layers=...).save(FILE))",
+    "plan --png": "the printed plan shows the layers; prepare and skipdecode.calibrate write pictures",
     "plan --measure": "plan always times the model; --remeasure times it again",
     "plan --no-measure": "plan always times the model, once; the times are kept for later commands",
     "report": "skipdecode eval prints its tables in Markdown (--compare: those of finished runs); prepare and "

@@ -33,18 +33,6 @@ _Rows = Sequence[Mapping[str, Any]]
 # ---------------------------------------------------------------------- depth
 
 
-def depth_figure(schedule: Schedule, title: str, positions: int) -> Any:
-    """Layers × generation positions, with the layers that prompt tokens run at the left."""
-    figure = new_figure(8.0, 4.5)
-    with styled():
-        axes = figure.subplots()
-        _draw_schedule(axes, schedule, positions)
-        axes.set_title(title, fontsize=10)
-        axes.set(xlabel="generation position", ylabel="layer")
-        _legend(figure, schedule)
-    return figure
-
-
 def _importance(calibration: Mapping[str, Any]) -> tuple[str, dict[int, float]]:
     """The importance of each layer that the calibration tried, and what its numbers are."""
     if not calibration["rounds"]:

@@ -57,7 +57,7 @@ class TuneConfig(Options):
         above=0,
     )
     lora_dropout: float = setting("dropout in front of the LoRA adapter", default=0.0, least=0, below=1)
-    lora_targets: tuple[str, ...] = setting(
+    lora_targets: tuple[str, ...] = option(
         "names of the modules that get an adapter; all-linear takes every linear layer but the head",
         default=("all-linear",),
     )
