@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 import skipdecode
+from checkpoints import save_checkpoint
 from counted import count_time
 from fits import random_fit
 from skipdecode import Schedule
@@ -20,6 +21,7 @@ from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import FIT_FILE
+from skipdecode.schedule.draw import schedule_picture, shows_blocks
 from tiny import LAYERS, tiny_model
 
 DEEP = 30
@@ -285,6 +287,119 @@ def test_files_and_the_next_command(deep_dir, tmp_path, capsys, monkeypatch):
     assert kept.name == "skipdecode-1.5x-wall"
     assert "skipdecode generate" in second
     assert "--schedule schedule.json" in second
+
+
+def test_what_comes_next_can_be_run(model_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def commands(model: str, *target: str) -> list[list[str]]:
+        lines = plan(capsys, model, *target, "--out", "s.json", "--overwrite").splitlines()
+        return [shlex.split(line)[2:] for line in lines if line.startswith(("next", "then"))]
+
+    save_checkpoint(tmp_path / "model")
+    tune, generate = commands("model", "--nominal-speedup", "2")
+    for name in ("train.jsonl", "dev.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": "red one", "response": "green two"}) + "\n")
+    assert main([*tune, "--steps", "1", "--compare-batches", "0"]) == 0
+    assert main([*generate[:-1], "red green"]) == 0
+    assert commands("tuned", "--nominal-speedup", "1.5")[0][:2] == ["generate", "tuned"], "it is ready"
+    assert commands("tuned", "--nominal-speedup", "3")[0][0] == "tune", "it was tuned for less"
+    ((*_, only),) = commands(model_dir, "--nominal-speedup", "1")
+    assert only == "Your prompt", "full depth needs no tuning"
+    assert commands(model_dir, "--target-speedup", "1.5")[0][:2] == ["prepare", model_dir], "an order of its own"
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def cells(picture: str, layers: int, side: str = "│") -> list[str]:
+    """The picture's rows, from layer 0 up, without margin."""
+    rows = [line.partition(side)[2] for line in picture.splitlines()[1 : layers + 1]]
+    return rows[::-1]
+
+
+def test_the_picture_shows_what_runs(schedule):
+    rows = cells(schedule_picture(schedule, 12), LAYERS)
+    stretch = len(rows[0]) // 12
+    for layer in range(LAYERS):
+        for position in range(12):
+            shown = rows[layer][position * stretch : (position + 1) * stretch]
+            assert set(shown) == {"█" if layer in schedule.layers(position) else "·"}
+
+
+def test_the_picture_shows_what_prompts_do():
+    def prompt(schedule: Schedule) -> str:
+        """What each layer does with prompt tokens, from layer 0 up."""
+        lines = schedule_picture(schedule, 12, blocks=False).splitlines()[1 : schedule.num_layers + 1]
+        return "".join(line.partition("|")[0].split()[1][0] for line in reversed(lines))
+
+    assert prompt(Schedule.split(8, 3, [5, 4])) == "###.===="
+    assert prompt(Schedule.split(8, 4, [6, 4])) == "####===="
+    assert prompt(Schedule.from_speedup(8, 2, 12)) == "########"
+
+
+def test_a_long_schedule_is_binned_to_the_width():
+    schedule = Schedule.from_speedup(30, 2, 1000)
+    for width in (40, 80):
+        picture = schedule_picture(schedule, width=width)
+        assert max(map(len, picture.splitlines())) <= width
+        filled = sum(row.count("█") for row in cells(picture, 30)) / sum(map(len, cells(picture, 30)))
+        assert filled == pytest.approx(schedule.mean_budget() / 30, abs=0.02)
+    numbers = [int(n) for n in picture.splitlines()[-1].split()[1:]]
+    assert numbers[0] == 0
+    assert numbers[-1] == pytest.approx(750, abs=20)
+
+
+def test_plain_ascii_where_the_terminal_has_no_blocks(deep_dir, monkeypatch):
+    assert shows_blocks("utf-8")
+    assert not shows_blocks("ascii")
+    assert not shows_blocks(None)
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["plan", deep_dir, "--nominal-speedup", "2"]) == 0
+    terminal.flush()
+    rows = cells(terminal.buffer.getvalue().decode("ascii"), 30, "|")
+    assert set("".join(rows)) == {"#", "."}
+
+
+# ---------------------------------------------------------------------- wrong commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no target was given"),
+        (("--target-speedup", "2", "--nominal-speedup", "2"), "exclude each other"),
+        (("--target-speedup", "2", "--min-exit-layer", "2", "--max-exit-layer", "4"), "exclude each other"),
+        (("--min-exit-layer", "2"), "--min-exit-layer needs --max-exit-layer"),
+        (("--target-speedup", "9"), "out of reach"),
+        (("--target-speedup", "0.5"), "1 or more"),
+        (("--target-speedup", "fast"), "--target-speedup 'fast'"),
+        (("--target-speedup", "2", "--batch", "0"), "--batch 0"),
+        (("--target-speedup", "2", "--seq-len", "0"), "--seq-len 0"),
+        (("--target-speedup", "2", "--prompt-len", "0"), "--prompt-len 0"),
+        (("--target-speedup", "2", "--measure"), "always times the model"),
+        (("--target-speedup", "2", "--device", "toaster"), "toaster"),
+        (("--nominal-speedup", "99"), "at most 15.00"),
+        (("--min-exit-layer", "9", "--max-exit-layer", "4"), "above max_exit_layer"),
+        (("--min-exit-layer", "9", "--max-exit-layer", "40"), "give 2 to 30"),
+        (("--nominal-speedup", "2", "--warmup-layers", "31"), "warmup"),
+        (("--nominal-speedup", "2", "--order", "inside-out"), "inside-out"),
+        (("--nominal-speedup", "2", "--phase", "decode"), "--phase"),
+        (("--target-speedup", "2", "--phase", "prompt"), "--phase"),
+        (("--target-speedup", "2", "--prompt-layers", "31"), "31"),
+        (("--target-speedup", "2", "--prompt-layers", "some"), "some"),
+        (("--target-speedup", "2", "--prompt-layers", "5-9"), "warm"),
+        (("--target-speedup", "2.5", "--prompt-layers", "full", "--batch", "32", "--seq-len", "16"), "prompts take"),
+    ],
+)
+def test_wrong_options_are_told(arguments, message, deep_dir, capsys):
+    assert message in refused(capsys, deep_dir, *arguments)
+
+
+def test_wrong_files_are_told(tmp_path, deep_dir, capsys):
+    (tmp_path / "file").write_text("{}")
+    assert "file: accepted are a local directory" in refused(capsys, str(tmp_path / "file"), "--target-speedup", "2")
     assert "nowhere" in refused(capsys, str(tmp_path / "nowhere"), "--target-speedup", "2")
     wrong = (deep_dir, "--target-speedup", "2", "--out", str(tmp_path / "file" / "s.json"))
     assert "cannot write" in refused(capsys, *wrong)
