@@ -12,8 +12,7 @@ from typing import Any
 from tables import compared_targets
 
 from skipdecode.common.kinds import read_result
-from skipdecode.evaluation.charts import Chart, Point, Series, chart_figure, grouped, png
-from skipdecode.evaluation.pictures import calibration_figure
+from skipdecode.evaluation.pictures import Chart, Point, Series, calibration_png, charts_png
 
 ROOT = Path(__file__).parents[1]
 IMAGES, RESULTS = ROOT / "docs" / "img", ROOT / "results"
@@ -21,13 +20,13 @@ METHODS = ("paper", "even", "calibrated", "unified")
 METRICS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "bertscore_f1": "BERTScore F"}
 
 
-def quality_figure(table: dict[str, Any]) -> Any:
+def quality_png(table: dict[str, Any]) -> bytes:
     """A published table: scores against the measured speed-up of whole requests, with 95% intervals."""
     (full,) = [row for row in table["runs"] if row["method"] == "full"]
-    methods = grouped((row for row in table["runs"] if row["method"] in METHODS), lambda row: str(row["method"]))
+    methods = {name: [row for row in table["runs"] if row["method"] == name] for name in METHODS}
 
     def point(row: dict[str, Any], metric: str) -> Point:
-        return Point(row["request_speedup"], row[metric], y_bounds=tuple(row["intervals"][metric]))
+        return Point(row["request_speedup"], row[metric], tuple(row["intervals"][metric]))
 
     charts = [
         Chart(
@@ -39,33 +38,35 @@ def quality_figure(table: dict[str, Any]) -> Any:
         )
         for metric, label in METRICS.items()
     ]
-    return chart_figure(charts)
+    return charts_png(charts)
 
 
-def minutes_figure(result: dict[str, Any]) -> Any:
+def minutes_png(result: dict[str, Any]) -> bytes:
     """What each task's target keeps of full depth after minutes of preparation, with a fit and without."""
     full = (100.0, 100.0, 100.0, "full depth")
     charts = []
-    for task, rows in grouped(compared_targets(result), lambda row: str(row["task"])).items():
+    targets = compared_targets(result)
+    for task in dict.fromkeys(row["task"] for row in targets):
+        rows = [row for row in targets if row["task"] == task]
         series = [
-            Series(method, [Point(row["minutes"], 100 * row["kept"]) for row in found])
-            for method, found in grouped(rows, lambda row: str(row["method"])).items()
+            Series(method, [Point(row["minutes"], 100 * row["kept"]) for row in rows if row["method"] == method])
+            for method in dict.fromkeys(row["method"] for row in rows)
         ]
         speeds = sorted(row["request_speedup"] for row in rows)
         title = f"{task}, {speeds[0]:.1f}x to {speeds[-1]:.1f}x"
         charts.append(Chart(series, "minutes of preparation", "kept of full depth, %", title, level=full))
-    return chart_figure(charts, columns=2)
+    return charts_png(charts, columns=2)
 
 
 def main() -> int:
     """Draw all; returns 0."""
     figures = {
-        "calibration-e2e": calibration_figure(read_result(RESULTS / "calibration-e2e-smollm2-135m-5x.json")),
-        "quality-e2e": quality_figure(read_result(RESULTS / "e2e-smollm2-135m.json")),
-        "ready": minutes_figure(read_result(RESULTS / "ready-smollm2-135m.json")),
+        "calibration-e2e": calibration_png(read_result(RESULTS / "calibration-e2e-smollm2-135m-5x.json")),
+        "quality-e2e": quality_png(read_result(RESULTS / "e2e-smollm2-135m.json")),
+        "ready": minutes_png(read_result(RESULTS / "ready-smollm2-135m.json")),
     }
     for name, figure in figures.items():
-        (IMAGES / f"{name}.png").write_bytes(png(figure))
+        (IMAGES / f"{name}.png").write_bytes(figure)
     return 0
 
 

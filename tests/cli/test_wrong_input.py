@@ -200,25 +200,6 @@ def test_a_log_gets_lines_with_rate_and_time_left(monkeypatch: pytest.MonkeyPatc
     assert last.startswith("skipdecode: measuring: 4 of 4 batches, ")
 
 
-def test_rate_and_time_left_are_those_of_the_units(monkeypatch: pytest.MonkeyPatch):
-    now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    with progress.progress_bar(100, "batch", name="measuring") as bar:
-        now += 700  # a start that no other batch has
-        bar.update()
-        assert "? left" in str(bar)
-        for _ in range(9):
-            now += 2
-            bar.update()
-        now += 400  # other work
-        bar.unpause()
-        for seconds in (2, 0, 2, 0, 0, 2, 2, 2, 2, 2):  # 0: kept from an earlier run
-            now += seconds
-            bar.update()
-        assert str(bar).startswith("measuring: 20 of 100 batches")
-        assert "2.00s/ batch, 02:40 left" in str(bar)
-
-
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

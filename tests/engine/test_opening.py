@@ -132,6 +132,6 @@ def test_generate_gives_the_same_rows_on_both_engines_and_compares(tmp_path: Pat
 def test_demo_names_its_engine(tmp_path: Path, capsys: Any):
     kernels_or_skip()
     model = save_tiny_model(tmp_path, context=400)
-    assert main(["demo", "--model", model, "--max-new-tokens", "4", "--rounds", "1", "--json"]) == 0
+    assert main(["demo", "--model", model, "--max-new-tokens", "4", "--json"]) == 0
     (part,) = json.loads(capsys.readouterr().out)["parts"]
     assert part["engine"] == "fast"

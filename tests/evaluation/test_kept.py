@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import image
 
 from skipdecode.evaluation.kept import rows_of, speedups_that_keep, with_kept
-from skipdecode.evaluation.pictures import kept_charts
+from skipdecode.evaluation.pictures import Chart, Point, Series, kept_charts, save_charts
 
 
 def run(name: str, score: float, request: float | None, nominal: float = 2.0, **more: Any) -> dict[str, Any]:
@@ -53,11 +55,11 @@ def test_the_picture_has_full_depth_a_line_for_each_checkpoint_and_the_intervals
     assert [(p.x, p.y) for p in after.points] == [(1, pytest.approx(100)), (1.5, pytest.approx(90))]
     assert after.points[-1].label == "1.50x, 90%"
     # What an interval compares with must be what the share compares with: here full depth after 10 minutes.
-    assert before.points[-1].y_bounds is None
-    assert after.points[-1].y_bounds == pytest.approx((80, 95))
+    assert before.points[-1].bounds is None
+    assert after.points[-1].bounds == pytest.approx((80, 95))
     (line,) = over_minutes.series
     assert [(p.x, p.y) for p in line.points] == [(0, pytest.approx(20)), (10, pytest.approx(90))]
-    assert [p.y_bounds for p in line.points] == [None, pytest.approx((80, 95))]
+    assert [p.bounds for p in line.points] == [None, pytest.approx((80, 95))]
     assert all(chart.title and chart.xlabel and chart.ylabel for chart in (by_speed, over_minutes))
 
 
@@ -76,3 +78,14 @@ def test_without_a_measured_schedule_there_is_no_picture(runs: list[dict[str, An
     score = 0 if runs and runs[0]["metrics"]["rougeL"]["score"] == 0 else 50
     rows = with_kept(evaluated(0, run("full", score, 1.0), *runs))
     assert kept_charts(rows, {0.0: rows[-1]["kept"]}, "target", "model") == []
+
+
+def test_charts_without_points_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    full, empty = Chart([Series("a", [Point(1, 2), Point(2, 3)])], "x", "y"), Chart([Series("a", [])], "x", "y")
+    save_charts([empty, empty], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    assert "none.png" in capsys.readouterr().err
+    save_charts([empty, full], tmp_path / "one.png")
+    save_charts([full, full], tmp_path / "two.png")
+    one, two = (image.imread(tmp_path / name) for name in ("one.png", "two.png"))
+    assert two.shape[1] == 2 * one.shape[1]

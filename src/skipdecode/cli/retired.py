@@ -35,7 +35,8 @@ RETIRED = {
     "(Schedule.from_speedup(..., drop_order=...).save(FILE))",
     "calibrate": "skipdecode prepare --minutes 0 chooses layers and evaluates them (the schedule and its fit are in "
     "OUT/fit); skipdecode.calibrate in Python has all settings",
-    "demo --quick": "give --rounds 1",
+    "demo --quick": "give --max-new-tokens 8",
+    "demo --rounds": "the demo always takes medians of three rounds",
     "eval --no-self": "give --task or --data",
     "eval --report": "the printed tables are Markdown: write them to a file with > FILE.md",
     "eval --self": "without --task and --data, eval compares the texts of the schedules with those of the base model",

@@ -48,8 +48,7 @@ class Config(NamedModel, TuneOptions, ScheduleOptions):
 
 def run(config: Config) -> int:
     """Tune, draw the losses, and print the result."""
-    from skipdecode.evaluation.charts import save_charts
-    from skipdecode.evaluation.pictures import loss_chart
+    from skipdecode.evaluation.pictures import loss_chart, save_charts
     from skipdecode.learning.run_log import LOG_FILE, read_log
     from skipdecode.learning.setup import process_state
     from skipdecode.learning.tune import tune

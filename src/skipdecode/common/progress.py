@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,8 +16,6 @@ from typing import Any
 from tqdm import tqdm
 
 _LINE_SECONDS = 30.0
-_RECENT = 32  # updates from which a rate is computed
-_KEPT_SECONDS = 1e-4  # no work is faster
 _DETAILED = ContextVar("detailed", default=False)
 
 
@@ -52,7 +49,7 @@ def progress_bar(
     """
     options: dict[str, Any] = {"total": total, "initial": done, "unit": unit, "leave": leave, "disable": not shown}
     if sys.stderr.isatty() or not shown:
-        return _Bar(desc=name, mininterval=0.2, file=sys.stderr, **options)
+        return tqdm(desc=name, mininterval=0.2, file=sys.stderr, **options)
     units = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
     counted = "{n_fmt}" if total is None else "{n_fmt} of {total_fmt}"
     form = f"{{desc}}{counted} {units}, {{rate_fmt}}, {{remaining}} left{{postfix}}"
@@ -60,40 +57,7 @@ def progress_bar(
     return _Lines(desc=name and f"{name}: ", bar_format=form, file=io.StringIO(), **options)
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]
-    """A bar whose rate and time left are those of its last units.
-
-    Not counted are the first unit, whose time includes the start, units that an earlier run has kept, and the time
-    before `unpause`.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self._last: float | None = None
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
-        super().__init__(**options)
-
-    def update(self, n: float | None = 1) -> bool | None:
-        now = time.monotonic()
-        if n and self._last is not None and now - self._last > _KEPT_SECONDS:
-            self._recent.append((n, now - self._last))
-        if n:
-            self._last = now
-        return super().update(n)
-
-    def unpause(self) -> None:
-        """The units go on now, after other work."""
-        if self._last is not None:
-            self._last = time.monotonic()
-
-    @property
-    def format_dict(self) -> Any:
-        units, seconds = (sum(each) for each in zip(*self._recent, strict=True)) if self._recent else (0, 0)
-        ended = self.n == self.total and not seconds
-        # With a rate of 0 tqdm shows neither rate nor time; with None it takes the average from the start.
-        return {**super().format_dict, "rate": units / seconds if seconds else None if ended else 0}
-
-
-class _Lines(_Bar):
+class _Lines(tqdm):  # type: ignore[type-arg]
     """A bar that prints notes; none if it ends before the first is due."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:

@@ -1,108 +1,198 @@
-"""Pictures of schedules, calibrations and tuning losses; MissingExtraError without matplotlib."""
+"""Pictures as PNG: losses of a tuning, a calibration, what schedules keep. With matplotlib (extra `plot`)."""
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from skipdecode.evaluation.charts import (
-    COLORS,
-    INK,
-    LEFT_OUT,
-    Chart,
-    Point,
-    Series,
-    draw_chart,
-    grouped,
-    new_figure,
-    styled,
-    styles_of,
-)
+from skipdecode.common.files import write_whole
+from skipdecode.common.progress import note
+from skipdecode.errors import MissingExtraError
 from skipdecode.evaluation.kept import Row, measured
 from skipdecode.schedule import Schedule
 
-_RUNS, _BARS, _STORED = COLORS[0], COLORS[1], COLORS[5]
+# Okabe and Ito's colours, a little darker: colour-blind readers can distinguish them, also on white paper.
+_COLORS = ("#0b6fae", "#c8501e", "#0a8f6a", "#a8508a", "#a37a00", "#3d97c4", "#6b5bb5", "#5a6673")
+_RUNS, _STORED, _SKIPPED = _COLORS[0], "#8fc4e4", "#e6e8e4"
+_STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5,
+    "legend.frameon": False,
+}
 _WINDOW, _DRAWN = 15, 80
 _KEPT = "worst score, % of the model before"
 _ALL = (100.0, 100.0, 100.0, "full depth")
-_Rows = Sequence[Mapping[str, Any]]
 
 
-# ---------------------------------------------------------------------- depth
+# ---------------------------------------------------------------------- charts
 
 
-def _importance(calibration: Mapping[str, Any]) -> tuple[str, dict[int, float]]:
-    """The importance of each layer that the calibration tried, and what its numbers are."""
-    if not calibration["rounds"]:
-        return "block influence", dict(enumerate(calibration["block_influence"]))
-    first = calibration["rounds"][0]
-    added = {int(layer): loss - first["base"] for layer, loss in first["losses"].items()}
-    return "loss added by skipping only this layer", added
+class Point(NamedTuple):
+    """A value with its bounds (low and high), if they are known, and a text beside it."""
+
+    x: float
+    y: float
+    bounds: tuple[float, float] | None = None
+    label: str = ""
 
 
-def calibration_figure(calibration: Mapping[str, Any]) -> Any:
+class Series(NamedTuple):
+    """Points that are joined from left to right, with their name in the legend and matplotlib's format of the line."""
+
+    name: str
+    points: Sequence[Point]
+    line: str = "o-"
+
+
+class Chart(NamedTuple):
+    """The content of a chart.
+
+    Parameters
+    ----------
+    level : (value, low, high, name), optional
+        A horizontal line with a band.
+    least : float, optional
+        The y axis begins here or above.
+    """
+
+    series: Sequence[Series]
+    xlabel: str
+    ylabel: str
+    title: str = ""
+    level: tuple[float, float, float, str] | None = None
+    least: float | None = None
+
+
+def save_picture(path: Path, png: Callable[[], bytes]) -> None:
+    """Write a picture, or print a note if matplotlib is not installed."""
+    try:
+        write_whole(path, png())
+    except MissingExtraError as error:
+        note(f"no picture: {error}")
+
+
+def save_charts(charts: Sequence[Chart], path: Path) -> None:
+    """Write the charts that have points side by side, as `save_picture` does; without points, print a note instead."""
+    if drawn := [chart for chart in charts if any(series.points for series in chart.series)]:
+        save_picture(path, lambda: charts_png(drawn, size=(6.4, 4.2)))
+    else:
+        note(f"no picture {path}: there are no points to draw")
+
+
+def charts_png(charts: Sequence[Chart], *, columns: int = 3, size: tuple[float, float] = (3.5, 2.9)) -> bytes:
+    """The charts in one picture, each of this size in inches, with one legend below; raises MissingExtraError."""
+    columns = min(columns, len(charts))
+    rows = -(-len(charts) // columns)
+    names = list(dict.fromkeys(series.name for chart in charts for series in chart.series))
+    styles = {name: (_COLORS[i % len(_COLORS)], "os^D"[i // len(_COLORS) % 4]) for i, name in enumerate(names)}
+    # An entry of the legend: a stroke of 40 points and, in the mean, 4.7 points for a letter.
+    entries = max(1, int(columns * size[0] * 72 / (40 + 4.7 * max(map(len, names)))))
+
+    def draw(figure: Any) -> None:
+        shown: dict[str, Any] = {}
+        for place, chart in enumerate(charts, start=1):
+            axes = figure.add_subplot(rows, columns, place)
+            _draw(axes, chart, styles)
+            handles, names = axes.get_legend_handles_labels()
+            shown |= zip(names, handles, strict=True)
+        if len(shown) > 1:
+            figure.legend(shown.values(), shown, loc="outside lower center", ncols=entries, fontsize=8)
+
+    return _png((columns * size[0], rows * size[1]), draw)
+
+
+def _png(size: tuple[float, float], draw: Callable[[Any], object]) -> bytes:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure  # pyplot would need a window system and has global state
+    except ImportError:
+        raise MissingExtraError("a picture", "plot") from None
+    with matplotlib.rc_context(_STYLE):
+        figure, buffer = Figure(figsize=size, dpi=150, layout="constrained"), io.BytesIO()
+        draw(figure)
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _draw(axes: Any, chart: Chart, styles: Mapping[str, tuple[str, str]]) -> None:
+    axes.grid(axis="y", alpha=0.5)
+    if chart.level is not None:
+        value, low, high, name = chart.level
+        axes.axhspan(low, high, color="black", alpha=0.08, linewidth=0)
+        axes.axhline(value, color="black", linewidth=0.9, linestyle="--", label=name)
+    for series in chart.series:
+        points = sorted(series.points, key=lambda point: point.x)
+        color, mark = styles[series.name]
+        form = series.line.replace("o", mark)
+        axes.plot([p.x for p in points], [p.y for p in points], form, color=color, label=series.name)
+        for x, y, bounds, label in points:
+            axes.vlines(x, *(bounds or (y, y)), color=color, linewidth=0.7)
+            axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=7)
+    axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel, title=chart.title)
+    axes.margins(x=0.06, y=0.1)
+    if chart.least is not None:
+        axes.set_ylim(bottom=max(chart.least, axes.get_ylim()[0]))
+
+
+# ---------------------------------------------------------------------- calibration
+
+
+def calibration_png(calibration: Mapping[str, Any]) -> bytes:
     """Importance of layers, schedule, and loss of a greedy search; from a document of `skipdecode.calibrate`."""
     schedule = Schedule.from_dict(calibration["schedule"])
-    label, importance = _importance(calibration)
-    losses = Series("loss", [Point(i, found["base"]) for i, found in enumerate(calibration["rounds"])], markers=False)
-    search = Chart([losses], "layers skipped", "loss per response token", "search")
-    panels = 3 if losses.points else 2
-    figure = new_figure(3.5 * panels, 3.9)
-    with styled():
-        bars, grid, *rest = figure.subplots(1, panels)
-        bars.barh(list(importance), list(importance.values()), 0.8, color=_BARS)
+    label, importance = "block influence", dict(enumerate(calibration["block_influence"]))
+    if rounds := calibration["rounds"]:
+        label = "loss added by skipping only this layer"
+        importance = {int(layer): loss - rounds[0]["base"] for layer, loss in rounds[0]["losses"].items()}
+
+    def draw(figure: Any) -> None:
+        bars, grid, *rest = figure.subplots(1, 3 if rounds else 2)
+        bars.barh(list(importance), list(importance.values()), 0.8, color=_COLORS[1])
         for rank, layer in enumerate(schedule.drop_order, start=1):
             # In units of the axes' width: the numbers are then in one column at any scale of the bars.
             bars.text(0.99, layer, str(rank), transform=bars.get_yaxis_transform(), ha="right", va="center", fontsize=6)
         bars.margins(x=0.12)
-        bars.axvline(0, color=INK, linewidth=0.6)
         bars.set(ylabel="layer", xlabel=label, title="importance; drop order at the right")
         bars.set_ylim(-0.5, schedule.num_layers - 0.5)
         _draw_schedule(grid, schedule, max(8, schedule.seq_len))
-        grid.set(xlabel="generation position", title=schedule.name)
-        for curve in rest:
-            draw_chart(curve, search, styles_of([search]))
-        _legend(figure, schedule)
-    return figure
+        for axes in rest:
+            losses = Series("loss", [Point(i, found["base"]) for i, found in enumerate(rounds)], "-")
+            _draw(axes, Chart([losses], "layers skipped", "loss per response token", "search"), {"loss": (_RUNS, "")})
+
+    return _png((10.5 if rounds else 7, 3.9), draw)
 
 
 def _draw_schedule(axes: Any, schedule: Schedule, positions: int) -> None:
-    """Draw each set of layers as one outline."""
-    shown = max(1, positions)
-    left, right = -0.13 * shown, -0.02 * shown  # of the strip for prompt tokens
-    for span in ((left, right), (0, shown)):
-        axes.axvspan(*span, color=LEFT_OUT, linewidth=0)
-    layers = range(schedule.num_layers)
-    edges = [layer - 0.5 for layer in range(schedule.num_layers + 1)]
-    ends = [schedule.drop_position(layer) for layer in layers]
-    widths: dict[str, tuple[float, list[float]]] = {
-        "run": (0, [shown if end is None else min(end, shown) for end in ends]),
-        "prompt": (left, [right if layer in schedule.prompt_layers() else left for layer in layers]),
-        "stored": (left, [right if layer in schedule.projected else left for layer in layers]),
-    }
-    for what, (baseline, values) in widths.items():
-        color = _STORED if what == "stored" else _RUNS
-        axes.stairs(values, edges, baseline=baseline, orientation="horizontal", fill=True, color=color, linewidth=0)
-    below = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    axes.annotate("prompt", ((left + right) / 2, 0), (0, -4), **below, ha="center", va="top", fontsize=6)
-    axes.set(xlim=(left, shown), ylim=(-0.5, schedule.num_layers - 0.5))
-    axes.locator_params(integer=True, nbins=4)
+    """Layers × positions as cells, the prompt at the left."""
+    from matplotlib.colors import to_rgb
 
-
-def _legend(figure: Any, schedule: Schedule) -> None:
-    from matplotlib.patches import Patch
-
-    shades = {"runs": _RUNS, "only keys and values": _STORED if schedule.projected else None, "skipped": LEFT_OUT}
-    handles = [Patch(color=color, label=label) for label, color in shades.items() if color]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    strip = max(1, positions // 8)
+    prompt = dict.fromkeys(schedule.projected, _STORED) | dict.fromkeys(schedule.prompt_layers(), _RUNS)
+    cells = []
+    for layer in range(schedule.num_layers):
+        end = schedule.drop_position(layer)
+        shades = [_RUNS if end is None or position < end else _SKIPPED for position in range(positions)]
+        cells.append([*[prompt.get(layer, _SKIPPED)] * strip, *shades])
+    pixels = [[to_rgb(shade) for shade in row] for row in cells]
+    extent = (-strip, positions, -0.5, schedule.num_layers - 0.5)
+    axes.imshow(pixels, aspect="auto", origin="lower", interpolation="nearest", extent=extent)
+    axes.axvline(0, color="white", linewidth=2)
+    legend = f"dark: runs{', light: only keys and values' if schedule.projected else ''}, grey: skipped"
+    axes.set(xlabel=f"generation position, below 0 the prompt\n{legend}", title=schedule.name)
 
 
 # ---------------------------------------------------------------------- tuning
 
 
-def loss_chart(rows: _Rows, title: str) -> Chart:
+def loss_chart(rows: Sequence[Mapping[str, Any]], title: str) -> Chart:
     """Cross-entropy by step, from a tuning log: the running mean of training steps, and each schedule on the dev set.
 
     Parameters
@@ -114,17 +204,12 @@ def loss_chart(rows: _Rows, title: str) -> Chart:
     losses = [r["cross_entropy"] for r in train]
     ends = range(len(train), 0, -max(1, math.ceil(len(train) / _DRAWN)))  # more points would not be visible
     means = [Point(train[end - 1]["step"], statistics.fmean(losses[max(0, end - _WINDOW) : end])) for end in ends]
-    series = [Series(f"train, mean of {_WINDOW} steps", means, "-", markers=False)] if train else []
-    schedules = list(dict.fromkeys(name for r in dev for name in _schedule_losses(r)))
+    series = [Series(f"train, mean of {_WINDOW} steps", means, "-")] if train else []
+    schedules = list(dict.fromkeys(name for r in dev for name in r if name not in ("kind", "step", "cross_entropy")))
     for name in schedules if len(schedules) > 1 else ["cross_entropy"] if dev else []:
         found = [Point(r["step"], r[name]) for r in dev if name in r]
         series.append(Series(f"dev, {name}" if len(schedules) > 1 else "dev", found))
     return Chart(series, "optimizer step", "cross-entropy per token", title)
-
-
-def _schedule_losses(row: Mapping[str, Any]) -> dict[str, float]:
-    """The losses of a line of kind dev in a tuning log, by schedule name."""
-    return {name: loss for name, loss in row.items() if name not in ("kind", "step", "cross_entropy")}
 
 
 # ---------------------------------------------------------------------- kept
@@ -137,25 +222,26 @@ def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], t
     only one number of them was tried.
     """
     lines = []
-    for minutes, found in grouped(rows, lambda row: float(row["minutes"])).items():
+    for minutes in dict.fromkeys(float(row["minutes"]) for row in rows):
+        found = [row for row in rows if row["minutes"] == minutes]
         if schedules := [_point(row, 100 * kept) for row, kept in measured(found)]:
             own = [Point(1.0, 100 * row["kept"]) for row in found if row["full_depth"]][-1:]
-            lines.append(Series(f"after {minutes:g} minutes" if minutes else "not tuned", [*own, *schedules], "-"))
+            lines.append(Series(f"after {minutes:g} minutes" if minutes else "not tuned", [*own, *schedules]))
     known = {minutes: 100 * share for minutes, share in by_minutes.items() if share is not None}
     bounds = {float(row["minutes"]): _bounds(row) for row in rows if row["name"] == target}
-    after = [Point(minutes, kept, None, bounds.get(minutes), f"{kept:.0f}%") for minutes, kept in known.items()]
+    after = [Point(minutes, kept, bounds.get(minutes), f"{kept:.0f}%") for minutes, kept in known.items()]
     charts = []
     if lines:
-        full = Series("full depth", [Point(1.0, 100.0, label="1.0x, 100%")], "")
+        full = Series("full depth", [Point(1.0, 100.0, label="1.0x, 100%")], "o")
         charts.append(Chart([*lines, full], "speed-up of requests over full depth", _KEPT, f"{model}, by speed-up"))
     if len(after) > 1:
         title = f"{target}, by minutes of choosing layers and tuning"
-        charts.append(Chart([Series(target, after, "-")], "minutes", _KEPT, title, level=_ALL))
+        charts.append(Chart([Series(target, after)], "minutes", _KEPT, title, level=_ALL))
     return charts
 
 
 def _point(row: Row, kept: float) -> Point:
-    return Point(row["request_speedup"], kept, None, _bounds(row), f"{row['request_speedup']:.2f}x, {kept:.0f}%")
+    return Point(row["request_speedup"], kept, _bounds(row), f"{row['request_speedup']:.2f}x, {kept:.0f}%")
 
 
 def _bounds(row: Row) -> tuple[float, float] | None:

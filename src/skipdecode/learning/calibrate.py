@@ -29,8 +29,7 @@ from skipdecode.data.examples import Source, encode_source, make_template, read_
 from skipdecode.data.prompts import Example
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.charts import try_picture
-from skipdecode.evaluation.pictures import calibration_figure
+from skipdecode.evaluation.pictures import calibration_png, save_picture
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.goal import check_layers, set_goal
 from skipdecode.learning.search import search_model
@@ -193,7 +192,7 @@ def calibrate(
         if found.fit is not None:
             found.fit.save(place / FIT_FILE)
         write_whole(place / _REPORT, json.dumps(document, indent=1) + "\n")
-        try_picture(place / _PICTURE, partial(calibration_figure, document))
+        save_picture(place / _PICTURE, partial(calibration_png, document))
     return Calibrated(found.schedule, found.fit, document, None if out is None else place)
 
 

@@ -26,10 +26,9 @@ from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import ScheduleError, UsageError
-from skipdecode.evaluation.charts import save_charts
 from skipdecode.evaluation.evaluate import evaluate
 from skipdecode.evaluation.kept import kept_columns, speedups_that_keep, with_kept
-from skipdecode.evaluation.pictures import kept_charts
+from skipdecode.evaluation.pictures import kept_charts, save_charts
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
