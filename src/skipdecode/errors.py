@@ -8,7 +8,8 @@
     │   ├── FetchError         a model that could not be downloaded or stored; also a ModelLoadError
     │   └── WriteError         results that could not be written; also an OutputError
     ├── UsageError             wrong options on the command line
-    │   └── OptionError        a value that an option does not accept
+    │   ├── OptionError        a value that an option does not accept
+    │   └── GrammarError       a JSON schema or grammar that cannot be enforced; has the path in the schema
     ├── ScheduleError          a schedule that is not nested, or does not fit the model
     ├── FitError               a fit that cannot be read, or is for another model
     ├── TargetError            a speed target that no schedule reaches
@@ -37,6 +38,7 @@ __all__ = [
     "DivergedError",
     "FetchError",
     "FitError",
+    "GrammarError",
     "MissingExtraError",
     "ModelLoadError",
     "OptionError",
@@ -88,6 +90,22 @@ class OptionError(UsageError):
     def __init__(self, name: str, value: object, accepted: str) -> None:
         super().__init__(f"{name}={value!r} is not accepted: give {accepted}")
         self.name, self.value, self.accepted = name, value, accepted
+
+
+class GrammarError(UsageError):
+    """A JSON schema or another grammar that cannot be enforced.
+
+    Parameters
+    ----------
+    reason : str
+        Why, in one line.
+    path : str
+        JSON pointer to the part of the schema; added to the message.
+    """
+
+    def __init__(self, reason: str, path: str = "") -> None:
+        super().__init__(f"at {path} of the schema: {reason}" if path else reason)
+        self.path = path
 
 
 class ScheduleError(SkipDecodeError, ValueError):

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+from engine_tools import Always
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.drafts import Acceptance, ForwardTimes, Planner
@@ -30,21 +31,6 @@ SAMPLINGS = [
     Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3, seed=8),
     Sampling(frequency_penalty=0.5, logit_bias={5: 2.0, 40: -3.0}, top_logprobs=2),
 ]
-
-
-class Always(Planner):
-    """Drafts so many tokens, whether that pays or not; with `layers` under the schedule only."""
-
-    least_logprob = -math.inf
-
-    def __init__(self, count: int, layers: bool = False) -> None:
-        super().__init__()
-        self.count, self.layers = count, layers
-
-    def plan(self, rows, drafters):
-        for drafter in drafters:
-            drafter.runs = not drafter.schedule.is_full and (self.layers or not drafter.found)
-        return [min(self.count, drafter.room) for drafter in drafters]
 
 
 def engine(model, schedule, count=3, **options):

@@ -23,6 +23,7 @@ from skipdecode.engine import FastEngine
 from skipdecode.engine.drafts import Planner
 from skipdecode.errors import (
     DataError,
+    GrammarError,
     ModelLoadError,
     OptionError,
     ScheduleError,
@@ -84,6 +85,35 @@ def test_texts_are_those_of_the_command_line_in_any_batch(llm: LLM, model_dir: s
         assert texts(llm.generate(TEXTS, 8, **sampling)) == expected
         alone = LLM(llm.loaded, max_rows=1)
         assert texts(alone.generate(TEXTS, 8, **sampling)) == expected
+
+
+def test_texts_fit_a_json_schema(llm: LLM, model_dir: str, tmp_path: Path):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    expected = texts(llm.generate(TEXTS, 40, json_schema=schema, schedule="2x"))
+    assert {json.loads(text)["a"] for text in expected} <= {1, 2}
+    assert "".join(llm.stream(TEXTS[0], 40, json_schema=json.dumps(schema), schedule="2x")) == expected[0]
+    file, out = tmp_path / "schema.json", tmp_path / "out.jsonl"
+    file.write_text(json.dumps(schema))
+    data = write_rows(tmp_path / "in.jsonl", [{"prompt": p} for p in TEXTS])
+    command = [
+        "generate",
+        model_dir,
+        "--input",
+        data,
+        "--output",
+        str(out),
+        "--nominal-speedup",
+        "2",
+        "--seq-len",
+        "40",
+    ]
+    assert main([*command, "--max-new-tokens", "40", "--json-schema", str(file)]) == 0
+    assert [row["text"] for row in read_rows(out)] == expected
+    file.write_text('{"items": {"not": {}}}')
+    assert main([*command, "--json-schema", str(file), "--overwrite"]) == 2
+    with pytest.raises(GrammarError) as refused:
+        llm.generate("hello", json_schema=json.loads(file.read_text()))
+    assert refused.value.path == "/items"
 
 
 def test_tokens_are_those_of_attached_generate(llm: LLM, model_dir: str):
@@ -342,7 +372,7 @@ REFUSED: dict[str, Callable[[LLM], Any]] = {
         {"max_tokens": 8}, {"max_new_tokens": "5"}, {"max_new_tokens": None}, {"max_new_tokens": 5.0},
         {"max_new_tokens": True}, {"logit_bias": {True: 1.0}}, {"logit_bias": {5: True}}, {"template": 5},
         {"exact": "yes"}, {"top_logprobs": 3}, {"temperature": 10**400}, {"temperature": "1"}, {"schedule": 5},
-        {"schedule": ["2x"]}, {"foo": 1},
+        {"schedule": ["2x"]}, {"foo": 1}, {"json_schema": 5}, {"json_schema": {"a": object()}}, {"grammar": 5},
     )},
     **{f"prompts {prompts!r}": lambda llm, prompts=prompts: llm.generate(prompts, 2) for prompts in (
         None, 5, True, 1.5, b"hello", Path(),

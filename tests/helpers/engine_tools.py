@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from skipdecode.engine import Engine, Request, Sampling
+from skipdecode.engine.drafts import Planner
 
 
 def decode(
@@ -24,3 +26,18 @@ def decode(
     ]
     rows = engine.decode(requests)
     return [row.tokens for row in rows], [row.finish_reason for row in rows]
+
+
+class Always(Planner):
+    """Drafts so many tokens, whether that pays or not; with `layers` under the schedule only."""
+
+    least_logprob = -math.inf
+
+    def __init__(self, count: int, layers: bool = False) -> None:
+        super().__init__()
+        self.count, self.layers = count, layers
+
+    def plan(self, rows, drafters):
+        for drafter in drafters:
+            drafter.runs = not drafter.schedule.is_full and (self.layers or not drafter.found)
+        return [min(self.count, drafter.room) for drafter in drafters]

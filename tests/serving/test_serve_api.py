@@ -307,6 +307,9 @@ def test_end_tokens_and_stop_tokens(client):
     body = greedy(prompt="a b c", max_tokens=4, logit_bias={"2": 100})
     assert post(client, COMPLETIONS, body)["usage"]["completion_tokens"] == 1
     assert post(client, COMPLETIONS, body | {"ignore_eos": True})["usage"]["completion_tokens"] == 4
+    for fields in ({}, {"temperature": 1}, {"logit_bias": None, "skipdecode": {"exact": True}}):
+        free = post(client, COMPLETIONS, body | fields | {"max_tokens": 9, "min_tokens": 3})
+        assert free["usage"]["completion_tokens"] == 4 if "logit_bias" not in fields else 9
     body = greedy(prompt="a b c", max_tokens=4, logit_bias={"70": 100})
     for fields in ({}, {"ignore_eos": True}):
         answer = post(client, COMPLETIONS, body | fields | {"stop_token_ids": [70, 71]})
@@ -318,6 +321,10 @@ def test_usage_in_streams(client):
     body = greedy(prompt="x", max_tokens=3, stream_options={"include_usage": True})
     chunks = events(client, COMPLETIONS, body)
     assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    body["stream_options"]["continuous_usage_stats"] = True
+    found = [c["usage"]["completion_tokens"] for c in events(client, COMPLETIONS, body)]
+    assert found == sorted(found)
+    assert (found[0] > 0, found[-1]) == (True, 3)
     assert chunks[-1]["choices"] == []
     counts = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
     assert chunks[-1]["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
@@ -450,10 +457,9 @@ REFUSED = [
     (COMPLETIONS, PROMPT | {"top_k": -2}, "top_k", "invalid_value"),
     (COMPLETIONS, PROMPT | {"top_k": 2.5}, "top_k", "invalid_value"),
     (COMPLETIONS, PROMPT | {"min_p": 1.5}, "min_p", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"min_tokens": 3}, "min_tokens", "unsupported_field"),
-    (COMPLETIONS, PROMPT | {"guided_json": {}}, "guided_json", "unknown_field"),
+    (COMPLETIONS, PROMPT | {"min_tokens": 300}, "min_tokens", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"bad_words": ["a"]}, "bad_words", "unsupported_field"),
     (CHAT, CHAT_BODY | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
-    (CHAT, CHAT_BODY | {"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
     (COMPLETIONS, {}, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": []}, "prompt", "invalid_value"),
@@ -479,6 +485,12 @@ REFUSED = [
     (COMPLETIONS, PROMPT | {"logit_bias": {"7": 1, "007": 2}}, "logit_bias", "invalid_value"),
     (COMPLETIONS, PROMPT | {"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
     (COMPLETIONS, PROMPT | {"stream_options": {}}, "stream_options", "invalid_value"),
+    (
+        COMPLETIONS,
+        PROMPT | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+        "invalid_value",
+    ),
     (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 5, "speedup": 3}}, "skipdecode.speedup", "unknown_field"),
     (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 5, "max_loss": 0.1}}, "skipdecode.max_loss", "unknown_field"),
     (COMPLETIONS, PROMPT | {"skipdecode": {"schedule": "x" * 10_000}}, "skipdecode.schedule", "invalid_value"),

@@ -104,8 +104,8 @@ def test_openai_errors(openai_client):
 
     create = openai_client.chat.completions.create
     with pytest.raises(openai.BadRequestError) as caught:
-        create(model="tiny", messages=HELLO, extra_body={"min_tokens": 2})
-    assert (caught.value.param, caught.value.code) == ("min_tokens", "unsupported_field")
+        create(model="tiny", messages=HELLO, extra_body={"bad_words": ["a"]})
+    assert (caught.value.param, caught.value.code) == ("bad_words", "unsupported_field")
     with pytest.raises(openai.NotFoundError):
         create(model="other", messages=HELLO)
     with pytest.raises(openai.BadRequestError, match="tokens"):
@@ -157,8 +157,8 @@ def test_litellm(url):
     assert text.choices[0].text == TEXT
     penalties = {"frequency_penalty": 1, "presence_penalty": 0.5, "top_k": 5}
     assert litellm.completion(messages=HELLO, max_tokens=2, seed=1, **penalties, **to).choices[0].message.content
-    with pytest.raises(litellm.BadRequestError, match="min_tokens"):
-        litellm.completion(messages=HELLO, extra_body={"min_tokens": 2}, **to)
+    with pytest.raises(litellm.BadRequestError, match="bad_words"):
+        litellm.completion(messages=HELLO, extra_body={"bad_words": ["a"]}, **to)
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(messages=HELLO, **to | {"model": "openai/other"})
 
@@ -186,8 +186,8 @@ def test_langchain(url):
     assert schedule.invoke("hello").content != CHAT_TEXT
     assert langchain.OpenAI(max_tokens=NEW, **to).invoke("hello") == TEXT
     assert langchain.ChatOpenAI(presence_penalty=1.0, max_tokens=2, **to).invoke("hello").usage_metadata
-    with pytest.raises(Exception, match="min_tokens"):
-        langchain.ChatOpenAI(extra_body={"min_tokens": 2}, **to).invoke("hello")
+    with pytest.raises(Exception, match="bad_words"):
+        langchain.ChatOpenAI(extra_body={"bad_words": ["a"]}, **to).invoke("hello")
 
 
 # ---------------------------------------------------------------------- schemathesis

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.options import (
@@ -33,6 +34,7 @@ from skipdecode.cli.options import (
 from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.common.progress import detail, note
 from skipdecode.common.rows import FORMATS
@@ -100,6 +102,11 @@ class Config(RecordRun, EngineOptions, DecodingOptions, ScheduleOptions):
         default=(),
         parse=stop_text,
     )
+    json_schema: str | None = option(
+        "file with a JSON schema: every text that ends by itself is JSON that the schema accepts",
+        default=None,
+        path=Reads(),
+    )
     summary: str | None = option("file for the statistics of the run (JSON)", default=None, path=Writes())
 
 
@@ -108,7 +115,9 @@ def run(config: Config) -> int:
     _check(config)
     arguments, format = config.prompts, None if config.format == "auto" else config.format
     source = PromptSource.of_prompts(arguments) if arguments else PromptSource.open(config.input or "-", format)
-    form, ref = _form(config), config.ref
+    form, ref, schema = _form(config), config.ref, None
+    if config.json_schema is not None:
+        schema = read_json(Path(config.json_schema))
     rows = source.count(form, all_usable=config.on_error == "stop")
     chosen = choose_schedule(
         config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens, named=ref.schedules
@@ -134,6 +143,7 @@ def run(config: Config) -> int:
             sampling=Sampling(**config.sampling_fields()),
             stop=config.stop,
             exact=config.exact,
+            json_schema=schema,
             shown=(named_text if rows > 1 else plain_text, asked) if _prints_text(config) else None,
         )
     except KeyboardInterrupt:

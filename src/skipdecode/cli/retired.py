@@ -46,6 +46,7 @@ RETIRED = {
     "eval --self-top-p": "give --top-p",
     "eval --warmup-layers": "write a schedule file, for --schedule and --methods "
     "(Schedule.from_speedup(..., warmup_layers=...).save(FILE))",
+    "generate --restart": "delete FILE.partial of the interrupted run",
     "plan --png": "the printed plan shows the layers; prepare and skipdecode.calibrate write pictures",
     "plan --measure": "plan always times the model; --remeasure times it again",
     "plan --no-measure": "plan always times the model, once; the times are kept for later commands",

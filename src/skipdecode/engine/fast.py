@@ -152,7 +152,7 @@ class FastEngine(Engine):
         pages = used + sequence.pages + self.kv.cached_bytes // self.kv.layout.page_bytes
         self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages)
         sequence.slot = self.kv.open(sequence.request.cache_salt)
-        sequence.sampler = Sampler(sequence.request.sampling, sequence.request.prompt)
+        sequence.sampler = Sampler.of(sequence.request)
 
     def _starts(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Whether a sequence's next prompt tokens run now, with `chunks`; the prefix cache may move `sequence.ran`."""

@@ -137,7 +137,7 @@ class GatedEngine(Engine):
         schedule = oldest.schedule
         rows = self._queues[schedule].admit(0)
         for row in rows:
-            row.sampler = Sampler(row.request.sampling, row.request.prompt)
+            row.sampler = Sampler.of(row.request)
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
         return _Batch(schedule, SkipCache(self._model.config, ids.shape[1]), rows, ids, mask)
 

@@ -6,13 +6,13 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from skipdecode.common.options import Options, option
 from skipdecode.errors import OptionError, UsageError
 
-FinishReason = Literal["eos", "length", "stop"]
-"""The reason why a sequence ended: an end token, its length limit, or a stop string."""
+FinishReason = Literal["eos", "length", "stop", "error"]
+"""The reason why a sequence ended: an end token, its length limit, a stop string, or a grammar that cannot go on."""
 
 
 _LEAST_TEMPERATURE = 0.01
@@ -52,8 +52,9 @@ class SamplingOptions(Options):
 class Sampling(SamplingOptions):
     """The settings by which the next token of a sequence is chosen; every sequence of a batch may have its own.
 
-    Order: bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+    Order: grammar, bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
     Penalties and bias hold for greedy rows too. `logit_bias` is added to the logits of the tokens that it names.
+    `grammar` says which tokens may come: an `llguidance.LLMatcher` without tokens (`skipdecode.generation.grammar`).
     """
 
     repetition_penalty: float = option(
@@ -66,6 +67,7 @@ class Sampling(SamplingOptions):
         "taken from the logits of tokens that the output has, however often", default=0.0, least=-2, most=2
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: Any = None
     top_logprobs: int | None = option(
         "log-probabilities of each new token and of so many top tokens are returned", default=None, least=0
     )
@@ -101,7 +103,8 @@ class Request(Options):
 
     A prefix cache is shared by requests of the same `cache_salt` only. An `exact` request has the tokens of full depth;
     its schedule drafts them (see `skipdecode.engine.drafts`). With `scores_prompt`, the first output has the
-    log-probabilities of the prompt's tokens, and as many top tokens as `sampling` asks for.
+    log-probabilities of the prompt's tokens, and as many top tokens as `sampling` asks for. No token of `stop_ids` is
+    among the first `min_tokens`.
     """
 
     prompt: tuple[int, ...]
@@ -111,6 +114,7 @@ class Request(Options):
     cache_salt: str = ""
     exact: bool = False
     scores_prompt: bool = False
+    min_tokens: int = option("fewest tokens to generate", default=0, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,7 +147,7 @@ class StepOutput(NamedTuple):
         request asks for none (`Sampling.top_logprobs` is None).
     layers : int
         Number of layers that the preceding token ran, from which this token was predicted.
-    finish_reason : {"eos", "length"} or None
+    finish_reason : {"eos", "length", "error"} or None
         Why the request ends with this token; None if it goes on.
     seconds : float
         Time at the end of the step, from the start of the engine.

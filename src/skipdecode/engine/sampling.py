@@ -8,19 +8,21 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from skipdecode.engine.base import NextToken
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kernels.native import greedy
-from skipdecode.engine.requests import Sampling
+from skipdecode.engine.requests import Request, Sampling
 
 _MOST_TOP = 128  # largest top-k for which candidates are sought
+_LEAST = -1e30  # finite also after the division by a temperature
 _NEAR = 512  # top tokens among which a nucleus is sought first: to sort a whole vocabulary takes milliseconds
 
 
@@ -33,17 +35,25 @@ class Sampler:
     Attributes
     ----------
     top : int
-        The number of top tokens whose logits are enough for the choice: 1 if greedy, k for top-k; 0: all tokens.
+        The number of top tokens whose logits are enough for the choice: 1 if greedy, k for top-k; 0: all tokens. A
+        greedy choice that the grammar does not allow needs all tokens too.
+    failed : bool
+        Whether the grammar allows no token, or takes too much work.
     """
 
-    def __init__(self, sampling: Sampling, prompt: tuple[int, ...]) -> None:
-        self.sampling = sampling
+    def __init__(
+        self, sampling: Sampling, prompt: tuple[int, ...], min_tokens: int = 0, ends: Collection[int] = ()
+    ) -> None:
+        self.sampling, self.failed = sampling, False
+        self._grammar: Any = None if sampling.grammar is None else sampling.grammar.deep_copy()
+        self._early, self._ends = min_tokens, torch.tensor(sorted(ends) if min_tokens else [], dtype=torch.int64)
         self.is_plain_greedy = sampling.is_plain_greedy
         self._prompt = torch.tensor(sorted(set(prompt)) if sampling.repetition_penalty != 1 else [], dtype=torch.int64)
         self._output: Counter[int] | None = Counter() if sampling.penalises else None
         self.top = 0
         if not (sampling.penalises or sampling.logit_bias or sampling.top_logprobs is not None):
-            self.top = 1 if sampling.is_greedy else sampling.top_k if sampling.top_k <= _MOST_TOP else 0
+            top_k = 0 if self._grammar is not None or min_tokens else sampling.top_k
+            self.top = 1 if sampling.is_greedy else top_k if top_k <= _MOST_TOP else 0
         self._bias: tuple[Tensor, Tensor] | None = None
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias.items(), strict=True)
@@ -56,17 +66,38 @@ class Sampler:
             else:
                 self._generator.manual_seed(sampling.seed)
 
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """For a new sequence."""
+        return cls(request.sampling, request.prompt, request.min_tokens, request.stop_ids)
+
     def fork(self) -> Self:
         """An independent copy, with the same random numbers to come."""
         twin = copy.copy(self)
+        twin._grammar = None if self._grammar is None else self._grammar.deep_copy()
         twin._output = None if self._output is None else self._output.copy()
         twin._generator = None if self._generator is None else self._generator.clone_state()
         return twin
 
+    def takes(self, token: int) -> bool:
+        """Whether the top token may be the next one; if so, it is."""
+        if self._early > 0 and token in self._ends:
+            return False
+        if self._grammar is not None:
+            if not self._grammar.compute_bitmask()[token >> 3] >> (token & 7) & 1:
+                return False
+            self._advance(token)
+        self._early -= 1
+        return True
+
     def pick(self, logits: Tensor) -> int:
         """The next token from logits (vocabulary,), fp32 on the CPU; the logits are not changed."""
-        if self._bias is not None or self._output is not None:
+        if self._grammar is not None:
+            logits = self._allowed(logits)
+        if self._bias is not None or self._output is not None or self._early > 0:
             logits = logits.clone()
+        if self._early > 0:
+            logits[self._ends] = -math.inf
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
         if self._output is not None:
@@ -77,7 +108,21 @@ class Sampler:
             token = self._draw(logits, self._generator)
         if self._output is not None:
             self._output[token] += 1
+        if self._grammar is not None:
+            self._advance(token)
+        self._early -= 1
         return token
+
+    def _allowed(self, logits: Tensor) -> Tensor:
+        """The logits of allowed tokens, finite because drafts may have minus infinity; minus infinity for others."""
+        bits = np.frombuffer(self._grammar.compute_bitmask(), dtype=np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, count=len(logits), bitorder="little")).bool()
+        return logits.clamp(min=_LEAST).masked_fill_(~allowed, -math.inf)
+
+    def _advance(self, token: int) -> None:
+        """Give a new token to the grammar. A grammar that can go no further allows end tokens alone."""
+        self._grammar.consume_token(token)
+        self.failed = self._grammar.is_error()
 
     def _penalise(self, logits: Tensor, output: Counter[int]) -> None:
         s, new = self.sampling, torch.tensor(list(output), dtype=torch.int64)
@@ -151,12 +196,12 @@ class Predicted:
         Its log-probability is that under the untouched logits (of candidates: NaN).
         """
         found = self._logits
-        if sampler.is_plain_greedy:
+        if sampler.is_plain_greedy and sampler.takes(self._greedy[0][row]):
             chosen, logprob = self._greedy[0][row], self._greedy[1][row]
-        elif isinstance(found, Candidates):
+        elif isinstance(found, Candidates) and not sampler.is_plain_greedy:
             return NextToken(int(found.words[row, sampler.pick(found.logits[row, : found.counts[row]])]))
         else:
-            values = self._local[row]
+            values = found.full(row) if isinstance(found, Candidates) else self._local[row]
             chosen = sampler.pick(values)
             logprob = float(values[chosen] - values.logsumexp(-1))
         count = sampler.sampling.top_logprobs

@@ -131,7 +131,9 @@ class Sequence:
     def append(self, token: int) -> None:
         """Append a new token, and end the sequence if the token is its last."""
         self.output.append(token)
-        if token in self.request.stop_ids:
+        if self.sampler.failed:
+            self.finish_reason = "error"
+        elif token in self.request.stop_ids:
             self.finish_reason = "eos"
         elif len(self.output) >= self.request.max_new_tokens:
             self.finish_reason = "length"

@@ -35,6 +35,7 @@ from skipdecode.errors import (
     UsageError,
 )
 from skipdecode.generation.detokenizer import TokenTexts
+from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop, TextStream
 from skipdecode.generation.run import Decoding
 from skipdecode.generation.stats import RunStats
@@ -55,7 +56,7 @@ A text goes into the template that the checkpoint was tuned on, else into the ch
 _LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """One for each model: its weights, buffers and layers serve one forward at a time."""
 M = TypeVar("M", bound=Callable[..., Any])
-_OPTIONS = ("max_new_tokens", "schedule", "stop", "template", "exact")
+_OPTIONS = ("max_new_tokens", "schedule", "stop", "template", "exact", "json_schema")
 _NEW_TOKENS = ("max_tokens", "max_length", "max_completion_tokens")
 
 
@@ -82,8 +83,8 @@ class Output:
         The output without the stop string.
     tokens : list of int
         The new tokens, with the end token.
-    finish_reason : {"eos", "length", "stop"}
-        An end token, `max_new_tokens` (or the end of the context), or a stop string.
+    finish_reason : {"eos", "length", "stop", "error"}
+        An end token, `max_new_tokens` (or the end of the context), a stop string, or a schema that takes too much work.
     """
 
     prompt: str
@@ -178,6 +179,7 @@ class LLM:
         with self._lock:  # the projection weights may be fused
             self.backend = open_engines(self.loaded.model, engine, note, quantization)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
+        self._grammars = Grammars(self.tokenizer, vocabulary_size(self.loaded.model), self._ends)
         self._engine: Engine | None = None
         self._warned: set[Schedule] = set()
         self._told: set[str] = set()
@@ -237,6 +239,7 @@ class LLM:
         stop: str | Sequence[str] | None = (),
         template: bool | str = True,
         exact: bool = False,
+        json_schema: Mapping[str, Any] | str | None = None,
         **sampling: Any,
     ) -> Outputs:
         """Generate a text for each prompt, in batches of `max_rows`; greedy unless a temperature is given.
@@ -256,6 +259,9 @@ class LLM:
         exact : bool
             Give the tokens of full depth, bit for bit, also sampled ones: the schedule drafts, and full depth checks
             the drafts, if that is faster. Needs the fast engine.
+        json_schema : dict or str, optional
+            Every text that ends by itself (`finish_reason` "eos") is JSON that this schema accepts; needs the extra
+            `structured`.
         **sampling
             Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, … The random numbers of a prompt
             depend on the seed and its index in the list, not on its batch.
@@ -265,7 +271,7 @@ class LLM:
         DataError
             A prompt cannot be used; `index` is its position. Nothing is generated.
         UsageError, ScheduleError
-            A value is not accepted.
+            A value is not accepted; of a schema that cannot be enforced, `GrammarError`.
 
         Warns
         -----
@@ -274,6 +280,7 @@ class LLM:
         """
         start = time.perf_counter()
         options = {"schedule": schedule, "stop": stop, "template": template, "exact": exact} | sampling
+        options["json_schema"] = json_schema
         encoded, how, chosen = self._prepared(_listed(prompts), max_new_tokens, **options)
         loop = TextLoop[Generated](self._idle_engine())
         rows = [how.begin(prompt) for prompt in encoded]
@@ -377,6 +384,7 @@ class LLM:
         stop: str | Sequence[str] | None = (),
         template: bool | str = True,
         exact: bool = False,
+        json_schema: Mapping[str, Any] | str | None = None,
         **sampling: Any,
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
         """The encoded prompts, the decoding settings, and the schedule of a call."""
@@ -389,7 +397,7 @@ class LLM:
         drawn.check_effect()
         how = Decoding(
             texts=self.texts,
-            sampling=drawn,
+            sampling=self.constrained(drawn, json_schema),
             max_new_tokens=_positive("max_new_tokens", max_new_tokens),
             ends=self._ends,
             stop=StopStrings((stop,) if isinstance(stop, str) else stop or ()),
@@ -405,6 +413,12 @@ class LLM:
             if prompt.error is not None:
                 raise DataError(prompt.error, index=index)
         return encoded, how, asked
+
+    def constrained(self, sampling: Sampling, json_schema: Mapping[str, Any] | str | None) -> Sampling:
+        """Settings under which texts fit a JSON schema, if there is one; raises `GrammarError`."""
+        if json_schema is None:
+            return sampling
+        return replace(sampling, grammar=self._grammars.compile("json", json_schema))
 
     def _idle_engine(self) -> Engine:
         """The engine of earlier calls, with their prompts in its prefix cache; a new one while a stream runs on it."""
@@ -434,7 +448,7 @@ def _positive(name: str, value: Any) -> int:
 
 def _check_options(given: Mapping[str, Any]) -> None:
     """Raise UsageError for an option that `generate` does not have."""
-    known = {field.name for field in fields(Sampling)} - {"top_logprobs"}
+    known = {field.name for field in fields(Sampling)} - {"top_logprobs", "grammar"}
     unknown = next((name for name in given if name not in known), None)
     if unknown == "top_logprobs":
         raise UsageError("top_logprobs: outputs have no log-probabilities; skipdecode serve and skipdecode.engine do")

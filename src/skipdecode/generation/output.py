@@ -24,13 +24,11 @@ from skipdecode.errors import WriteError
 RowForm = Callable[[dict[str, Any]], bytes]
 
 
-def open_writer(
-    output: str, settings: dict[str, Any], *, restart: bool = False, form: RowForm = json_line
-) -> RowWriter:
+def open_writer(output: str, settings: dict[str, Any], *, form: RowForm = json_line) -> RowWriter:
     """The writer for a file name, or ``-`` for standard output.
 
-    `settings` is the run's JSON-ready fingerprint. `restart` drops the records of an earlier run. `form` formats a
-    record for standard output; files hold JSON lines.
+    `settings` is the run's JSON-ready fingerprint. `form` formats a record for standard output; files hold JSON
+    lines.
 
     Raises
     ------
@@ -41,7 +39,7 @@ def open_writer(
         return StreamWriter(sys.stdout.buffer, "standard output", form)
     if is_stream(output):
         return StreamWriter(open_stream(output), output)
-    return FileWriter(Path(output), settings, restart=restart)
+    return FileWriter(Path(output), settings)
 
 
 def named_text(row: dict[str, Any]) -> bytes:
@@ -81,14 +79,14 @@ class FileWriter:
         Records of an earlier run, and how many of them are errors.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self.rows_before = 0
         self.bad_before = 0
         self._done = _InOrder()
         self._journal = Journal(
             partial_path(path), settings, parse=_Row.parse, take=self._take,
-            pieces="finished rows", remedy="drop what is there with restart", restart=restart,
+            pieces="finished rows", remedy=f"delete {partial_path(path)} to begin anew",
         )  # fmt: skip
 
     @property

@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # torch is imported with the model, so that the command line'
 class RecordRun(Options):
     """How output records are made from the records of an input."""
 
-    restart: bool = option("ignore and replace FILE.partial of an interrupted run", default=False)
     on_error: str = option(
         "records that cannot be used: skip them and write the error in their place, or stop before any work",
         default="skip",
@@ -59,6 +58,7 @@ def generate_records(
     sampling: Sampling,
     stop: tuple[str, ...] = (),
     exact: bool = False,
+    json_schema: Any = None,
     shown: tuple[RowForm, Callable[[EncodedPrompt], str]] | None = None,
 ) -> tuple[RunStats, dict[str, Any]]:
     """Generate for all records of a source, and write the output records in its order.
@@ -67,6 +67,8 @@ def generate_records(
     ----------
     output : str
         A file, whose finished records outlive a kill (the same call continues), or ``-`` for standard output.
+    json_schema : dict or str, optional
+        As of `LLM.generate`.
     shown : tuple, optional
         For a terminal: how an output record is formatted, and what it repeats of its prompt.
 
@@ -104,6 +106,7 @@ def generate_records(
         "max_new_tokens": options.max_new_tokens,
         **asdict(sampling.part(SamplingOptions)),
         **({"exact": True} if exact else {}),
+        **({} if json_schema is None else {"json_schema": json_schema}),
         "stop": list(stop),
         "template": None if form.template is None else form.template.to_dict(),
         "chat": encoder.chat,
@@ -117,7 +120,7 @@ def generate_records(
     }
     job = Job(
         texts=llm.texts,
-        sampling=sampling,
+        sampling=llm.constrained(sampling, json_schema),
         max_new_tokens=options.max_new_tokens,
         ends=end_tokens(model, tokenizer),
         stop=StopStrings(stop),
@@ -128,7 +131,7 @@ def generate_records(
         repeat=repeat,
         full_depth=(lambda rows: llm.backend.engine(max_rows=rows)) if options.compare else None,
     )
-    writer = open_writer(output, settings, restart=options.restart, form=shown[0] if shown else json_line)
+    writer = open_writer(output, settings, form=shown[0] if shown else json_line)
     try:
         if options.on_error == "stop":
             refuse_bad_rows(source.records(form), encoder)

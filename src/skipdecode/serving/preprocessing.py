@@ -13,7 +13,9 @@ from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Request, Sampling, row_seed
+from skipdecode.errors import GrammarError, MissingExtraError
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
+from skipdecode.generation.grammar import Grammars
 from skipdecode.serving.catalog import Catalog
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.limits import ServerLimits
@@ -70,8 +72,9 @@ class Preprocessor:
         self._form = form or PromptForm()
         self._templated = PromptEncoder(self._tokenizer, None, template=self._form.template)
         self._use_template = use_template and self._form.template is not None
-        self._vocab_size = vocab_size
         self._end_tokens = frozenset(end_tokens)
+        self._vocab_size = vocab_size
+        self._grammars = Grammars(self._tokenizer, vocab_size, self._end_tokens)
         self._catalog = catalog
         self._limits = limits
 
@@ -109,10 +112,17 @@ class Preprocessor:
         ends = hidden if request.ignore_eos else self._end_tokens | hidden
         echo = isinstance(request, CompletionRequest) and request.echo
         scored = echo and request.top_logprobs_wanted is not None
+        grammar = self._grammar(request)
         for index in range(len(prompts) * copies):
             prompt = prompts[index // copies]
-            new_tokens, sampling = self._new_tokens(request, len(prompt)), self._sampling(request, index)
-            engine_request = Request(tuple(prompt), new_tokens, sampling, ends, cache_salt, asked.exact, scored)
+            new_tokens = self._new_tokens(request, len(prompt))
+            if request.min_tokens > new_tokens:
+                message = f"min_tokens={request.min_tokens} is not accepted: at most {new_tokens} tokens are generated"
+                raise ApiError(400, "invalid_value", message, "min_tokens")
+            sampling = self._sampling(request, index, grammar)
+            engine_request = Request(
+                tuple(prompt), new_tokens, sampling, ends, cache_salt, asked.exact, scored, request.min_tokens
+            )
             detokenizer = Detokenizer(self._texts, stops, hidden)
             state.choices.append(Choice(engine_request, detokenizer, state, index, index % copies, echo))
         return state
@@ -174,7 +184,7 @@ class Preprocessor:
         given, most = len(tokens), self._limits.max_prompt_tokens
         message = None
         if self.context is not None and given >= self.context:
-            message = f"the prompt has {given} tokens: the model's context of {self.context} has no room for more"
+            message = f"the prompt has {given} tokens, and the model's context {self.context}: shorten the prompt"
         elif given > most:
             message = f"the prompt has {given} tokens: this server takes {most}"
         if message is not None:
@@ -201,14 +211,27 @@ class Preprocessor:
             raise ApiError(400, "context_length_exceeded", message, field)
         return asked
 
-    def _sampling(self, request: GenerationRequest, index: int) -> Sampling:
+    def _grammar(self, request: GenerationRequest) -> Any:
+        """What the text has to fit, for `Sampling`; None without a grammar."""
+        if request.grammar is None:
+            return None
+        field, kind, source = request.grammar
+        try:
+            return self._grammars.compile(kind, source)
+        except GrammarError as e:
+            where = (field + e.path.replace("/", "."))[:100]
+            raise ApiError(400, "invalid_value", f"{field} cannot be enforced: {e}", where) from None
+        except MissingExtraError as e:
+            raise ApiError(400, "unsupported_field", str(e), field) from None
+
+    def _sampling(self, request: GenerationRequest, index: int, grammar: Any) -> Sampling:
         bias = {int(token): value for token, value in request.logit_bias.items()}
         self._check_ids(bias, "logit_bias")
         given = {name: getattr(request, name) for name in kinds(Sampling) if name != "top_logprobs"}
         given["top_k"] = max(0, request.top_k)
         if request.seed is not None:
             given["seed"] = row_seed(request.seed, index)
-        return Sampling(**given, logit_bias=bias, top_logprobs=request.top_logprobs_wanted)
+        return Sampling(**given, logit_bias=bias, grammar=grammar, top_logprobs=request.top_logprobs_wanted)
 
 
 def _field_of(prompt: Prompt) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from skipdecode.engine.requests import Sampling
+from skipdecode.generation.grammar import GrammarKind
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.messages import VARIABLES, Chat, Message, Neutral, Strict, Text, Variables
 
@@ -16,6 +17,7 @@ _MOST_STOP_TOKENS = 64
 _MOST_STOP_CHARACTERS = 1000
 _INT64 = 2**63
 _UNUSED = "accepted; not used, not kept"
+_OBJECT = {"type": "object"}
 
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -32,16 +34,15 @@ _NEUTRAL: Neutral = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
+    "guided_decoding_backend": ("auto", "guidance"),
     "include_reasoning": (False, True),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (False, True),
     "prediction": (),
     "priority": (0,),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -99,8 +100,38 @@ class Extension(Strict):
 class StreamOptions(Strict):
     """Of a stream."""
 
-    neutral: ClassVar[Neutral] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
-    include_usage: bool = False
+    neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
+    include_usage: bool = Field(False, description="the usage at the end, in a chunk without choices")
+    continuous_usage_stats: bool = Field(False, description="with include_usage: the usage so far in every chunk")
+
+
+class _JsonSchema(Strict):
+    name: Text | None = Field(None, description=_UNUSED)
+    description: Text | None = Field(None, description=_UNUSED)
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool = Field(False, description="accepted; the schema always holds")
+
+
+class ResponseFormat(Strict):
+    """OpenAI's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+Schema = dict[str, Any] | Text
+Choices = Annotated[list[Text], Field(min_length=1)]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's: one of these."""
+
+    neutral: ClassVar[Neutral] = {"disable_fallback": (False, True), "disable_any_whitespace": (False,)}
+    json_schema: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: bool = False
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
 
 
 class _GenerationFields(Strict):
@@ -119,10 +150,17 @@ class _GenerationFields(Strict):
     presence_penalty: float = _sampling("presence_penalty")
     seed: int | None = _sampling("seed", least=-_INT64, below=_INT64)
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="new tokens of a choice at most")
+    min_tokens: int = Field(0, ge=0, description="new tokens before which no end token comes")
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = Field([])
     stop_token_ids: list[TokenId] = Field([], max_length=_MOST_STOP_TOKENS)
     ignore_eos: bool = False
     logit_bias: dict[BiasKey, Bias] = Field({}, max_length=1000)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description=_UNUSED)
@@ -143,6 +181,9 @@ class _GenerationFields(Strict):
         if self.stream_options is not None and not self.stream:
             message = "stream_options belongs to a stream: give stream=true, or leave it out"
             raise ApiError(400, "invalid_value", message, "stream_options")
+        if self.continuous_usage and not self.include_usage:
+            message = "continuous_usage_stats needs include_usage=true"
+            raise ApiError(400, "invalid_value", message, "stream_options.continuous_usage_stats")
         return self
 
     @property
@@ -151,9 +192,45 @@ class _GenerationFields(Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def grammar(self) -> tuple[str, GrammarKind, Any] | None:
+        """The field that says which grammar the text has to fit, the kind of grammar, and the grammar."""
+        form, them = self.response_format, self.structured_outputs or StructuredOutputs()
+        named: dict[str, tuple[GrammarKind, Any]] = {
+            "response_format.json_schema.schema": ("json", form and form.json_schema and form.json_schema.json_schema),
+            "response_format.type": ("json", _OBJECT if form and form.type == "json_object" else None),
+            "structured_outputs.json": ("json", them.json_schema),
+            "structured_outputs.json_object": ("json", _OBJECT if them.json_object else None),
+            "structured_outputs.regex": ("regex", them.regex),
+            "structured_outputs.choice": ("choice", them.choice),
+            "structured_outputs.grammar": ("grammar", them.grammar),
+            "guided_json": ("json", self.guided_json),
+            "guided_regex": ("regex", self.guided_regex),
+            "guided_choice": ("choice", self.guided_choice),
+            "guided_grammar": ("grammar", self.guided_grammar),
+        }
+        given = [(name, *grammar) for name, grammar in named.items() if grammar[1] is not None]
+        if len(given) > 1:
+            message = f"{given[0][0]} and {given[1][0]} both say what the text has to fit: give one of them"
+            raise ApiError(400, "invalid_value", message, given[1][0])
+        if form and (form.type == "json_schema") != (form.json_schema is not None):
+            message = (
+                'give response_format with {"type": "json_schema", "json_schema": {"schema": ...}}, or no json_schema'
+            )
+            raise ApiError(400, "invalid_value", message, "response_format.json_schema")
+        if given and self.ignore_eos:
+            message = "a text that has to fit a grammar ends with it: leave ignore_eos out"
+            raise ApiError(400, "invalid_value", message, "ignore_eos")
+        return given[0] if given else None
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(_GenerationFields):

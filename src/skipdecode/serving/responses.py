@@ -134,7 +134,8 @@ class ResponseBuilder(ABC):
         self._texts = texts
         self._logprobs = body.top_logprobs_wanted is not None
         self._tells_every_token = self._logprobs or state.trace  # also one that has no text
-        self._include_usage = body.include_usage
+        self._include_usage, self._continuous_usage = body.include_usage, body.continuous_usage
+        self._sent = 0  # tokens
         self._lengths = [0] * len(state.choices)
         self._head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -154,7 +155,7 @@ class ResponseBuilder(ABC):
         """The response, from all tokens of a request that finished."""
         choices = [self._content(update.text, whole=True) | self._fields(update) for update in updates]
         summary = self._state.summary()
-        told = {"choices": choices, "usage": self._usage(summary), "skipdecode": summary}
+        told = {"choices": choices, "usage": self._usage(summary.completion_tokens), "skipdecode": summary}
         return self._head | {"object": self.object} | told
 
     def opening(self) -> bytes:
@@ -164,6 +165,7 @@ class ResponseBuilder(ABC):
     def chunks(self, updates: Sequence[Update]) -> bytes:
         """Server-sent events for tokens that were taken; ends with `[DONE]` if those are the last."""
         summary = self._state.summary() if self._state.finished else None
+        self._sent += sum(len(update.pieces) for update in updates)
         told = [u for u in updates if u.text or u.finish_reason or self._tells_every_token]
         lines = []
         for update in told:
@@ -179,16 +181,17 @@ class ResponseBuilder(ABC):
     def _chunk(self, choices: list[dict[str, Any]], summary: Summary | None) -> bytes:
         fields: dict[str, Any] = self._head | {"object": self.chunk_object, "choices": choices}
         if self._include_usage:
-            fields["usage"] = None if summary is None else self._usage(summary)
+            sent = self._sent if summary is None else summary.completion_tokens
+            fields["usage"] = None if summary is None and not self._continuous_usage else self._usage(sent)
         if summary is not None:
             fields["skipdecode"] = summary
         return server_sent_event(fields)
 
-    def _usage(self, summary: Summary) -> dict[str, Any]:
+    def _usage(self, completion_tokens: int) -> dict[str, Any]:
         return {
-            "prompt_tokens": summary.prompt_tokens,
-            "completion_tokens": summary.completion_tokens,
-            "total_tokens": summary.prompt_tokens + summary.completion_tokens,
+            "prompt_tokens": self._state.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._state.prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._state.cached_tokens},
         }
 

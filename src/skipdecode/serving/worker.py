@@ -252,6 +252,10 @@ class ModelWorker:
         state.depths.add(output.layers)
         prompt = _prompt_pieces(choice, output) if choice.echo and not output.position else ()
         pieces = texts.take(choice, output)
+        if choice.finish_reason == "error":
+            message = "the grammar allows no token here, or takes too much work: simplify it"
+            self._fail(state, ApiError(400, "invalid_value", message), "error")
+            return
         reason = "stop" if choice.finish_reason == "eos" else choice.finish_reason
         if prompt or pieces or reason is not None:
             self._tell(state, Update(choice.index, pieces, reason, prompt))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -51,12 +52,15 @@ class Candidates(NamedTuple):
     logits : torch.Tensor
         Shape as `words`, fp32: logits of the full head.
     counts : list of int
+    full : callable
+        From a row to the logits of all tokens.
     """
 
     best: list[int]
     words: Tensor
     logits: Tensor
     counts: list[int]
+    full: Callable[[int], Tensor] = lambda row: torch.empty(0)
 
 
 class ShortHead:
@@ -195,11 +199,16 @@ class NativeHead:
         if tops and rows <= MOST_ROWS and (short := self.short) is not None:
             found = short(hidden, [min(top, vocabulary) for top in tops], self._logits)
             if found is not None:
-                return found
+                return found._replace(full=partial(self._full_row, hidden))
             self.fell_back = True
         if rows:
             self._linear(hidden, self._logits, rows, False)
         return self._logits[:rows]
+
+    def _full_row(self, hidden: Tensor, row: int) -> Tensor:
+        logits = torch.empty(1, self._logits.shape[1])
+        self._linear(hidden[row : row + 1], logits, 1, False)
+        return logits[0]
 
     def draft(self, hidden: Tensor, tokens: Collection[int]) -> Tensor:
         """Logits for drafts: tokens other than `tokens` and the first 4,096 may have minus infinity.

@@ -1,0 +1,136 @@
+"""Grammars that outputs have to fit: JSON schemas, regular expressions, choices and context-free grammars.
+
+llguidance compiles them for a tokenizer, and refuses what it cannot enforce. A compiled grammar is a matcher, whose
+copies say in `skipdecode.engine.sampling` which tokens may come next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from skipdecode.errors import GrammarError, MissingExtraError
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
+
+_KEPT = 32  # compiled grammars
+_MOST_TRIES = 200  # sub-schemas that are compiled to find the one that is refused
+_MOST_STATES = 20_000  # of a lexer, each about 2 kB
+# Between the tokens of a JSON text: nothing, a space, or a line break with its indentation. A model that repeats white
+# space would otherwise never end.
+_JSON: JsonCompileOptions = {"whitespace_pattern": r"( |\n {0,32})", "lenient": False, "coerce_one_of": False}
+_OF_SCHEMAS = {"$defs", "definitions", "properties", "patternProperties", "dependentSchemas"}  # name -> schema
+_SCHEMAS = ("items", "additionalProperties", "additionalItems", "prefixItems", "anyOf", "oneOf", "allOf")
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer; not safe for several threads.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    vocab_size : int
+        Tokens of the model.
+    ends : collection of int
+        Tokens that end an output.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, ends: Collection[int]) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
+        self._words: Any = None
+        self._compiled = lru_cache(maxsize=_KEPT)(self._compile)
+
+    def compile(self, kind: GrammarKind, source: Any) -> Any:
+        """A `llguidance.LLMatcher` for `Sampling.grammar`.
+
+        Parameters
+        ----------
+        kind : {"json", "regex", "choice", "grammar"}
+        source : Any
+            A JSON schema (an object or its text); a regular expression in Rust's syntax, which the whole text matches;
+            a list of texts; or a grammar in the syntax of Lark or GBNF.
+
+        Raises
+        ------
+        GrammarError
+            llguidance cannot enforce it, or the tokenizer or the model is not fit for it.
+        MissingExtraError
+            llguidance is not installed.
+        """
+        try:
+            source = json.loads(source) if kind == "json" and isinstance(source, str) else source
+            text = source if isinstance(source, str) else json.dumps(source)
+        except (TypeError, ValueError, RecursionError):
+            raise GrammarError("the schema is not JSON") from None
+        try:
+            return self._compiled(kind, text)
+        except GrammarError as e:
+            if kind != "json" or not isinstance(source, dict):
+                raise
+            raise GrammarError(str(e), self._place(source)) from None
+
+    def _compile(self, kind: GrammarKind, source: str) -> Any:
+        try:
+            from llguidance import LLMatcher, LLParserLimits, grammar_from, hf
+        except ImportError:
+            raise MissingExtraError("structured output", "structured") from None
+        if self._words is None:
+            if not self._ends:
+                raise GrammarError("this model has no end token, which a structured output needs")
+            try:
+                self._words = hf.from_tokenizer(self._tokenizer, self._vocab_size, self._ends)
+            except ValueError as e:
+                raise GrammarError(f"this tokenizer is not fit for structured output: {_line(e)}") from None
+        try:
+            text = (
+                LLMatcher.grammar_from_json_schema(source, overrides=_JSON)
+                if kind == "json"
+                else grammar_from(kind, source)
+            )
+            limits = LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
+            matcher = LLMatcher(self._words, text, log_level=0, limits=limits)
+        except ValueError as e:
+            raise GrammarError(_line(e)) from None
+        if matcher.is_error():
+            raise GrammarError(_line(matcher.get_error()))
+        return matcher
+
+    def _place(self, schema: dict[str, Any]) -> str:
+        """JSON pointer to the deepest part of a refused schema that is refused alone."""
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        place, part, tries = "", schema, 0
+        while True:
+            for name, inner in _parts(part):
+                tries += 1
+                if tries > _MOST_TRIES:
+                    return place
+                try:
+                    self._compile("json", json.dumps(shared | inner))
+                except GrammarError:
+                    place, part = place + name, inner
+                    break
+            else:
+                return place
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas in a schema that are objects, each with its path; definitions first."""
+    for key in [*sorted(_OF_SCHEMAS & schema.keys()), *(key for key in _SCHEMAS if key in schema)]:
+        inner = schema[key]
+        if key not in _OF_SCHEMAS and isinstance(inner, dict):
+            yield f"/{key}", inner
+        elif isinstance(inner, dict | list):
+            named = inner.items() if isinstance(inner, dict) else enumerate(inner)
+            for name, each in named:
+                if isinstance(each, dict):
+                    yield f"/{key}/{str(name).replace('~', '~0').replace('/', '~1')}", each
+
+
+def _line(error: object) -> str:
+    """The error of llguidance in one line."""
+    return " ".join(str(error).split())[:300]

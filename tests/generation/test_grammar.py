@@ -1,0 +1,165 @@
+"""Texts that have to fit a grammar: parsed, validated, and the same in every batch, under schedules and exact."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from checkpoints import byte_tokenizer
+from engine_tools import Always
+from serve_tools import SCHEDULES, tiny_served_model
+from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
+from skipdecode.engine.kernels.head import NativeHead
+from skipdecode.errors import GrammarError
+from skipdecode.generation.grammar import Grammars
+
+TOKENIZER = byte_tokenizer()
+WORD = {"type": "string", "maxLength": 6}
+SCHEMAS = {
+    "anything": {},
+    "true": {"type": ["boolean", "null"]},
+    "string": {"type": "string", "minLength": 2, "maxLength": 9},
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+    "part": {"type": "string", "pattern": "ab+c", "maxLength": 12},
+    "integer": {"type": "integer", "minimum": -3, "exclusiveMaximum": 1000},
+    "number": {"type": "number", "minimum": 0.5, "maximum": 9.5},
+    "multiple": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700},
+    "enum": {"enum": ["red", "green", 3, None, {"a": [1]}]},
+    "const": {"const": {"a": 1, "b": [True]}},
+    "date": {"type": "string", "format": "date"},
+    "time": {"type": "string", "format": "date-time"},
+    "uuid": {"type": "string", "format": "uuid"},
+    "ipv4": {"type": "string", "format": "ipv4"},
+    "email": {"type": "string", "format": "email", "maxLength": 20},
+    "array": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 2, "maxItems": 4},
+    "tuple": {"type": "array", "prefixItems": [{"type": "boolean"}, WORD], "items": False, "minItems": 2},
+    "contains nothing": {"type": "array", "maxItems": 0},
+    "object": {"type": "object", "properties": {"a": WORD, "b": {"type": "null"}}, "required": ["b"]},
+    "closed": {"type": "object", "properties": {"a": WORD}, "required": ["a"], "additionalProperties": False},
+    "nested": {
+        "type": "object",
+        "properties": {"x": {"type": "object", "properties": {"y": {"type": "array", "items": WORD, "maxItems": 2}}}},
+        "required": ["x"],
+    },
+    "map": {"type": "object", "additionalProperties": {"type": "boolean"}},
+    "named by pattern": {
+        "type": "object",
+        "patternProperties": {"^n[0-9]$": {"type": "integer", "minimum": 0, "maximum": 5}},
+        "additionalProperties": False,
+    },
+    "any of": {"anyOf": [{"type": "boolean"}, {"type": "object", "properties": {"k": WORD}, "required": ["k"]}]},
+    "one of": {"oneOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 9}]},
+    "all of": {"allOf": [{"type": "integer", "minimum": 10}, {"maximum": 20}]},
+    "reference": {"$defs": {"w": WORD}, "type": "array", "items": {"$ref": "#/$defs/w"}, "maxItems": 3},
+    "beside a reference": {"$defs": {"w": {"type": "string"}}, "$ref": "#/$defs/w", "maxLength": 3},
+    "recursive": {
+        "$defs": {"t": {"type": "object", "properties": {"t": {"$ref": "#/$defs/t"}}, "additionalProperties": False}},
+        "$ref": "#/$defs/t",
+    },
+    "without a type": {"properties": {"a": {"minimum": 3}}, "required": ["a"]},
+    "letters": {"type": "object", "properties": {"größe": {"enum": ["ä", "\n", '"', "日"]}}, "required": ["größe"]},
+}
+REFUSED = [
+    ("/properties/a~1b", {"properties": {"a/b": {"not": {"type": "string"}}}}),
+    ("/$defs/w", {"$defs": {"w": {"type": "array", "uniqueItems": True}}, "items": {"$ref": "#/$defs/w"}}),
+    ("/anyOf/1/properties/k", {"anyOf": [{"type": "null"}, {"properties": {"k": {"if": {}, "then": {}}}}]}),
+    ("/prefixItems/0", {"prefixItems": [{"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 1}]}]}),
+    ("", {"type": "string", "pattern": "(?=a)b"}),
+    ("", {"dependentRequired": {"a": ["b"]}}),
+    ("", {"type": "string", "format": "spelling"}),
+    ("", {"type": "string", "minLength": 3, "maxLength": 1}),
+    ("", {"$ref": "http://127.0.0.1:9/schema.json"}),
+]
+# Closers, so that random weights come to an end.
+BIAS = dict.fromkeys(TOKENIZER('"}]', add_special_tokens=False).input_ids, 7.0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_served_model()
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(TOKENIZER, 259, {2})
+
+
+def request(grammar, seed=1, **options):
+    settings = {"temperature": 1.0, "seed": seed, "logit_bias": BIAS, "grammar": grammar}
+    sampling = Sampling(**settings | options.pop("sampling", {}))
+    return Request(tuple(TOKENIZER(f"number {seed}").input_ids), 600, sampling, frozenset({2}), **options)
+
+
+def texts(engine, requests):
+    done = engine.decode(requests)
+    assert {each.finish_reason for each in done} == {"eos"}
+    return [TOKENIZER.decode(each.tokens, skip_special_tokens=True) for each in done]
+
+
+def validate(text, schema):
+    jsonschema.validate(
+        json.loads(text), schema, jsonschema.Draft202012Validator, format_checker=jsonschema.FormatChecker()
+    )
+
+
+@pytest.mark.parametrize("draws", [1, pytest.param(40, marks=pytest.mark.slow)])
+def test_finished_texts_are_valid(model, grammars, draws):
+    asked = [(schema, seed) for schema in SCHEMAS.values() for seed in range(draws)]
+    requests = [request(grammars.compile("json", schema), seed) for schema, seed in asked]
+    found = texts(FastEngine(model, SCHEDULES["nested"], max_rows=16), requests)
+    for text, (schema, _) in zip(found, asked, strict=True):
+        validate(text, schema)
+    assert len(set(found)) > len(SCHEMAS) * 2 // 3
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.0, "logit_bias": {}}, {"top_k": 3}])
+def test_batches_engines_heads_and_exact_decoding_change_nothing(model, grammars, sampling, monkeypatch):
+    schemas = [grammars.compile("json", SCHEMAS[name]) for name in ("closed", "array", "pattern", "enum")]
+    wanted = [request(grammar, i, sampling=sampling) for i, grammar in enumerate(schemas)]
+    free = Request(tuple(TOKENIZER("free").input_ids), 30, stop_ids=frozenset({2}))
+    for schedule in SCHEDULES.values():
+        alone = [FastEngine(model, schedule).decode([each])[0].tokens for each in (*wanted, free)]
+        for engine in (FastEngine(model, schedule), GatedEngine(model, schedule)):
+            assert [each.tokens for each in engine.decode([*wanted, free])] == alone
+        with monkeypatch.context() as patched:
+            patched.setattr(NativeHead, "short_from", 0)
+            assert [each.tokens for each in FastEngine(model, schedule).decode([*wanted, free])] == alone
+    full = texts(FastEngine(model, SCHEDULES["full"]), wanted)
+    for layers in (True, False):
+        engine = FastEngine(model, SCHEDULES["nested"])
+        engine.planner = Always(3, layers)
+        exact = [request(grammar, i, sampling=sampling, exact=True) for i, grammar in enumerate(schemas)]
+        assert texts(engine, exact) == full
+        assert engine.stats.drafted_tokens
+
+
+def test_other_grammars(model, grammars):
+    engine = FastEngine(model, SCHEDULES["full"])
+    cases = [
+        ("regex", "[ab]{3}|[0-9]+x", r"[ab]{3}|[0-9]+x"),
+        ("choice", ["yes", 'no "thanks"', "ü\n"], r'yes|no "thanks"|ü\n'),
+        ("grammar", 'root ::= "a" b+\nb ::= [xy] "."', r"a([xy]\.)+"),
+        ("grammar", 'start: "a" B\nB: /[xy]{2}/', "a[xy]{2}"),
+    ]
+    found = texts(
+        engine, [request(grammars.compile(kind, source), sampling={"logit_bias": {}}) for kind, source, _ in cases]
+    )
+    for text, (*_, pattern) in zip(found, cases, strict=True):
+        assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize(("path", "schema"), REFUSED, ids=json.dumps)
+def test_what_cannot_be_enforced_is_refused_with_its_place(grammars, path, schema):
+    with pytest.raises(GrammarError) as refused:
+        grammars.compile("json", schema)
+    assert refused.value.path == path
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "source"), [("regex", "(?=a)"), ("grammar", "a b c"), ("json", "{"), ("json", "[]")])
+def test_other_grammars_are_refused(grammars, kind, source):
+    with pytest.raises(GrammarError):
+        grammars.compile(kind, source)
