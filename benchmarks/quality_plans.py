@@ -178,7 +178,7 @@ def sampled(steps: int, *speedups: int) -> list[str]:
 
 def full_depth(base: str, seq_len: int, steps: int) -> Checkpoint:
     """Tuned for full depth."""
-    options = ["--nominal-speedup", "1", "--seq-len", str(seq_len), "--steps", str(steps)]
+    options = ["--schedule", "1x", "--seq-len", str(seq_len), "--steps", str(steps)]
     return Checkpoint(base, options, ["full"])
 
 

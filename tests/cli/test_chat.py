@@ -80,9 +80,9 @@ def test_the_schedule_is_switched_between_turns(talk: Any, llm: LLM, tmp_path: P
     assert len({full, fast, even}) == 3
     lines = f"hello\n/reset\n/2x\nhello\n/reset\n/full\nhello\n/reset\n/schedule {tmp_path / 'own.json'}\nhello\n"
     assert talk(lines)[0] == full + fast + full + even
-    assert talk("hello\n", "--nominal-speedup", "2")[0] == fast
+    assert talk("hello\n", "--schedule", "2x")[0] == fast
     shallow = Schedule.from_speedup(LAYERS, 2, 8).with_prompt((0, 1, 2))
-    assert talk("/2x\nhello\n", "--prompt-layers", "3")[0] == answers(llm, "hello", schedule=shallow) != fast
+    assert talk("/2x:p3\nhello\n")[0] == answers(llm, "hello", schedule=shallow) != fast
     _, told = talk("/2x\nhello\nmore\n/schedule\n")
     assert told.count("not tuned under skipdecode-2x") == 1
     assert "skipdecode-2x; others: full" in told
@@ -120,7 +120,7 @@ def test_a_model_without_chat_template_says_what_to_use(capsys: Any, tmp_path: P
 def test_a_schedule_that_does_not_fit_is_told_before_weights_are_loaded(capsys: Any, tmp_path: Path):
     name = save_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert main(["chat", name, "--nominal-speedup", "99"]) == 2
+    assert main(["chat", name, "--schedule", "99x"]) == 2
     assert "nominal_speedup=99" in capsys.readouterr().err
 
 

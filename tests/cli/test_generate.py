@@ -47,7 +47,7 @@ def test_rows_come_out_in_input_order_with_ids_whatever_the_batches(tmp_path: Pa
     found = []
     for size in ("1", "4", "64"):
         out = str(tmp_path / f"out{size}.jsonl")
-        options = ("--input", rows_file, "--output", out, "--batch-size", size, "--nominal-speedup", "2")
+        options = ("--input", rows_file, "--output", out, "--batch-size", size, "--schedule", "2x")
         assert generate(model_dir, *options, "--include-prompt", "--no-template") == 0
         found.append(read_rows(out))
     assert found[0] == found[1] == found[2]
@@ -57,7 +57,7 @@ def test_rows_come_out_in_input_order_with_ids_whatever_the_batches(tmp_path: Pa
 
 
 def test_text_is_what_attached_generate_says(capsysbinary: Any, model_dir: str):
-    assert generate(model_dir, "hello", "--nominal-speedup", "2", "--seq-len", "8", "--no-template") == 0
+    assert generate(model_dir, "hello", "--schedule", "2x", "--seq-len", "8", "--no-template") == 0
     row = json.loads(capsysbinary.readouterr().out)
     tokenizer = byte_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
@@ -170,7 +170,7 @@ def test_the_last_line_is_the_speed_over_all_layers_if_it_is_known(
     capsys: Any, tmp_path: Path, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ):
     def last(*options: str) -> str:
-        assert generate(model_dir, "hi", "--nominal-speedup", "2", *options) == 0
+        assert generate(model_dir, "hi", "--schedule", "2x", *options) == 0
         return str(capsys.readouterr().err.splitlines()[-1])
 
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
@@ -246,7 +246,7 @@ def test_a_terminal_gets_text_and_a_pipe_jsonl_unless_asked(
 
 def test_summary_tells_layers_speed_and_bytes(capsys: Any, tmp_path: Path, model_dir: str, rows_file: str):
     figures = tmp_path / "figures.json"
-    options = ("--input", rows_file, "--output", "/dev/null", "--nominal-speedup", "2", "--summary", str(figures))
+    options = ("--input", rows_file, "--output", "/dev/null", "--schedule", "2x", "--summary", str(figures))
     assert generate(model_dir, *options, "--compare") == 0
     table = capsys.readouterr().err
     found = json.loads(figures.read_text())
@@ -272,7 +272,7 @@ def test_an_interrupted_comparison_loses_no_row(
         raise KeyboardInterrupt
 
     out = tmp_path / "out.jsonl"
-    options = ("--input", rows_file, "--output", str(out), "--nominal-speedup", "2", "--compare")
+    options = ("--input", rows_file, "--output", str(out), "--schedule", "2x", "--compare")
     with monkeypatch.context() as patched:
         patched.setattr("skipdecode.generation.run._compared", interrupted)
         assert generate(model_dir, *options) == 130
@@ -292,10 +292,10 @@ def test_schedule_is_that_of_the_file_the_speedup_or_the_checkpoint(capsysbinary
     tuned = save_tiny_model(tmp_path / "tuned")
     config = json.loads((tmp_path / "tuned" / "config.json").read_text())
     (tmp_path / "tuned" / "config.json").write_text(json.dumps(config | {"skipdecode": schedule.to_dict()}))
-    full, skipping = text(model_dir), text(model_dir, "--nominal-speedup", "2")
+    full, skipping = text(model_dir), text(model_dir, "--schedule", "2x")
     assert full != skipping
     assert text(model_dir, "--schedule", str(file)) == text(tuned) == skipping
-    assert text(tuned, "--nominal-speedup", "1") == full
+    assert text(tuned, "--schedule", "1x") == full
     assert text(tuned, "--schedule", schedule.name) == skipping
     assert text(tuned, "--schedule", "full") == full
     assert generate(tuned, "hello", "--schedule", "other") == 2
@@ -312,7 +312,7 @@ def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Pat
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     wrapped.save_pretrained(tmp_path)
-    options = ("--nominal-speedup", "2")
+    options = ("--schedule", "2x")
     found = [text(str(tmp_path)), text(str(tmp_path), *options), text(model_dir), text(model_dir, *options)]
     assert len(set(found)) == 4
 
@@ -325,12 +325,11 @@ def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Pat
         (["x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
         (["x", "--output-format", "text", "--output", "out.txt"], 2, "--output-format text is for standard output"),
         (["x", "--top-k", "3"], 2, "or a temperature too"),
-        (["x", "--seq-len", "3"], 2, "--seq-len needs --nominal-speedup"),
-        (["x", "--schedule", "s.json", "--nominal-speedup", "2"], 2, "exclude each other"),
+        (["x", "--seq-len", "3"], 2, "--seq-len needs --schedule"),
         (["x", "--schedule", "absent.json"], 2, "cannot read the schedule absent.json"),
         (["x", "--schedule", "broken.json"], 2, "broken.json: a schedule must be JSON"),
         (["x", "--schedule", "other.json"], 2, "is for 5 layers, but the model has 8"),
-        (["x", "--nominal-speedup", "9"], 2, "at most 4.00 is possible"),
+        (["x", "--schedule", "9x"], 2, "at most 4.00 is possible"),
         (["--input", "absent.jsonl"], 2, "cannot read the input absent.jsonl"),
         (["--input", "empty.txt"], 2, "no prompts in empty.txt"),
         (["--input", "bad.jsonl"], 2, "nothing to generate: no row of bad.jsonl can be used"),

@@ -27,7 +27,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def long_run(model_dir: str, data: str, out: Path, *more: str) -> list[str]:
     options = ["--input", data, "--output", str(out), "--max-new-tokens", "24", "--batch-size", "4"]
-    return ["generate", model_dir, *options, "--nominal-speedup", "2", "--temperature", "0.8", "--seed", "5", *more]
+    return ["generate", model_dir, *options, "--schedule", "2x", "--temperature", "0.8", "--seed", "5", *more]
 
 
 def stop_in_the_middle(arguments: list[str], partial: Path, signal_number: int) -> subprocess.Popen[str]:
@@ -131,7 +131,7 @@ def test_peak_memory_of_a_real_run_does_not_grow_with_the_file(tmp_path: Path, m
                 file.write(json.dumps({"id": f"r{i}", "prompt": prompt, "note": "x" * 8192}) + "\n")
         options = ["--input", str(data), "--output", str(out), "--max-new-tokens", "3", "--batch-size", "8"]
         done = subprocess.run(
-            [sys.executable, "-c", PEAK, "generate", model_dir, *options, "--nominal-speedup", "2"],
+            [sys.executable, "-c", PEAK, "generate", model_dir, *options, "--schedule", "2x"],
             env=subprocess_environment(),
             capture_output=True,
             text=True,

@@ -30,8 +30,8 @@ TUNE = [
     "1",
     "--batch-size",
     "2",
-    "--nominal-speedup",
-    "2",
+    "--schedule",
+    "2x",
 ]
 
 
@@ -84,7 +84,7 @@ def test_calibrate_and_eval_read_a_pipe_whole(tmp_path: Path, model: str):
     task.write_text('name: t\nprompt: "{colour}"\nreferences: [ref]\nmetrics: [chrf]\nmax_new_tokens: 2\n')
     with fifo(tmp_path / "two", content) as data:
         words = ["eval", model, "--task", str(task), "--data", data, "--out", str(tmp_path / "run")]
-        assert main([*words, "--nominal-speedup", "2", "--no-teacher-forced"]) == 0
+        assert main([*words, "--schedule", "2x", "--no-teacher-forced"]) == 0
     assert json.loads((tmp_path / "run" / "run.json").read_text())["n"] == COUNT
 
 

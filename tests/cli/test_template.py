@@ -100,7 +100,7 @@ def test_a_broken_chat_template_is_told_before_any_work(capsys: Any, tmp_path: P
     command = {
         "generate": ["generate", model, "hello", "--chat"],
         "chats": ["generate", model, "--input", data, "--field", "messages", "--output", str(tmp_path / "out.jsonl")],
-        "tune": ["tune", model, *learn, "--out", str(tmp_path / "out"), "--nominal-speedup", "2"],
+        "tune": ["tune", model, *learn, "--out", str(tmp_path / "out"), "--schedule", "2x"],
         "serve": ["serve", model, "--port", "0"],
     }[verb]
     assert main(command) == 2
@@ -156,7 +156,7 @@ def test_eval_without_a_task_takes_the_checkpoints_template(capsys: Any, tmp_pat
     data = write_rows(tmp_path / "data.jsonl", [{"word": w, "ref": f"a {w}"} for w in ("car", "house", "tree")])
     command = ["--data", data, "--resamples", "20", "--max-new-tokens", "4", "--metrics", "bleu", "--json"]
     model = tuned(tmp_path / "tuned", "Say {word}:")
-    assert main(["eval", model, *command, "--nominal-speedup", "2", "--out", str(tmp_path / "run")]) == 0
+    assert main(["eval", model, *command, "--schedule", "2x", "--out", str(tmp_path / "run")]) == 0
     assert "'Say {word}:'" in capsys.readouterr().err
     prompts = [row["prompt"] for row in read_rows(tmp_path / "run/outputs.jsonl")[-3:]]
     assert prompts == ["Say car:", "Say house:", "Say tree:"]

@@ -38,9 +38,9 @@ WRONG = {
     f"{EVAL} --report page.html": "eval --report was removed: the printed tables are Markdown",
     "eval --compare nowhere --report=page.html": "tables are Markdown",
     "plan hollow --btach 2": "'--batch'",
-    "plan hollow --nominal-speedup 2 --order bottm-up": "'bottom-up'",
-    "plan hollow --nominal-speedup 2 --dtype bf16": "'bfloat16'",
-    "plan smolm2-135m --nominal-speedup 2": "'smollm2-135m'",
+    "plan hollow --target-speedup 2 --phase decod": "'decode'",
+    "plan hollow --schedule 2x --dtype bf16": "'bfloat16'",
+    "plan smolm2-135m --schedule 2x": "'smollm2-135m'",
     "generate hollo x": "'hollow'",
     "generate e2e-smollm2-135 x": "'e2e-smollm2-135m'",
     f"{EVAL} --metrics BLUE": "'bleu'",
@@ -53,32 +53,32 @@ WRONG = {
     "info more": "more",
     "generate hollow x --batch-size 1.5": "--batch-size '1.5'",
     "generate hollow x --stop ''": "--stop ''",
-    "generate hollow x --schedule ''": "--schedule ''",
+    "generate hollow x --schedule ''": "unknown schedule ''",
     "generate hollow x --quantization int8 --engine transformers": "--quantization",
     "generate hollow x --weights w8a8 --engine transformers": "--quantization w8a8",
     "generate hollow x --system '\udcff'": "--system '\\udcff'",
     "generate hollow x --prompt-template '{a}\udcff'": "--prompt-template",
     "generate hollow '\udcff'": "PROMPTS",
-    "plan hollow --nominal-speedup 2 --seq-len 100000000": "1 to 32768",
-    "plan hollow --nominal-speedup 2 --batch 100000": "1 to 1024",
-    "plan hollow --nominal-speedup 2 --batch 1000 --prompt-len 1000000": "give at most 1048576",
+    "plan hollow --schedule 2x --seq-len 100000000": "1 to 32768",
+    "plan hollow --schedule 2x --batch 100000": "1 to 1024",
+    "plan hollow --schedule 2x --batch 1000 --prompt-len 1000000": "give at most 1048576",
     "generate hollow x --device gpu": "'gpu'",
-    "serve hollow --flat": "--flat",
+    "serve hollow --flat": "--schedule 2x:flat",
     "tune hollow": "--train",
     f"tune hollow {RECORDS}": "--task",
     f"tune adapter --task e2e --lora-rank 4 {RECORDS}": "--merge",
     f"tune hollow --prompt-field m --response-field ref {RECORDS}": "'m'; the record has 'mr', 'ref'",
     # Schedules and lengths that do not fit the model.
-    "plan hollow --nominal-speedup 99": "at most 4.00",
-    "generate hollow x --nominal-speedup 99": "at most 4.00",
+    "plan hollow --schedule 99x": "at most 4.00",
+    "generate hollow x --schedule 99x": "at most 4.00",
     "generate hollow x --schedule ten.json": "10 layers",
-    "generate hollow x --prompt-layers 9": "1 to 8",
-    "chat hollow --prompt-layers 0-8": "0 to 7",
-    "plan hollow --nominal-speedup 2 --prompt-layers lower": "'lower'",
-    f"tune hollow --task e2e {RECORDS} --nominal-speedup 2 --prompt-layers 1-3": "layer 0",
+    "generate hollow x --schedule :p9": "1 to 8",
+    "chat hollow --schedule :p0-8": "0 to 7",
+    "plan hollow --target-speedup 2 --prompt-layers lower": "'lower'",
+    f"tune hollow --task e2e {RECORDS} --schedule 2x:p1-3": "layer 0",
     f"{EVAL} --methods 2x:p9": "1 to 8",
-    "eval hollow --out new --schedule full --nominal-speedup 2": "--nominal-speedup",
-    "serve hollow --prompt-layers 4": "--prompt-layers",
+    "generate hollow x --nominal-speedup 2": "--schedule 2x",
+    "serve hollow --prompt-layers 4": "--schedule 2x:p15",
     f"tune hollow --task e2e {RECORDS} --schedule ten.json": "10 layers",
     f"{EVAL} --schedule ten.json": "10 layers",
     f"{EVAL} --max-new-tokens 500": "max_new_tokens=500",
@@ -92,9 +92,9 @@ WRONG = {
     f"tune hollow --task e2e {RECORDS.replace('rec', 'none')}": "none.jsonl",
     f"tune hollow --task e2e {RECORDS.replace('new', 'rec.jsonl/x')}": "rec.jsonl/x",
     "eval --compare nowhere": "nowhere",
-    "plan cfg.json --nominal-speedup 2 --out .": "directory",
+    "plan cfg.json --schedule 2x --out .": "directory",
     f"prepare hollow --task e2e {RECORDS} --cost nowhere.json": "nowhere.json",
-    "calibrate hollow --data rec.jsonl --nominal-speedup 2": "calibrate was removed: skipdecode prepare",
+    "calibrate hollow --data rec.jsonl --schedule 2x": "calibrate was removed: skipdecode prepare",
     "serve hollow --api-keys nowhere.txt": "nowhere.txt",
 }
 
@@ -145,7 +145,7 @@ def test_a_removed_flag_may_be_of_one_verb_and_texts_are_no_flags(
     for words, told in {
         "generate hollow x --order 3": "generate --order was removed: give --schedule",
         "chat hollow --order 3": "unknown option --order",
-        "plan hollow --order bottm-up": "'bottom-up'",  # which plan has
+        "plan hollow --prompt-layers 9 --phase decod": "'decode'",  # which plan has
         "generate hollow '--order of layers' --top-k -1": "--top-k -1",
         "generate hollow --top-k -1 -- --router": "--top-k -1",
     }.items():
@@ -162,7 +162,7 @@ def test_exit_codes_tell_what_was_asked_from_what_failed():
 def test_a_plan_for_a_known_cost_loads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(tmp_path / "model")
-    command = ["plan", str(model), "--nominal-speedup", "2", "--json", "--prompt-len", "8", "--seq-len", "8"]
+    command = ["plan", str(model), "--schedule", "2x", "--json", "--prompt-len", "8", "--seq-len", "8"]
     assert main(command) == 0
     first = json.loads(capsys.readouterr().out)
     assert first["cost_origin"].startswith("measured here")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,7 +19,7 @@ from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.measure import CostMeter, fitted, measure_cost
 from skipdecode.cost.model import CostModel, PromptCost, StepCost
 from skipdecode.cost.plan import assess
-from skipdecode.cost.solve import solve, why_flat
+from skipdecode.cost.solve import solve
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
@@ -112,8 +111,6 @@ def test_kv_bytes_are_those_of_a_real_cache(family, name, prompt):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
     geometry = ModelGeometry.from_config(model.config, 4)
     assert geometry.kv_bytes_held(plan, 7, 6, batch=3) == attachment.last_run.kv_bytes
-    full = geometry.kv_bytes_held(Schedule.full(LAYERS), 7, 6, batch=3)
-    assert geometry.kv_bytes_saved(plan, 7, 6, batch=3) == full - attachment.last_run.kv_bytes
 
 
 # ---------------------------------------------------------------------- seconds
@@ -126,21 +123,12 @@ def test_a_step_is_its_parts():
     # Three steps, of 6, 5 and 4 layers, after 20 prompt tokens; a token reads itself too.
     expected = 15 + (6 + 5 + 4) + 0.01 * (6 * 21 + 5 * 22 + 4 * 23)
     assert cost.sequence_seconds(schedule, 20, 4) == pytest.approx(expected)
-    assert cost.fixed_share(20, 2) == pytest.approx(5 / (5 + 10 * (1 + 0.21)))
 
 
 def test_sliding_window_layers_stop_reading_at_the_window():
     cost = CostModel(4, 1, (StepCost(1, 0.0, 1.0, 1.0),), window=10, window_share=0.5)
     assert cost.step_seconds(4, 10) == pytest.approx(4 * 11)
     assert cost.step_seconds(4, 30) == pytest.approx(4 * (1 + 20))
-
-
-def test_a_stream_of_mixed_ages_costs_what_a_simulation_says():
-    cost = smollm2(batch=6)
-    schedule = Schedule.paper(30, min_exit_layer=5, max_exit_layer=25, seq_len=40)
-    draw = random.Random(0)
-    steps = [max(schedule.budget(draw.randrange(60)) for _ in range(6)) for _ in range(40_000)]
-    assert cost.layers_per_step(schedule, 61, "continuous") == pytest.approx(sum(steps) / len(steps), rel=0.005)
 
 
 costs = st.builds(
@@ -163,16 +151,13 @@ def costs_and_schedules(draw):
 @given(costs_and_schedules(), st.integers(0, 50), st.integers(2, 30))
 def test_speedups_are_ordered(both, prompt_len, new_tokens):
     cost, schedule = both
-    lockstep = cost.speedup(schedule, prompt_len, new_tokens)
-    continuous = cost.speedup(schedule, prompt_len, new_tokens, "continuous")
     slack = 1 + 1e-9
-    assert 1 <= continuous * slack <= lockstep * slack**2
-    assert lockstep <= cost.bound(2, prompt_len, new_tokens) * slack
+    least = Schedule.constant(cost.num_layers, 2)
+    speedup, bound = (cost.speedup(each, prompt_len, new_tokens) for each in (schedule, least))
+    assert 1 <= speedup * slack <= bound * slack**2
     unread = replace(cost, steps=(cost.step._replace(kv_seconds=0.0),))
     nominal = cost.num_layers / schedule.mean_budget(new_tokens - 1)
     assert unread.speedup(schedule, prompt_len, new_tokens) <= nominal * slack
-    if cost.batch == 1 or schedule.is_flat:
-        assert continuous == pytest.approx(lockstep)
     deeper = Schedule.constant(cost.num_layers, schedule.budgets[0])
     assert cost.sequence_seconds(schedule, prompt_len, new_tokens) <= slack * cost.sequence_seconds(
         deeper, prompt_len, new_tokens
@@ -281,8 +266,6 @@ def test_wrong_numbers_are_refused():
         cost.speedup(Schedule.full(30), 10, 1)
     with pytest.raises(UsageError, match="prompt_len=-1"):
         cost.speedup(Schedule.full(30), -1, 5)
-    with pytest.raises(UsageError, match="lockstep"):
-        cost.speedup(Schedule.full(30), 10, 5, "sometimes")
     with pytest.raises(ScheduleError, match="24 layers"):
         cost.speedup(Schedule.full(24), 10, 5)
     with pytest.raises(UsageError, match="fixed_seconds"):
@@ -312,17 +295,17 @@ def test_the_decay_is_the_papers():
     assert solve(smollm2(), 2.0, 64, spread=0.0).is_flat
 
 
-@given(costs, st.floats(0, 1), st.integers(1, 20), st.sampled_from(["lockstep", "continuous"]), st.integers(0, 2))
-def test_solved_budgets_reach_the_target_with_the_most_layers(cost, share, seq_len, use, warmup):
+@given(costs, st.floats(0, 1), st.integers(1, 20), st.booleans(), st.integers(0, 2))
+def test_solved_budgets_reach_the_target_with_the_most_layers(cost, share, seq_len, flat, warmup):
     warmup = min(warmup, cost.num_layers - 1)
-    bound = cost.bound(warmup + 1, 8, seq_len + 1)
+    bound = cost.speedup(Schedule.constant(cost.num_layers, warmup + 1, warmup_layers=0), 8, seq_len + 1)
     target = 1 + share * (bound - 1) * 0.999
-    schedule = solve(cost, target, seq_len, phase="decode", use=use, warmup_layers=warmup, prompt_len=8)
-    assert cost.speedup(schedule, 8, seq_len + 1, use) >= target
+    schedule = solve(cost, target, seq_len, phase="decode", flat=flat, warmup_layers=warmup, prompt_len=8)
+    assert cost.speedup(schedule, 8, seq_len + 1) >= target
     more = tuple(min(cost.num_layers, b + 1) for b in schedule.budgets)
     if more != schedule.budgets:
         deeper = Schedule(cost.num_layers, schedule.drop_order, more, warmup)
-        assert cost.speedup(deeper, 8, seq_len + 1, use) < target
+        assert cost.speedup(deeper, 8, seq_len + 1) < target
 
 
 prompt_costs = st.tuples(st.floats(1, 600), st.floats(0.01, 100), st.floats(0, 1)).map(
@@ -370,27 +353,15 @@ def test_a_request_out_of_reach_says_the_bound_and_what_sets_it():
     assert f"prompts take {share:.0%}" in str(error.value)
 
 
-def test_continuous_use_gets_a_flat_schedule_and_says_why():
-    cost = smollm2(batch=8)
-    flat = solve(cost, 1.5, 64, phase="decode", use="continuous")
-    assert flat.is_flat
-    assert cost.speedup(flat, 64, 65, "continuous") >= 1.5
-    linear = solve(cost, 1.5, 64, phase="decode")
-    mixed = cost.speedup(linear, 64, 65, "continuous")
-    assert mixed < 1.35
-    reason = why_flat(cost, linear, 64, 65)
-    assert f"bring {mixed:.2f}x" in reason
-    assert f"{cost.layers_per_step(linear, 65, 'continuous'):.1f} of 30 layers" in reason
-
-
 def test_a_target_out_of_reach_says_the_bound_and_why():
     cost = smollm2(batch=1)
     with pytest.raises(TargetError) as error:
         solve(cost, 5, 64, phase="decode")
     text = str(error.value)
-    bound = cost.bound(2, 64, 65)
+    bound = cost.speedup(Schedule.constant(30, 2), 64, 65)
+    share = 64 * cost.step.fixed_seconds / cost.sequence_seconds(Schedule.full(30), 64, 65)
     assert f"the bound is {int(bound * 100) / 100:.2f}x" in text
-    assert f"{cost.fixed_share(64, 65):.0%} of a full step" in text
+    assert f"{share:.0%} of a full step" in text
     assert "with 2 of 30 layers" in text
     assert solve(cost, bound * 0.9999, 64, phase="decode").budgets[-1] == 2
     with pytest.raises(TargetError):
@@ -416,14 +387,12 @@ def test_assessment_is_consistent():
     geometry = ModelGeometry.from_config(SMOLLM2)
     cost = smollm2()
     schedule = solve(cost, 2, 64, phase="decode")
-    figures = assess(schedule, cost, geometry, use="lockstep", prompt_len=64, new_tokens=65)
-    assert figures.decode_speedup == figures.decode_speedup_lockstep > figures.decode_speedup_continuous
+    figures = assess(schedule, cost, geometry, prompt_len=64, new_tokens=65)
     assert 1 < figures.request_speedup < figures.decode_speedup
     assert figures.nominal_speedup == pytest.approx(schedule.nominal_speedup)
     assert figures.step_seconds_full / figures.step_seconds == pytest.approx(figures.decode_speedup)
-    assert figures.layers_per_step == pytest.approx(schedule.mean_budget())
-    assert figures.bound_at_half < figures.bound
-    assert (figures.least_budget, figures.half_budget) == (2, 15)
+    assert figures.decode_speedup < figures.bound
+    assert figures.least_budget == 2
 
 
 # ---------------------------------------------------------------------- measuring

@@ -120,7 +120,7 @@ def test_generate_gives_the_same_rows_on_both_engines_and_compares(tmp_path: Pat
     for engine in ("fast", "transformers"):
         out, figures = tmp_path / f"{engine}.jsonl", tmp_path / f"{engine}.json"
         arguments = ["--input", data, "--output", str(out), "--summary", str(figures), "--max-new-tokens", "8"]
-        more = ["--batch-size", "3", "--nominal-speedup", "2", "--compare", "--engine", engine]
+        more = ["--batch-size", "3", "--schedule", "2x", "--compare", "--engine", engine]
         assert main(["generate", model, *arguments, *more]) == 0
         rows.append(read_rows(out))
         document = json.loads(figures.read_text())

@@ -27,13 +27,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("eval")
     prepare(path)
     assert main(arguments(path, "--out", str(path / "full"), "--schedule", "full")) == 0
-    assert main(arguments(path, "--out", str(path / "skip"), "--nominal-speedup", "2", "--seq-len", "6")) == 0
+    assert main(arguments(path, "--out", str(path / "skip"), "--schedule", "2x", "--seq-len", "6")) == 0
     return path
 
 
 def test_a_run_is_shown_next_to_full_depth_and_leaves_files(place: Path, capsys: pytest.CaptureFixture[str]):
     out = place / "again"
-    assert main(arguments(place, "--out", str(out), "--nominal-speedup", "2", "--limit", "3")) == 0
+    assert main(arguments(place, "--out", str(out), "--schedule", "2x", "--limit", "3")) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(i for i, line in enumerate(lines) if line.startswith("Scores"))
     assert [re.split(r" *\| *", line)[1] for line in lines[title + 3 : title + 5]] == ["full", "skipdecode-2x"]
@@ -49,7 +49,7 @@ def test_a_run_is_shown_next_to_full_depth_and_leaves_files(place: Path, capsys:
 
 
 def test_full_depth_may_be_left_out(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    call = arguments(place, "--out", str(tmp_path), "--nominal-speedup", "2", "--limit", "2", "--no-full-depth")
+    call = arguments(place, "--out", str(tmp_path), "--schedule", "2x", "--limit", "2", "--no-full-depth")
     assert main(call) == 0
     assert "| full " not in capsys.readouterr().out
     assert not (tmp_path / "full").exists()
@@ -57,7 +57,7 @@ def test_full_depth_may_be_left_out(place: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_full_depth_that_is_there_is_not_run_again(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    more = ["--out", str(tmp_path), "--seq-len", "6", "--limit", "4", "--methods"]
+    more = ["--out", str(tmp_path), "--seq-len", "6", "--limit", "4", "--schedule", "full"]
     assert main(arguments(place, *more, "2x")) == 0
     stamp = (tmp_path / "full" / "run.json").stat().st_mtime_ns
     capsys.readouterr()
@@ -194,7 +194,6 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
         (["even:2"], "unknown schedule 'even:2'"),
         (["none.json"], "cannot read the schedule none.json"),
         (["full", "full"], "have full twice"),
-        (["full", "--nominal-speedup", "2"], "exclude each other"),
         (["2x", "--drop-order", "none.json"], "--drop-order was removed: write a schedule file"),
     ],
 )
@@ -223,9 +222,8 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
         (["--out", "{place}/full"], 2, "holds a run already"),
         (["--out", "{place}/x", "--metrics", "blew"], 2, "unknown metric 'blew'"),
         (["--out", "{place}/x", "--metrics", "bleu", "meteor"], 2, "meteor was removed: use bertscore_f1 or chrf"),
-        (["--out", "{place}/x", "--schedule", "full", "--nominal-speedup", "2"], 2, "exclude each other"),
         (["--out", "{place}/x", "--schedule", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
-        (["--out", "{place}/x", "--seq-len", "8"], 2, "--seq-len needs --nominal-speedup"),
+        (["--out", "{place}/x", "--seq-len", "8"], 2, "--seq-len needs --schedule"),
         (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),
         (["--out", "{place}/x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
         (

@@ -67,7 +67,7 @@ def test_exact_texts_are_those_of_full_depth(
     stream = llm.stream(TEXTS[1], 24, schedule="2x", exact=True, stop=[full[1][3:5]], **{**sampling, "temperature": 0})
     assert "".join(stream) == stream.text
     out = str(tmp_path / "out.jsonl")
-    command = ["generate", model_dir, *TEXTS, "--output", out, "--max-new-tokens", "24", "--nominal-speedup", "2"]
+    command = ["generate", model_dir, *TEXTS, "--output", out, "--max-new-tokens", "24", "--schedule", "2x"]
     given = ["--temperature", "0.8", "--seed", "3"] if sampling else []
     assert main([*command, *given, "--exact", "--batch-size", "2", "--compare"]) == 0
     assert [row["text"] for row in read_rows(out)] == full
@@ -77,7 +77,7 @@ def test_texts_are_those_of_the_command_line_in_any_batch(llm: LLM, model_dir: s
     data, out = write_rows(tmp_path / "in.jsonl", [{"prompt": p} for p in TEXTS]), str(tmp_path / "out.jsonl")
     command = ["generate", model_dir, "--input", data, "--output", out, "--max-new-tokens", "8"]
     for options, sampling in (
-        (["--nominal-speedup", "2"], {"schedule": "2x"}),
+        (["--schedule", "2x"], {"schedule": "2x"}),
         (["--temperature", "0.8", "--top-k", "20"], {"temperature": 0.8, "top_k": 20, "seed": 0}),
     ):
         assert main([*command, *options, "--overwrite"]) == 0

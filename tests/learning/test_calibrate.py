@@ -305,8 +305,8 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     assert "100%" not in capsys.readouterr().err
 
 
-def test_continuous_use_gets_a_flat_schedule(files: Files) -> None:
-    assert learned(files, nominal_speedup=2, use="continuous", data="short").schedule.is_flat
+def test_a_server_gets_a_flat_schedule(files: Files) -> None:
+    assert learned(files, nominal_speedup=2, flat=True, data="short").schedule.is_flat
 
 
 def test_block_influence_measures_less_and_the_table_is_for_people(files: Files, tmp_path: Path) -> None:

@@ -61,7 +61,6 @@ def test_texts_that_ended_cost_nothing_and_a_batch_waits_for_its_longest():
     assert alone.seconds(schedule) == 12 + 3 + 1.5
     together = TextCost.of_lengths(CostModel.of_step(LAYERS, 2, 0.0, 1.0), 0, [2, 2, 4, 4])
     assert together.steps == (1.0, 0.75, 0.75)
-    assert TextCost.of_lengths(COST, 0, [2, 2, 4, 4], "continuous").steps == alone.steps
     with pytest.raises(DataError, match="two tokens"):
         TextCost.of_lengths(COST, 0, [1, 1])
 
@@ -126,7 +125,7 @@ def test_goals(tmp_path):
     nominal = set_goal(CalibrationSettings(nominal_speedup=2.0), None, 10, [20] * 4, LAYERS)
     assert nominal.paper.budgets == Schedule.from_speedup(LAYERS, 2, 20).budgets
     for phase in ("decode", "request"):
-        streamed = CalibrationSettings(target_speedup=2.0, use="continuous", phase=phase)
+        streamed = CalibrationSettings(target_speedup=2.0, flat=True, phase=phase)
         flat = set_goal(streamed, COST, 10, [20] * 4, LAYERS)
         assert flat.paper.is_flat
         assert flat.least <= flat.paper.budgets[0]
@@ -140,9 +139,9 @@ def test_goals(tmp_path):
     assert layers_only(LAYERS).speedup(Schedule.constant(LAYERS, 4), 0, 9) == 3
 
 
-@pytest.mark.parametrize("use", ["lockstep", "continuous"])
-def test_schedules_in_the_learned_order_reach_the_target_and_keep_the_least_layers(use):
-    goal = set_goal(CalibrationSettings(target_speedup=1.8, use=use), COST, 60, [20] * 4, LAYERS)
+@pytest.mark.parametrize("flat", [False, True])
+def test_schedules_in_the_learned_order_reach_the_target_and_keep_the_least_layers(flat):
+    goal = set_goal(CalibrationSettings(target_speedup=1.8, flat=flat), COST, 60, [20] * 4, LAYERS)
     order = (6, 3, 9, 4, 10, 2, 8, 1, 5, 7)[: LAYERS - goal.least]
     found = [goal.schedule(order, prompt) for sets in goal.prompts for prompt in sets]
     assert found
@@ -150,5 +149,5 @@ def test_schedules_in_the_learned_order_reach_the_target_and_keep_the_least_laye
         assert goal.workload.speedup(schedule) >= 1.8 - 1e-9
         assert schedule.drop_order == order
         assert min(schedule.budgets) >= LAYERS - len(order)
-    assert all(s.is_flat for s in found) == (use == "continuous")
+    assert all(s.is_flat for s in found) == flat
     assert set(replace(goal, limit=1.0).schedule(order, "full").budgets) == {goal.least}

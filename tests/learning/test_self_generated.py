@@ -121,7 +121,7 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     file = write_rows(tmp_path / "rows.jsonl", [*rows, {"colour": "Red", "thing": " a"}])
     out = tmp_path / "out"
     asked = ["--prompts", file, "--prompt-template", "{colour} {thing}\\n", "--self-tokens", "400"]
-    assert main(["tune", model, "--self", *asked, *PACE, "--out", str(out), "--nominal-speedup", "2"]) == 0
+    assert main(["tune", model, "--self", *asked, *PACE, "--out", str(out), "--schedule", "2x"]) == 0
     assert "1 repeated" in capsys.readouterr().err
     found = [*read_rows(out / TRAIN_FILE), *read_rows(out / DEV_FILE)]
     given = {row["id"]: row for row in found}
@@ -136,7 +136,7 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
 
 def test_answers_are_learned_as_they_were_asked_for(model: str, tmp_path: Path, capsys: Any) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"say {c}", "system": "be brief"} for c in "abcdefghij"])
-    out, asked = tmp_path / "out", ["--self-tokens", "400", "--nominal-speedup", "2"]
+    out, asked = tmp_path / "out", ["--self-tokens", "400", "--schedule", "2x"]
     assert main(["tune", model, "--self", "--prompts", file, *asked, *PACE, "--out", str(out)]) == 0
     assert capsys.readouterr().err.count("'system'") == 1  # which the records of the answers do not have
 
@@ -151,7 +151,7 @@ def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, t
     file = write_rows(tmp_path / "posts.jsonl", [{"post": f"{a}{b} " * 12} for a in "abcdef" for b in "ghijkl"])
     out = tmp_path / "out"
     asked = ["--self", "--task", str(task), "--prompts", file, "--self-tokens", "200"]
-    assert main(["tune", model, *asked, *PACE, "--nominal-speedup", "1", "--out", str(out)]) == 0
+    assert main(["tune", model, *asked, *PACE, "--schedule", "1x", "--out", str(out)]) == 0
     assert all(row["short"] and len(row["post"]) == 36 for row in read_rows(out / TRAIN_FILE))
     recipe = load_model(str(out)).recipe
     assert recipe is not None
@@ -211,7 +211,7 @@ def test_no_text_is_made_without_an_end_token(
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         file = tmp_path / "endless" / name
         file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if "eos_token" not in k}))
-    asked = ["--nominal-speedup", "2", *more, "--out", "out"]
+    asked = ["--schedule", "2x", *more, "--out", "out"]
     own = ["--self", "--self-tokens", "4", *PACE] if verb == "tune" else ["--max-new-tokens", "4", "--resamples", "20"]
     call = [verb, model, *asked, *own]
     if verb == "eval" and more:  # what is compared may end at its limit

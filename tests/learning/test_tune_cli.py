@@ -56,7 +56,7 @@ def curve(out: Path) -> list[tuple[str, int, float]]:
 
 def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
-    assert main(arguments(files, out, "--nominal-speedup", "2", "--json")) == 0
+    assert main(arguments(files, out, "--schedule", "2x", "--json")) == 0
     printed = capsys.readouterr()
     told = json.loads(printed.out)
     assert told == json.loads((out / "recipe.json").read_text())
@@ -85,7 +85,7 @@ def test_the_tuned_folder_ends_where_the_learned_answers_end(tmp_path: Path, cap
         part.save_pretrained(tmp_path / "model")
     data = str(write_jsonl(tmp_path / "train.jsonl", records(4)))
     command = ["tune", str(tmp_path / "model"), "--train", data, "--dev", data, "--out", str(out), "--steps", "1"]
-    fields = ["--prompt-field", "thing", "--response-field", "ref", "--chat", "--nominal-speedup", "2"]
+    fields = ["--prompt-field", "thing", "--response-field", "ref", "--chat", "--schedule", "2x"]
     pace = ["--batch-size", "2", "--compare-batches", "0", "--lora-rank", "2"]
     assert main([*command, *fields, *pace, *(["--merge"] if kind == "merged" else [])]) == 0
     assert "'<|im_end|>'" in capsys.readouterr().err
@@ -111,12 +111,12 @@ def test_an_end_token_that_only_a_config_names_is_learned(files: Files, tmp_path
         entries = {k: v for k, v in entries.items() if not k.startswith(("eos", "pad"))}
         (model / name).write_text(json.dumps(entries | ({} if tokens is None else {"eos_token_id": tokens})))
     own = files | {"model": str(model)}
-    assert main([*arguments(own, tmp_path / "out", steps=1), "--nominal-speedup", "2"]) == 0
+    assert main([*arguments(own, tmp_path / "out", steps=1), "--schedule", "2x"]) == 0
     assert load_model(str(model)).tokenizer.eos_token == "</s>"
 
 
 def test_a_run_by_the_clock_ends_in_time_with_its_learning_rate_at_the_end(files: Files, tmp_path: Path) -> None:
-    assert main(arguments(files, tmp_path, "--nominal-speedup", "2", "--minutes", "0.05", steps=1)) == 0
+    assert main(arguments(files, tmp_path, "--schedule", "2x", "--minutes", "0.05", steps=1)) == 0
     rows = [row for row in read_log(tmp_path / "log.jsonl") if row["kind"] == "train"]
     assert len(rows) > 5  # not --steps
     assert rows[-1]["minutes"] < 0.05 + 0.01
@@ -131,7 +131,7 @@ def add_options(recipe: Path, options: dict[str, Any]) -> None:
 
 def test_a_recipe_repeats_the_run_and_options_come_before_it(files: Files, tmp_path: Path) -> None:
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
-    assert main(arguments(files, first, "--nominal-speedup", "2", "--seed", "3")) == 0
+    assert main(arguments(files, first, "--schedule", "2x", "--seed", "3")) == 0
     add_options(first / "recipe.json", OLD_OPTIONS)
     data = ["--train", files["train"], "--dev", files["dev"]]
     recipe = ["tune", "--recipe", str(first / "recipe.json"), *data]
@@ -148,14 +148,14 @@ def test_a_recipe_brings_its_schedule(files: Files, tmp_path: Path, capsys: Any)
     file.unlink()
     recipe = ["tune", "--recipe", str(first / "recipe.json"), "--train", files["train"], "--dev", files["dev"]]
     assert main([*recipe, "--out", str(again)]) == 0
-    assert main([*recipe, "--out", str(other), "--nominal-speedup", "2"]) == 0
+    assert main([*recipe, "--out", str(other), "--schedule", "2x"]) == 0
     assert curve(again) == curve(first) != curve(other)
     assert load_model(str(again)).schedule == Schedule.even(LAYERS, 3, name="mine")
     assert load_model(str(other)).schedule.name == "skipdecode-2x"
 
 
 def test_a_run_is_resumed_on_as_many_processes(files: Files, tmp_path: Path, capsys: Any) -> None:
-    command = arguments(files, tmp_path, "--nominal-speedup", "2", "--resume")
+    command = arguments(files, tmp_path, "--schedule", "2x", "--resume")
     assert main(command) == 0
     recipe = json.loads((tmp_path / "recipe.json").read_text())
     add_options(tmp_path / "recipe.json", OLD_OPTIONS)
@@ -168,7 +168,7 @@ def test_a_run_is_resumed_on_as_many_processes(files: Files, tmp_path: Path, cap
 @pytest.mark.slow
 def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path: Path) -> None:
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
-    command = arguments(files, killed, "--nominal-speedup", "2", "--resume", steps=40)
+    command = arguments(files, killed, "--schedule", "2x", "--resume", steps=40)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "skipdecode.cli", *command], env=environment, stderr=subprocess.PIPE
@@ -182,12 +182,12 @@ def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path:
     assert 12 <= len(read_log(killed / "log.jsonl")) < 50
     assert not (killed / "adapter_config.json").exists()
     assert main(command) == 0
-    assert main(arguments(files, unbroken, "--nominal-speedup", "2", steps=40)) == 0
+    assert main(arguments(files, unbroken, "--schedule", "2x", steps=40)) == 0
     assert curve(killed) == curve(unbroken)
 
 
 def test_a_run_that_was_cut_off_behind_its_result_is_concluded(files: Files, tmp_path: Path, capsys: Any) -> None:
-    command = arguments(files, tmp_path / "out", "--nominal-speedup", "2", "--resume", "--json")
+    command = arguments(files, tmp_path / "out", "--schedule", "2x", "--resume", "--json")
     assert main(command) == 0
     whole = json.loads(capsys.readouterr().out)
     weights = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
@@ -205,12 +205,12 @@ def test_a_run_that_was_cut_off_behind_its_result_is_concluded(files: Files, tmp
 @pytest.mark.slow
 def test_two_processes_make_the_steps_of_one_that_accumulates(files: Files, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = arguments(files, tmp_path / "two", "--nominal-speedup", "2", "--distill-weight", "0.3")
+    command = arguments(files, tmp_path / "two", "--schedule", "2x", "--distill-weight", "0.3")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     subprocess.run([*launch, "-m", "skipdecode.cli", *command], env=environment, check=True, timeout=300)
     more = tmp_path / "more.json"
     more.write_text('{"options": {"accumulation": 2}}')
-    one = ["--nominal-speedup", "2", "--distill-weight", "0.3", "--recipe", str(more)]
+    one = ["--schedule", "2x", "--distill-weight", "0.3", "--recipe", str(more)]
     assert main(arguments(files, tmp_path / "one", *one)) == 0
     names = ("two", "one")
     two, single = (curve(tmp_path / name) for name in names)
@@ -238,11 +238,10 @@ def refused(capsys: Any, command: list[str], code: int = 2) -> str:
         (["--batch-size", "0"], "--batch-size 0 is not accepted"),
         (["--full"], "--full tunes all weights: it takes no --lora-rank"),
         (["--prompt-field", "colour"], "give one of --task, --prompt-template and --prompt-field"),
-        (["--nominal-speedup", "2", "--schedule", "x.json"], "--schedule and --nominal-speedup exclude each other"),
         (["--schedule", "none.json"], "none.json"),
         (["--dev-records", "-1"], "--dev-records -1 is not accepted: give 1 or more"),
         (["--clip", "0"], "skipdecode.tune in Python (clip=…), and of a recipe"),
-        (["--nominal-speedup", "9"], "nominal_speedup=9 leaves"),
+        (["--schedule", "9x"], "nominal_speedup=9 leaves"),
         (["--prompt-template", "{colour"], "prompt template"),
         (["--task", "e2e"], "exclude each other"),
     ],
@@ -268,7 +267,7 @@ def test_a_task_gives_prompt_and_response_and_an_adapter_may_be_half_as_large(fi
     for dtype in ("float32", "float16"):
         out = tmp_path / dtype
         command = ["tune", files["model"], "--task", "e2e", "--train", data, "--dev", data, "--out", str(out)]
-        pace = ["--steps", "2", "--compare-batches", "0", "--adapter-dtype", dtype, "--nominal-speedup", "2"]
+        pace = ["--steps", "2", "--compare-batches", "0", "--adapter-dtype", dtype, "--schedule", "2x"]
         assert main([*command, *pace]) == 0
         sizes[dtype] = (out / "adapter_model.safetensors").stat().st_size
         loaded = load_model(str(out))
@@ -337,7 +336,7 @@ def test_a_preset_is_a_recipe(files: Files, tmp_path: Path) -> None:
     rows = [{"mr": f"name[{r['thing']}]", "ref": r["ref"]} for r in records(8)]
     data = str(write_jsonl(tmp_path / "e2e.jsonl", rows))
     small = ["--train", data, "--dev", data, "--steps", "2", "--batch-size", "2"]
-    small += ["--nominal-speedup", "3", "--sampled-speedups", "1", "2"]  # the model has 8 layers
+    small += ["--schedule", "3x", "--sampled-speedups", "1", "2"]  # the model has 8 layers
     assert main(["tune", files["model"], "--recipe", str(path), *small, "--out", str(tmp_path / "out")]) == 0
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
     changed = {"model", "steps", "batch_size", "sampled_speedups", "curriculum"}
@@ -361,10 +360,10 @@ def test_the_bundled_adapters_are_small_and_came_from_their_presets() -> None:
 
 def test_an_adapter_is_tuned_on_from_its_own_weights(files: Files, tmp_path: Path, capsys: Any) -> None:
     first, on = tmp_path / "first", tmp_path / "on"
-    assert main(arguments(files, first, "--nominal-speedup", "1", "--learning-rate", "0.01")) == 0
+    assert main(arguments(files, first, "--schedule", "1x", "--learning-rate", "0.01")) == 0
     capsys.readouterr()
     # Taught by itself at full depth, it loses nothing at the first step: student and teacher both have the adapter.
-    more = arguments(files | {"model": str(first)}, on, "--nominal-speedup", "1", "--distill-weight", "1")
+    more = arguments(files | {"model": str(first)}, on, "--schedule", "1x", "--distill-weight", "1")
     assert "leave out --lora-rank" in refused(capsys, more)
     at = more.index("--lora-rank")
     assert main(more[:at] + more[at + 2 :]) == 0
@@ -382,7 +381,7 @@ def test_an_adapter_with_more_than_lora_matrices_is_refused(files: Files, tmp_pa
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM")
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "more")
     capsys.readouterr()
-    command = arguments(files | {"model": str(tmp_path / "more")}, tmp_path / "out", "--nominal-speedup", "1")
+    command = arguments(files | {"model": str(tmp_path / "more")}, tmp_path / "out", "--schedule", "1x")
     at = command.index("--lora-rank")
     told = refused(capsys, command[:at] + command[at + 2 :])
     assert "holds more than LoRA matrices" in told
@@ -390,7 +389,7 @@ def test_an_adapter_with_more_than_lora_matrices_is_refused(files: Files, tmp_pa
 
 
 def test_an_adapter_can_be_merged_under_a_fresh_one(files: Files, tmp_path: Path) -> None:
-    assert main(arguments(files, tmp_path / "first", "--nominal-speedup", "2")) == 0
+    assert main(arguments(files, tmp_path / "first", "--schedule", "2x")) == 0
     on_top = files | {"model": str(tmp_path / "first")}
-    assert main(arguments(on_top, tmp_path / "b", "--nominal-speedup", "3", "--merge")) == 0
+    assert main(arguments(on_top, tmp_path / "b", "--schedule", "3x", "--merge")) == 0
     assert load_model(str(tmp_path / "b")).schedule.name == "skipdecode-3x"

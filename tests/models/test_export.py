@@ -127,7 +127,7 @@ def test_the_export_is_an_ordinary_model_with_its_prompt(tuned: Path, capsys: py
     assert ref.recipe.prompt_template == "{mr}:"
     expected = texts_of(capsys, "generate", str(tuned))
     assert texts_of(capsys, "generate", str(out)) == expected
-    assert texts_of(capsys, "generate", str(tuned), "--nominal-speedup", "1") != expected
+    assert texts_of(capsys, "generate", str(tuned), "--schedule", "1x") != expected
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_nearest_flat_schedule_is_a_flag_away(tuned: Path, capsys: pytest.Ca
     falling = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=7, seq_len=9)
     falling.save(tuned.parent / "falling.json")
     out = tuned.parent / "out"
-    flat = ["--schedule", str(tuned.parent / "falling.json"), "--flat", "--prompt-layers", "max_exit"]
+    flat = ["--schedule", f"{tuned.parent / 'falling.json'}:flat:pmax_exit"]
     assert main(["export", str(tuned), *flat, "--out", str(out)]) == 0
     capsys.readouterr()
     assert ModelRef(str(out)).num_layers == 5

@@ -406,6 +406,6 @@ def test_a_note_says_that_a_tuned_fit_is_left_for_the_one_beside_the_schedule(
 
 def test_eval_takes_the_fit_beside_the_schedules_of_its_methods(calibrated):
     where, _ = calibrated
-    for named in ({"schedule": str(where / "schedule.json")}, {"methods": ("full", str(where / "schedule.json"))}):
-        assert Config(model=str(where / "model"), **named).ref.fit == where / FIT_FILE
-    assert Config(model=str(where / "model"), methods=("full", "2x")).ref.fit is None
+    for named in ([str(where / "schedule.json")], ["full", str(where / "schedule.json")]):
+        assert Config(model=str(where / "model"), schedule=named).ref.fit == where / FIT_FILE
+    assert Config(model=str(where / "model"), schedule=("full", "2x")).ref.fit is None

@@ -47,9 +47,7 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
         "--schedule",
         str(schedule),
         "1.5x:p6",
-        "--nominal-speedup",
-        "2",
-        "--flat",
+        "2x:flat",
         "--port",
         str(port),
         "--engine",
@@ -133,7 +131,6 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):
         (["--max-rows", "0"], "--max-rows 0 is not accepted: give 1 or more"),
         (["--port", "70000"], "--port 70000"),
         (["--max-seconds", "0"], "--max-seconds 0.0"),
-        (["--flat"], "--flat needs --nominal-speedup"),
         (["--api-keys", "/nowhere"], "cannot read the API keys in /nowhere"),
         (["--cors", "http://localhost:3000/"], "--cors 'http://localhost:3000/' is not accepted"),
         (["--engine", "vllm", "--cors", "*"], "--cors is not for --engine vllm"),
@@ -159,10 +156,9 @@ def test_a_schedule_that_is_none_is_refused_before_weights_are_loaded(schedule, 
 def test_flags_given_twice_are_gathered():
     parser = argparse.ArgumentParser()
     add_options(parser, Config)
-    arguments = ["m", "--schedule", "a", "--schedule", "b", "c", "--nominal-speedup", "2", "3"]
+    arguments = ["m", "--schedule", "a", "--schedule", "b", "c"]
     config = config_from(Config, parser.parse_intermixed_args(arguments))
     assert config.schedule == ("a", "b", "c")
-    assert config.nominal_speedup == (2.0, 3.0)
 
 
 def test_vllm_is_started_with_the_plugin_s_settings(monkeypatch, tmp_path):
@@ -192,7 +188,7 @@ def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedul
     for name, carried in (("plain", None), ("tuned", Schedule.split(LAYERS, 3, 4, name="own").to_dict())):
         save_checkpoint(tmp_path / name, carried)
         with pytest.raises(SystemExit):
-            main(["serve", str(tmp_path / name), "--engine", "vllm", "--nominal-speedup", "2", "--flat"])
+            main(["serve", str(tmp_path / name), "--engine", "vllm", "--schedule", "2x:flat"])
         recipe = {"kind": "recipe", "format": 1, "options": {}, "prompt": {"template": "{mr}:"}}
         assert "{mr}:" not in capsys.readouterr().err
         (tmp_path / name / "recipe.json").write_text(json.dumps(recipe))

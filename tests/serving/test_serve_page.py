@@ -162,7 +162,7 @@ def test_two_empty_answers_are_not_called_equal(browser: Browser, tmp_path: Path
     model.lm_head.weight.data.zero_()  # the likeliest token is then the first of all, whose text is empty
     model.generation_config.eos_token_id = 0
     model.save_pretrained(directory)
-    with serving(directory, "--nominal-speedup", "2") as (address, _), opened(browser, address) as page:
+    with serving(directory, "--schedule", "2x") as (address, _), opened(browser, address) as page:
         run_to_the_end(page)
         for column in ("full", "reduced"):
             expect(page.locator(f"#{column}")).to_contain_text("the model ended its answer at once")

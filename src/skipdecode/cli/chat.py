@@ -70,10 +70,7 @@ def run(config: Config) -> int:
     from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import schedule_line
 
-    ref = config.ref
-    choice = choose_schedule(
-        config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens, named=ref.schedules
-    )
+    choice = choose_schedule(config, config.max_new_tokens)
     loaded = config.load()
     if (fault := chat_fault(loaded.tokenizer)) is not None:
         raise UsageError(
@@ -150,8 +147,7 @@ class _Session:
 
         file = schedule_file(f"{self._config.model}-{asked}")
         named = file if file in self._config.ref.schedule_files else asked
-        endings = "" if asked in self._llm.schedules else self._config.endings  # named schedules have their own prompts
-        self._schedule = self._llm.schedule_of(named + endings, self._config.max_new_tokens)
+        self._schedule = self._llm.schedule_of(named, self._config.max_new_tokens)
         note(schedule_line(self._schedule, "from the next turn on"))
 
     def answer(self, text: str) -> None:

@@ -1,7 +1,7 @@
 """Measure quality, fidelity and speed of schedules; compare runs.
 
-  skipdecode eval MODEL --task e2e --data test.jsonl --nominal-speedup 2 --out runs/2x
-  skipdecode eval MODEL --task e2e --data test.jsonl --methods 2x 3x:p15 mine.json --out runs
+  skipdecode eval MODEL --task e2e --data test.jsonl --schedule 2x --out runs/2x
+  skipdecode eval MODEL --task e2e --data test.jsonl --schedule 2x 3x:p15 mine.json --out runs
   skipdecode eval MODEL --out runs
   skipdecode eval --compare runs/full runs/2x
 

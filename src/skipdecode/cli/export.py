@@ -43,9 +43,7 @@ def run(config: Config) -> int:
     from skipdecode.models.loading.export import export
 
     ref = config.ref
-    schedule, origin = choose_schedule(
-        config, ref.num_layers, carried=ref.schedule, default_seq_len=_SOME_POSITIONS, named=ref.schedules
-    )
+    schedule, origin = choose_schedule(config, _SOME_POSITIONS)
     note(f"schedule {schedule.name}: {origin}")
     written = {name: getattr(config, name) for name in ("format", "gguf_type", "dtype")}
     print(export(ref, config.out, schedule, overwrite=True, **written))  # `claimed` has checked the directory

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 class Config(RecordRun, EngineOptions, DecodingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
-    EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {"prompts": ("input", "field")}
+    EXCLUDES: ClassVar = {"prompts": ("input", "field")}
 
     prompts: tuple[str, ...] = option("prompts, instead of --input", positional=True, default=())
     input: str | None = option(
@@ -115,13 +115,11 @@ def run(config: Config) -> int:
     _check(config)
     arguments, format = config.prompts, None if config.format == "auto" else config.format
     source = PromptSource.of_prompts(arguments) if arguments else PromptSource.open(config.input or "-", format)
-    form, ref, schema = _form(config), config.ref, None
+    form, schema = _form(config), None
     if config.json_schema is not None:
         schema = read_json(Path(config.json_schema))
     rows = source.count(form, all_usable=config.on_error == "stop")
-    chosen = choose_schedule(
-        config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens, named=ref.schedules
-    )
+    chosen = choose_schedule(config, config.max_new_tokens)
     from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import schedule_line
 

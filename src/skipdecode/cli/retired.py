@@ -6,7 +6,6 @@ from skipdecode.errors import UsageError
 
 _OF_PYTHON = {
     "eval": ("samples",),
-    "plan": ("spread",),
     "prepare": ("fit_records", "fit_tokens", "max_length", "order_records"),
 }
 _OF_RECIPES = (
@@ -26,6 +25,9 @@ def _flags(verb: str, name: str) -> list[str]:
 
 
 RETIRED = {
+    "--nominal-speedup": "the schedule names it: --schedule 2x",
+    "--prompt-layers": "they stand behind the schedule: --schedule 2x:p15 (or :p15 alone)",
+    "--flat": "it stands behind the schedule: --schedule 2x:flat",
     "--augment-names": "benchmarks/invented_names.py of the source repository writes a file of records with invented "
     "names, for --train",
     "--router": "a fixed schedule is the better choice (generate and serve take one with --schedule)",
@@ -47,6 +49,11 @@ RETIRED = {
     "eval --warmup-layers": "write a schedule file, for --schedule and --methods "
     "(Schedule.from_speedup(..., warmup_layers=...).save(FILE))",
     "generate --restart": "delete FILE.partial of the interrupted run",
+    "plan --use": "--flat plans for continuous batching",
+    **{
+        f"plan --{name}": "Schedule.paper and Schedule.reordered in Python write such a schedule, for --schedule FILE"
+        for name in ("order", "warmup-layers", "min-exit-layer", "max-exit-layer", "spread")
+    },
     "plan --png": "the printed plan shows the layers; prepare and skipdecode.calibrate write pictures",
     "plan --measure": "plan always times the model; --remeasure times it again",
     "plan --no-measure": "plan always times the model, once; the times are kept for later commands",

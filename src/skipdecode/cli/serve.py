@@ -1,7 +1,7 @@
 """OpenAI-compatible HTTP server for one model, with a schedule per request and a playground page.
 
 The server has full depth, the checkpoint's own schedule (the default) and all schedules that the weights were tuned
-under; --schedule and --nominal-speedup add more. Paths, fields, limits and metrics: docs/serve.md. It listens on
+under; --schedule adds more. Paths, fields, limits and metrics: docs/serve.md. It listens on
 127.0.0.1 unless --host is given. After SIGTERM or Ctrl-C, running requests may finish for --drain-seconds. API keys are
 read from --api-keys or from the environment variable SKIPDECODE_API_KEY (plain text, separated by commas).
 Without keys, everybody who can reach the address can use the server.
@@ -15,10 +15,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import EngineOptions, wall_solver_of
+from skipdecode.cli.options import SCHEDULE_FILE, EngineOptions, wall_solver_of
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.engine.base import ENGINES
@@ -26,7 +26,6 @@ from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import parse_schedule
-from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
 
 if TYPE_CHECKING:
@@ -37,30 +36,15 @@ if TYPE_CHECKING:
 class Config(Binding, ServerLimits, EngineOptions):
     """Options of `skipdecode serve`."""
 
-    NEEDS: ClassVar = {"flat": ("nominal_speedup",), "prompt_layers": ("schedule", "nominal_speedup")}
-
     name: str | None = option("name of the model for clients (default: the last part of MODEL)", default=None)
     schedule: tuple[str, ...] = option(
         "schedules that requests can select: speed-ups such as 2x, files (JSON), names of bundled schedules; with "
-        ":p15 for prompts through 15 layers, :flat for the same depth at every position",
+        ":p15 for prompts through 15 layers, :flat for the same depth at every position (faster in a server)",
         default=(),
         parse=schedule_file,
-        path=Reads(),
-    )
-    nominal_speedup: tuple[float, ...] = option(
-        "the same as --schedule with an x: 2 is 2x",
-        default=(),
-        least=1,
+        path=SCHEDULE_FILE,
     )
     seq_len: int = option("positions over which a nominal speed-up decreases the depth", default=128, least=1)
-    flat: bool = option(
-        "--nominal-speedup with the same depth at all positions: faster for continuous batching",
-        default=False,
-    )
-    prompt_layers: str | None = option(
-        f"layers that prompt tokens run under --schedule and --nominal-speedup: {PROMPT_SETS}",
-        default=None,
-    )
     engine: str = option(
         "fast: this package's engine (CPUs; `skipdecode info` lists the model types); auto: fast if it supports the "
         "model, else transformers; vllm: start vLLM's server with the plugin",
@@ -107,18 +91,12 @@ def _checked(config: Config) -> list[Schedule]:
     """The schedules of the options; refuses, before weights are loaded, what does not fit."""
     if config.prefix_per_key and not config.prefix_cache:
         raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
-    ref = config.ref
-    ending = ""
-    if config.prompt_layers is not None:
-        prompt_set(config.prompt_layers, ref.num_layers)  # refuses other texts with what is accepted
-        ending = f":p{config.prompt_layers}"
-    flat = ":flat" if config.flat else ""
-    texts = [*config.schedule, *(f"{speedup:.12g}x{flat}" for speedup in config.nominal_speedup)]
-    if not texts:
+    if not config.schedule:
         return []
+    ref = config.ref
     known: dict[str, Any] = {"seq_len": config.seq_len, "carried": ref.schedule, "named": ref.schedules}
     known["solve"] = wall_solver_of(config, config.seq_len, ref.schedule)
-    return [parse_schedule(text + ending, ref.num_layers, **known) for text in texts]
+    return [parse_schedule(text, ref.num_layers, **known) for text in config.schedule]
 
 
 def _name(config: Config) -> str:

@@ -33,7 +33,7 @@ class Config(NamedModel, TuneOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
     NEEDS: ClassVar = ScheduleOptions.NEEDS
-    EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | TuneOptions.EXCLUDES
+    EXCLUDES: ClassVar = TuneOptions.EXCLUDES
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
     train: str = option("JSONL or CSV file of training records", default="", path=Reads())
@@ -58,7 +58,7 @@ def run(config: Config) -> int:
         config.train,
         config.dev,
         out=config.out,
-        schedule=config.text,
+        schedule=config.schedule,
         seq_len=config.seq_len,
         recipe=config.recipe,
         base=config.base,

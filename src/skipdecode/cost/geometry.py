@@ -110,11 +110,6 @@ class ModelGeometry:
             total += layout.bytes(min(held, self.window - 1) if layer in self.windowed else held)
         return batch * total
 
-    def kv_bytes_saved(self, schedule: Schedule, prompt_len: int, new_tokens: int, batch: int = 1) -> int:
-        """KV bytes that full depth would hold in addition to `kv_bytes_held`."""
-        full = self.kv_bytes_held(Schedule.full(self.num_layers), prompt_len, new_tokens, batch)
-        return full - self.kv_bytes_held(schedule, prompt_len, new_tokens, batch)
-
 
 def _weights_read(layer: Any, active: float) -> float:
     """Weights of a layer that one token reads, of its experts the share that is `active`."""

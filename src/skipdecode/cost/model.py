@@ -3,9 +3,8 @@
 Pure Python. A *request* is a prompt and the tokens generated from it, as one of a batch of equals. Its *decode phase*
 has one step less than tokens: the first comes out of the prompt's forward, and the last one is never fed back.
 
-*Lockstep*: all sequences have the same age, so the step at position i runs `budget(i)` layers. *Continuous*: each
-sequence of a stream has an age of its own. Ages are taken as independent and evenly distributed over the positions. A
-step runs a layer if any sequence needs the layer, so one young sequence adds its deep layers to the step of all.
+All sequences of a batch have the same age, so the step at position i runs `budget(i)` layers. In a stream of sequences
+of different ages a step runs each layer that any of them needs: only for a flat schedule is that the same.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from skipdecode.schedule import Schedule
 if TYPE_CHECKING:  # it brings torch, which costs read from files do without
     from skipdecode.cost.geometry import ModelGeometry
 
-Use = Literal["lockstep", "continuous"]
 Phase = Literal["request", "decode"]
 FORMAT = 3
 
@@ -209,53 +207,31 @@ class CostModel:
 
     # ------------------------------------------------------------------ the decode phase
 
-    def sequence_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
+    def sequence_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
         """The decode phase of `new_tokens` generated tokens: `new_tokens` - 1 steps, without the prompt's forward.
-
-        In continuous use: the time between the first and the last token of a sequence in a stream of equal ones. A
-        layer that only some sequences need costs as much as if all needed it, except for the cache read.
 
         Raises
         ------
         ScheduleError
             The schedule is for another number of layers.
         UsageError
-            A length is out of range, or `use` is unknown.
+            A length is out of range.
         """
         schedule.check_fits(self.num_layers)
-        steps = _decode_steps(prompt_len, new_tokens)
-        reads = sum(schedule.budget(i) * self._reads(prompt_len + i + 1) for i in range(steps))
-        layers = steps * (self.layers_per_step(schedule, new_tokens, use) + self._bridges(schedule.mean_budget(steps)))
-        return steps * self.step.fixed_seconds + layers * self.step.layer_seconds + reads
+        if prompt_len < 0:
+            raise UsageError(f"prompt_len={prompt_len} is not accepted: give 0 or more tokens")
+        if new_tokens < 2:
+            raise UsageError(
+                f"new_tokens={new_tokens} is not accepted: give 2 or more (the first comes out of the prompt's forward)"
+            )
+        return sum(self.step_seconds(schedule.budget(i), prompt_len + i + 1) for i in range(new_tokens - 1))
 
-    def layers_per_step(self, schedule: Schedule, new_tokens: int, use: Use = "lockstep") -> float:
-        """Layers that a step runs for any of its sequences, on average over the decode phase."""
-        steps = _decode_steps(0, new_tokens)
-        if use == "lockstep":
-            return schedule.mean_budget(steps)
-        if use != "continuous":
-            raise UsageError(f"use={use!r} is not accepted: give 'lockstep' or 'continuous'")
-        # Sets are nested, so a step runs the deepest set: E[max] = sum over depths of P(some sequence is that deep).
-        listed = sorted(schedule.budgets[:steps] + (schedule.budgets[-1],) * (steps - schedule.seq_len))
-        shallower = (bisect_left(listed, depth) / steps for depth in range(1, self.num_layers + 1))
-        return sum(1 - share**self.batch for share in shallower)
-
-    def speedup(
-        self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep", phase: Phase = "decode"
-    ) -> float:
+    def speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int, phase: Phase = "decode") -> float:
         """Wall-clock speed-up over full depth: of the decode phase, or of whole requests."""
         seconds = self.request_seconds if phase == "request" else self.sequence_seconds
-        full = seconds(Schedule.full(self.num_layers), prompt_len, new_tokens, use)
-        return full / seconds(schedule, prompt_len, new_tokens, use)
-
-    def bound(self, budget: int, prompt_len: int, new_tokens: int) -> float:
-        """Speed-up if every decode step runs `budget` layers: with the least budget, the bound of all schedules."""
-        return self.speedup(Schedule.constant(self.num_layers, budget, warmup_layers=0), prompt_len, new_tokens)
-
-    def fixed_share(self, prompt_len: int, new_tokens: int) -> float:
-        """Share of the full-depth decode phase that no schedule can skip."""
-        full = self.sequence_seconds(Schedule.full(self.num_layers), prompt_len, new_tokens)
-        return (new_tokens - 1) * self.step.fixed_seconds / full
+        return seconds(Schedule.full(self.num_layers), prompt_len, new_tokens) / seconds(
+            schedule, prompt_len, new_tokens
+        )
 
     # ------------------------------------------------------------------ the whole request
 
@@ -272,14 +248,14 @@ class CostModel:
             seconds += self.prompt_seconds(schedule, end - start, end // prompt_len - start // prompt_len)
         return seconds
 
-    def request_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
+    def request_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
         """A batch's whole requests: its prompts and its decode phase; see `sequence_seconds`."""
-        decode = self.sequence_seconds(schedule, prompt_len, new_tokens, use)
+        decode = self.sequence_seconds(schedule, prompt_len, new_tokens)
         return self.prompts_seconds(schedule, prompt_len) + decode
 
-    def request_speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
+    def request_speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
         """Wall-clock speed-up of whole requests over full depth."""
-        return self.speedup(schedule, prompt_len, new_tokens, use, "request")
+        return self.speedup(schedule, prompt_len, new_tokens, "request")
 
     # ------------------------------------------------------------------ JSON
 
@@ -302,13 +278,3 @@ class CostModel:
             return cls(**values)
         except (KeyError, TypeError, UsageError) as e:
             raise DataError(f"not a cost model: {e}") from None
-
-
-def _decode_steps(prompt_len: int, new_tokens: int) -> int:
-    if prompt_len < 0:
-        raise UsageError(f"prompt_len={prompt_len} is not accepted: give 0 or more tokens")
-    if new_tokens < 2:
-        raise UsageError(
-            f"new_tokens={new_tokens} is not accepted: give 2 or more (the first comes out of the prompt's forward)"
-        )
-    return new_tokens - 1

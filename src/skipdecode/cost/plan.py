@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -12,8 +11,8 @@ from typing import Any
 
 from skipdecode.common.columns import speedups
 from skipdecode.cost.geometry import ModelGeometry
-from skipdecode.cost.model import CostModel, Use
-from skipdecode.cost.solve import Auto, PlanOptions, solve, why_flat
+from skipdecode.cost.model import CostModel
+from skipdecode.cost.solve import PlanOptions, solve
 from skipdecode.cost.source import CostSource, find_cost
 from skipdecode.engine.loading import Model, ref_of
 from skipdecode.errors import UsageError
@@ -22,7 +21,7 @@ from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.draw import schedule_picture
 from skipdecode.schedule.grammar import parse_schedule
-from skipdecode.schedule.order import PromptDepth, bottom_up, prompt_set, top_down
+from skipdecode.schedule.order import bottom_up, prompt_set, top_down
 
 _WIDTH, _SHOWN_ORDER = 80, 12
 
@@ -51,7 +50,7 @@ def plan(
     dtype, device, engine, quantization
         As for `skipdecode.LLM`.
     **options
-        Fields of `PlanOptions`: target_speedup, phase, prompt_layers, seq_len, batch, prompt_len, use, …
+        Fields of `PlanOptions`: target_speedup, phase, prompt_layers, flat, seq_len, batch, prompt_len, remeasure.
 
     Raises
     ------
@@ -63,6 +62,8 @@ def plan(
     asked = PlanOptions(**options)
     if (schedule is None) == (asked.target_speedup is None):
         raise UsageError("give one of `target_speedup` and `schedule`")
+    if schedule is not None and (asked.prompt_layers is not None or asked.flat):
+        raise UsageError("`prompt_layers` and `flat` are for a target: write :p15 or :flat behind the schedule")
     files = (str(schedule),) if isinstance(schedule, str | Path) and Path(schedule).is_file() else ()
     ref = replace(ref_of(model), schedule_files=files) if files else ref_of(model)
     geometry = ModelGeometry.from_config(ref.config)
@@ -79,7 +80,7 @@ def plan(
         source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
     known = parsed(lambda target: _solved(asked, source.cost, target))
     found = known or _solved(asked, source.cost, asked.target_speedup or 1.0)
-    figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens, asked.use)
+    figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens)
     return Plan(asked, ref, source, found, figures, fit)
 
 
@@ -94,24 +95,15 @@ def _parsed(
         known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules, "solve": solved}
         schedule = parse_schedule(str(schedule), layers, seq_len=options.seq_len, **known)
     schedule.check_fits(layers)
-    asked = options.prompt_layers
-    return schedule if asked is None else schedule.with_prompt(prompt_set(asked, layers))
+    return schedule
 
 
-def _solved(
-    options: PlanOptions, cost: CostModel, target: float, use: Use | None = None, prompt: PromptDepth | Auto = "auto"
-) -> Schedule:
-    """The schedule of the options under a cost; `use` and `prompt` replace the options'."""
-    order = top_down(cost.num_layers, options.warmup_layers) if options.order == "top-down" else None
-    if options.prompt_layers is not None:
-        prompt = prompt_set(options.prompt_layers, cost.num_layers)
-    given: dict[str, Any] = {
-        name: getattr(options, name) for name in ("phase", "warmup_layers", "spread", "prompt_len")
-    }
-    found = solve(cost, target, options.seq_len, prompt=prompt, use=use or options.use, drop_order=order, **given)
-    # The even order depends on the least budget, which is known only now. The order does not change the cost: prompts
-    # that run the lowest layers have the most layers to project with bottom-up, where new tokens run the highest.
-    return found.reordered("even") if options.order == "even" else found
+def _solved(options: PlanOptions, cost: CostModel, target: float) -> Schedule:
+    """The schedule of the options under a cost."""
+    layers = options.prompt_layers
+    given: dict[str, Any] = {name: getattr(options, name) for name in ("phase", "flat", "prompt_len")}
+    given["prompt"] = "auto" if layers is None else prompt_set(layers, cost.num_layers)
+    return solve(cost, target, options.seq_len, **given)
 
 
 def _fit(ref: ModelRef, geometry: ModelGeometry, schedule: Schedule | None) -> Fit | None:
@@ -146,15 +138,6 @@ class Plan:
     fit: Fit | None = None
 
     @property
-    def reason(self) -> str | None:
-        """Why a schedule that was solved for continuous use is flat."""
-        options, cost = self.options, self.source.cost
-        if options.target_speedup is None or options.use != "continuous":
-            return None
-        linear = _solved(options, cost, options.target_speedup, "lockstep", self.schedule.prompt)
-        return why_flat(cost, linear, options.prompt_len, options.new_tokens, options.phase)
-
-    @property
     def tuned(self) -> bool:
         """Whether the weights were tuned for the schedule; nothing is downloaded to find out."""
         recipe = self.ref.recipe if self.ref.has_weights() else None
@@ -177,7 +160,6 @@ class Plan:
             "fit_bytes": self.fit_bytes,
             "schedule": self.schedule.to_dict(),
             "figures": asdict(self.figures),
-            "reason": self.reason,
             "tuned": self.tuned,
             "cost": source.cost.to_dict(),
             "cost_origin": source.origin,
@@ -221,28 +203,23 @@ class Plan:
         return {
             "model": f"{self.ref.name}: {geometry.num_layers} layers, {_size(geometry.weight_bytes())} of weights in "
             f"{self.source.dtype}",
-            "for": f"{options.batch} x ({options.prompt_len} prompt + {options.new_tokens} new tokens), {options.use}; "
+            "for": f"{options.batch} x ({options.prompt_len} prompt + {options.new_tokens} new tokens); "
             f"the first new token comes with the prompt, the others from {options.seq_len} decode steps",
-            "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, "
-            f"skipped {_order(schedule)}" + (f"; {self.reason}" if self.reason else ""),
+            "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, skipped {_order(schedule)}",
             "prompts": prompts,
         }
 
     def _details(self) -> dict[str, str]:
-        figures, other = self.figures, ""
-        if self.options.batch > 1 and self.options.use == "lockstep":
-            other = f"; {figures.decode_speedup_continuous:.2f}x with continuous batching"
-        elif self.options.batch > 1:
-            other = f"; {figures.decode_speedup_lockstep:.2f}x in lockstep"
+        figures = self.figures
+        mean = self.schedule.num_layers / figures.nominal_speedup
         kv_full = figures.kv_bytes_held + figures.kv_bytes_saved
         return {
             "limits": f"request at most {figures.request_bound:.2f}x with these prompts; decode at most "
-            f"{figures.bound:.2f}x with {figures.least_budget} layers, the fewest, and {figures.bound_at_half:.2f}x "
-            f"with {figures.half_budget}{other}",
+            f"{figures.bound:.2f}x with {figures.least_budget} layers, the fewest",
             "request": f"{_time(figures.request_seconds_full)} at full depth, {_time(figures.request_seconds)} with "
             f"the schedule, of which prompts take {figures.prompt_share:.0%}",
             "step": f"{_time(figures.step_seconds_full)} at full depth, of which {figures.fixed_share:.0%} cannot be "
-            f"skipped; {_time(figures.step_seconds)} with {figures.layers_per_step:.1f} layers, the mean",
+            f"skipped; {_time(figures.step_seconds)} with {mean:.1f} layers, the mean",
             "KV cache": f"{_size(figures.kv_bytes_held)} at the end; {_size(figures.kv_bytes_saved)} "
             f"({figures.kv_bytes_saved / kv_full:.0%}) saved",
             **({} if self.fit is None else {"fit": self._fitted(self.fit)}),
@@ -282,90 +259,68 @@ def _time(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Assessment:
-    """Predicted figures of a schedule in `use`, for a batch of sequences of one length.
+    """Predicted figures of a schedule, for a batch of sequences of one length.
 
     Parameters
     ----------
     nominal_speedup : float
         Layers of the model / mean layers of a token over the decode phase. Not wall-clock.
-    decode_speedup, decode_speedup_lockstep, decode_speedup_continuous : float
-        Wall-clock speed-up of the decode phase over full depth: in `use`, and in either use.
+    decode_speedup : float
+        Wall-clock speed-up of the decode phase over full depth.
     request_speedup, request_bound : float
         The same for whole requests, and its bound: the least budget after the same prompts.
     request_seconds, request_seconds_full, prompt_share : float
-        Time of a batch's requests in `use` and at full depth; share of the former that prompts take.
-    layers_per_step : float
-        Layers that a step runs for any of its sequences, on average, in `use`.
+        Time of a batch's requests under the schedule and at full depth; share of the former that prompts take.
     step_seconds, step_seconds_full : float
-        Mean step in `use`, and at full depth.
+        Mean step under the schedule, and at full depth.
     bound, least_budget : float, int
         Speed-up with the least budget that this drop order allows, and that budget.
-    bound_at_half, half_budget : float, int
-        Speed-up with half the layers, and how many those are.
     fixed_share : float
         Share of a full step that cannot be skipped.
     kv_bytes_held, kv_bytes_saved : int
         KV cache at the end of the batch's generation, and what full depth would hold in addition.
     """
 
-    use: Use
     nominal_speedup: float
     decode_speedup: float
-    decode_speedup_lockstep: float
-    decode_speedup_continuous: float
     request_speedup: float
     request_bound: float
     request_seconds: float
     request_seconds_full: float
     prompt_share: float
-    layers_per_step: float
     step_seconds: float
     step_seconds_full: float
     bound: float
     least_budget: int
-    bound_at_half: float
-    half_budget: int
     fixed_share: float
     kv_bytes_held: int
     kv_bytes_saved: int
 
 
 def assess(
-    schedule: Schedule,
-    cost: CostModel,
-    geometry: ModelGeometry,
-    prompt_len: int,
-    new_tokens: int,
-    use: Use = "lockstep",
+    schedule: Schedule, cost: CostModel, geometry: ModelGeometry, prompt_len: int, new_tokens: int
 ) -> Assessment:
     """Figures of a schedule for a batch of sequences of `prompt_len` prompt and `new_tokens` (2 or more) new tokens."""
-    uses: tuple[Use, Use] = ("lockstep", "continuous")
-    lockstep, continuous = (cost.speedup(schedule, prompt_len, new_tokens, u) for u in uses)
-    full = cost.sequence_seconds(Schedule.full(cost.num_layers), prompt_len, new_tokens) / (new_tokens - 1)
-    request = cost.request_seconds(schedule, prompt_len, new_tokens, use)
-    gain = cost.request_speedup(schedule, prompt_len, new_tokens, use)
+    workload, steps = (prompt_len, new_tokens), new_tokens - 1
+    full = Schedule.full(cost.num_layers)
+    decode, decode_full = (cost.sequence_seconds(each, *workload) for each in (schedule, full))
+    request, request_full = (cost.request_seconds(each, *workload) for each in (schedule, full))
     least = max(1, cost.num_layers - len(schedule.drop_order))
-    half = max(least, math.floor(cost.num_layers / 2 + 0.5))
-    speedup = lockstep if use == "lockstep" else continuous
+    shortest = replace(schedule, budgets=(least,))
+    held, held_full = (geometry.kv_bytes_held(each, *workload, cost.batch) for each in (schedule, full))
     return Assessment(
-        use=use,
-        nominal_speedup=cost.num_layers / schedule.mean_budget(new_tokens - 1),
-        decode_speedup=speedup,
-        decode_speedup_lockstep=lockstep,
-        decode_speedup_continuous=continuous,
-        request_speedup=gain,
-        request_bound=cost.request_speedup(replace(schedule, budgets=(least,)), prompt_len, new_tokens, use),
+        nominal_speedup=cost.num_layers / schedule.mean_budget(steps),
+        decode_speedup=decode_full / decode,
+        request_speedup=request_full / request,
+        request_bound=cost.request_speedup(shortest, *workload),
         request_seconds=request,
-        request_seconds_full=request * gain,
+        request_seconds_full=request_full,
         prompt_share=cost.prompts_seconds(schedule, prompt_len) / request,
-        layers_per_step=cost.layers_per_step(schedule, new_tokens, use),
-        step_seconds=full / speedup,
-        step_seconds_full=full,
-        bound=cost.bound(least, prompt_len, new_tokens),
+        step_seconds=decode / steps,
+        step_seconds_full=decode_full / steps,
+        bound=cost.speedup(shortest, *workload),
         least_budget=least,
-        bound_at_half=cost.bound(half, prompt_len, new_tokens),
-        half_budget=half,
-        fixed_share=cost.fixed_share(prompt_len, new_tokens),
-        kv_bytes_held=geometry.kv_bytes_held(schedule, prompt_len, new_tokens, cost.batch),
-        kv_bytes_saved=geometry.kv_bytes_saved(schedule, prompt_len, new_tokens, cost.batch),
+        fixed_share=steps * cost.step.fixed_seconds / decode_full,
+        kv_bytes_held=held,
+        kv_bytes_saved=held_full - held,
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Self
 
-from skipdecode.common.options import Options, option, setting
-from skipdecode.cost.model import CostModel, Phase, Use, between
+from skipdecode.common.options import Options, option
+from skipdecode.cost.model import CostModel, Phase, between
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule import order as layer_order
@@ -36,8 +36,7 @@ class TextCost:
     prompt_len : int
         Tokens of each prompt.
     steps : tuple of float
-        Expected decode steps of a batch at generation position 0, 1, …: in lockstep, a step is made while any sequence
-        of the batch goes on; in continuous use, every sequence counts for itself.
+        Expected decode steps of a batch at generation position 0, 1, …: while any sequence of the batch goes on.
     whole : bool
         The time of whole requests, prompts included, instead of the decode phase alone.
     """
@@ -48,9 +47,7 @@ class TextCost:
     whole: bool = False
 
     @classmethod
-    def of_lengths(
-        cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], use: Use = "lockstep", *, whole: bool = False
-    ) -> Self:
+    def of_lengths(cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], *, whole: bool = False) -> Self:
         """From the texts' lengths in generated tokens, end token included; a batch draws its texts independently.
 
         Raises DataError if no text has a decode step: two tokens are the least.
@@ -59,8 +56,7 @@ class TextCost:
         if longest < 2:
             raise DataError("no response has two tokens or more: there is no decode step whose layers can be skipped")
         going_on = [sum(length > position + 1 for length in lengths) / len(lengths) for position in range(longest - 1)]
-        rows = cost.batch if use == "lockstep" else 1
-        return cls(cost, prompt_len, tuple(1 - (1 - share) ** rows for share in going_on), whole)
+        return cls(cost, prompt_len, tuple(1 - (1 - share) ** cost.batch for share in going_on), whole)
 
     def prompts_seconds(self, schedule: Schedule) -> float:
         """Seconds of a batch's prompts, if they count."""
@@ -164,13 +160,10 @@ class PlanOptions(Options):
         least=1,
         most=2**15,
     )
-    warmup_layers: int = option("first layers that always run", default=1, least=0)
-    spread: float = setting(
-        "decrease: from mean * (1 + spread) to mean * (1 - spread) layers", default=SPREAD, least=0, below=1
-    )
-    order: Order = option("order in which layers are skipped", default="bottom-up")
-    use: Use = option(
-        "lockstep: all sequences of a batch start together; continuous: continuous batching", default="lockstep"
+    flat: bool = option(
+        "the same depth at every position, for servers: sequences at different positions share a decode step, which "
+        "costs as much as the deepest of them",
+        default=False,
     )
     batch: int = option("sequences decoded together", default=1, least=1, most=1024)
     prompt_len: int = option("prompt tokens of a sequence", default=64, least=1, most=_MOST_PROMPT_TOKENS)
@@ -197,7 +190,7 @@ def solve(
     *,
     phase: Phase = "request",
     prompt: PromptDepth | Auto = "auto",
-    use: Use = "lockstep",
+    flat: bool = False,
     warmup_layers: int = 1,
     spread: float = SPREAD,
     drop_order: Sequence[int] | None = None,
@@ -205,8 +198,8 @@ def solve(
 ) -> Schedule:
     """The schedule that skips least among those that reach a wall-clock speed-up.
 
-    Lockstep: the paper's linear decay, from mean·(1 + spread) to mean·(1 - spread) layers, with the largest mean that
-    reaches the target. Continuous: the largest flat budget that does (`why_flat`).
+    The paper's linear decay, from mean·(1 + spread) to mean·(1 - spread) layers, with the largest mean that reaches the
+    target; or the largest flat budget that does.
 
     Parameters
     ----------
@@ -231,11 +224,11 @@ def solve(
     Raises TargetError, with the bound and its cause, if no schedule of this kind reaches the target.
     """
     _check(target_speedup, spread, seq_len)
-    layers, flat = cost.num_layers, use == "continuous"
+    layers = cost.num_layers
     order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
     name = f"{'flat' if flat else 'skipdecode'}-{target_speedup:g}x-wall"
     family = Family(layers, order, warmup_layers, 1 if flat else seq_len, 0.0 if flat else spread, name)
-    texts = TextCost.of_lengths(cost, prompt_len, [seq_len + 1], use, whole=phase == "request")
+    texts = TextCost.of_lengths(cost, prompt_len, [seq_len + 1], whole=phase == "request")
     if prompt == "auto":
         halved = texts.prompts_seconds(family.schedule(1.0, prompt))
         prompt = prompt if halved < _PAYS * texts.prompts_seconds(Schedule.full(layers)) else "full"
@@ -243,18 +236,6 @@ def solve(
     if found is None:
         raise TargetError(out_of_reach(texts, target_speedup, family.schedule(0.0, prompt)))
     return found
-
-
-def why_flat(cost: CostModel, linear: Schedule, prompt_len: int, new_tokens: int, phase: Phase = "decode") -> str:
-    """Why continuous use gets a flat schedule: the speed-up of `linear`, solved for lockstep, in a stream."""
-    layers = cost.layers_per_step(linear, new_tokens, "continuous")
-    together = cost.speedup(linear, prompt_len, new_tokens, "lockstep", phase)
-    mixed = cost.speedup(linear, prompt_len, new_tokens, "continuous", phase)
-    return (
-        f"flat, because sequences of mixed ages share a step and the youngest sets its depth: the linear schedule that "
-        f"brings {together:.2f}x in lockstep would run {layers:.1f} of {cost.num_layers} layers a step at batch "
-        f"{cost.batch} and bring {mixed:.2f}x"
-    )
 
 
 def _check(target_speedup: float, spread: float, seq_len: int) -> None:

@@ -101,7 +101,7 @@ class TuneConfig(Options):
         least=1,
     )
     sampled_prompts: tuple[str, ...] = option(
-        "draw also the schedule and each speed-up above 1 with these prompt layers (as --prompt-layers names them)",
+        "draw also the schedule and each speed-up above 1 with these prompt layers (as :p15 names them)",
         default=(),
     )
 

@@ -28,7 +28,7 @@ class Goal:
 
     `workload` has the cost of a fit, if there is to be one; `unfitted` has not, and the baselines are solved under it.
     `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. Schedules
-    are linear decays over `seq_len` positions, or flat (continuous use). `paper` and `even` are baselines of this cost.
+    are linear decays over `seq_len` positions, or flat. `paper` and `even` are baselines of this cost.
     `prompts` are the prompt sets with which the target is in reach, those of one depth together.
     """
 
@@ -110,9 +110,9 @@ def set_goal(
         `least` or `warmup_layers` does not fit the model.
     """
     check_layers(settings, layers)
-    warmup, flat = settings.warmup_layers, settings.use == "continuous"
+    warmup, flat = settings.warmup_layers, settings.flat
     floor = settings.least or least_budget(layers, warmup)
-    unfitted = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use, whole=settings.whole)
+    unfitted = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, whole=settings.whole)
     workload = replace(unfitted, cost=fitted or unfitted.cost)
     ordered = sorted(lengths)
     seq_len = settings.seq_len or ordered[round(0.95 * (len(ordered) - 1))]
@@ -154,4 +154,4 @@ def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> f
         return workload.full_seconds / settings.target_speedup
     layers = workload.cost.num_layers
     named = Schedule.from_speedup(layers, settings.nominal_speedup or 1, seq_len, warmup_layers=settings.warmup_layers)
-    return workload.seconds(named.flattened() if settings.use == "continuous" else named)
+    return workload.seconds(named.flattened() if settings.flat else named)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.options import Options, option, setting
-from skipdecode.cost.model import Phase, Use
+from skipdecode.cost.model import Phase
 from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.settings import MetricOptions
@@ -60,11 +60,7 @@ class CalibrationSettings(Options):
         default=None,
         least=1,
     )
-    use: Use = option(
-        "lockstep: all sequences of a batch start together, so the depth falls linearly; continuous: sequences of "
-        "mixed ages, so it is flat",
-        default="lockstep",
-    )
+    flat: bool = option("the same depth at every position, for servers, in place of a linear decrease", default=False)
     method: OrderMethod = option(
         "of the drop order: greedy by the measured loss, or block-influence, which takes one pass", default="greedy"
     )

@@ -141,11 +141,6 @@ def check_layers(layers: Any, num_layers: int, warmup_layers: int) -> tuple[int,
     return tuple(sorted(chosen))
 
 
-PROMPT_SETS = (
-    "full, max_exit (those of the first generated token), a number n (the lowest n), or a list such as 0-14,20"
-)
-
-
 def prompt_set(text: str, num_layers: int) -> PromptDepth:
     """The `prompt` of a `Schedule` from text: "full", "max_exit", a number n (the lower n layers), or "0-14,20".
 

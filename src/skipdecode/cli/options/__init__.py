@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from types import MappingProxyType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from skipdecode.common.environment import limit_threads
@@ -21,7 +21,6 @@ from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import DTYPES, LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
-from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BASE",
     "MODEL",
+    "SCHEDULE_FILE",
     "DecodingOptions",
     "EngineOptions",
     "NamedModel",
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 
+SCHEDULE_FILE = Reads(lambda text: (Path(base_of(text)),))
 BASE = "for an adapter: its base model, a directory or a name (default: the one that the adapter names)"
 MODEL = "directory of a model or an adapter, hub id, smollm2-135m, or its adapters e2e-smollm2-135m, chat-smollm2-135m"
 
@@ -87,8 +88,7 @@ class NamedModel(Options):
         """The model of the name, with the schedule files among the options."""
         named: Any = getattr(self, "schedule", None) or ()
         bases = map(base_of, [named] if isinstance(named, str) else named)
-        methods = [base for word in getattr(self, "methods", ()) if (base := base_of(word)).endswith(".json")]
-        return ModelRef(self.model, (*filter(os.path.isfile, bases), *methods), self.adapter_base)
+        return ModelRef(self.model, tuple(filter(os.path.isfile, bases)), self.adapter_base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,56 +170,27 @@ class DecodingOptions(SamplingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
-    """The schedule: a file, a nominal speed-up, or that of the checkpoint; and the layers that prompt tokens run."""
+    """The schedule: a text of `skipdecode.schedule.grammar`, or that of the checkpoint."""
 
-    NEEDS: ClassVar = {"seq_len": ("nominal_speedup", "schedule")}
-    EXCLUDES: ClassVar = {"schedule": ("nominal_speedup",)}
+    NEEDS: ClassVar = {"seq_len": ("schedule",)}
 
     schedule: str | None = option(
         "full, a nominal speed-up such as 2x (all layers / mean layers of a token; the measured speed-up is lower), a "
         "wall-clock speed-up of whole requests such as 1.5x-wall (by the times that plan measured), the name of a "
         "schedule that the checkpoint was tuned under, a file (JSON, written by plan and prepare; a skipdecode.fit "
         "beside it is used too), or a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, "
-        "smollm2-135m-1.2x-p22; then :p15 for prompts through 15 layers, :flat for the same depth at every position "
-        "(default: the schedule of the checkpoint if it has one, else full depth)",
+        "smollm2-135m-1.2x-p22; then :p15 for prompts through 15 layers (also :pfull, :pmax_exit, :p0-14,20), :flat "
+        "for the same depth at every position (default: the schedule of the checkpoint if it has one, else full depth)",
         default=None,
         parse=schedule_file,
-        path=Reads(),
-    )
-    nominal_speedup: float | None = option(
-        "the same as --schedule with an x: 2 is 2x",
-        default=None,
-        least=1,
+        path=SCHEDULE_FILE,
     )
     seq_len: int | None = option(
-        "positions over which --nominal-speedup decreases the depth; best near the real output length (default: the "
-        "95th percentile of the response lengths for tune and eval, else --max-new-tokens)",
+        "positions over which a speed-up such as 2x decreases the depth; best near the real output length (default: "
+        "the 95th percentile of the response lengths for tune and eval, else --max-new-tokens)",
         default=None,
         least=1,
     )
-    prompt_layers: str | None = option(
-        f"layers that prompt tokens run, in place of those of the schedule: {layer_order.PROMPT_SETS}; in other layers "
-        "that generated tokens run, prompt tokens only compute keys and values",
-        default=None,
-    )
-    flat: bool = option(
-        "use the constant schedule of the same mean depth; with --prompt-layers max_exit every token runs the same "
-        "layers, and skipdecode export can write the model",
-        default=False,
-    )
-
-    @property
-    def endings(self) -> str:
-        """`flat` and `prompt_layers` as the end of a text of `skipdecode.schedule.grammar`."""
-        return (":flat" if self.flat else "") + (f":p{self.prompt_layers}" if self.prompt_layers else "")
-
-    @property
-    def text(self) -> str | None:
-        """The options but `seq_len` as a text of the grammar; None if none is given."""
-        speedup = "" if self.nominal_speedup is None else f"{self.nominal_speedup:.12g}x"
-        if self.schedule == "":
-            raise UsageError("--schedule '': give a schedule, such as full or 2x")
-        return (self.schedule or speedup) + self.endings or None
 
 
 class ScheduleChoice(NamedTuple):
@@ -229,44 +200,35 @@ class ScheduleChoice(NamedTuple):
     origin: str
 
 
-def choose_schedule(
-    options: ScheduleOptions,
-    num_layers: int,
-    *,
-    carried: Schedule | None,
-    default_seq_len: int,
-    named: Mapping[str, Schedule] = MappingProxyType({}),
-) -> ScheduleChoice:
-    """The schedule of the options for a model of `num_layers` layers, else `carried`, else full depth.
+def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) -> ScheduleChoice:
+    """The schedule of a text for the model of a command, else the schedule of the checkpoint, else full depth.
 
     Parameters
     ----------
-    carried : Schedule or None
-        The schedule of the checkpoint.
+    config : NamedModel and ScheduleOptions
+        The options of the command.
     default_seq_len : int
-        Positions for a nominal speed-up without --seq-len.
-    named : mapping of str to Schedule
-        Schedules that --schedule can give by name.
+        Positions for a speed-up without --seq-len.
+    text : str, optional
+        Default: --schedule.
 
     Raises
     ------
     ScheduleError
-        The schedule does not fit the model, or --schedule has no form of `skipdecode.schedule.grammar`.
+        The schedule does not fit the model, or the text has no form of `skipdecode.schedule.grammar`.
     """
-    text = options.text
-    if text is None:
-        if carried is None:
-            return ScheduleChoice(Schedule.full(num_layers), "the checkpoint has no schedule; --schedule selects one")
-        carried.check_fits(num_layers)
-        return ScheduleChoice(carried, "the checkpoint's own")
-    if options.prompt_layers is not None:
-        layer_order.prompt_set(options.prompt_layers, num_layers)  # refuses other texts with what is accepted
-    if options.seq_len is not None and not is_speedup(text):
+    ref, layers = config.ref, config.ref.num_layers
+    if text is None and (text := config.schedule) is None:
+        if ref.schedule is None:
+            return ScheduleChoice(Schedule.full(layers), "the checkpoint has no schedule; --schedule selects one")
+        ref.schedule.check_fits(layers)
+        return ScheduleChoice(ref.schedule, "the checkpoint's own")
+    if config.seq_len is not None and text == config.schedule and not is_speedup(text):
         raise UsageError(f"--seq-len is for a speed-up, not for {text}: leave it out")
-    positions = options.seq_len or default_seq_len
-    solve = wall_solver_of(options, positions, carried) if isinstance(options, NamedModel) else None
-    found = parse_schedule(text, num_layers, seq_len=positions, carried=carried, named=named, solve=solve)
-    return ScheduleChoice(found, "of the checkpoint" if text in named else f"from {text}")
+    positions = config.seq_len or default_seq_len
+    solve = wall_solver_of(config, positions, ref.schedule)
+    found = parse_schedule(text, layers, seq_len=positions, carried=ref.schedule, named=ref.schedules, solve=solve)
+    return ScheduleChoice(found, "of the checkpoint" if text in ref.schedules else f"from {text}")
 
 
 def wall_solver_of(options: NamedModel, seq_len: int, carried: Schedule | None) -> Callable[[float], Schedule]:

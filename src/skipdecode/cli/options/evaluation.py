@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from skipdecode.cli.options import (
     BASE,
     MODEL,
+    SCHEDULE_FILE,
     EngineOptions,
-    ScheduleOptions,
     choose_schedule,
 )
 from skipdecode.common.options import Reads, option
@@ -18,9 +18,9 @@ from skipdecode.common.progress import note
 from skipdecode.data.tasks import task_file
 from skipdecode.evaluation.results import EVAL_DIRECTORY
 from skipdecode.evaluation.settings import EvaluationOptions, method_name
+from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of, is_speedup
 
 
 def _files_of_run(place: str) -> list[Path]:
@@ -29,13 +29,8 @@ def _files_of_run(place: str) -> list[Path]:
     return [path, folder / "run.json", folder / "outputs.jsonl"]
 
 
-def _schedule_file(method: str) -> list[Path]:
-    base = base_of(method)
-    return [Path(base)] if base.endswith(".json") else []
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config(EvaluationOptions, ScheduleOptions, EngineOptions):
+class Config(EvaluationOptions, EngineOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
@@ -56,11 +51,18 @@ class Config(EvaluationOptions, ScheduleOptions, EngineOptions):
         default=None,
         path=Reads(),
     )
-    methods: tuple[str, ...] = option(
-        "several schedules in one run, as --schedule names them: full, 2x, 2x:p15, files (*.json), names of the "
-        "checkpoint's schedules",
+    schedule: tuple[str, ...] = option(
+        "schedules, which share full depth: full, 2x, 1.5x-wall, 2x:p15, 2x:flat, files (JSON), names of the "
+        "checkpoint's schedules (default: the checkpoint's own)",
         default=(),
-        path=Reads(_schedule_file),
+        alias="methods",
+        parse=schedule_file,
+        path=SCHEDULE_FILE,
+    )
+    seq_len: int | None = option(
+        "positions over which a speed-up decreases the depth (default: the 95th percentile of the response lengths)",
+        default=None,
+        least=1,
     )
     out: str | None = option("directory for run.json and outputs.jsonl", default=None, path=EVAL_DIRECTORY)
     compare: tuple[str, ...] = option(
@@ -75,10 +77,9 @@ class Config(EvaluationOptions, ScheduleOptions, EngineOptions):
         path=Reads(model_files),
     )
 
-    NEEDS: ClassVar = {"seq_len": ("nominal_speedup", "schedule", "methods")}
-    EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {
-        "compare": ("model", "task", "out", "methods"),
-        "methods": ("schedule", "nominal_speedup"),
+    NEEDS: ClassVar = {"seq_len": ("schedule",)}
+    EXCLUDES: ClassVar = {
+        "compare": ("model", "task", "out", "schedule"),
         "prompts": ("task", "data", "compare"),
     }
 
@@ -93,25 +94,14 @@ class Config(EvaluationOptions, ScheduleOptions, EngineOptions):
         return None if self.without_references else self.base
 
 
-def asked_schedules(config: Config) -> Schedule | list[Schedule] | tuple[()]:
-    """The schedules that the options name, a single one unless they come from --methods; their origins are printed.
-
-    Nothing if no option names one. Needs no weights.
-    """
-    if not any((config.methods, config.schedule, config.nominal_speedup, config.prompt_layers, config.flat)):
-        return ()
-    ref, default_seq_len = config.ref, _default_seq_len(config)
-    one_by_one = [
-        replace(config, methods=(), schedule=word, seq_len=config.seq_len if is_speedup(word) else None)
-        for word in config.methods
-    ]
-    chosen = [
-        choose_schedule(one, ref.num_layers, carried=ref.schedule, default_seq_len=default_seq_len, named=ref.schedules)
-        for one in one_by_one or [config]
-    ]
+def asked_schedules(config: Config) -> Schedule | list[Schedule]:
+    """The schedules that the options name: a single one, or a list; their origins are printed. Needs no weights."""
+    default_seq_len = _default_seq_len(config) if config.schedule else 1
+    chosen = [choose_schedule(config, default_seq_len, text) for text in config.schedule]
     for schedule, origin in chosen:
         note(f"{method_name(schedule, config.exact)}: {origin}")
-    return [schedule for schedule, _ in chosen] if config.methods else chosen[0].schedule
+    found = [schedule for schedule, _ in chosen]
+    return found[0] if len(found) == 1 else found
 
 
 def _default_seq_len(config: Config) -> int:
