@@ -15,7 +15,7 @@ import skipdecode
 from skipdecode.cli import main
 from skipdecode.models.families import FAMILIES, decoder_layers, projection
 from skipdecode.models.loading.store import add_model
-from tiny import LAYERS, tiny_model
+from tiny import LAYERS, OPTIONS, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_a_model_has_its_engine_and_what_prompts_compute_in_layers_that_they_do_
 
 
 def test_families_that_cannot_make_keys_and_values_alone_are_these() -> None:
-    alone = {name: projection(decoder_layers(tiny_model(name))[0], "q_proj") is not None for name in FAMILIES}
+    alone = {name: projection(decoder_layers(tiny_model(name))[0], "q_proj") is not None for name in OPTIONS}
     fused = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "phi3"}
     assert {name for name, is_alone in alone.items() if not is_alone} == fused
 

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from skipdecode import Schedule
 
-LAYER_LISTS = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers")
+LAYER_LISTS = (
+    "model.layers",
+    "model.decoder.layers",
+    "transformer.h",
+    "transformer.blocks",
+    "biogpt.layers",
+    "gpt_neox.layers",
+    "gpt_neox_japanese.layers",
+)
 
 
 def layer_list(model: Any) -> Any:

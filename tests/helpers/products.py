@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 
-def in_turn(*axes: Iterable[Any]) -> Iterator[Any]:
+def in_turn(*axes: Iterable[Any], slow: Iterable[Any] = ()) -> Iterator[Any]:
     """All combinations; the default suite has one value of the last axis, in turn, for each combination of the others.
 
-    Each pair of values of two axes is in the default suite if the other axes are long enough.
+    Each pair of values of two axes is in the default suite if the other axes are long enough. The first axis has the
+    `slow` values too, which are not in the default suite.
     """
+    for values in product(slow, *axes[1:]):
+        yield pytest.param(*values, marks=pytest.mark.slow, id="-".join(map(str, values)))
     *others, last = (list(axis) for axis in axes)
     for *places, place in product(*(range(len(axis)) for axis in (*others, last))):
         values = *(axis[i] for axis, i in zip(others, places, strict=True)), last[place]

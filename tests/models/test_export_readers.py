@@ -20,10 +20,9 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.errors import UsageError
 from skipdecode.learning.checkpoint import save_tuned
-from skipdecode.models.families import FAMILIES
 from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.saving import save_model, save_tokenizer
-from tiny import LAYERS, tiny_model
+from tiny import LAYERS, OPTIONS, tiny_model
 
 IDS = torch.tensor([[3 + i * 7 % 90 for i in range(100)]])
 DEFAULT = {"rope_type": "default"}
@@ -157,7 +156,7 @@ def test_transformers_4_57_reads_the_same_models_and_tokens(tmp_path: Path):
     if done.returncode:
         pytest.skip(f"the older release cannot be fetched: {done.stderr[-200:]}")
     models = {name.replace(" ", "-"): positions(name) for name in OLD}
-    models |= {family: tiny_model(family) for family in FAMILIES}
+    models |= {family: tiny_model(family) for family in OPTIONS}
     for name, model in models.items():
         save_model(model, None, tmp_path / name, shown=tmp_path)
         torch.save(IDS, tmp_path / name / "ids.pt")

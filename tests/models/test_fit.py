@@ -31,14 +31,13 @@ from skipdecode.evaluation.teacher_forced import token_fidelity
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.carried import FIT_FILE, bundled_schedules, schedule_file
-from skipdecode.models.families import FAMILIES
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.maps import PromptMap
 from textgen_tools import save_tiny_model
-from tiny import LAYERS, ragged_prompts, shared_model, tiny_model
+from tiny import LATER, LAYERS, OPTIONS, ragged_prompts, shared_model, tiny_model
 
 NEW = 12
 TOLERANCE = 1e-4
@@ -81,7 +80,7 @@ SCHEDULES = {"falling": FALLING, "flat": FLAT}
 PROMPTS = {"full": ("full", 0), "max-exit": ("max_exit", 0), "lower": (LOWER, 0), "taps": (LOWER, 2), "gaps": (GAPS, 1)}
 
 
-@pytest.mark.parametrize(("family", "prompts", "name"), in_turn(sorted(FAMILIES), PROMPTS, SCHEDULES))
+@pytest.mark.parametrize(("family", "prompts", "name"), in_turn(sorted(OPTIONS), PROMPTS, SCHEDULES, slow=LATER))
 def test_every_family_equals_the_oracle(family: str, prompts: str, name: str):
     model, (prompt, taps) = shared_model(family), PROMPTS[prompts]
     schedule = replace(SCHEDULES[name], prompt=prompt)

@@ -13,10 +13,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skipdecode.engine.kv import KVLayout
+from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, family_of
 from skipdecode.models.release import model_cache_name
 from skipdecode.models.windows import layer_windows
 from skipdecode.schedule import Schedule
+
+# How configs name the experts of a layer, and those that a token takes.
+_EXPERTS = (
+    ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+)
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,11 @@ class ModelGeometry:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
         layers, params = decoder_layers(model), model.num_parameters()
-        names = (getattr(config, name, None) for name in ("num_local_experts", "num_experts"))
-        experts = next(filter(None, names), 0)
-        active = config.num_experts_per_tok / experts if experts else 1.0
+        experts, chosen = (next((n for name in names if (n := getattr(config, name, None))), 1) for names in _EXPERTS)
+        active = min(chosen / experts, 1.0)
         num_layers, read = len(layers), sum(_weights_read(layer, active) for layer in layers)
         windows = {layer: window for layer, window in enumerate(layer_windows(config)) if window is not None}
-        kv_heads, head_dim = _kv_shape(model, layers)
+        kv_heads, head_dim = _kv_shape(model)
         return cls(
             num_layers=num_layers,
             hidden_size=config.hidden_size,
@@ -118,10 +124,14 @@ def _weights_read(layer: Any, active: float) -> float:
 
 
 @torch.inference_mode()
-def _kv_shape(model: Any, layers: Any) -> tuple[int, int]:
-    """Number and size of the key heads that the first layer stores; drops the other layers."""
-    del layers[1:]
-    with torch.device("meta"):
-        cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True)[model_cache_name(model)]
-    _, heads, _, size = cache.layers[0].keys.shape
+def _kv_shape(model: Any) -> tuple[int, int]:
+    """Number and size of the key heads that the first layer with attention stores."""
+    cache = SkipCache(model.config)
+    named: dict[str, Any] = {model_cache_name(model): cache, "use_cache": True}
+    try:
+        with torch.device("meta"):
+            cache.project(lambda: model(torch.zeros(1, 1, dtype=torch.long), **named), 1)
+    except NotImplementedError:  # experts that are chosen before the keys are made
+        return model.config.num_key_value_heads, model.config.kv_channels
+    _, heads, _, size = next(keys.shape for layer in cache.layers if (keys := getattr(layer, "keys", None)) is not None)
     return heads, size

@@ -188,8 +188,10 @@ class GatedEngine(Engine):
         batch.ids, batch.mask = ids, mask
         if more := ids.shape[1] - 1:
             for index, held in enumerate(batch.cache.layers):
-                first = (part[:, :, :1].expand(-1, -1, more, -1) for part in (held.keys, held.values))
-                batch.cache.update(*first, index)
+                batch.cache.run_state(index, more)
+                if batch.cache.tokens_held(index):
+                    first = (part[:, :, :1].expand(-1, -1, more, -1) for part in (held.keys, held.values))
+                    batch.cache.update(*first, index)
             batch.cache.advance([PROMPT] * more)
         return logits
 
@@ -228,9 +230,7 @@ class GatedEngine(Engine):
             return
         chosen = torch.tensor([i for i, stay in enumerate(stays) if stay], device=batch.ids.device)
         batch.ids, batch.mask = batch.ids[chosen], batch.mask[chosen]
-        for layer, held in enumerate(batch.cache.layers):
-            if batch.cache.tokens_held(layer):
-                held.keys, held.values = held.keys[chosen], held.values[chosen]
+        batch.cache.reorder_cache(chosen)
 
 
 def left_pad(prompts: Iterable[tuple[int, ...]], pad: int, device: Any) -> tuple[Tensor, Tensor]:

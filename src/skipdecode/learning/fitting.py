@@ -189,7 +189,7 @@ class _Sweep:
     ) -> None:
         self._plain = unwrap(model)
         self._layers: list[Any] = list(decoder_layers(self._plain))
-        self._tuples = find_family(self._plain).returns_tuple
+        self._tuples = find_family(self._plain).returns
         self._width = int(self._plain.config.get_text_config(decoder=True).hidden_size)
         self._options, self._batches = options, [batch.to(self._plain.device) for batch in batches]
         self._calls = [_layer_calls(self._plain, self._layers, self._tuples, batch) for batch in self._batches]
@@ -345,7 +345,7 @@ class _Calls:
     arguments: list[dict[str, Any]]
 
 
-def _layer_calls(model: Any, layers: list[Any], tuples: bool, batch: Batch) -> _Calls:
+def _layer_calls(model: Any, layers: list[Any], tuples: int, batch: Batch) -> _Calls:
     """The arguments of each layer and the states before the first one; no layer runs."""
     seen: list[tuple[Tensor, dict[str, Any]]] = []
 

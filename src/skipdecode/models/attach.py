@@ -144,7 +144,7 @@ class Attachment:
                 "to change it, or detach first"
             )
         self.last_run: GenerationStats | None = None
-        self._gate_state = GateState(family.returns_tuple, self.new_cache, self._warn_of_parts)
+        self._gate_state = GateState(family.returns, self.new_cache, self._warn_of_parts)
         self._schedule = Schedule.full(len(self._layers))
         self._find_fit: Callable[[], Fit | None] | None = functools.partial(carried_fit, model) if fit is None else None
         self._fit: Fit | None = None
@@ -254,7 +254,7 @@ class Attachment:
             advance = self._plan(call, prompt_length)
             output = forward(**call)
         finally:
-            self._gate_state.plan = self._gate_state.text = None
+            self._gate_state.plan = self._gate_state.text = self._gate_state.cache = None
         if advance is not None:
             cache, positions = advance
             cache.advance(positions)
@@ -329,7 +329,7 @@ class Attachment:
                 f"schedule {self._schedule.name!r} runs more layers on the last prompt token than on the others: say "
                 "where the prompt ends, with prompt_length=… in the call or in new_cache"
             )
-        self._latest = cache
+        self._latest = self._gate_state.cache = cache
         positions = cache.next_positions(columns)
         if cache.fed is not None and columns > 1 and self._schedule.prompt_layers() != self._schedule.layers(AFTER):
             self._warn_once(SECOND_TURN)

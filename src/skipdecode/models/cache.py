@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import mean
 from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from skipdecode.errors import UnsupportedFeatureError
+from skipdecode.models.families import family_of
 from skipdecode.models.plan import cached_positions
 from skipdecode.models.windows import layer_windows
 
@@ -34,10 +41,10 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, config: Any, prompt_length: int | None = None) -> None:
         super().__init__()
-        # A layer of transformers with a window of 1 keeps all tokens and says that it keeps none: it is one that grows.
-        windows = [window if window != 1 else None for window in layer_windows(config.get_text_config(decoder=True))]
-        self.layers = [DynamicLayer() if n is None else DynamicSlidingWindowLayer(sliding_window=n) for n in windows]
+        self._config = config.get_text_config(decoder=True)
+        self.layers = _new_layers(self._config)
         self.prompt_length = prompt_length
+        self._fed_to: dict[int, int] = {}  # by recurrent layer: the columns that its state has seen
         self._projecting = False
         self._projected = 0  # columns of this forward that the current layer has projected
         self.taps: dict[int, Tensor] = {}  # by layer with a fitted map: the last prompt states, for its taps
@@ -48,9 +55,26 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         """Generation positions of the next `columns` columns (`skipdecode.models.plan.cached_positions`)."""
         return cached_positions(columns, past=self.length, prompt_length=self.prompt_length, fed=self.fed)
 
+    def run_state(self, layer_idx: int, columns: int) -> None:
+        """Note that a layer is about to run on the next `columns` columns, if it has a recurrent state.
+
+        Raises
+        ------
+        UnsupportedFeatureError
+            As `update`.
+        """
+        if not isinstance(self.layers[layer_idx], LinearAttentionCacheLayerMixin):
+            return
+        held = self._fed_to.get(layer_idx, 0)
+        self._check(layer_idx, held)
+        self._fed_to[layer_idx] = held + columns
+
     def advance(self, positions: list[int]) -> None:
-        """Record that columns with these generation positions were fed."""
+        """Record that columns with these generation positions were fed; free states of layers that skipped some."""
         self.length += len(positions)
+        for layer in [layer for layer, held in self._fed_to.items() if held != self.length]:
+            del self._fed_to[layer]
+            self.layers[layer] = _new_layers(self._config)[layer]
         if positions[-1] >= 0:
             self.fed = positions[-1] + 1
 
@@ -66,16 +90,18 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         UnsupportedFeatureError
             If the layer lacks earlier columns, because the schedule changed or was detached in the middle of a text.
         """
-        held = self.layers[layer_idx].get_seq_length()
+        self._check(layer_idx, self.layers[layer_idx].get_seq_length())
+        stored = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._projecting:
+            raise _StoredError
+        return stored
+
+    def _check(self, layer_idx: int, held: int) -> None:
         if held != self.length + self._projected:
             raise UnsupportedFeatureError(
                 f"layer {layer_idx} holds {held} of {self.length} columns of this cache, so it cannot run: the "
                 "schedule was changed, paused or detached in the middle of a text; start with a new cache"
             )
-        stored = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._projecting:
-            raise _StoredError
-        return stored
 
     def project(self, layer: Callable[[], Any], columns: int) -> None:
         """Call `layer` on `columns` columns until it has stored their keys and values, and end the call there.
@@ -98,6 +124,10 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         """Number of columns fed so far, for any `layer_idx`."""
         return self.length
 
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        """Whether a recurrent layer has a state; of the model (None), whether columns were fed."""
+        return self.length > 0 if layer_idx is None else super().has_previous_state(layer_idx, *args, **kwargs)
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Key/value length and offset of a layer of this attention type that has run on every column."""
         window = self._window(layer_idx)
@@ -106,13 +136,9 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         return min(self.length, window - 1) + query_length, max(self.length - window + 1, 0)
 
     def reset(self) -> None:
-        """Remove all columns and positions; the objects stay."""
-        for layer in self.layers:
-            # Older transformers zero the tensors of a growing layer, and so keep its length.
-            layer.keys = layer.values = None
-            layer.is_initialized = False
-        super().reset()
-        self.taps = {}
+        """Remove all columns and positions."""
+        self.layers = _new_layers(self._config)
+        self._fed_to, self.taps = {}, {}
         self.length = 0
         self.fed = self.prompt_length = None
 
@@ -132,32 +158,52 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
 
     def tokens_held(self, layer: int) -> int:
         """Number of columns whose keys and values `layer` holds."""
-        keys = self.layers[layer].keys
+        keys = getattr(self.layers[layer], "keys", None)
         return 0 if keys is None or keys.numel() == 0 else int(keys.shape[-2])
 
     def kv_bytes(self) -> int:
-        """Bytes of keys and values held."""
-        return sum(self._layer_bytes(layer) for layer in range(len(self.layers)))
+        """Bytes of keys, values and recurrent states held."""
+        return sum(self._key_bytes(layer) + _state_bytes(held) for layer, held in enumerate(self.layers))
 
     def kv_bytes_full(self) -> int:
         """Bytes that full depth would hold for the same text."""
-        per_token = [self._layer_bytes(n) // held for n in range(len(self.layers)) if (held := self.tokens_held(n))]
-        if not per_token:
-            return 0
-        # A layer that never ran has no tensors to measure; layers of one model share their head geometry.
-        mean = sum(per_token) / len(per_token)
-        return round(sum(self._full_tokens(layer) for layer in range(len(self.layers))) * mean)
+        # A layer that never ran has no tensors to measure; layers of one kind and model share their sizes.
+        keys = [self._key_bytes(n) / held for n in range(len(self.layers)) if (held := self.tokens_held(n))]
+        states = [size for layer in self.layers if (size := _state_bytes(layer))]
+        recurrent = sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+        return round(
+            sum(map(self._full_tokens, range(len(self.layers)))) * (mean(keys) if keys else 0)
+            + recurrent * (mean(states) if states else 0)
+        )
 
-    def _layer_bytes(self, layer: int) -> int:
+    def _key_bytes(self, layer: int) -> int:
         held = self.layers[layer]
         if not self.tokens_held(layer):
             return 0
         return int(held.keys.numel() * held.keys.element_size() + held.values.numel() * held.values.element_size())
 
     def _full_tokens(self, layer: int) -> int:
+        if not isinstance(self.layers[layer], CacheLayerMixin):
+            return 0
         window = self._window(layer)
         return self.length if window is None else min(self.length, window - 1)
 
     def _window(self, layer: int) -> int | None:
         held = self.layers[layer]
         return int(held.sliding_window) if getattr(held, "is_sliding", False) else None
+
+
+def _new_layers(config: Any) -> list[Any]:
+    """Empty layers of a cache for a model's text config."""
+    if family_of(config.model_type).windows == "cache":
+        layers: list[Any] = DynamicCache(config=config).layers
+        return layers
+    # A layer of transformers with a window of 1 keeps all tokens and says that it keeps none: it is one that grows.
+    windows = [window if window != 1 else None for window in layer_windows(config)]
+    return [DynamicLayer() if n is None else DynamicSlidingWindowLayer(sliding_window=n) for n in windows]
+
+
+def _state_bytes(layer: Any) -> int:
+    """Bytes of the recurrent states of a layer of a cache, which lie by number in dictionaries."""
+    stored = [one for each in vars(layer).values() if isinstance(each, dict) for one in each.values()]
+    return sum(each.numel() * each.element_size() for each in stored if isinstance(each, Tensor))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -15,76 +15,71 @@ from skipdecode.models.release import before
 
 @dataclass(frozen=True)
 class Family:
-    """The place of the decoder layers in a model type.
+    """What the package must know of a model type; `tests/models/test_families.py` tests each entry on a real model.
 
     Parameters
     ----------
     layers : str
         Attribute path from the causal LM to its list of decoder layers.
-    returns_tuple : bool
-        Whether a layer returns a tuple whose first element is the hidden states, instead of the hidden states.
-    windows : {"none", "all", "types"}
+    returns : int
+        Elements of the tuple that a layer returns, the first of which is the hidden states; 0: the hidden states alone.
+    windows : {"none", "all", "types", "cache"}
         The layers that have the config's `sliding_window`, if it is set: none, all, or those of its `layer_types`.
+        "cache": each layer has the cache that transformers makes of the config, which may hold recurrent states.
     needs_window : bool
         With "types": whether the class needs a window even if no layer has one.
     renews_keys : bool
         Whether the class's `generate` computes the whole text anew where longrope changes to its long factors.
+    numbered : bool
+        Whether a layer computes by its number in a way that no config can express, so that others cannot be left out.
+    recurrent : bool
+        Whether some layers have a recurrent state (state spaces, linear attention, convolutions) in the cache.
+    continues : bool
+        Whether a forward of several tokens goes on from the cached states; else only one of a single token does.
     """
 
     layers: str = "model.layers"
-    returns_tuple: bool = False
-    windows: Literal["none", "all", "types"] = "none"
+    returns: int = 0
+    windows: Literal["none", "all", "types", "cache"] = "none"
     needs_window: bool = False
     renews_keys: bool = False
+    numbered: bool = False
+    recurrent: bool = False
+    continues: bool = True
 
 
-_BLOCKS = Family("transformer.h")
-_TUPLE_BLOCKS = Family("transformer.h", returns_tuple=True)
-_WINDOWED = Family(windows="all")
+_BLOCKS = "transformer.h"
 _MIXED = Family(windows="types", needs_window=True)
-_GPTJ_BLOCKS = Family("transformer.h", returns_tuple=before("5.24"))
 
-FAMILIES: dict[str, Family] = {
-    "arcee": Family(),
-    "bloom": _TUPLE_BLOCKS,
-    "codegen": _GPTJ_BLOCKS,
-    "cohere": Family(),
-    "cohere2": _MIXED,
-    "exaone4": Family(windows="types"),
-    "falcon": _TUPLE_BLOCKS,
-    "gemma": Family(),
-    "gemma2": _MIXED,
-    "gemma3_text": _MIXED,
-    "glm": Family(),
-    "glm4": Family(),
-    "gpt2": _BLOCKS,
-    "gpt_bigcode": _BLOCKS,
-    "gpt_neo": _TUPLE_BLOCKS,
-    "gpt_neox": Family("gpt_neox.layers"),
-    "gptj": _GPTJ_BLOCKS,
-    "granite": Family(),
-    "helium": Family(),
-    "llama": Family(),
-    "ministral": _MIXED,
-    "mistral": _WINDOWED,
-    "mixtral": _WINDOWED,
-    "nemotron": Family(),
-    "olmo": Family(),
-    "olmo2": Family(),
-    "olmo3": _MIXED,
-    "opt": Family("model.decoder.layers"),
-    "persimmon": Family(),
-    "phi": Family(),
-    "phi3": Family(windows="all", renews_keys=True),
-    "qwen2": Family(windows="types"),
-    "qwen2_moe": _MIXED,
-    "qwen3": Family(windows="types"),
-    "qwen3_moe": _WINDOWED,
-    "seed_oss": Family(),
-    "smollm3": Family(windows="types"),
-    "stablelm": Family(),
-    "starcoder2": _WINDOWED,
-}
+_ROWS: list[tuple[Family, str]] = [
+    (
+        Family(),
+        "apertus arcee aria_text axk1 bitnet cohere deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe flex_olmo "
+        "gemma glm glm4 glm4_moe glm4_moe_lite granite granitemoe granitemoeshared helium hunyuan_v1_dense "
+        "hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe llama llama4_text minicpm3 minimax_m2 "
+        "minimax_m3_vl_text nanochat nemotron olmo olmo2 olmoe persimmon phi seed_oss solar_open stablelm xglm youtu",
+    ),
+    (Family(windows="types"), "dots1 exaone4 exaone_moe qwen2 qwen3 smollm3"),
+    (Family(windows="all"), "doge ministral3 mistral mixtral phimoe qwen3_moe starcoder2"),
+    (
+        _MIXED,
+        "afmoe cohere2 cohere2_moe cwm flint gemma2 gemma3_text gpt_oss granite_swa granitemoe_swa kolibri1 "
+        "laguna mellum mimo_v2_flash ministral modernbert-decoder olmo3 qwen2_moe vaultgemma",
+    ),
+    (Family(numbered=True), "diffllama"),
+    (replace(_MIXED, numbered=True), "beam"),
+    (Family(windows="all", renews_keys=True), "phi3"),
+    (Family(_BLOCKS), "ctrl gpt2 gpt_bigcode"),
+    (Family(_BLOCKS, returns=1), "bloom falcon gpt_neo"),
+    (Family(_BLOCKS, returns=int(before("5.24"))), "codegen gptj"),
+    (Family("transformer.blocks"), "dbrx"),
+    (Family("transformer.blocks", returns=1), "mpt"),
+    (Family("biogpt.layers"), "biogpt"),
+    (Family("gpt_neox.layers"), "gpt_neox"),
+    (Family("gpt_neox_japanese.layers", returns=1), "gpt_neox_japanese"),
+    (Family("model.decoder.layers"), "opt"),
+]
+FAMILIES = {model_type: family for family, types in _ROWS for model_type in types.split()}
 
 
 def unwrap(model: Any) -> Any:

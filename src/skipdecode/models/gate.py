@@ -29,17 +29,19 @@ from skipdecode.schedule import Schedule
 class GateState:
     """The plan of the current forward, shared by all gates of a model (None: every layer runs on all columns).
 
-    In a forward without a cache, `scratch` makes a cache for a layer that projects: it joins the keys and values of
-    projected columns and of those that the layer runs. `unplanned` is called when a layer is called without a plan.
-    `maps` are the fit's prompt maps of this schedule by layer, and `text` is the result of `text_columns`.
+    `returned` is the family's `returns`. In a forward without a cache, `scratch` makes a cache for a layer that
+    projects: it joins the keys and values of projected columns and of those that the layer runs. `unplanned` is called
+    when a layer is called without a plan. `maps` are the fit's prompt maps of this schedule by layer, and `text` is the
+    result of `text_columns`.
     """
 
     def __init__(
-        self, returns_tuple: bool, scratch: Callable[[], SkipCache], unplanned: Callable[[], None] = lambda: None
+        self, returned: int, scratch: Callable[[], SkipCache], unplanned: Callable[[], None] = lambda: None
     ) -> None:
-        self.returns_tuple = returns_tuple
+        self.returned = returned
         self.scratch, self.unplanned = scratch, unplanned
         self.plan: StepPlan | None = None
+        self.cache: SkipCache | None = None  # of the forward
         self.bridges: dict[int, Bridge] = {}
         self.maps: dict[int, PromptMap] = {}
         self.taps = 0
@@ -83,21 +85,23 @@ class _Gated:
         plan = state.plan.layers[index]
         if plan.count == 0:
             passed = state.passed(index, hidden)
-            return (passed,) if state.returns_tuple else passed
+            return (passed, *[None] * (state.returned - 1)) if state.returned else passed
         columns = hidden.shape[1]
+        if state.cache is not None:
+            state.cache.run_state(index, plan.count)
         if plan.start:
             kind: Any = type(self)
             named = dict(zip(_positional_names(kind), args, strict=False)) | kwargs
             named.pop("hidden_states", None)
             merged = self._run_late(run, state, hidden, named)
-            return (merged,) if state.returns_tuple else merged
+            return (merged, *[None] * (state.returned - 1)) if state.returned else merged
         if plan.count < columns:
             args, kwargs = _leading(type(self), plan.count, columns, args, kwargs)
         out = run(*args, **kwargs)
         if plan.count == columns and plan.keep is None:
             return out
         passed = state.passed(index, hidden)
-        if not state.returns_tuple:
+        if not state.returned:
             return _merge(out, passed, plan)
         return (_merge(out[0], passed, plan), *out[1:])
 
@@ -116,7 +120,7 @@ class _Gated:
                 )
             # A checkpointed layer takes no cache. It runs on all columns; the output of projected columns is dropped.
             out = run(hidden[:, : plan.count], **_columns(named, 0, plan.count, columns))
-            out = out[0] if state.returns_tuple else out
+            out = out[0] if state.returned else out
             return _merge(out[:, plan.start :], passed, plan)
         name = cache_name(kind.forward)
         cache = named[name] = state.scratch() if named.get(name) is None else named[name]
@@ -135,7 +139,7 @@ class _Gated:
                 out = run(hidden[:, plan.start : plan.count], **now)
         finally:
             cache.end_layer()
-        return _merge(out[0] if state.returns_tuple else out, passed, plan)
+        return _merge(out[0] if state.returned else out, passed, plan)
 
 
 def ungate_layer(layer: nn.Module) -> None:
@@ -212,7 +216,7 @@ def _without_queries(layer: nn.Module) -> Iterator[None]:
         yield
         return
     width: Any = found.out_features
-    with calling(found, lambda x: x.new_zeros(()).expand(*x.shape[:-1], width)):
+    with calling(found, lambda x: x.new_zeros(*x.shape[:-1], width)):
         yield
 
 
@@ -259,7 +263,7 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
 @functools.cache
 def _positional_names(layer_class: Any) -> tuple[str, ...]:
     parameters = inspect.signature(layer_class.forward).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+    return "hidden_states", *[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
 
 
 def _leading(
@@ -281,14 +285,17 @@ def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
         return None
     gone = columns - count
     match name:
-        case "hidden_states":
+        case "hidden_states" | "original_hidden_states" | "per_layer_input":
             return value[:, start:count]
-        case "attention_mask":
+        case "attention_mask" | "mamba_attention_mask" | "causal_mask":
             return _cut_mask(value, start, count, columns)
         case "position_ids":
             return value[..., start:count]
         case "position_embeddings":
-            return tuple(part[..., start:count, :] for part in value)
+            one = isinstance(value, Tensor)  # of complex numbers
+            return value[:, start:count] if one else tuple(part[..., start:count, :] for part in value)
+        case "attention_scaling":
+            return value[..., start:count, :]
         case "cache_position":
             return value[start:count]
         case "alibi":

@@ -19,7 +19,7 @@ from packaging.version import Version
 from skipdecode.common.environment import package_version
 from skipdecode.errors import UnsupportedFeatureError, UntestedVersionWarning
 
-_CACHE_NAMES = ("cache", "past_key_values", "layer_past")
+_CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
 
 
 @functools.cache

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import DynamicCache
+
 from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.families import family_of, layers_in
 
@@ -29,6 +31,9 @@ def layer_windows(config: Any) -> list[int | None]:
     family, layers = family_of(config.model_type), layers_in(config)
     if family.windows == "none":
         return [None] * layers
+    if family.windows == "cache":
+        made = DynamicCache(config=config).layers
+        return [int(one.sliding_window) if getattr(one, "is_sliding", False) else None for one in made]
     window = _window(config)
     types = getattr(config, "layer_types", None) if family.windows == "types" else None
     slides = [True] * layers if types is None else [kind == _SLIDING for kind in types]
@@ -50,7 +55,7 @@ def drop_unread(config: Any) -> None:
     With these entries other readers, such as the caches of transformers, would compute another model.
     """
     windows = family_of(config.model_type).windows
-    names = {"none": _SETTINGS, "all": _SETTINGS[1:], "types": _SETTINGS[2:]}[windows]
+    names = {"none": _SETTINGS, "all": _SETTINGS[1:], "types": _SETTINGS[2:], "cache": ()}[windows]
     for name in names:
         vars(config).pop(name, None)
 

@@ -37,7 +37,16 @@ from skipdecode.schedule.grammar import parse_schedule
 _DIRECTORY = RunDirectory("run of skipdecode export", {})
 FORMATS = ("hf", "gguf")
 _SOME_POSITIONS = 64  # of a speed-up; a flat schedule has no use for them
-_ONE_VALUE_A_LAYER = ("layer_types", "attention_layers", "no_rope_layers")
+_ONE_VALUE_A_LAYER = (
+    "layer_types",
+    "mlp_layer_types",
+    "attention_layers",
+    "no_rope_layers",
+    "layer_rope_theta",
+    "num_attention_heads_per_layer",
+)
+_COUNTS_FROM_BELOW = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_LISTS_OF_NUMBERS = ("moe_layers", "attn_layer_indices")
 
 
 class HasModel(Protocol):
@@ -197,7 +206,13 @@ def cut_model(model: Any, layers: tuple[int, ...]) -> None:
 
     Modules keep the layer numbers that they were made with; loading the saved model gives them new ones.
     """
-    path, _, name = find_family(model).layers.rpartition(".")
+    family = find_family(model)
+    if family.numbered:
+        raise UsageError(
+            f"layers of a {model.config.model_type} model compute by their number, so none can be taken out of a "
+            "checkpoint: use the schedule itself"
+        )
+    path, _, name = family.layers.rpartition(".")
     kept = nn.ModuleList(decoder_layers(model)[number] for number in layers)
     if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
         _fold_layer_scale(kept, layers, model.config)
@@ -237,14 +252,20 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
     """Correct every entry of a config that counts or lists layers."""
+    if (scale := getattr(config, "scale_depth", None)) is not None:  # the class divides it by the root of the depth
+        config.scale_depth = scale * (len(layers) / config.num_hidden_layers) ** 0.5
     config.num_hidden_layers = len(layers)
     for name in _ONE_VALUE_A_LAYER:
         if (values := getattr(config, name, None)) is not None:
             setattr(config, name, [values[number] for number in layers])
     if hasattr(config, "attention_types"):  # GPT-Neo: the list above is read from this one
         config.attention_types = [[config.attention_layers, 1]]
-    if hasattr(config, "max_window_layers"):
-        config.max_window_layers = sum(number < config.max_window_layers for number in layers)
+    for name in _COUNTS_FROM_BELOW:
+        if (count := getattr(config, name, None)) is not None:
+            setattr(config, name, sum(number < count for number in layers))
+    for name in _LISTS_OF_NUMBERS:
+        if (numbers := getattr(config, name, None)) is not None:
+            setattr(config, name, [place for place, number in enumerate(layers) if number in numbers])
     if hasattr(config, "decoder_sparse_step"):
         step, dense = config.decoder_sparse_step, config.mlp_only_layers
         config.mlp_only_layers = [i for i, number in enumerate(layers) if number in dense or (number + 1) % step]
