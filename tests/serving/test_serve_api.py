@@ -459,7 +459,7 @@ REFUSED = [
     (COMPLETIONS, PROMPT | {"min_p": 1.5}, "min_p", "invalid_value"),
     (COMPLETIONS, PROMPT | {"min_tokens": 300}, "min_tokens", "invalid_value"),
     (COMPLETIONS, PROMPT | {"bad_words": ["a"]}, "bad_words", "unsupported_field"),
-    (CHAT, CHAT_BODY | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+    (COMPLETIONS, PROMPT | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
     (COMPLETIONS, {}, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": []}, "prompt", "invalid_value"),
@@ -659,15 +659,13 @@ def test_what_a_chat_template_uses_reaches_it():
         assert client.post(CHAT, json=ask | {"reasoning_effort": "low"}).status_code == 400
 
 
-def test_calls_that_the_template_does_not_write_are_text(client):
+def test_a_type_of_a_message_changes_nothing_and_calls_need_a_template(client):
     def prompt(messages):
         ids = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
         return byte_tokenizer().decode(ids)
 
-    said = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
     call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    assert prompt([call]) == prompt([{"role": "assistant", "content": said}])
-    assert prompt([call | {"content": "Well"}]) == prompt([{"role": "assistant", "content": "Well\n" + said}])
+    assert post(client, CHAT, {"messages": [call]}, 400)["error"]["param"] == "messages.tool_calls"
     typed = [message | {"type": "text"} for message in MESSAGES]  # as lm-eval sends them
     assert prompt(typed) == prompt(MESSAGES)
 

@@ -16,14 +16,14 @@ from skipdecode.errors import GrammarError, MissingExtraError
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-GrammarKind = Literal["json", "regex", "choice", "grammar"]
+GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 
 _KEPT = 32  # compiled grammars
 _MOST_TRIES = 200  # sub-schemas that are compiled to find the one that is refused
 _MOST_STATES = 20_000  # of a lexer, each about 2 kB
 # Between the tokens of a JSON text: nothing, a space, or a line break with its indentation. A model that repeats white
 # space would otherwise never end.
-_JSON: JsonCompileOptions = {"whitespace_pattern": r"( |\n {0,32})", "lenient": False, "coerce_one_of": False}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\n {0,32})", "lenient": False, "coerce_one_of": False}
 _OF_SCHEMAS = {"$defs", "definitions", "properties", "patternProperties", "dependentSchemas"}  # name -> schema
 _SCHEMAS = ("items", "additionalProperties", "additionalItems", "prefixItems", "anyOf", "oneOf", "allOf")
 
@@ -50,10 +50,10 @@ class Grammars:
 
         Parameters
         ----------
-        kind : {"json", "regex", "choice", "grammar"}
+        kind : {"json", "regex", "choice", "grammar", "lark"}
         source : Any
             A JSON schema (an object or its text); a regular expression in Rust's syntax, which the whole text matches;
-            a list of texts; or a grammar in the syntax of Lark or GBNF.
+            a list of texts; or a grammar in the syntax of Lark, or of Lark or GBNF.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class Grammars:
                 raise GrammarError(f"this tokenizer is not fit for structured output: {_line(e)}") from None
         try:
             text = (
-                LLMatcher.grammar_from_json_schema(source, overrides=_JSON)
+                LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS)
                 if kind == "json"
                 else grammar_from(kind, source)
             )

@@ -9,7 +9,7 @@ from typing import Literal
 
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
-from skipdecode.serving.errors import ApiError, ExactModel
+from skipdecode.serving.errors import ExactModel, invalid
 
 
 class _ScheduleEntry(ExactModel):
@@ -115,7 +115,7 @@ class Catalog:
         name = self.default if name is None else name
         if name not in self.loaded:
             message = f"there is no schedule of this name: the server has {', '.join(self.loaded)}"
-            raise ApiError(400, "invalid_value", message, "skipdecode.schedule")
+            raise invalid(message, "skipdecode.schedule")
         return self.loaded[name]
 
     def label(self, schedule: Schedule) -> str:
@@ -153,7 +153,7 @@ class Catalog:
     def _constant(self, budget: int) -> Schedule:
         if budget < self._least_budget:
             message = f"a budget of {budget} layers is not accepted: give {self._least_budget} to {self.num_layers}"
-            raise ApiError(400, "invalid_value", message, "skipdecode.budget")
+            raise invalid(message, "skipdecode.budget")
         return Schedule(self.num_layers, self._budget_order, (budget,), warmup_layers=0, name=f"budget-{budget}")
 
     def _add(self, schedule: Schedule) -> str:

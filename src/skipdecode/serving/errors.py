@@ -70,6 +70,11 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """The refusal of a value."""
+    return ApiError(400, "invalid_value", message, param)
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Have an application answer every exception with an `ErrorResponse`."""
 

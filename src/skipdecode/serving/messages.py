@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from skipdecode.data.chats import render_chat, unused_fields
 from skipdecode.data.records import checked_text
 from skipdecode.errors import DataError, ModelLoadError
-from skipdecode.serving.errors import ApiError
+from skipdecode.serving.errors import ApiError, invalid
 
 
 def _whole_text(text: str) -> str:
@@ -76,7 +76,9 @@ class _Function(Strict):
         return arguments or "{}"
 
 
-class _ToolCall(Strict):
+class ToolCall(Strict):
+    """A call of a tool, in an assistant's message."""
+
     id: Text | None = None
     index: int | None = None
     type: Literal["function"] = "function"
@@ -91,16 +93,16 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
     name: Text | None = Field(None, description="refused if the chat template does not use it")
-    tool_calls: list[_ToolCall] = []
+    tool_calls: list[ToolCall] = []
     tool_call_id: Text | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and not self.tool_calls:
-            raise ApiError(400, "invalid_value", "the content of a message is missing: give text", "messages")
+            raise invalid("the content of a message is missing: give text", "messages")
         if self.tool_calls and self.role != "assistant":
             message = f"tool_calls belong to an assistant's message, not to the role {self.role}: leave them out"
-            raise ApiError(400, "invalid_value", message, "messages")
+            raise invalid(message, "messages")
         return self
 
     def plain(self) -> dict[str, Any]:
@@ -129,6 +131,7 @@ class Chat:
     messages: list[Message]
     variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -143,28 +146,23 @@ _UNREAD = {"tool_call_id"}  # fields that say which messages belong together, wh
 def chat_text(tokenizer: Any, chat: Chat) -> str:
     """The prompt of a chat, up to where the answer begins.
 
-    Tool calls are written into the message's text if the template does not write them.
-
     Raises
     ------
     ApiError
         The template refuses the chat, or does not use one of its fields.
     """
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ApiError(400, "invalid_value", "the model's tokenizer has no chat template: use completions", "messages")
+        raise invalid("the model's tokenizer has no chat template: use completions", "messages")
     messages = [message.plain() for message in chat.messages]
     variables = _variables(tokenizer, chat)
     try:
-        text = render_chat(tokenizer, messages, variables=variables)
-        unused = unused_fields(tokenizer, messages, (), text, variables) - _UNREAD
-        if "tool_calls" in unused:
-            messages = [_with_calls(message) for message in messages]
-            text = render_chat(tokenizer, messages, variables=variables)
-        if others := unused - {"tool_calls"}:
-            raise _unsupported(min(others), f"messages.{min(others)}")
+        text = render_chat(tokenizer, messages, chat.tools, variables=variables)
+        unused = unused_fields(tokenizer, messages, chat.tools, text, variables) - _UNREAD
+        if unused:
+            raise _unsupported(name := min(unused), name if name == "tools" else f"messages.{name}")
         return checked_text("the rendered prompt", text)
     except (DataError, ModelLoadError) as e:
-        raise ApiError(400, "invalid_value", str(e), "messages") from None
+        raise invalid(str(e), "messages") from None
 
 
 def _variables(tokenizer: Any, chat: Chat) -> Mapping[str, Any]:
@@ -191,12 +189,3 @@ def _reads(template: str, name: str) -> bool:
 def _unsupported(name: str, param: str) -> ApiError:
     message = f"this model's chat template does not use {name[:100]}: leave it out"
     return ApiError(400, "unsupported_field", message, param)
-
-
-def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose tool calls are part of its text, in the form that many models are trained on."""
-    calls = "".join(
-        f"\n<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
-        for call in message.get("tool_calls", ())
-    )
-    return message | {"content": (message["content"] + calls).lstrip("\n")} if calls else message

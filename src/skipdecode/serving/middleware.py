@@ -16,7 +16,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipdecode.errors import UsageError
-from skipdecode.serving.errors import ApiError
+from skipdecode.serving.errors import ApiError, invalid
 from skipdecode.serving.metrics import Metrics
 
 ENVIRONMENT_VARIABLE = "SKIPDECODE_API_KEY"
@@ -161,11 +161,9 @@ class Middleware:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if hosts and found is None:
-            message = "the request needs one Host header: a name or an address, and a port"
-            raise ApiError(400, "invalid_value", message)
+            raise invalid("the request needs one Host header: a name or an address, and a port")
         if self._local_only and (found is None or found[1] not in _LOCAL):
-            message = "this Host is not known here: use 127.0.0.1 or localhost, or start the server with --host"
-            raise ApiError(400, "invalid_value", message)
+            raise invalid("this Host is not known here: use 127.0.0.1 or localhost, or start the server with --host")
         path: str = scope["path"]
         holder = self._keys.holder(headers.get(b"authorization", b""))
         scope["state"]["key_holder"] = holder or ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from skipdecode.common.options import kinds
@@ -15,13 +15,14 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.errors import GrammarError, MissingExtraError
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
-from skipdecode.generation.grammar import Grammars
+from skipdecode.generation.grammar import GrammarKind, Grammars
 from skipdecode.serving.catalog import Catalog
-from skipdecode.serving.errors import ApiError
+from skipdecode.serving.errors import ApiError, invalid
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.messages import Chat, chat_text
-from skipdecode.serving.protocol import CompletionRequest, GenerationRequest, Prompt
+from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from skipdecode.serving.request_state import Choice, RequestState
+from skipdecode.serving.tools import CallForm
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
@@ -91,12 +92,17 @@ class Preprocessor:
         self._check_choices(len(sources), copies)
         template = self._use_template if asked.template is None else asked.template
         if template and self._form.template is None:
-            message = "this checkpoint names no template that it was tuned on: leave it out"
-            raise ApiError(400, "invalid_value", message, "skipdecode.template")
+            raise invalid("this checkpoint names no template that it was tuned on: leave it out", "skipdecode.template")
         if asked.template and not all(isinstance(source, str) for source in sources):
             message = "only a text goes into the checkpoint's template, no chat and no token ids: leave template out"
-            raise ApiError(400, "invalid_value", message, "skipdecode.template")
-        prompts = self._all_checked(sources, template)
+            raise invalid(message, "skipdecode.template")
+        prompts = []
+        for index, source in enumerate(sources):
+            try:
+                prompts.append(self._checked(source, template))
+            except ApiError as e:
+                e.detail = (f"prompt[{index}]: " if len(sources) > 1 else "") + e.detail
+                raise
         schedule = self._catalog.find(asked.schedule, asked.budget)
         state = RequestState(
             schedule=schedule,
@@ -106,6 +112,7 @@ class Preprocessor:
             arrived=arrived,
             deadline=arrived + self._limits.max_seconds,
             max_unread=self._limits.max_unread_tokens,
+            calls=self._calls(request),
         )
         stops, hidden = StopStrings(request.stops), frozenset(request.stop_token_ids)
         self._check_ids(hidden, "stop_token_ids")
@@ -118,7 +125,7 @@ class Preprocessor:
             new_tokens = self._new_tokens(request, len(prompt))
             if request.min_tokens > new_tokens:
                 message = f"min_tokens={request.min_tokens} is not accepted: at most {new_tokens} tokens are generated"
-                raise ApiError(400, "invalid_value", message, "min_tokens")
+                raise invalid(message, "min_tokens")
             sampling = self._sampling(request, index, grammar)
             engine_request = Request(
                 tuple(prompt), new_tokens, sampling, ends, cache_salt, asked.exact, scored, request.min_tokens
@@ -139,7 +146,7 @@ class Preprocessor:
         if isinstance(prompt, Chat):
             found = token_ids(self._tokenizer, [chat_text(self._tokenizer, prompt)], special=bool(special))[0]
             if not found:
-                raise ApiError(400, "invalid_value", "the chat has no token: give messages with text", "messages")
+                raise invalid("the chat has no token: give messages with text", "messages")
             return found
         if template:
             encoded = self._templated.encode([self._form.record(prompt)])[0]
@@ -147,7 +154,7 @@ class Preprocessor:
             encoded = self._encoder.encode([Record(0, 0, 0, prompt)])[0]
         if encoded.error is not None:
             hint = " (in a request: skipdecode.template=false)" if template and prompt.strip() else ""
-            raise ApiError(400, "invalid_value", encoded.error + hint, _field_of(prompt))
+            raise invalid(encoded.error + hint, _field_of(prompt))
         if special is None:
             return encoded.token_ids
         return token_ids(self._tokenizer, [encoded.text], special=special)[0]
@@ -163,19 +170,7 @@ class Preprocessor:
         most = self._limits.max_choices
         if prompts * copies > most:
             field = "n" if copies > most or prompts == 1 else "prompt"
-            message = f"{prompts} prompts with n={copies} are too many choices: at most {most} together"
-            raise ApiError(400, "invalid_value", message, field)
-
-    def _all_checked(self, sources: Sequence[Prompt], template: bool) -> list[list[int]]:
-        """`_checked` of each; an error of one of several names its index."""
-        found = []
-        for index, source in enumerate(sources):
-            try:
-                found.append(self._checked(source, template))
-            except ApiError as e:
-                where = f"prompt[{index}]: " if len(sources) > 1 else ""
-                raise ApiError(e.status_code, e.code, where + e.detail, e.param) from None
-        return found
+            raise invalid(f"{prompts} prompts with n={copies} are too many choices: at most {most} together", field)
 
     def _checked(self, prompt: Prompt, template: bool) -> list[int]:
         """Token ids of a prompt that leaves room for an answer."""
@@ -194,8 +189,7 @@ class Preprocessor:
     def _check_ids(self, tokens: Iterable[int], field: str) -> None:
         wrong = next((t for t in tokens if t >= self._vocab_size), None)
         if wrong is not None:
-            message = f"token {wrong} is outside the model's vocabulary of {self._vocab_size}"
-            raise ApiError(400, "invalid_value", message, field)
+            raise invalid(f"token {wrong} is outside the model's vocabulary of {self._vocab_size}", field)
 
     def _new_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
         most = self._limits.max_new_tokens
@@ -205,7 +199,7 @@ class Preprocessor:
             return min(room, _COMPLETION_TOKENS) if isinstance(request, CompletionRequest) else room
         field = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         if asked > most:
-            raise ApiError(400, "invalid_value", f"{field}={asked} is not accepted: give 1 to {most}", field)
+            raise invalid(f"{field}={asked} is not accepted: give 1 to {most}", field)
         if asked > room:
             message = f"{field}={asked} does not fit: the prompt has {prompt_tokens} of {self.context} tokens"
             raise ApiError(400, "context_length_exceeded", message, field)
@@ -213,14 +207,32 @@ class Preprocessor:
 
     def _grammar(self, request: GenerationRequest) -> Any:
         """What the text has to fit, for `Sampling`; None without a grammar."""
-        if request.grammar is None:
+        asked: list[tuple[str, GrammarKind, Any]] = [] if request.grammar is None else [request.grammar]
+        form = self._calls(request)
+        if form is not None and isinstance(request, ChatRequest) and (tools := request.demanded_tools) is not None:
+            asked = [(f"tools.{i}.function.parameters", "json", x.function.parameters) for i, x in enumerate(tools)]
+            asked += [("tools", "lark", form.grammar(tools, several=request.several_calls))]
+        found = None
+        for each in asked:
+            found = self._compiled(*each)
+        return found
+
+    def _calls(self, request: GenerationRequest) -> CallForm | None:
+        """How the model calls the tools of a request; None without tools."""
+        if not isinstance(request, ChatRequest) or not request.offered_tools:
             return None
-        field, kind, source = request.grammar
+        form = CallForm.of(str(self._tokenizer.get_chat_template(tools=request.offered_tools)))
+        if form is None:
+            message = "tools are for models that write calls as Hermes, Qwen or Llama 3: leave tools out"
+            raise ApiError(400, "unsupported_field", message, "tools")
+        return form
+
+    def _compiled(self, field: str, kind: GrammarKind, source: Any) -> Any:
         try:
             return self._grammars.compile(kind, source)
         except GrammarError as e:
             where = (field + e.path.replace("/", "."))[:100]
-            raise ApiError(400, "invalid_value", f"{field} cannot be enforced: {e}", where) from None
+            raise invalid(f"{field} cannot be enforced: {e}", where) from None
         except MissingExtraError as e:
             raise ApiError(400, "unsupported_field", str(e), field) from None
 

@@ -9,8 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from skipdecode.engine.requests import Sampling
 from skipdecode.generation.grammar import GrammarKind
-from skipdecode.serving.errors import ApiError
+from skipdecode.serving.errors import invalid
 from skipdecode.serving.messages import VARIABLES, Chat, Message, Neutral, Strict, Text, Variables
+from skipdecode.serving.tools import NamedTool, Tool
 
 _MOST_STOPS = 16
 _MOST_STOP_TOKENS = 64
@@ -19,7 +20,6 @@ _INT64 = 2**63
 _UNUSED = "accepted; not used, not kept"
 _OBJECT = {"type": "object"}
 
-
 TokenId = Annotated[int, Field(ge=0)]
 Stop = Annotated[Text, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -27,33 +27,14 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 # Fields of OpenAI's and of vLLM's that are not implemented, with the values that change nothing.
 _NEUTRAL: Neutral = {
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "early_stopping": (False,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_decoding_backend": ("auto", "guidance"),
-    "include_reasoning": (False, True),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (False, True),
-    "prediction": (),
-    "priority": (0,),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
+    "audio": (), "bad_words": ([],), "best_of": (1,), "early_stopping": (False,), "echo": (False,),
+    "function_call": ("none",), "functions": ([],), "guided_decoding_backend": ("auto", "guidance"),
+    "include_reasoning": (False, True), "include_stop_str_in_output": (False,), "length_penalty": (1,),
+    "modalities": (["text"],), "parallel_tool_calls": (False, True), "prediction": (), "priority": (0,),
+    "reasoning_effort": (), "service_tier": ("auto", "default"), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"),
+    "tools": ([],), "use_beam_search": (False,), "verbosity": ("medium",), "web_search_options": (),
+}  # fmt: skip
 _NEUTRAL_IN_CHATS: Neutral = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -92,8 +73,7 @@ class Extension(Strict):
     @model_validator(mode="after")
     def _one_of_two(self) -> Extension:
         if self.schedule is not None and self.budget is not None:
-            message = "schedule and budget both say which layers run: give one of them"
-            raise ApiError(400, "invalid_value", message, "skipdecode")
+            raise invalid("schedule and budget both say which layers run: give one of them", "skipdecode")
         return self
 
 
@@ -101,8 +81,8 @@ class StreamOptions(Strict):
     """Of a stream."""
 
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
-    include_usage: bool = Field(False, description="the usage at the end, in a chunk without choices")
-    continuous_usage_stats: bool = Field(False, description="with include_usage: the usage so far in every chunk")
+    include_usage: bool = False
+    continuous_usage_stats: Annotated[bool, Field(description="with include_usage: the usage in every chunk")] = False
 
 
 class _JsonSchema(Strict):
@@ -162,7 +142,7 @@ class _GenerationFields(Strict):
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     user: str | None = Field(None, description=_UNUSED)
     safety_identifier: str | None = Field(None, description=_UNUSED)
     prompt_cache_key: str | None = Field(None, description=_UNUSED)
@@ -173,17 +153,15 @@ class _GenerationFields(Strict):
     @classmethod
     def _one_value_a_token(cls, bias: dict[str, float]) -> dict[str, float]:
         if len({int(token) for token in bias}) < len(bias):
-            raise ApiError(400, "invalid_value", "logit_bias names a token twice: give each id once", "logit_bias")
+            raise invalid("logit_bias names a token twice: give each id once", "logit_bias")
         return bias
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> _GenerationFields:
-        if self.stream_options is not None and not self.stream:
-            message = "stream_options belongs to a stream: give stream=true, or leave it out"
-            raise ApiError(400, "invalid_value", message, "stream_options")
-        if self.continuous_usage and not self.include_usage:
-            message = "continuous_usage_stats needs include_usage=true"
-            raise ApiError(400, "invalid_value", message, "stream_options.continuous_usage_stats")
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise invalid("stream_options belongs to a stream: give stream=true, or leave it out", "stream_options")
+        if self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
+            raise invalid("continuous_usage_stats needs include_usage=true", "stream_options.continuous_usage_stats")
         return self
 
     @property
@@ -211,26 +189,15 @@ class _GenerationFields(Strict):
         given = [(name, *grammar) for name, grammar in named.items() if grammar[1] is not None]
         if len(given) > 1:
             message = f"{given[0][0]} and {given[1][0]} both say what the text has to fit: give one of them"
-            raise ApiError(400, "invalid_value", message, given[1][0])
+            raise invalid(message, given[1][0])
         if form and (form.type == "json_schema") != (form.json_schema is not None):
             message = (
                 'give response_format with {"type": "json_schema", "json_schema": {"schema": ...}}, or no json_schema'
             )
-            raise ApiError(400, "invalid_value", message, "response_format.json_schema")
+            raise invalid(message, "response_format.json_schema")
         if given and self.ignore_eos:
-            message = "a text that has to fit a grammar ends with it: leave ignore_eos out"
-            raise ApiError(400, "invalid_value", message, "ignore_eos")
+            raise invalid("a text that has to fit a grammar ends with it: leave ignore_eos out", "ignore_eos")
         return given[0] if given else None
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that has the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk has the usage so far."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(_GenerationFields):
@@ -276,16 +243,40 @@ class ChatRequest(_GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[Tool] = Field([], max_length=128, description="for chat templates that render them")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = Field(True, description="false: one call at most")
 
     @model_validator(mode="after")
     def _fits(self) -> ChatRequest:
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
-            message = "max_tokens and max_completion_tokens differ: give one of them"
-            raise ApiError(400, "invalid_value", message, "max_completion_tokens")
+            raise invalid("max_tokens and max_completion_tokens differ: give one of them", "max_completion_tokens")
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "invalid_value", "top_logprobs needs logprobs=true", "top_logprobs")
+            raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.demanded_tools == []:
+            raise invalid("tool_choice demands a call of a tool that is not among tools", "tool_choice")
+        if self.offered_tools and self.grammar is not None:
+            message = f"a text that fits {self.grammar[0]} calls no tool: leave tools out, or give tool_choice none"
+            raise invalid(message, "tools")
         return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def several_calls(self) -> bool:
+        """Whether a demand may be answered with several calls."""
+        return self.parallel_tool_calls and isinstance(self.tool_choice, str)
+
+    @property
+    def demanded_tools(self) -> list[Tool] | None:
+        """The tools of which one has to be called; None if none has to be."""
+        if isinstance(self.tool_choice, str):
+            return self.tools if self.tool_choice == "required" else None
+        return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
 
     @property
     def new_tokens(self) -> int | None:
@@ -299,7 +290,8 @@ class ChatRequest(_GenerationFields):
 
     def prompts(self) -> Sequence[Prompt]:
         """See `CompletionRequest`."""
-        return [Chat(self.messages, self.chat_template_kwargs, self.reasoning_effort)]
+        tools = tuple(tool.model_dump(exclude_unset=True) for tool in self.offered_tools)
+        return [Chat(self.messages, self.chat_template_kwargs, self.reasoning_effort, tools)]
 
 
 GenerationRequest = CompletionRequest | ChatRequest
@@ -322,7 +314,7 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ApiError(400, "invalid_value", "give prompt or messages, one of the two", "prompt")
+            raise invalid("give prompt or messages, one of the two", "prompt")
         return self
 
     @property

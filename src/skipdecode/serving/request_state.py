@@ -19,8 +19,9 @@ from skipdecode.generation.loop import Generated
 from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.metrics import Metrics
+from skipdecode.serving.tools import CallForm
 
-ChoiceFinish = Literal["stop", "length"]
+ChoiceFinish = Literal["stop", "length", "tool_calls"]
 """OpenAI's words; the engine tells an end token from a stop sequence, and both are a stop here."""
 
 
@@ -97,6 +98,7 @@ class RequestState:
     arrived: float
     deadline: float
     max_unread: int  # tokens that may wait for the reader
+    calls: CallForm | None = None  # how the model calls tools, if there are any
     choices: list[Choice] = field(default_factory=list)
     cached_tokens: int = 0  # of the prompts, each counted once, that a prefix cache had
     depths: set[int] = field(default_factory=set)  # numbers of layers that ran for a token

@@ -17,8 +17,10 @@ from pydantic_core import to_json
 from skipdecode.engine.requests import StepOutput
 from skipdecode.generation.detokenizer import Piece, TokenTexts
 from skipdecode.serving.errors import ExactModel
-from skipdecode.serving.protocol import GenerationRequest
+from skipdecode.serving.messages import ToolCall
+from skipdecode.serving.protocol import ChatRequest, GenerationRequest
 from skipdecode.serving.request_state import ChoiceFinish, RequestState, Summary, Update
+from skipdecode.serving.tools import CallReader
 
 # ---------------------------------------------------------------------- fields
 
@@ -80,8 +82,9 @@ class _CompletionChoice(_Choice):
 
 class _AssistantMessage(ExactModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] | None = None
 
 
 class _ChatChoice(_Choice):
@@ -134,7 +137,7 @@ class ResponseBuilder(ABC):
         self._texts = texts
         self._logprobs = body.top_logprobs_wanted is not None
         self._tells_every_token = self._logprobs or state.trace  # also one that has no text
-        self._include_usage, self._continuous_usage = body.include_usage, body.continuous_usage
+        self._options = body.stream_options
         self._sent = 0  # tokens
         self._lengths = [0] * len(state.choices)
         self._head: dict[str, Any] = {
@@ -144,8 +147,8 @@ class ResponseBuilder(ABC):
         }
 
     @abstractmethod
-    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
-        """The field that has the text of a whole choice, or what is new in a chunk."""
+    def _content(self, update: Update, *, whole: bool) -> dict[str, Any]:
+        """The field that has the text of a whole choice, or what is new in a chunk; called before `_fields`."""
 
     @abstractmethod
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
@@ -153,7 +156,7 @@ class ResponseBuilder(ABC):
 
     def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
         """The response, from all tokens of a request that finished."""
-        choices = [self._content(update.text, whole=True) | self._fields(update) for update in updates]
+        choices = [self._content(update, whole=True) | self._fields(update) for update in updates]
         summary = self._state.summary()
         told = {"choices": choices, "usage": self._usage(summary.completion_tokens), "skipdecode": summary}
         return self._head | {"object": self.object} | told
@@ -167,22 +170,24 @@ class ResponseBuilder(ABC):
         summary = self._state.summary() if self._state.finished else None
         self._sent += sum(len(update.pieces) for update in updates)
         told = [u for u in updates if u.text or u.finish_reason or self._tells_every_token]
+        choices = [self._content(update, whole=False) | self._fields(update) for update in told]
+        # Text that may begin a call is held back.
+        choices = [c for c in choices if c.get("delta", c) or c["finish_reason"] or self._tells_every_token]
         lines = []
-        for update in told:
-            choice = self._content(update.text, whole=False) | self._fields(update)
-            last = update is told[-1] and not self._include_usage
+        for choice in choices:
+            last = choice is choices[-1] and not self._options.include_usage
             lines.append(self._chunk([choice], summary if last else None))
         if summary is not None:
-            if self._include_usage:
+            if self._options.include_usage:
                 lines.append(self._chunk([], summary))
             lines.append(b"data: [DONE]\n\n")
         return b"".join(lines)
 
     def _chunk(self, choices: list[dict[str, Any]], summary: Summary | None) -> bytes:
         fields: dict[str, Any] = self._head | {"object": self.chunk_object, "choices": choices}
-        if self._include_usage:
+        if self._options.include_usage:
             sent = self._sent if summary is None else summary.completion_tokens
-            fields["usage"] = None if summary is None and not self._continuous_usage else self._usage(sent)
+            fields["usage"] = self._usage(sent) if summary or self._options.continuous_usage_stats else None
         if summary is not None:
             fields["skipdecode"] = summary
         return server_sent_event(fields)
@@ -213,8 +218,8 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
-        return {"text": text}
+    def _content(self, update: Update, *, whole: bool) -> dict[str, Any]:
+        return {"text": update.text}
 
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         offsets = []
@@ -253,10 +258,28 @@ class ChatResponseBuilder(ResponseBuilder):
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return b"".join(self._chunk([{"index": i, **first}], None) for i in range(len(self._state.choices)))
 
-    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
+    def __init__(self, state: RequestState, body: ChatRequest, *further: Any) -> None:
+        super().__init__(state, body, *further)
+        names = [tool.function.name for tool in body.tools]
+        most = None if body.parallel_tool_calls else 1
+        self._readers = [CallReader(state.calls, names, most) for _ in state.choices] if state.calls else []
+
+    def _content(self, update: Update, *, whole: bool) -> dict[str, Any]:
+        text: str = update.text
+        calls: list[dict[str, Any]] = []
+        if self._readers:
+            text, calls = self._readers[update.choice].push(text, last=update.finish_reason is not None)
+        called = {"tool_calls": calls} if calls else {}
         if whole:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"delta": {"content": text} if text else {}}
+            said = None if calls and not text else text
+            return {"message": {"role": "assistant", "content": said, "refusal": None, **called}}
+        return {"delta": ({"content": text} if text else {}) | called}
+
+    def _fields(self, update: Update) -> dict[str, Any]:
+        fields = super()._fields(update)
+        if update.finish_reason == "stop" and self._readers and self._readers[update.choice].count:
+            fields["finish_reason"] = "tool_calls"
+        return fields
 
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         content = []

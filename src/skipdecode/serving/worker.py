@@ -21,7 +21,7 @@ from skipdecode.engine.requests import StepOutput
 from skipdecode.errors import SkipDecodeError
 from skipdecode.generation.detokenizer import Piece
 from skipdecode.generation.loop import TextLoop
-from skipdecode.serving.errors import ApiError
+from skipdecode.serving.errors import ApiError, invalid
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.request_state import Choice, RequestState, Update
@@ -202,7 +202,7 @@ class ModelWorker:
                 with self._wake:
                     self._waiting.popleft()
             except SkipDecodeError as error:
-                self._fail(choice.state, ApiError(400, "invalid_value", str(error)), "refused")
+                self._fail(choice.state, invalid(str(error)), "refused")
 
     def _step(self) -> None:
         texts = self._texts
@@ -254,7 +254,7 @@ class ModelWorker:
         pieces = texts.take(choice, output)
         if choice.finish_reason == "error":
             message = "the grammar allows no token here, or takes too much work: simplify it"
-            self._fail(state, ApiError(400, "invalid_value", message), "error")
+            self._fail(state, invalid(message), "error")
             return
         reason = "stop" if choice.finish_reason == "eos" else choice.finish_reason
         if prompt or pieces or reason is not None:

@@ -1,0 +1,163 @@
+"""Tools: calls in texts that come in parts, demanded calls whole and as streams, tool turns, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from checkpoints import byte_tokenizer
+from serve_tools import events, greedy, is_idle, running, tiny_served_model, until
+from skipdecode.serving.service import open_service
+from skipdecode.serving.tools import CallForm, CallReader
+
+CHAT = "/v1/chat/completions"
+TEMPLATES = {
+    # The parts of Qwen's and Llama's templates that matter here.
+    "qwen": (
+        "{% if tools %}<system># Tools{% for t in tools %}{{ t | tojson }}{% endfor %} within <tool_call></tool_call>"
+        "{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+        "{% endfor %}{% endfor %}<assistant>"
+    ),
+    "llama": (
+        "{% if tools %}<system>Environment: ipython{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}"
+        '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+        "{% else %}{{ m.content }}{% endfor %}{% endfor %}<assistant>"
+    ),
+    "none": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>",
+    "other": "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>",
+}
+DAY = {"$ref": "#/$defs/day"}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}, "day": DAY},
+    "required": ["city", "day"],
+    "additionalProperties": False,
+    "$defs": {"day": {"enum": ["today", "tomorrow"]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "stop", "parameters": {"additionalProperties": False}, "strict": True}},
+]
+BIAS = {str(token): 7.0 for token in byte_tokenizer()('"}]', add_special_tokens=False).input_ids}
+ASK = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def clients():
+    services, servers = {}, []
+    for name, template in TEMPLATES.items():
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = template
+        services[name] = open_service(tiny_served_model(), tokenizer, name="tiny")
+        servers.append(running(services[name]))
+    yield {name: server.__enter__() for name, server in zip(TEMPLATES, servers, strict=True)}
+    for service, server in zip(services.values(), servers, strict=True):
+        until(lambda service=service: is_idle(service))
+        server.__exit__(None, None, None)
+
+
+def post(client, body, status=200):
+    response = client.post(CHAT, json=body)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def demand(**fields):
+    return {"messages": ASK, "tools": TOOLS, "seed": 5, "max_tokens": 400, "logit_bias": BIAS} | fields
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama"])
+@pytest.mark.parametrize("choice", ["required", "weather", "stop"])
+def test_a_demanded_call_is_a_call_whole_and_streamed(clients, name, choice):
+    named = {"type": "function", "function": {"name": choice}}
+    body = demand(tool_choice=choice if choice == "required" else named, parallel_tool_calls=False)
+    (answer,) = post(clients[name], body)["choices"]
+    assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] in ({"weather", "stop"} if choice == "required" else {choice})
+    schema = WEATHER if call["function"]["name"] == "weather" else {"maxProperties": 0}
+    jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+    chunks = [c for chunk in events(clients[name], CHAT, body) for c in chunk["choices"]]
+    (streamed,) = [c["delta"]["tool_calls"][0] for c in chunks if "tool_calls" in c["delta"]]
+    assert (streamed["index"], streamed["type"], streamed["function"]) == (0, "function", call["function"])
+    assert not any(c["delta"].get("content") for c in chunks)
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+    # The answer and the tool's result go into the next request as they came.
+    turn = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    further = post(clients[name], greedy(messages=[*ASK, answer["message"], turn], tools=TOOLS, max_tokens=4))
+    plain = greedy(messages=[*ASK, {"role": "assistant", "content": ""}, turn], max_tokens=4, tools=TOOLS)
+    assert further["usage"]["prompt_tokens"] > post(clients[name], plain)["usage"]["prompt_tokens"] + 20
+
+
+def test_tools_are_in_the_prompt_unless_none_may_be_called(clients):
+    body = greedy(messages=ASK, max_tokens=6)
+    size = [
+        post(clients["qwen"], body | fields)["usage"]["prompt_tokens"]
+        for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS}, {"tools": TOOLS[:1]})
+    ]
+    assert size[0] == size[1] < size[3] < size[2]
+    free = post(clients["qwen"], body | {"tools": TOOLS})["choices"][0]
+    assert (free["finish_reason"], free["message"]["content"] != "") == ("length", True)
+    assert "tool_calls" not in free["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "param", "code"),
+    [
+        ("none", {}, "tools", "unsupported_field"),
+        ("other", {}, "tools", "unsupported_field"),
+        ("qwen", {"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ("qwen", {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "invalid_value"),
+        ("qwen", {"tool_choice": "any"}, "tool_choice.literal['none','auto','required']", "invalid_value"),
+        ("qwen", {"guided_json": WEATHER}, "tools", "invalid_value"),
+        ("qwen", {"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "invalid_value"),
+        (
+            "qwen",
+            {
+                "tools": [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tool_choice": "required",
+            },
+            "tools.2.function.parameters",
+            "invalid_value",
+        ),
+    ],
+)
+def test_refusals_name_the_field(clients, name, fields, param, code):
+    error = post(clients[name], demand(**fields), 400)["error"]
+    assert (error["param"], error["code"]) == (param, code)
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</x> ü"}}\n</tool_call>'
+F = ("f", {"a": "</x> ü"})
+READ = [
+    ("qwen", " hello \n", " hello \n", []),
+    ("qwen", "x < y <tool", "x < y <tool", []),
+    ("qwen", CALL, "", [F]),
+    ("qwen", f"I will.\n{CALL}\n{CALL}\n", "I will.", [F, F]),
+    ("qwen", f"{CALL}\nbye", "\nbye", [F]),
+    ("qwen", CALL.replace('"f"', '"h"'), CALL.replace('"f"', '"h"'), []),  # no such tool
+    ("qwen", "a <tool_call> b", "a <tool_call> b", []),
+    ("qwen", CALL[:-20], CALL[:-20], []),
+    ("llama", "hello", "hello", []),
+    ("llama", ' {"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
+    ("llama", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", {}), ("g", {})]),
+    ("llama", ' {"answer": 5}', ' {"answer": 5}', []),
+    ("llama", 'see {"name": "f", "parameters": {}}', 'see {"name": "f", "parameters": {}}', []),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "said", "called"), READ, ids=[case[1] for case in READ])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_calls_are_found_in_a_text_that_comes_in_parts(name, text, said, called, size):
+    reader = CallReader(CallForm.of(TEMPLATES[name]), ["f", "g"], None)
+    parts = [text[i : i + size] for i in range(0, len(text), size)]
+    found = [reader.push(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+    assert "".join(part for part, _ in found) == said
+    calls = [call for _, calls in found for call in calls]
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == called
+    assert [c["index"] for c in calls] == list(range(len(calls)))
+    assert len({c["id"] for c in calls}) == len(calls)
