@@ -56,32 +56,6 @@ def test_full_depth_may_be_left_out(place: Path, tmp_path: Path, capsys: pytest.
     assert load_run(tmp_path).data["speed"] is None
 
 
-def test_full_depth_that_is_there_is_not_run_again(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    more = ["--out", str(tmp_path), "--seq-len", "6", "--limit", "4", "--schedule", "full"]
-    assert main(arguments(place, *more, "2x")) == 0
-    stamp = (tmp_path / "full" / "run.json").stat().st_mtime_ns
-    capsys.readouterr()
-    assert main(arguments(place, *more, "1.5x")) == 0
-    printed = capsys.readouterr()
-    assert "full depth is taken from" in printed.err
-    assert "| full " in printed.out
-    full, even = load_run(tmp_path / "full"), load_run(tmp_path / "skipdecode-1.5x")
-    assert full.path.stat().st_mtime_ns == stamp
-    assert [row["full_tokens"] for row in even.outputs] == [row["tokens"] for row in full.outputs]
-    assert set(even.data["kept"]) == {"bleu", "rougeL"}
-    assert even.decode_speedup > 0
-    # It may have more scores than are asked for.
-    assert main(arguments(place, *more, "1.5x:flat", "--metrics", "bleu")) == 0
-    assert "full depth is taken from" in capsys.readouterr().err
-    assert set(load_run(tmp_path / "skipdecode-1.5x-flat").data["kept"]) == {"bleu"}
-    # Of other settings it is no yardstick, and it is not replaced unasked.
-    other = arguments(place, "--max-new-tokens", "5", *more, "3x")
-    assert main(other) == 2
-    assert "give --overwrite to replace it" in capsys.readouterr().err
-    assert main([*other, "--overwrite"]) == 0
-    assert load_run(tmp_path / "full").data["config"]["settings"]["max_new_tokens"] == 5
-
-
 def test_metrics_that_need_a_download_are_left_out_at_once(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -84,19 +84,3 @@ def test_both_engines_give_one_result(place: Path, tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "engine fast" in printed
     assert "engine transformers" in printed
-
-
-def test_exact_methods_have_the_outputs_of_full_depth(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    chosen = ("--out", str(tmp_path), "--methods", "full", "2x", "--seq-len", "8", "--exact")
-    assert evaluate(place, *chosen) == 0
-    found = runs(tmp_path)
-    assert sorted(found) == ["full", "skipdecode-2x-exact"]
-    full, exact = (found[name] for name in sorted(found))
-    assert [row["tokens"] for row in exact.outputs] == [row["tokens"] for row in full.outputs]
-    assert exact.data["metrics"]["loss"] == full.data["metrics"]["loss"]
-    assert exact.data["metrics"]["kl"]["score"] == pytest.approx(0, abs=1e-6)
-    assert exact.data["nominal_speedup"] == 1
-    assert exact.decode_speedup > 0
-    assert "skipdecode-2x, exact" in capsys.readouterr().out
-    assert evaluate(place, "--out", str(tmp_path / "slow"), "--engine", "transformers", *chosen[2:]) == 2
-    assert "exact decoding needs the fast engine" in capsys.readouterr().err

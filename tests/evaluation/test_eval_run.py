@@ -26,7 +26,7 @@ from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run, check_free, load_run
 from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.evaluation.scores import free_running, ratio_score
-from skipdecode.evaluation.settings import EvaluationSettings, Subject
+from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.teacher_forced import sums, token_fidelity, token_losses
 from tiny import LAYERS, tiny_model
 
@@ -50,10 +50,9 @@ def evaluated(model: Any, out: Path, method: Method, *, full_depth: bool = True,
     """The run of a method, with full depth beside it unless that is left out."""
     out.mkdir(parents=True, exist_ok=True)
     beside = {} if method.full_depth or not full_depth else {out / "beside": Method(Backend(model))}
-    subject = Subject(model, byte_tokenizer(), {2}, context=256)
     options = EvaluationSettings(**{"batch_size": 3, "resamples": 50, **settings})
     metrics = make_metrics(["bleu", "rougeL"])
-    work = TaskEvaluation(subject, TASK, RECORDS, metrics, options, {"model": "tiny"})
+    work = TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, metrics, options, {"model": "tiny"})
     *_, run = work.run({**beside, out: method}, out)
     return run
 

@@ -102,8 +102,8 @@ def test_texts_fit_a_json_schema(llm: LLM, model_dir: str, tmp_path: Path):
         data,
         "--output",
         str(out),
-        "--nominal-speedup",
-        "2",
+        "--schedule",
+        "2x",
         "--seq-len",
         "40",
     ]

@@ -17,7 +17,7 @@ from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.run import TaskEvaluation
-from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Subject
+from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from tiny import LAYERS, tiny_model
 
 WORDS = [
@@ -84,9 +84,8 @@ def quality_runs(place: Path) -> dict[str, Run]:
     save_tiny_encoder(encoder, REFERENCES)
     metrics = make_metrics(TASK.metrics, MetricOptions(str(encoder), 1))
     records = Records(tuple(Record(i, i, f"r{i}", f"{i}:", references=(text,)) for i, text in enumerate(REFERENCES)))
-    subject = Subject(model, byte_tokenizer(), {2})
     about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
     settings = EvaluationSettings(batch_size=3, resamples=50)
     place.mkdir(parents=True, exist_ok=True)
-    runs = TaskEvaluation(subject, TASK, records, metrics, settings, about).run(methods, place)
+    runs = TaskEvaluation(model, byte_tokenizer(), TASK, records, metrics, settings, about).run(methods, place)
     return dict(zip((path.name for path in methods), runs, strict=True))

@@ -39,6 +39,7 @@ RETIRED = {
     "OUT/fit); skipdecode.calibrate in Python has all settings",
     "demo --quick": "give --max-new-tokens 8",
     "demo --rounds": "the demo always takes medians of three rounds",
+    "eval --exact": "generate --exact --compare measures its speed; its outputs are those of full depth",
     "eval --no-self": "give --task or --data",
     "eval --report": "the printed tables are Markdown: write them to a file with > FILE.md",
     "eval --self": "without --task and --data, eval compares the texts of the schedules with those of the base model",

@@ -18,7 +18,6 @@ from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.engine.loading import Model, load, ref_of
-from skipdecode.engine.opening import end_tokens
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
 from skipdecode.evaluation.kept import rows_of, with_kept
@@ -31,7 +30,6 @@ from skipdecode.evaluation.settings import (
     EvaluationOptions,
     EvaluationSettings,
     MetricOptions,
-    Subject,
     method_name,
 )
 from skipdecode.generation.llm import LLM
@@ -45,7 +43,6 @@ from skipdecode.schedule.grammar import parse_schedule
 AnySchedule = Schedule | str | Path
 Data = str | Path | Iterable[Mapping[str, Any]]
 """A JSONL or CSV file, or records."""
-_WITH_REFERENCES = ("metrics", "exact")
 
 
 @dataclass(frozen=True)
@@ -217,15 +214,13 @@ class _Evaluation:
         metrics = make_metrics(names, metric_options)
         llm = self._open(self.model)
         _check_template(llm.loaded, chosen)
-        untuned = None if options.exact else llm.loaded.untuned_line(s for s in asked if not s.is_full)
+        untuned = llm.loaded.untuned_line(s for s in asked if not s.is_full)
         for line in (untuned, f"engine: {llm.backend.name}"):
             note(line) if line else None
-        methods = {place: Method(llm.backend, s, exact=options.exact) for place, s in places.items()}
+        methods = {place: Method(llm.backend, s) for place, s in places.items()}
         if options.full_depth and not any(method.full_depth for method in methods.values()):
             methods = {out / "full": Method(llm.backend), **methods}
         loaded = llm.loaded
-        ends, context = set(end_tokens(loaded.model, loaded.tokenizer)), context_length(loaded.model.config)
-        subject = Subject(loaded.model, loaded.tokenizer, ends, context)
         about = {
             **model_about(llm, options.name),
             "recipe": _recipe(loaded),
@@ -233,14 +228,14 @@ class _Evaluation:
             "limit": options.limit,
         }
         settings, skip_bad = options.part(EvaluationSettings), options.bad_records == "skip"
-        work = TaskEvaluation(subject, chosen, records, metrics, settings, about, skip_bad)
+        work = TaskEvaluation(loaded.model, loaded.tokenizer, chosen, records, metrics, settings, about, skip_bad)
         return work.run(methods, out, overwrite=options.overwrite)
 
     def _places(self, schedules: Sequence[Schedule], out: Path) -> dict[Path, Schedule]:
         """The directory of each schedule's results; refuses directories that are not free."""
         places: dict[Path, Schedule] = {}
         for schedule in schedules:
-            name = method_name(schedule, self.options.exact)
+            name = method_name(schedule)
             # Names of schedules are free text.
             folder = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
             place = out if self.one or not self.schedules else out / folder
@@ -251,18 +246,15 @@ class _Evaluation:
         if self.saved and not self.options.overwrite and not is_unfinished(out):
             for place in {*places, out / "full"}:
                 EVAL_DIRECTORY.check(place, resume=True)
-            for place, schedule in places.items():
-                if not schedule.is_full or len(places) == 1:
-                    check_free(place, overwrite=False)
+                check_free(place, overwrite=False)
         return places
 
     # ------------------------------------------------------------------ texts of the model
 
     def on_texts(self, prompts: str | Path | Sequence[str] | None, base: Model | None, out: Path) -> Run:
         options = self.options
-        for name in _WITH_REFERENCES:
-            if getattr(options, name):
-                raise UsageError(f"{name} needs records with references: give data, a task, or leave it out")
+        if options.metrics:
+            raise UsageError("metrics needs records with references: give data, a task, or leave it out")
         source = _prompt_source(prompts)
         recipe = self.ref.recipe
         asked = self._chosen(options.max_new_tokens or OwnTexts.TOKENS)
@@ -308,7 +300,7 @@ class _Evaluation:
                 schedule = parse_schedule(schedule, ref.num_layers, seq_len=seq_len, solve=solve, **known)
             schedule.check_fits(ref.num_layers)
             if not isinstance(asked, Schedule):
-                self.texts[str(asked)] = method_name(schedule, self.options.exact)
+                self.texts[str(asked)] = method_name(schedule)
             found.append(schedule)
         return found
 

@@ -58,25 +58,13 @@ class Method:
         Default: full depth, against which other methods are compared.
     name : str, optional
         Label in tables; default: the schedule's.
-    exact : bool
-        Whether the schedule only drafts, and full depth checks the drafts; without effect at full depth.
-
-    Attributes
-    ----------
-    text_schedule : Schedule
-        The schedule whose text is generated: full depth for an exact method.
     """
 
-    def __init__(
-        self, backend: Backend, schedule: Schedule | None = None, name: str | None = None, *, exact: bool = False
-    ) -> None:
+    def __init__(self, backend: Backend, schedule: Schedule | None = None, name: str | None = None) -> None:
         self.backend = backend
-        full = Schedule.full(backend.num_layers)
-        self.schedule = full if schedule is None else schedule
+        self.schedule = Schedule.full(backend.num_layers) if schedule is None else schedule
         self.full_depth = self.schedule.is_full
-        self.exact = exact and not self.full_depth
-        self.text_schedule = full if self.exact else self.schedule
-        self.name = name or method_name(self.schedule, exact)
+        self.name = name or method_name(self.schedule)
 
     @property
     def engine(self) -> str:
@@ -98,7 +86,7 @@ class Method:
         engine, ends = self.make_engine(rows or len(prompts)), frozenset(eos)
         most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         pairs = zip(prompts, most, strict=True)
-        decoded = engine.decode([Request(tuple(prompt), new, stop_ids=ends, exact=self.exact) for prompt, new in pairs])
+        decoded = engine.decode([Request(tuple(prompt), new, stop_ids=ends) for prompt, new in pairs])
         stats = engine.stats
         return Generation(
             [sequence.tokens for sequence in decoded],
@@ -110,9 +98,8 @@ class Method:
         )
 
     def settings(self) -> dict[str, Any]:
-        """JSON-ready parameters, for the result: the name, the schedule that skips layers, whether it only drafts."""
-        schedule = {} if self.full_depth else {"schedule": self.schedule.to_dict()}
-        return {"name": self.name} | schedule | ({"exact": True} if self.exact else {})
+        """JSON-ready parameters, for the result: the name, and the schedule if it skips layers."""
+        return {"name": self.name} | ({} if self.full_depth else {"schedule": self.schedule.to_dict()})
 
 
 def timing_of(batches: Iterable[Generation]) -> dict[str, float | None]:

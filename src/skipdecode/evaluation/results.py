@@ -18,20 +18,15 @@ import numpy as np
 
 from skipdecode.common.bootstrap import Table
 from skipdecode.common.directories import RunDirectory
-from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.journal import JOURNAL_KEY, KeptValues, is_begun
 from skipdecode.common.jsonl import read_objects
-from skipdecode.common.kinds import heading, read_result
+from skipdecode.common.kinds import read_result
 from skipdecode.errors import DataError, OutputError
-from skipdecode.evaluation.metrics import METRICS, Metric
 from skipdecode.generation.self_generated import ABOUT_FILE
 from skipdecode.models.loading.base_weights import checkpoint_digest
 
 if TYPE_CHECKING:
-    from skipdecode.evaluation.methods import Method, Outputs
-    from skipdecode.evaluation.scores import Scored
-    from skipdecode.evaluation.settings import EvaluationSettings
     from skipdecode.generation.llm import LLM
 
 RUN_FILE = "run.json"
@@ -118,22 +113,10 @@ def load_run(path: str | Path) -> Run:
     return Run(file, data)
 
 
-def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: Sequence[Metric]) -> Run | None:
-    """The finished run in the directory, if it has the same settings and these metrics."""
-    if not (directory / RUN_FILE).exists():
-        return None
-    run = load_run(directory)
-    there = {name: entry["signature"] for name, entry in run.data["metrics"].items()}
-    # A signature may be complete only when something is scored.
-    scored = all(m.name in there and there[m.name].startswith(m.signature) for m in metrics)
-    same = run.data["config"] == json.loads(json.dumps(config)) and run.data.get("engine") == engine
-    return run if same and scored else None
-
-
-def check_free(directory: Path, *, overwrite: bool, what: str = "a run") -> None:
-    """Raise OutputError, before any heavy work, if the directory holds a finished run (`what`)."""
+def check_free(directory: Path, *, overwrite: bool) -> None:
+    """Raise OutputError, before any heavy work, if the directory holds a finished run."""
     if (directory / RUN_FILE).exists() and not overwrite:
-        raise OutputError(f"{directory} holds {what} already: give `overwrite` to replace it, or another directory")
+        raise OutputError(f"{directory} holds a run already: give `overwrite` to replace it, or another directory")
 
 
 def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]) -> Run:
@@ -179,46 +162,3 @@ def model_about(llm: LLM, name: str | None) -> dict[str, Any]:
         "device": str(loaded.model.device),
         "checkpoint": checkpoint_digest(loaded),
     }
-
-
-def run_document(
-    rows: Sequence[Mapping[str, Any]],
-    about: Mapping[str, Any],
-    method: Method,
-    scored: Scored,
-    outputs: Outputs,
-    settings: EvaluationSettings,
-    full: Run | None,
-) -> dict[str, Any]:
-    """The document of a method's results, JSON-ready; `skipdecode.evaluation.speed` adds the speed.
-
-    `rows` are the lines of ``outputs.jsonl``, `about` is the run's ``config``, `outputs` include full depth's tokens;
-    `full`, if there is one, is full depth on the same records.
-    """
-    count = min(len(rows), settings.samples)
-    draws = {"resamples": settings.resamples, "seed": settings.seed}
-    there = {} if full is None else {name: full.table for name in full.data["metrics"] if name in METRICS}
-    compared = {name: table(name) for name, table in there.items() if name in scored.tables}
-    return {
-        **heading("evaluation"),
-        "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
-        "n": len(rows),
-        "nominal_speedup": method.text_schedule.nominal_speedup,
-        **dict.fromkeys(("decode_speedup", "request_speedup"), 1.0 if method.full_depth else None),
-        **dict.fromkeys(("speed", "full_depth_speed")),
-        "engine": method.engine,
-        "kept": scored.kept(compared, **draws),
-        "metrics": scored.summary(**draws),
-        # Evenly distributed over the data, the same for every run on it.
-        "samples": [_sample(rows[i * len(rows) // count]) for i in range(count)],
-        # Times of outputs of different lengths, which do not measure speed.
-        "free_running": outputs.timing(),
-        "outputs": OUTPUTS_FILE,
-        "config": about,
-        "environment": environment(),
-    }
-
-
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: row[name] for name in ("id", "prompt", "output")} | {"reference": row["references"][0]}
-    return kept | ({"full_output": row["full_output"]} if "full_output" in row else {})

@@ -11,29 +11,31 @@ from statistics import mean
 from typing import Any
 
 from skipdecode.common.bootstrap import Table
+from skipdecode.common.environment import environment
 from skipdecode.common.journal import KeptValues
+from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.chats import response_ids
-from skipdecode.data.prompts import encode_prompts, outside, prompt_room
+from skipdecode.data.prompts import context_length, encode_prompts, outside, prompt_room
 from skipdecode.data.records import Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task, repeated
+from skipdecode.engine.opening import end_tokens
 from skipdecode.errors import DataError
 from skipdecode.evaluation.methods import Method, Outputs, generate_all
-from skipdecode.evaluation.metrics import Metric
+from skipdecode.evaluation.metrics import METRICS, Metric
 from skipdecode.evaluation.results import (
+    OUTPUTS_FILE,
     RUN_FILE,
     Run,
     check_free,
     is_unfinished,
     keep_unfinished,
     load_run,
-    run_document,
-    same_run,
     save_run,
 )
 from skipdecode.evaluation.scores import Scored, free_running, table_of
-from skipdecode.evaluation.settings import EvaluationSettings, Subject
+from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.evaluation.teacher_forced import along, sums, token_fidelity, token_losses
 from skipdecode.models.families import vocabulary_size
@@ -45,8 +47,8 @@ class TaskEvaluation:
 
     Parameters
     ----------
-    subject, task, metrics
-        The model, and how its outputs are asked for and scored.
+    model, tokenizer, task, metrics
+        The transformers model in eval mode, with nothing attached, and how its outputs are asked for and scored.
     given : Records
         Records with references.
     config : mapping
@@ -57,7 +59,8 @@ class TaskEvaluation:
     Raises SkipDecodeError for prompts that are too long and results that cannot be written.
     """
 
-    subject: Subject
+    model: Any
+    tokenizer: Any
     task: Task
     given: Records
     metrics: Sequence[Metric]
@@ -68,8 +71,7 @@ class TaskEvaluation:
     def run(self, methods: Mapping[Path, Method], out: Path, *, overwrite: bool = False) -> list[Run]:
         """Generate, time, score and save; the runs in the order of `methods`.
 
-        An interrupted run continues. Full depth of an earlier call with the same settings is not generated again for
-        other methods; its speed is measured again, because only methods that took turns can be compared.
+        An interrupted run continues.
 
         Parameters
         ----------
@@ -81,20 +83,20 @@ class TaskEvaluation:
         overwrite : bool
             Replace existing runs.
         """
-        anew = overwrite or is_unfinished(out, self._whole(methods))
-        taken = {} if anew else self._taken_over(methods)
+        about = self._whole(methods)
+        for directory in methods:
+            # A run that continues wrote the results that are there, or may replace them.
+            check_free(directory, overwrite=overwrite or is_unfinished(out, about))
         runs: dict[Path, Run] = {}
-        with closing(self._begun(out, methods, taken, overwrite)) as kept:
-            given = self._generated(methods, taken, kept)
+        with closing(keep_unfinished(out, about)) as kept:
+            given = self._generated(list(methods.values()), kept)
             speeds = measured_speeds(list(methods.values()), self.prompts, self.reference_tokens, self.settings, kept)
             # Before scoring, because a signature may be complete only afterwards.
             scored_with = [[metric.name, metric.signature] for metric in self.metrics]
             # Full depth first: the others are compared with it.
             for directory, method in sorted(methods.items(), key=lambda item: not item[1].full_depth):
                 speed = speeds.get(method, {})
-                if directory in taken:
-                    run = taken[directory]
-                elif kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
+                if kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
                     run = load_run(directory)
                 else:
                     full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
@@ -124,8 +126,8 @@ class TaskEvaluation:
 
     @cached_property
     def _encoded(self) -> tuple[Records, list[list[int]]]:
-        tokenizer, vocabulary = self.subject.tokenizer, vocabulary_size(self.subject.model)
-        room = prompt_room(self.subject.context, self.settings.max_new_tokens or 0)
+        tokenizer, vocabulary = self.tokenizer, vocabulary_size(self.model)
+        room = prompt_room(context_length(self.model.config), self.settings.max_new_tokens or 0)
         fitting, prompts = encode_prompts(
             self.task.template(), self.given, tokenizer, room=room, vocabulary=vocabulary, skip_bad=self.skip_bad
         )
@@ -140,7 +142,7 @@ class TaskEvaluation:
     @cached_property
     def reference_tokens(self) -> list[int]:
         """Mean length of each record's references."""
-        tokenizer = self.subject.tokenizer
+        tokenizer = self.tokenizer
         each = [response_ids(record.references, tokenizer, chat=self.task.chat) for record in self.records.items]
         return [round(mean(map(len, ids))) for ids in each]
 
@@ -159,54 +161,24 @@ class TaskEvaluation:
         how = [[method.settings(), method.engine] for method in methods.values()]
         return {**self._about, "methods": how, "prompts": self.prompts}
 
-    # ------------------------------------------------------------------ earlier runs
-
-    def _taken_over(self, methods: Mapping[Path, Method]) -> dict[Path, Run]:
-        """Full depth of an earlier call by its directory, if there are other methods to run."""
-        found = {}
-        for directory, method in methods.items() if not all(m.full_depth for m in methods.values()) else ():
-            config = {**self._about, "method": method.settings()}
-            if method.full_depth and (run := same_run(directory, config, method.engine, self.metrics)) is not None:
-                note(f"full depth is taken from {directory}, where an earlier call left it")
-                found[directory] = run
-        return found
-
-    def _begun(
-        self, out: Path, methods: Mapping[Path, Method], taken: Mapping[Path, Run], overwrite: bool
-    ) -> KeptValues:
-        """The journal of this run, begun now or earlier; raises OutputError if a finished run would be replaced."""
-        left = {directory: method for directory, method in methods.items() if directory not in taken}
-        about = self._whole(left)
-        goes_on = is_unfinished(out, about)
-        for directory, method in left.items():
-            what = "a run of full depth with other settings" if method.full_depth and len(methods) > 1 else "a run"
-            # A run that continues wrote the results that are there, or may replace them.
-            check_free(directory, overwrite=overwrite or goes_on, what=what)
-        return keep_unfinished(out, about)
-
     # ------------------------------------------------------------------ steps
 
-    def _generated(
-        self, methods: Mapping[Path, Method], taken: Mapping[Path, Run], kept: KeptValues
-    ) -> dict[Method, Outputs]:
-        """The outputs of each method that is not `taken`, next to those of full depth."""
-        sides = [method for directory, method in methods.items() if directory not in taken]
+    def _generated(self, methods: Sequence[Method], kept: KeptValues) -> dict[Method, Outputs]:
+        """The outputs of each method, next to those of full depth."""
         with self._bar("generate") as bar:
             found = generate_all(
-                sides,
+                methods,
                 self.prompts,
                 kept,
                 batch_size=self.settings.batch_size,
                 max_new_tokens=self.settings.max_new_tokens or 1,
-                eos=self.subject.eos,
+                eos=set(end_tokens(self.model, self.tokenizer)),
                 progress=bar.update,
             )
-        full = [[row["tokens"] for row in run.outputs] for run in taken.values()]
-        full += [given.tokens for side, given in zip(sides, found, strict=True) if side.full_depth]
+        full = next((each.tokens for one, each in zip(methods, found, strict=True) if one.full_depth), [])
         # Full depth is not compared with itself.
         return {
-            side: given if side.full_depth or not full else replace(given, full=full[0])
-            for side, given in zip(sides, found, strict=True)
+            one: each if one.full_depth else replace(each, full=full) for one, each in zip(methods, found, strict=True)
         }
 
     def _scored(self, method: Method, outputs: Outputs) -> Scored:
@@ -233,11 +205,35 @@ class TaskEvaluation:
     def _document(
         self, method: Method, outputs: Outputs, full: Run | None
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """A method's result and its rows, scored."""
-        scored = self._scored(method, outputs)
-        rows = self._rows(outputs, scored)
-        about = {**self._about, "method": method.settings()}
-        return run_document(rows, about, method, scored, outputs, self.settings, full), rows
+        """The document of a method's results, without its speed, and the lines of ``outputs.jsonl``, scored.
+
+        `full`, if there is one, is full depth on the same records.
+        """
+        settings, scored = self.settings, self._scored(method, outputs)
+        rows, about = self._rows(outputs, scored), {**self._about, "method": method.settings()}
+        count = min(len(rows), settings.samples)
+        draws = {"resamples": settings.resamples, "seed": settings.seed}
+        there = {} if full is None else {name: full.table for name in full.data["metrics"] if name in METRICS}
+        compared = {name: table(name) for name, table in there.items() if name in scored.tables}
+        document = {
+            **heading("evaluation"),
+            "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
+            "n": len(rows),
+            "nominal_speedup": method.schedule.nominal_speedup,
+            **dict.fromkeys(("decode_speedup", "request_speedup"), 1.0 if method.full_depth else None),
+            **dict.fromkeys(("speed", "full_depth_speed")),
+            "engine": method.engine,
+            "kept": scored.kept(compared, **draws),
+            "metrics": scored.summary(**draws),
+            # Evenly distributed over the data, the same for every run on it.
+            "samples": [_sample(rows[i * len(rows) // count]) for i in range(count)],
+            # Times of outputs of different lengths, which do not measure speed.
+            "free_running": outputs.timing(),
+            "outputs": OUTPUTS_FILE,
+            "config": about,
+            "environment": environment(),
+        }
+        return document, rows
 
     def _rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
         """The lines of ``outputs.jsonl``, one per record."""
@@ -262,12 +258,12 @@ class TaskEvaluation:
         return progress_bar(passes * len(self.prompts), "record", name=name)
 
     def _texts(self, rows: list[list[int]]) -> list[str]:
-        decode = self.subject.tokenizer.decode
+        decode = self.tokenizer.decode
         return [self.task.cut(decode(tokens, skip_special_tokens=True)) for tokens in rows]
 
     def _teacher_forced(self, method: Method, outputs: Outputs) -> dict[str, Table]:
         """The loss of references, and fidelity along full depth's outputs if there are any."""
-        how = self.subject.model, method.text_schedule
+        how = self.model, method.schedule
         with self._bar("teacher-forced", 2 if outputs.full else 1) as bar:
             each: dict[str, Any] = {"batch_size": self.settings.batch_size, "advance": bar.update}
             losses = along(partial(token_losses, *how), self.prompts, self._first_references(), **each)
@@ -280,8 +276,8 @@ class TaskEvaluation:
     def _first_references(self) -> list[list[int]]:
         """Token ids of the first references, cut to the model's context; the last token is not fed."""
         texts = [record.references[0] for record in self.records.items]
-        first = response_ids(texts, self.subject.tokenizer, chat=self.task.chat)
-        context = self.subject.context
+        first = response_ids(texts, self.tokenizer, chat=self.task.chat)
+        context = context_length(self.model.config)
         if context is None:
             return first
         return [ids[: context - len(prompt) + 1] for ids, prompt in zip(first, self.prompts, strict=True)]
@@ -294,3 +290,8 @@ def note_left_out(rejects: Sequence[Reject]) -> None:
         more = " ..." if len(rejects) > 5 else ""
         noun = "record" if len(rejects) == 1 else "records"
         note(f"{len(rejects)} {noun} left out; lines {lines}{more}")
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: row[name] for name in ("id", "prompt", "output")} | {"reference": row["references"][0]}
+    return kept | ({"full_output": row["full_output"]} if "full_output" in row else {})

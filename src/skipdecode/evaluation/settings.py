@@ -1,17 +1,16 @@
-"""The settings of an evaluation, and its model."""
+"""The settings of an evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from skipdecode.common.options import Options, option, setting
 from skipdecode.schedule import Schedule
 
 
-def method_name(schedule: Schedule, exact: bool = False) -> str:
-    """The name, in tables, of decoding under a schedule, or of exact decoding with its drafts."""
-    return "full" if schedule.is_full else f"{schedule.name}, exact" if exact else schedule.name
+def method_name(schedule: Schedule) -> str:
+    """The name, in tables, of decoding under a schedule."""
+    return "full" if schedule.is_full else schedule.name
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class EvaluationSettings(Options):
         "most tokens of an output (default: the task's, or 256 without references)", default=None, least=1
     )
     full_depth: bool = option(
-        "run, score and show full depth too, which retention, agreement and speed refer to; results of full depth in "
-        "--out from the same settings are reused",
+        "run, score and show full depth too, which retention, agreement and speed refer to",
         default=True,
     )
     teacher_forced: bool = option(
@@ -69,10 +67,6 @@ class EvaluationOptions(EvaluationSettings, MetricOptions):
         default="refuse",
         choices=("refuse", "skip"),
     )
-    exact: bool = option(
-        "the schedules only draft, and full depth checks the drafts: same outputs as full depth, other speed",
-        default=False,
-    )
     limit: int | None = option(
         "use only the first N records; without references, the number of prompts (default: all records, 128 prompts)",
         default=None,
@@ -86,23 +80,3 @@ class EvaluationOptions(EvaluationSettings, MetricOptions):
         above=0,
         most=1,
     )
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is evaluated.
-
-    Parameters
-    ----------
-    model : transformers causal LM
-        In eval mode, nothing attached.
-    eos : set of int
-        Tokens that end an output.
-    context : int, optional
-        Tokens that the model's positions reach.
-    """
-
-    model: Any
-    tokenizer: Any
-    eos: set[int]
-    context: int | None = None

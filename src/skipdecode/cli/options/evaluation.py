@@ -99,7 +99,7 @@ def asked_schedules(config: Config) -> Schedule | list[Schedule]:
     default_seq_len = _default_seq_len(config) if config.schedule else 1
     chosen = [choose_schedule(config, default_seq_len, text) for text in config.schedule]
     for schedule, origin in chosen:
-        note(f"{method_name(schedule, config.exact)}: {origin}")
+        note(f"{method_name(schedule)}: {origin}")
     found = [schedule for schedule, _ in chosen]
     return found[0] if len(found) == 1 else found
 
