@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 
 import httpx
 import pytest
 
-from checkpoints import save_checkpoint
 from serve_tools import greedy, until
 from skipdecode import Schedule
 from skipdecode.cli import main, serve
 from skipdecode.cli.arguments import add_options, config_from
 from skipdecode.cli.serve import Config
-from skipdecode.errors import MissingExtraError
-from skipdecode.vllm import settings as vllm_settings
 from textgen_tools import command, save_tiny_model, subprocess_environment
 from tiny import LAYERS
 
@@ -133,8 +128,7 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):
         (["--max-seconds", "0"], "--max-seconds 0.0"),
         (["--api-keys", "/nowhere"], "cannot read the API keys in /nowhere"),
         (["--cors", "http://localhost:3000/"], "--cors 'http://localhost:3000/' is not accepted"),
-        (["--engine", "vllm", "--cors", "*"], "--cors is not for --engine vllm"),
-        (["--engine", "vllm", "--api-keys", "x"], "VLLM_API_KEY"),
+        (["--engine", "vllm"], "--engine 'vllm' is not accepted: give one of auto, fast, transformers"),
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(arguments, message, capsys):
@@ -161,62 +155,7 @@ def test_flags_given_twice_are_gathered():
     assert config.schedule == ("a", "b", "c")
 
 
-def test_vllm_is_started_with_the_plugin_s_settings(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    path = str(tmp_path)
-    schedules = [Schedule.constant(LAYERS, 4)]
-    options = {"name": "m", "host": "127.0.0.1", "port": 8000, "dtype": "auto", "schedules": schedules}
-    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"skipdecode\[vllm\]"):
-        vllm_settings.server_command(path, **options)
-    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda name: name)
-    made = vllm_settings.server_command(path, **options)
-    assert made[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
-    settings = json.loads(made[made.index("--additional-config") + 1])
-    assert settings == {"skipdecode": {"schedules": [schedules[0].to_dict()]}}
-
-
-def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedule(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda name: name)
-    started: list[list[str]] = []
-
-    def execv(program: str, command: list[str]) -> None:
-        started.append(command)
-        raise SystemExit  # as execv, which does not come back
-
-    monkeypatch.setattr(os, "execv", execv)
-    for name, carried in (("plain", None), ("tuned", Schedule.split(LAYERS, 3, 4, name="own").to_dict())):
-        save_checkpoint(tmp_path / name, carried)
-        with pytest.raises(SystemExit):
-            main(["serve", str(tmp_path / name), "--engine", "vllm", "--schedule", "2x:flat"])
-        recipe = {"kind": "recipe", "format": 1, "options": {}, "prompt": {"template": "{mr}:"}}
-        assert "{mr}:" not in capsys.readouterr().err
-        (tmp_path / name / "recipe.json").write_text(json.dumps(recipe))
-        with pytest.raises(SystemExit):
-            main(["serve", str(tmp_path / name), "--engine", "vllm"])
-        assert "{mr}:" in capsys.readouterr().err  # vLLM does not put it around completions
-    settings = [json.loads(c[c.index("--additional-config") + 1])["skipdecode"]["schedules"] for c in started[::2]]
-    assert [[s["name"] for s in schedules] for schedules in settings] == [
-        ["full", "skipdecode-2x-flat"],
-        ["own-2x"],
-    ]
-
-
-def test_vllm_is_not_started_for_prompts_that_it_cannot_run(tmp_path, capsys):
-    save_checkpoint(tmp_path, Schedule.split(LAYERS, 3, 4, name="own").to_dict())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Olmo2ForCausalLM"]}))
-    assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
-    assert "'own'" in capsys.readouterr().err
-
-
-def test_vllm_takes_no_adapter(tmp_path, capsys):
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
-    assert "merge it first" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", [(), ("--no-prefix-cache",), ("--engine", "vllm")])
+@pytest.mark.parametrize("option", [(), ("--no-prefix-cache",)])
 def test_prefixes_for_each_key_need_keys_and_a_prefix_cache(capsys, monkeypatch, option):
     monkeypatch.delenv("SKIPDECODE_API_KEY", raising=False)
     assert main(["serve", "MODEL", "--prefix-per-key", *option]) == 2

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import SCHEDULE_FILE, EngineOptions, wall_solver_of
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
-from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.schedule import Schedule
@@ -45,12 +41,6 @@ class Config(Binding, ServerLimits, EngineOptions):
         path=SCHEDULE_FILE,
     )
     seq_len: int = option("positions over which a nominal speed-up decreases the depth", default=128, least=1)
-    engine: str = option(
-        "fast: this package's engine (CPUs; `skipdecode info` lists the model types); auto: fast if it supports the "
-        "model, else transformers; vllm: start vLLM's server with the plugin",
-        default="auto",
-        choices=(*ENGINES, "vllm"),
-    )
     template: bool = option(
         "apply the template that the checkpoint was tuned on to completions, unless a request disables it; "
         "--no-template: use texts unchanged",
@@ -62,8 +52,6 @@ class Config(Binding, ServerLimits, EngineOptions):
 def run(config: Config) -> int:
     """Run the server; returns 0 after a signal."""
     schedules = _checked(config)
-    if config.engine == "vllm":
-        return _run_vllm(config, schedules)
     if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "prometheus_client"))):
         raise MissingExtraError("skipdecode serve", "serve")
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
@@ -99,10 +87,6 @@ def _checked(config: Config) -> list[Schedule]:
     return [parse_schedule(text, ref.num_layers, **known) for text in config.schedule]
 
 
-def _name(config: Config) -> str:
-    return config.name or Path(config.model).name or config.model
-
-
 def _service(config: Config, schedules: list[Schedule]) -> Service:
     from skipdecode.serving.service import open_service
 
@@ -112,7 +96,7 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
     service = open_service(
         loaded.model,
         loaded.tokenizer,
-        name=_name(config),
+        name=config.name or Path(config.model).name or config.model,
         carried=loaded.schedule,
         others=(*tuned_under, *schedules),
         recipe=loaded.recipe,
@@ -136,43 +120,3 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         note(f"completions use the checkpoint's template {service.template.prompt!r} (--no-template disables it)")
     note(f"KV memory: at most {service.kv_bytes_most / 2**30:.2f} GiB ({config.max_rows} sequences)")
     return service
-
-
-_NOT_FOR_VLLM = {
-    "quantization": "vLLM uses the quantization of the checkpoint",
-    "api_keys": "set the environment variable VLLM_API_KEY",
-    "prefix_per_key": "a request has its own cache_salt",
-    "cors": "vLLM accepts pages of any origin",
-}
-
-
-def _run_vllm(config: Config, schedules: list[Schedule]) -> int:
-    from skipdecode.vllm.gates import check_projects
-    from skipdecode.vllm.settings import server_command
-
-    for name, instead in _NOT_FOR_VLLM.items():
-        if getattr(config, name) != getattr(Config, name):
-            raise UsageError(f"{flag(name)} is not for --engine vllm: {instead}")
-    ref = config.ref
-    if ref.adapter is not None:
-        raise UsageError(f"--engine vllm needs a full checkpoint, and {config.model} is an adapter: merge it first")
-    architecture = (ref.config.architectures or [""])[0]
-    quantization = getattr(ref.config, "quantization_config", None)
-    check_projects(schedules if ref.schedule is None else (ref.schedule, *schedules), architecture, quantization)
-    if schedules and ref.schedule is None:
-        # The first schedule is the plugin's default; other engines default to the checkpoint's own or full depth.
-        schedules.insert(0, Schedule.full(ref.num_layers))
-    command = server_command(
-        ref.place.where,
-        name=_name(config),
-        host=config.host,
-        port=config.port,
-        dtype=config.dtype,
-        schedules=schedules,
-    )
-    recipe = ref.recipe
-    if config.template and recipe is not None and recipe.prompt_template is not None:
-        note(f"vLLM does not apply the template: send completions in the form {recipe.prompt_template!r}")
-    sys.stdout.flush()
-    # vLLM replaces this process, so that signals reach it.
-    os.execv(command[0], command)

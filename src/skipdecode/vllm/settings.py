@@ -5,17 +5,13 @@ vLLM's processes exchange the settings as JSON in `VllmConfig.additional_config[
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from skipdecode.common.options import Options, option
 from skipdecode.common.registry import check_name
-from skipdecode.errors import MissingExtraError, ScheduleError, UsageError
+from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
 KEY = "skipdecode"
@@ -129,30 +125,3 @@ class PluginSettings(Options):
         """A JSON-ready dictionary: options for `from_config`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return values | {"schedules": [s.to_dict() for s in self.schedules]}
-
-
-def server_command(
-    model: str, *, name: str, host: str, port: int, dtype: str, schedules: Sequence[Schedule]
-) -> list[str]:
-    """The command of vLLM's own server, which loads the plugin.
-
-    Parameters
-    ----------
-    model : str
-        A directory or a hub id; no adapter.
-    name : str
-        The name of the model for clients.
-    schedules : sequence of Schedule
-        Schedules in addition to the checkpoint's own.
-
-    Raises
-    ------
-    MissingExtraError
-        vLLM is not installed.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise MissingExtraError("--engine vllm", "vllm")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
-    settings = {KEY: {"schedules": [schedule.to_dict() for schedule in schedules]}}
-    return [*command, "--additional-config", json.dumps(settings)] if schedules else command
