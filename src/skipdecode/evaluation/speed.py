@@ -20,7 +20,6 @@ from skipdecode.evaluation.settings import EvaluationSettings
 ROUNDS = 3
 WHAT = "outputs of the lengths of the references, all methods in turn on the same batches, medians of rounds"
 _WARM_UP_TOKENS = 4
-_BATCHES = 4
 _LEAST_ROWS = 16
 _SPEEDUPS: dict[str, Callable[[Generation], float]] = {
     "request_speedup": lambda g: g.prompt_seconds + g.decode_seconds,
@@ -92,7 +91,7 @@ def measured_speeds(
     if full is None or len(methods) < 2:
         return {}
     size = settings.batch_size
-    wanted = min(len(prompts), max(_BATCHES * size, _LEAST_ROWS))
+    wanted = min(len(prompts), max(settings.speed_batches * size, _LEAST_ROWS))
     chosen = [i * len(prompts) // wanted for i in range(wanted)]
     rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
     each = [min(max(lengths[i], 2), most) for i in chosen]

@@ -166,6 +166,7 @@ def generate_rows(
     writer: RowWriter,
     rows: int,
     *,
+    window_batches: int = _WINDOW_BATCHES,
     report: Callable[[EncodedPrompt], None] = lambda prompt: None,
     progress: Callable[[int, RunStats], None] = lambda rows, stats: None,
 ) -> RunStats:
@@ -177,6 +178,8 @@ def generate_rows(
         Records that the writer does not have yet, in input order.
     rows : int
         The number of records.
+    window_batches : int
+        Batches of records that are taken from `records` at once.
     report : callable
         Called with each record that cannot be used; it is written as ``{"id", "line", "error"}``.
     progress : callable
@@ -198,7 +201,7 @@ def generate_rows(
     )
     started = time.perf_counter()
     run = _Run(job, writer, rows, stats, engine)
-    windows = _windows(records, _WINDOW_BATCHES * job.batch_size)
+    windows = _windows(records, window_batches * job.batch_size)
     window = next(windows, None)
     while window is not None or engine.has_work:
         if window is not None and not engine.waiting:

@@ -8,11 +8,14 @@ killed continues, and gives the same files as an uninterrupted run.
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +129,8 @@ class SelfGeneratedData:
         The file of prompts that the options name; without one they are drawn.
     skip_bad : bool
         Leave out, and name, records of the file without a prompt, instead of refusing the file.
+    seconds : float, optional
+        Time after which no more prompts are drawn (a third of it) or answered. Default: all are.
     """
 
     loaded: LoadedModel
@@ -136,6 +141,7 @@ class SelfGeneratedData:
     directory: Path
     seed: int
     skip_bad: bool = False
+    seconds: float | None = None
 
     def prompts(self, without: Iterable[str] = ()) -> list[Record]:
         """The prompts, without repetitions and those in `without`; case and white space are ignored.
@@ -149,7 +155,7 @@ class SelfGeneratedData:
         head, count = about["before_user"], self.options.self_records or _DRAWN
         records = [Record(i, i + 1, i + 1, head) for i in range(count)]
         sampling = Sampling(temperature=1.0, top_p=self.options.self_top_p, seed=row_seed(self.seed, 1))
-        rows = self._generated(_PROMPTS, records, _AsTheyAre, sampling, _PROMPT_TOKENS)
+        rows = self._generated(_PROMPTS, records, _AsTheyAre, sampling, _PROMPT_TOKENS, 1 / 3)
         values = [self.template.values_of_text(text) for _, text in self._kept("prompts", rows, seen, 1)]
         return [Record(i, i + 1, i + 1, self.template.render(v), None, v) for i, v in enumerate(values)]
 
@@ -165,7 +171,8 @@ class SelfGeneratedData:
         check_end_token(self.loaded.tokenizer)
         records = self.prompts()
         sampling = self.options.answers(row_seed(self.seed, 2))
-        rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens)
+        share = 1.0 if self.source else 2 / 3
+        rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens, share)
         kept = self._kept("answers", map(_cut, rows), set(), 2)
         field = self.template.responses[0]
         lines = [json_line({"id": records[i].line, **records[i].values, field: text}) for i, text in kept]
@@ -242,9 +249,15 @@ class SelfGeneratedData:
         return found
 
     def _generated(
-        self, file: str, records: Sequence[Record], encoder: type[PromptEncoder], sampling: Sampling, most: int
+        self,
+        file: str,
+        records: Sequence[Record],
+        encoder: type[PromptEncoder],
+        sampling: Sampling,
+        most: int,
+        share: float,
     ) -> list[dict[str, Any]]:
-        """The outputs for records, from the file of an earlier run or generated now."""
+        """The outputs for records, from the file of an earlier run or generated now in a share of the time."""
         from skipdecode.engine.opening import end_tokens
         from skipdecode.generation.detokenizer import TokenTexts
         from skipdecode.generation.run import Job, generate_rows
@@ -253,6 +266,7 @@ class SelfGeneratedData:
         if not path.exists():
             about = self._begun()
             write_whole(self.directory / ABOUT_FILE, json.dumps(about) + "\n")
+            size = _GPU_ROWS if model.device.type == "cuda" else _ROWS
             job = Job(
                 texts=TokenTexts(tokenizer),
                 sampling=sampling,
@@ -260,12 +274,18 @@ class SelfGeneratedData:
                 ends=end_tokens(model, tokenizer),
                 encoder=encoder(tokenizer, context_length(model.config), template=self.template),
                 make_engine=self.make_engine,
-                batch_size=_GPU_ROWS if model.device.type == "cuda" else _ROWS,
+                batch_size=size,
             )
             with closing(open_writer(str(path), about["settings"])) as writer:
                 left = [record for record in records if not writer.is_done(record.index)]
+                batches, over = 64, math.inf
+                if self.seconds is not None:
+                    batches, over = 1, time.perf_counter() + share * self.seconds
+                # Rows that have begun are finished: those that a limit cuts off would be the long ones.
+                begun = takewhile(lambda record: time.perf_counter() < over, left)
                 with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:
-                    generate_rows(left, job, writer, len(left), progress=lambda ended, _: bar.update(ended))
+                    given: dict[str, Any] = {"window_batches": batches, "progress": lambda n, _: bar.update(n)}
+                    generate_rows(begun, job, writer, len(left), **given)
         return [row for _, row in read_objects(path) if isinstance(row, dict)]
 
     def _kept(self, what: str, rows: Iterable[dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
@@ -323,15 +343,17 @@ def own_answers(
     *,
     seed: int,
     held_out: int,
+    seconds: float | None = None,
 ) -> tuple[Template, dict[str, Any]]:
     """Write the model's answers at full depth to `out`, unless they exist; their template, and the settings.
 
-    See `SelfGeneratedData.write_records`, which names the two files.
+    See `SelfGeneratedData.write_records`, which names the two files. `seconds`: the time that drawing and answering may
+    take; default: all prompts are answered.
     """
     from skipdecode.engine.opening import open_engines
 
     template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.recipe))
     engines = open_engines(loaded.model, "auto", note)
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad
-    made = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about)
+    made = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about, seconds)
     return template, made.write_records(held_out)

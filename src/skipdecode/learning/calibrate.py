@@ -178,6 +178,7 @@ def calibrate(
     document = {
         **heading("calibration"),
         "model": ref.name,
+        "seconds_per_batch": goal.workload.full_seconds,
         "options": asdict(settings),
         "records": len(learn),
         "held_out_records": len(check),

@@ -35,8 +35,6 @@ from skipdecode.schedule import Schedule
 
 _RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """Of the mean diagonal of the states' products."""
-_DEPTHS = 4
-"""Most depths of a falling schedule at which its bridges are fitted."""
 _HELD_OUT = 5
 """Every so many batches one is held out, to choose the ridge."""
 _LEAST_TOKENS = 4
@@ -77,7 +75,10 @@ class Fitter:
             if schedule.projected:
                 projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
         # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges.
-        return self._swept(_depths(schedules), _Sets(projected, all(s.prompt == "max_exit" for s in schedules)))
+        return self._swept(
+            _depths(schedules, self.options.fit_depths),
+            _Sets(projected, all(s.prompt == "max_exit" for s in schedules)),
+        )
 
     def fit_alone(self, layers: Iterable[int]) -> Fit:
         """A bridge over each of some layers as if it alone were left out; raises as `fit`."""
@@ -383,13 +384,13 @@ def _keys_and_values(layer: nn.Module) -> Iterator[Mapping[str, Tensor]]:
             handle.remove()
 
 
-def _depths(schedules: Sequence[Schedule]) -> list[frozenset[int]]:
+def _depths(schedules: Sequence[Schedule], most: int) -> list[frozenset[int]]:
     """The sets of skipped layers at which bridges are fitted: a few depths spread over those that schedules have."""
     found = {frozenset(range(s.num_layers)) - set(s.layers(i)) for s in schedules for i in range(s.seq_len)}
     every = sorted((gone for gone in found if gone), key=len)
-    if len(every) <= _DEPTHS:
+    if len(every) <= most:
         return every
-    return [every[round(i * (len(every) - 1) / (_DEPTHS - 1))] for i in range(_DEPTHS)]
+    return [every[round(i * (len(every) - 1) / max(1, most - 1))] for i in range(most)]
 
 
 def _below(depth: frozenset[int], index: int) -> frozenset[int]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import html
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
@@ -13,15 +14,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from skipdecode.common.columns import figures
 from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.jsonl import json_line
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input
+from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import read_cost
-from skipdecode.data.examples import Source, make_template, read_sources
+from skipdecode.data.examples import RecordOptions, Source, encode_source, make_template, read_sources
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import Model, load, ref_of
@@ -34,6 +38,7 @@ from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
 from skipdecode.learning.goal import prompt_sets
+from skipdecode.learning.minutes import SHARES, Pace
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
     PREPARE_JOURNAL,
@@ -43,7 +48,7 @@ from skipdecode.learning.settings import (
     PrepareOptions,
 )
 from skipdecode.learning.stages import Stages
-from skipdecode.learning.tune import tune
+from skipdecode.learning.tune import copied, tune
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit
@@ -54,12 +59,22 @@ _RESULT, _PICTURE = "prepared.json", "kept.png"
 _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
 _LEAST_MINUTES = 0.02
+_SOME_TUNING = 0.1  # of the minutes: with less, more minutes are recommended
+_ENDING = 1.05  # of the time of the first evaluation: the last one loads the tuned model
+_PROMPT_DEPTHS = range(4)  # of `calibrate`, by default
+_SOME_RECORDS = 64  # to see how long texts are
 _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
 _HELD_OUT = 256  # of the model's own answers, at most
 _PACE, _DEV_RECORDS, _CANDIDATES, _BATCH = 75, 64, 3, 4
 _NEIGHBOURS = {"slower": 0.5, "faster": 1.25}
 """Other schedules that are evaluated, with their share of the target's nominal gain."""
-_TIMES = {"answers": "own answers", "layers": "choosing layers", "tuning": "tuning", "evaluation": "evaluation"}
+_TIMES = {
+    "answers": "own answers",
+    "sizes": "timing",
+    "layers": "choosing layers",
+    "tuning": "tuning",
+    "evaluation": "evaluation",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,6 +141,7 @@ def prepare(
     prompts: str | Path | Sequence[str] | None = None,
     cost: CostModel | str | Path | None = None,
     out: str | Path,
+    started: float | None = None,
     **options: Any,
 ) -> Prepared:
     """Make a model fast: choose layers and a fit, tune under the schedule, and evaluate before and after.
@@ -147,6 +163,8 @@ def prepare(
         Cost of a step; see `skipdecode.calibrate`.
     out : str or Path
         Directory for all results.
+    started : float, optional
+        `time.perf_counter()` when the minutes began. Default: now.
     **options
         Fields of `PrepareOptions`: target_speedup, minutes, batch, task or prompt_template or prompt_field,
         response_field, prompt_depths, seed, …
@@ -158,6 +176,7 @@ def prepare(
     DataError, UsageError
         Records or options cannot be used, or `out` has a run with other ones.
     """
+    started = time.perf_counter() if started is None else started
     options.setdefault("self", train is None and dev is None)
     place = Path(out)
     PREPARE_DIRECTORY.check(place, resume=True)
@@ -167,7 +186,7 @@ def prepare(
     settings = PrepareOptions(prompts=None if prompts is None else str(prompts), **options)
     sources = {"train": train, "dev": dev, "test": test}
     run = _Run(settings, model, {name: one for name, one in sources.items() if one}, cost, place)
-    return run.run()
+    return run.run(started)
 
 
 class _Run:
@@ -237,29 +256,89 @@ class _Run:
 
     # ------------------------------------------------------------------ stages
 
-    def run(self) -> Prepared:
+    def run(self, started: float) -> Prepared:
         settings, out, minutes = self.settings, self.out, f"{self.settings.minutes:g}"
         kept = {name: value for name, value in asdict(settings).items() if name not in ("minutes", "prompts")}
         kept |= {"files": self.digests, "cost": self.cost and str(self.cost), "model": self.loaded.name}
         kept |= {"checkpoint": checkpoint_digest(self.loaded) | {"fit": None}}  # the run makes its own
         tuned = _tuned(out, settings.minutes)
         with closing(Stages(out / PREPARE_JOURNAL, kept, _OUTPUTS)) as stages:
+            note(self._plan())
             data = stages.run("answers", self._answers) if settings.self else self._given()
-            layers = stages.run("layers", lambda: self._chosen(data), place=self.fit)
-            of = layers.get("files")
-            stages.run("evaluation 0", self._evaluated, of=of)
-            left = settings.minutes - layers["seconds"] / 60
+            sizes = stages.run("sizes", lambda: self._sizes(data)) if settings.minutes else {}
+            layers = stages.run("layers", lambda: self._chosen(data, sizes), place=self.fit)
+            self.__dict__.pop("_precise", None)  # its memory is for the tuning
+            of, size = layers.get("files"), self._evaluation(sizes, layers)
+            before = stages.run("evaluation 0", lambda: self._evaluated(size), of=of)
+            size = before["size"]
+            over = settings.minutes - (stages.spent(started) + _ENDING * before["seconds"]) / 60
+            left = stages.run(f"left {minutes}", lambda: {"minutes": over})["minutes"]  # the same if it is resumed
+            if settings.minutes and left < _SOME_TUNING * settings.minutes:
+                enough = (settings.minutes - left) / (1 - sum(SHARES.values()))
+                note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: about {enough:.0f} minutes tune well")
             if left >= _LEAST_MINUTES:
-                run = stages.run(f"tuning {minutes}", lambda: self._tuned(data, left, tuned), place=tuned, of=of)
-                stages.run(f"evaluation {minutes}", lambda: self._evaluated(tuned), of=[of, run["result"]])
-            elif settings.minutes:
-                note(f"choosing layers took {settings.minutes - left:.1f} minutes: none are left to tune")
+                records = sizes.get("dev_records", _DEV_RECORDS)
+                run = stages.run(
+                    f"tuning {minutes}", lambda: self._tuned(data, left, tuned, records), place=tuned, of=of
+                )
+                stages.run(f"evaluation {minutes}", lambda: self._evaluated(size, tuned), of=[of, run["result"]])
             document = self._document(stages.finished())
         write_whole(out / _RESULT, json.dumps(document, indent=1) + "\n")
         target, name = Schedule.load(self.fit / SCHEDULE_FILE).name, Path(self.loaded.name).name
         charts = kept_charts(document["rows"], document["kept_by_minutes"], target, name)
         save_charts(charts, out / _PICTURE)
         return Prepared(document, out, self.loaded)
+
+    def _plan(self) -> str:
+        """The stages, with their minutes."""
+        settings = self.settings
+        if not settings.minutes:
+            return "plan: no tuning, and as long as choosing layers and the evaluation take"
+        stages = {
+            name: share * settings.minutes for name, share in SHARES.items() if name != "answers" or settings.self
+        }
+        told = ", ".join(f"{_TIMES[name]} up to {minutes:.1f} min" for name, minutes in stages.items())
+        return f"plan: {told}, tuning the other {settings.minutes - sum(stages.values()):.1f} min or more"
+
+    @cached_property
+    def _precise(self) -> LoadedModel:
+        """The model in the type in which `calibrate` works, which copies any other."""
+        model = self.loaded.model
+        if model.device.type != "cpu" or model.dtype == torch.float32:
+            return self.loaded
+        return replace(self.loaded, model=copied(model, torch.float32))
+
+    def _sizes(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The speed of the model on the records, and the options of `calibrate` that fit into its time."""
+        settings, loaded = self.settings, self._precise
+        options = RecordOptions(**{n: value for n, value in self._shared(data).items() if n != "seed"})
+        template = make_template(options)
+        (file,) = read_sources({"train": data["train"]}, template, {"train": _SOME_RECORDS}, skip_bad=True).values()
+        pace = Pace.of(loaded.model, encode_source(file, "train", template, loaded, options)[0])
+        depths, width = (
+            settings.prompt_depths or _PROMPT_DEPTHS,
+            ModelGeometry.from_config(loaded.ref.config).hidden_size,
+        )
+        return {
+            "pace": asdict(pace),
+            "layers": pace.search(60 * SHARES["layers"] * settings.minutes, width, len(depths)),
+            "dev_records": pace.dev_records(60 * settings.minutes, _DEV_RECORDS),
+        }
+
+    def _evaluation(self, sizes: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
+        """The size of each of two evaluations."""
+        settings = self.settings
+        if not sizes:
+            return {"records": settings.test_records, "neighbours": True, "speed_batches": 4}
+        (target,) = layers["verdicts"][-1:]
+        return Pace(**sizes["pace"]).evaluation(
+            60 * SHARES["evaluation"] * settings.minutes / 2,
+            layers["seconds_per_batch"],
+            layers["cost"]["batch"],
+            settings.test_records,
+            target["request_speedup"],
+            settings.self and not settings.task,
+        )
 
     def _given(self) -> dict[str, Any]:
         form = {name: getattr(self.settings, name) for name in _FORM}
@@ -269,7 +348,8 @@ class _Run:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
         settings, place = self.settings, self.out / "answers"
         sizes = {"seed": settings.seed, "held_out": _HELD_OUT}
-        template, _ = own_answers(self.loaded, settings, settings, self.prompts, place, **sizes)
+        seconds = 60 * SHARES["answers"] * settings.minutes or None
+        template, _ = own_answers(self.loaded, settings, settings, self.prompts, place, **sizes, seconds=seconds)
         form: dict[str, Any] = {"task": settings.task}
         if not settings.task:
             form = {"prompt_template": template.prompt, "response_field": template.responses[0], "chat": template.chat}
@@ -283,25 +363,25 @@ class _Run:
         shared: dict[str, Any] = {"seed": settings.seed, "max_length": settings.max_length, "bad_records": bad_records}
         return shared | dict(data["form"])
 
-    def _chosen(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def _chosen(self, data: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Choose the layers, and fit the maps that replace them."""
         settings = self.settings
         names = ("target_speedup", "method", "prompt_depths", *(field.name for field in fields(FitOptions)))
+        options = {name: getattr(settings, name) for name in names} | {"records": settings.order_records}
         found = calibrate(
-            self.loaded,
+            self._precise,
             data["train"],
             out=self.fit,
             cost=self.cost,
             **self._shared(data),
-            **{name: getattr(settings, name) for name in names},
+            **options | dict(sizes.get("layers", {})),
             batch=settings.batch if self.cost is None else 1,
-            records=settings.order_records,
             held_out=0,  # the evaluation says more
             candidates=_CANDIDATES,
         )
         return dict(found.document)
 
-    def _tuned(self, data: Mapping[str, Any], minutes: float, place: Path) -> dict[str, Any]:
+    def _tuned(self, data: Mapping[str, Any], minutes: float, place: Path, dev_records: int) -> dict[str, Any]:
         """Tune from the fit; own answers are distilled from full depth."""
         settings = self.settings
         rate = settings.FULL_RATE if settings.full else settings.RATE
@@ -323,7 +403,7 @@ class _Run:
             eval_every=_PACE,
             checkpoint_every=_PACE,
             compare_batches=0,
-            dev_records=_DEV_RECORDS,
+            dev_records=dev_records,
         )
         return {"result": dict(found.result), "dev_loss": found.dev_losses}
 
@@ -334,22 +414,24 @@ class _Run:
         target = Schedule.load(self.fit / SCHEDULE_FILE).nominal_speedup
         return {"sampled_speedups": (*others, *[target] * len(others))}
 
-    def _evaluated(self, tuned: Path | None = None) -> dict[str, Any]:
+    def _evaluated(self, size: Mapping[str, Any], tuned: Path | None = None) -> dict[str, Any]:
         """Rows of full depth, the target and its neighbours: of the tuned checkpoint, or of the model with the fit."""
         with _fitted(self.loaded, self.fit / FIT_FILE):
-            return {"rows": self._rows(LLM(self.loaded), tuned)}
+            return {"rows": self._rows(LLM(self.loaded), size, tuned), "size": dict(size)}
 
-    def _rows(self, llm: LLM, tuned: Path | None) -> list[dict[str, Any]]:
+    def _rows(self, llm: LLM, size: Mapping[str, Any], tuned: Path | None) -> list[dict[str, Any]]:
         settings, target, place = self.settings, Schedule.load(self.fit / SCHEDULE_FILE), tuned or self.fit
         asked: dict[str, Any] = {"batch_size": settings.batch, "bad_records": settings.bad_records}
-        asked |= {"limit": settings.test_records, "overwrite": True, "out": self.out / f"eval-{place.name}"}
+        asked |= {"limit": size["records"], "speed_batches": size["speed_batches"]}
+        asked |= {"overwrite": True, "out": self.out / f"eval-{place.name}"}
         if settings.self and not settings.task:
             asked |= {"prompts": self.sources.get("test"), "max_new_tokens": settings.self_tokens}
             asked |= {"temperature": settings.self_temperature, "top_p": settings.self_top_p, "base": llm}
         else:
             asked |= {"data": self._test, "task": self._task(2 * target.seq_len), "teacher_forced": False}
             asked |= asdict(settings.part(MetricOptions))
-        return evaluate(tuned or llm, schedules=neighbours(target, place), **asked).rows
+        schedules = neighbours(target, place) if size["neighbours"] else [target]
+        return evaluate(tuned or llm, schedules=schedules, **asked).rows
 
     # ------------------------------------------------------------------ results
 
@@ -418,6 +500,8 @@ def _lines(document: Mapping[str, Any], target: str) -> list[str]:
     times = []
     for name, seconds in document["seconds"].items():
         kind, _, minutes = name.partition(" ")
+        if kind not in _TIMES:
+            continue
         after = f" after {minutes} minutes" if kind == "evaluation" and float(minutes) else ""
         times.append(f"{_TIMES[kind]}{after} {seconds / 60:.1f} min")
     lines = ["kept: worst score, compared with the model before", "", *figures(kept_columns(rows), rows), ""]

@@ -162,9 +162,9 @@ def search(
     tried.sort(key=lambda schedule: (measured[schedule], goal.workload.seconds(schedule)))
     result = replace(tried[0], name=name)
     others = [replace(s, name=f"{name}, {len(s.prompt_layers())} prompt layers") for s in tried[1:]]
-    bare = [Schedule.full(layers), goal.paper, goal.even]
+    bare = [Schedule.full(layers), goal.paper, goal.even] if settings.baselines else []
     own = None if fit is None or result.is_full else fit.of_schedule(result)
-    if own is not None:
+    if own is not None and settings.baselines:
         bare.append(replace(result, name=f"{name}, without its fit"))
     verdicts = [_verdict(s, settings, goal.unfitted, *meters(None)) for s in bare]
     verdicts += [_verdict(s, settings, goal.workload, *meters(fit)) for s in (*others, result)]
@@ -177,7 +177,7 @@ def trials(settings: CalibrationSettings, goal: Goal, fitted: bool) -> tuple[int
     if settings.method == "greedy":
         drops = goal.workload.cost.num_layers - goal.least
         searched = greedy_trials(len(_droppable(settings, goal)), drops, settings.candidates)
-    verdicts = 3 + fitted + len(goal.prompts)
+    verdicts = settings.baselines * (3 + fitted) + len(goal.prompts)
     return searched + sum(map(len, goal.prompts)) + verdicts, verdicts
 
 

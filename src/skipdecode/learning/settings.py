@@ -78,6 +78,8 @@ class CalibrationSettings(Options):
     batch_size: int = option("records in a forward pass", default=8, least=1)
     batch: int = option("sequences decoded together, for the wall-clock target", default=1, least=1)
     seed: int = option("seed of the sample of records", default=0)
+    spread_prompts: bool = setting("try evenly spaced prompt layers too", default=True)
+    baselines: bool = setting("measure full depth, the paper's schedule and evenly spaced layers too", default=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,6 +111,7 @@ class FitOptions(Options):
         most=2,
     )
     fit_records: int = setting("most records for the fit", default=256, least=8)
+    fit_depths: int = setting("most depths of a falling schedule for which its maps are fitted", default=4, least=1)
     fit_tokens: int = setting(
         "tokens of prompts and responses after which no more records are taken for the fit, unless its maps need more",
         default=24_000,
@@ -130,7 +133,9 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
     FULL_RATE: ClassVar = 1e-4
 
     target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", default=1.5, above=1)
-    minutes: float = option("minutes of choosing layers and tuning together; 0: no tuning", default=10.0, least=0)
+    minutes: float = option(
+        "minutes of the whole command, from its start to its table; 0: no tuning, and no limit", default=10.0, least=0
+    )
     test_records: int = option("most records or prompts to evaluate on", default=64, least=1)
     batch: int = option("sequences decoded together", default=16, least=1)
     method: OrderMethod = option(

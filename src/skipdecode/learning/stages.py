@@ -19,6 +19,8 @@ from skipdecode.learning.settings import CLOCK_FILE
 from skipdecode.models.carried import RECIPE_FILE
 
 _CLOCK_SECONDS = 5.0
+SHARED = ("answers", "sizes", "layers", "evaluation 0")
+"""Stages whose results serve any number of minutes."""
 
 
 class Stages:
@@ -37,6 +39,7 @@ class Stages:
     def __init__(self, path: Path, settings: Mapping[str, Any], outputs: Sequence[str] = ()) -> None:
         self._kept = KeptValues(path, settings, pieces="stages", remedy="give another output directory")
         self._outputs = outputs
+        self._here = 0.0  # seconds of the stages that this process ran
 
     def close(self) -> None:
         """Close the journal."""
@@ -45,6 +48,11 @@ class Stages:
     def finished(self) -> dict[str, Any]:
         """All finished stages, in the order of their completion."""
         return dict(self._kept.read())
+
+    def spent(self, started: float) -> float:
+        """Seconds of the finished stages that all minutes share, and of this process outside of stages."""
+        shared: float = sum(stage["seconds"] for name, stage in self.finished().items() if name in SHARED)
+        return shared + time.perf_counter() - started - self._here
 
     def run(
         self, name: str, work: Callable[[], dict[str, Any]], *, place: Path | None = None, of: Any = None
@@ -61,8 +69,10 @@ class Stages:
             stage = None
         if stage is None or stage.get("of", of) != of:
             clock = self._kept.path.with_name(CLOCK_FILE)
+            start = time.perf_counter()
             with _counted(clock, name) as took:
                 found = work()
+            self._here += time.perf_counter() - start
             made = {} if place is None else {"files": self._files(place)}
             times = {key: round(value, 1) for key, value in took().items()}
             self._kept.put(name, found | times | made | {"of": of})

@@ -1,0 +1,112 @@
+"""The sizes of `prepare`'s stages that fit into the user's minutes, from the speed of the model on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skipdecode.data.batches import batches_of, response_logits
+from skipdecode.data.prompts import Example
+
+SHARES = {"answers": 1 / 4, "layers": 1 / 4, "evaluation": 1 / 6}
+"""Most of the minutes that a stage may take; the tuning has the rest."""
+_PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
+_TIMED = 2  # records
+_DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
+_LEAST_RECORDS = 8
+_TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
+_SEARCHES: tuple[dict[str, Any], ...] = (
+    {"records": 8, "fit_depths": 4, "spread_prompts": True, "baselines": True},
+    {"records": 8, "fit_depths": 2, "spread_prompts": False, "baselines": False},
+    {"records": 4, "fit_depths": 2, "spread_prompts": False, "baselines": False},
+)
+_EVALUATIONS: tuple[dict[str, Any], ...] = (
+    {"records": 64, "neighbours": True, "speed_batches": 4},
+    {"records": 64, "neighbours": True, "speed_batches": 1},
+    {"records": 48, "neighbours": True, "speed_batches": 1},
+    {"records": 48, "neighbours": False, "speed_batches": 1},
+)
+_ROUNDS = 3  # in which the speed of a batch is measured
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The speed of a model's forward on a CPU or GPU, and the mean length of its texts.
+
+    Parameters
+    ----------
+    tokens_per_second : float
+        Of full depth, on prompts and responses together.
+    text_tokens : float
+        Of a prompt with its response.
+    """
+
+    tokens_per_second: float
+    text_tokens: float
+
+    @classmethod
+    def of(cls, model: Any, examples: Sequence[Example]) -> Pace:
+        """Measured in two forwards on a few records, of which the second counts."""
+        (batch,) = batches_of(examples[:_TIMED], _TIMED)
+        batch, took = batch.to(model.device), 0.0
+        with torch.inference_mode():
+            for _ in range(2):
+                start = time.perf_counter()
+                response_logits(model, batch, attached=False)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
+                took = time.perf_counter() - start
+        length = sum(len(e.prompt) + len(e.response) for e in examples) / len(examples)
+        return cls(batch.tokens / took, length)
+
+    def search(self, seconds: float, width: int, prompt_sets: int) -> dict[str, Any]:
+        """Settings of a calibration that takes about so many seconds: the most thorough one whose fit has tokens.
+
+        `width` is hidden_size, `prompt_sets` the number of prompt sets to try, without evenly spaced ones.
+        """
+        found: dict[str, Any] = {}
+        for found in _SEARCHES:
+            sets = prompt_sets * (1 + found["spread_prompts"])
+            measured = found["records"] * self.text_tokens * (1 + sets + 4 * found["baselines"])
+            passes = _PRODUCTS * (1 + 0.7 * found["fit_depths"] + 0.5 * sets)
+            tokens = (seconds * self.tokens_per_second - measured) / passes
+            if tokens >= _TOKENS_A_COLUMN * width:
+                break
+        return found | {"fit_tokens": max(1, round(tokens))}
+
+    def evaluation(
+        self, seconds: float, per_batch: float, batch: int, most: int, speedup: float, forced: bool
+    ) -> dict[str, Any]:
+        """The size of an evaluation that takes about so many seconds, or the smallest one.
+
+        Parameters
+        ----------
+        per_batch : float
+            Seconds of a batch of requests at full depth.
+        most : int
+            Records at most.
+        speedup : float
+            Of the target.
+        forced : bool
+            Whether the model reads each method's texts again, as without references.
+        """
+        found: dict[str, Any] = {}
+        for found in _EVALUATIONS:
+            gains = (0, 1, 0.5, 1.25) if found["neighbours"] else (0, 1)
+            work = sum(1 / (1 + gain * (speedup - 1)) for gain in gains)
+            records = min(most, found["records"])
+            timed = _ROUNDS * min(found["speed_batches"], -(-records // batch))
+            took = per_batch * work * (records / batch + timed)
+            took += forced * 2 * len(gains) * records * self.text_tokens / self.tokens_per_second
+            if took <= seconds:
+                break
+        return found | {"records": min(most, found["records"])}
+
+    def dev_records(self, seconds: float, most: int) -> int:
+        """Dev records whose loss takes a small part of so many seconds."""
+        affordable = _DEV_SHARE * seconds * self.tokens_per_second / self.text_tokens
+        return min(most, max(_LEAST_RECORDS, int(affordable)))
