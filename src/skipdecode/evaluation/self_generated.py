@@ -147,7 +147,7 @@ class SelfEvaluation:
                 "of_base": seen.ratio and asdict(seen.ratio),
                 "by_position": {"perplexity": _by_position(losses[one], _perplexity)},
             }
-            if one is not self.base:
+            if one is not self.base and self.settings.teacher_forced:
                 measure = partial(token_fidelity, teacher=self.base.backend.model)
                 tokens = self._along(f"fidelity, {one.name}", measure, one, texts[self.base])
                 for name in ("kl", "top1_agreement"):
@@ -328,6 +328,8 @@ def own_texts_tables(document: Mapping[str, Any]) -> str:
     lines = [_TITLE.format(n=document["n"]), *markdown([[row[i] for i in shown] for row in cells])]
     for title, name, form in (("KL by position", "kl", "{:.3f}"), ("perplexity", "perplexity", "{:.2f}")):
         found = {row["name"]: row["by_position"].get(name, ()) for row in rows}
+        if not any(found.values()):
+            continue
         heads = [f"{bucket['low']}-{bucket['high']}" for bucket in max(found.values(), key=len)]
         scores = [[form.format(b["score"]) for b in buckets] for buckets in found.values()]
         filled = [[which, *row, *["-"] * (len(heads) - len(row))] for which, row in zip(found, scores, strict=True)]

@@ -46,6 +46,7 @@ _DRAWN = 1000
 _PROMPT_TOKENS = 128
 _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
+_ADMITS = 0.6  # of the time: rows that run then take about the rest
 _GRAM, _LEAST_DISTINCT = 4, 0.7
 _DEV_SHARE = 10
 _SENTENCES = re.compile(r".*(?<!\d)[.!?](?=\s)", re.DOTALL)  # a full stop after a number may belong to a list
@@ -280,7 +281,7 @@ class SelfGeneratedData:
                 left = [record for record in records if not writer.is_done(record.index)]
                 batches, over = 64, math.inf
                 if self.seconds is not None:
-                    batches, over = 1, time.perf_counter() + share * self.seconds
+                    batches, over = 1, time.perf_counter() + _ADMITS * share * self.seconds
                 # Rows that have begun are finished: those that a limit cuts off would be the long ones.
                 begun = takewhile(lambda record: time.perf_counter() < over, left)
                 with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:

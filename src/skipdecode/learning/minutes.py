@@ -101,7 +101,7 @@ class Pace:
             records = min(most, found["records"])
             timed = _ROUNDS * min(found["speed_batches"], -(-records // batch))
             took = per_batch * work * (records / batch + timed)
-            took += forced * 2 * len(gains) * records * self.text_tokens / self.tokens_per_second
+            took += forced * len(gains) * records * self.text_tokens / self.tokens_per_second
             if took <= seconds:
                 break
         return found | {"records": min(most, found["records"])}

@@ -60,6 +60,7 @@ _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
 _LEAST_MINUTES = 0.02
 _SOME_TUNING = 0.1  # of the minutes: with less, more minutes are recommended
+_MORE = 1.5  # times what the other stages took
 _ENDING = 1.05  # of the time of the first evaluation: the last one loads the tuned model
 _PROMPT_DEPTHS = range(4)  # of `calibrate`, by default
 _SOME_RECORDS = 64  # to see how long texts are
@@ -274,8 +275,8 @@ class _Run:
             over = settings.minutes - (stages.spent(started) + _ENDING * before["seconds"]) / 60
             left = stages.run(f"left {minutes}", lambda: {"minutes": over})["minutes"]  # the same if it is resumed
             if settings.minutes and left < _SOME_TUNING * settings.minutes:
-                enough = (settings.minutes - left) / (1 - sum(SHARES.values()))
-                note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: about {enough:.0f} minutes tune well")
+                enough = _MORE * (settings.minutes - left)
+                note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: `minutes` of {enough:.0f} leave a third")
             if left >= _LEAST_MINUTES:
                 records = sizes.get("dev_records", _DEV_RECORDS)
                 run = stages.run(
@@ -423,12 +424,12 @@ class _Run:
         settings, target, place = self.settings, Schedule.load(self.fit / SCHEDULE_FILE), tuned or self.fit
         asked: dict[str, Any] = {"batch_size": settings.batch, "bad_records": settings.bad_records}
         asked |= {"limit": size["records"], "speed_batches": size["speed_batches"]}
-        asked |= {"overwrite": True, "out": self.out / f"eval-{place.name}"}
+        asked |= {"teacher_forced": False, "overwrite": True, "out": self.out / f"eval-{place.name}"}
         if settings.self and not settings.task:
             asked |= {"prompts": self.sources.get("test"), "max_new_tokens": settings.self_tokens}
             asked |= {"temperature": settings.self_temperature, "top_p": settings.self_top_p, "base": llm}
         else:
-            asked |= {"data": self._test, "task": self._task(2 * target.seq_len), "teacher_forced": False}
+            asked |= {"data": self._test, "task": self._task(2 * target.seq_len)}
             asked |= asdict(settings.part(MetricOptions))
         schedules = neighbours(target, place) if size["neighbours"] else [target]
         return evaluate(tuned or llm, schedules=schedules, **asked).rows
