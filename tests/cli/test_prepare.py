@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 from contextlib import closing
@@ -117,6 +118,26 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
 
     assert main(arguments(place, "--minutes", "0", "--seed", "1", *rank)) == 2
     assert "seed" in capsys.readouterr().err
+
+
+def test_the_fastest_way_that_keeps_a_share_is_recommended(place: Path, tmp_path: Path, capsys: Any) -> None:
+    more = ("--keep", "0.01", "--minutes", "0", "--fit-rank", "4", "--out", str(tmp_path / "out"))
+    found = said(capsys, arguments(place, *more))
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["full, exact"]["kept"] == pytest.approx(1)
+    assert rows["full, exact"]["exact"]
+    assert rows["full, w8a8"]["quantization"] == "w8a8"
+    keeping = [row for row in rows.values() if not row["full_depth"] and row["kept"] >= 0.01]
+    best = max(keeping, key=lambda row: row["request_speedup"])
+    assert best["request_speedup"] > 1
+    command = shlex.split(found["next"][0])
+    assert ("--exact" in command) == ("exact" in best)
+    assert ("--quantization" in command) == ("quantization" in best)
+    assert main([*command[1:-2], "red hat", "--max-new-tokens", "4"]) == 0
+    capsys.readouterr()
+    assert main([word for word in arguments(place, *more) if word != "--json"]) == 0
+    told = capsys.readouterr().out
+    assert f"recommended to keep 1%: {best['name']}, {best['request_speedup']:.2f} times as fast" in told
 
 
 def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -> None:

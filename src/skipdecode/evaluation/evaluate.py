@@ -21,7 +21,7 @@ from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
 from skipdecode.evaluation.kept import rows_of, with_kept
-from skipdecode.evaluation.methods import Method
+from skipdecode.evaluation.methods import Method, other_ways
 from skipdecode.evaluation.metrics import check_metric, check_metrics, make_metrics
 from skipdecode.evaluation.results import EVAL_DIRECTORY, Run, check_free, is_unfinished, model_about
 from skipdecode.evaluation.run import TaskEvaluation, note_left_out
@@ -220,6 +220,9 @@ class _Evaluation:
         methods = {place: Method(llm.backend, s) for place, s in places.items()}
         if options.full_depth and not any(method.full_depth for method in methods.values()):
             methods = {out / "full": Method(llm.backend), **methods}
+        if options.ways:
+            skipping = [schedule for schedule in places.values() if not schedule.is_full]
+            methods |= {out / _folder(way.name): way for way in other_ways(llm.backend, skipping)}
         loaded = llm.loaded
         about = {
             **model_about(llm, options.name),
@@ -236,9 +239,7 @@ class _Evaluation:
         places: dict[Path, Schedule] = {}
         for schedule in schedules:
             name = method_name(schedule)
-            # Names of schedules are free text.
-            folder = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
-            place = out if self.one or not self.schedules else out / folder
+            place = out if self.one or not self.schedules else out / _folder(name)
             if place in places:
                 raise UsageError(f"the schedules have {name} twice: leave one out, or give them different names")
             places[place] = schedule
@@ -306,6 +307,11 @@ class _Evaluation:
 
 
 # ---------------------------------------------------------------------- parts
+
+
+def _folder(name: str) -> str:
+    """The directory of a method; names of schedules are free text."""
+    return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
 
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:

@@ -25,7 +25,9 @@ def rows_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _speeds(found: Row) -> dict[str, Any]:
     full = found["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
     request, decode = (1.0 if full else found.get(name) for name in ("request_speedup", "decode_speedup"))
-    return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode}
+    how = found.get("config", {}).get("method", found)
+    way = {name: how[name] for name in ("quantization", "exact") if name in how}
+    return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode} | way
 
 
 def _task_scores(run: Row) -> dict[str, Any]:
@@ -81,6 +83,12 @@ def _speedup_that_keeps(measured: Sequence[tuple[float, float]], share: float) -
         if more >= share > less:
             found.append(slow + (fast - slow) * (more - share) / (more - less))
     return round(max(found), 3) if found else None
+
+
+def fastest_that_keeps(rows: Sequence[Row], share: float) -> Row | None:
+    """The row with the largest request speed-up above 1 that keeps a share; None if there is none."""
+    found = [row for row, kept in measured(rows) if kept >= share and row["request_speedup"] > 1]
+    return max(found, key=lambda row: row["request_speedup"], default=None)
 
 
 def kept_columns(rows: Sequence[Row]) -> dict[str, str]:

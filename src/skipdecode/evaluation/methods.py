@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from skipdecode.common.journal import KeptValues
+from skipdecode.common.progress import note
 from skipdecode.engine.base import Engine
-from skipdecode.engine.opening import Backend
+from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.requests import Request
+from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.settings import method_name
 from skipdecode.schedule import Schedule
 
@@ -58,12 +60,24 @@ class Method:
         Default: full depth, against which other methods are compared.
     name : str, optional
         Label in tables; default: the schedule's.
+    beside : bool
+        Another way to decode at full depth, with other weights or drafts, which is compared with the plain one.
+    exact : bool
+        With drafts from the text, which full depth checks.
     """
 
-    def __init__(self, backend: Backend, schedule: Schedule | None = None, name: str | None = None) -> None:
-        self.backend = backend
+    def __init__(
+        self,
+        backend: Backend,
+        schedule: Schedule | None = None,
+        name: str | None = None,
+        *,
+        beside: bool = False,
+        exact: bool = False,
+    ) -> None:
+        self.backend, self.exact = backend, exact
         self.schedule = Schedule.full(backend.num_layers) if schedule is None else schedule
-        self.full_depth = self.schedule.is_full
+        self.full_depth = self.schedule.is_full and not (beside or exact)
         self.name = name or method_name(self.schedule)
 
     @property
@@ -98,8 +112,27 @@ class Method:
         )
 
     def settings(self) -> dict[str, Any]:
-        """JSON-ready parameters, for the result: the name, and the schedule if it skips layers."""
-        return {"name": self.name} | ({} if self.full_depth else {"schedule": self.schedule.to_dict()})
+        """JSON-ready parameters, for the result: the name, the schedule if it skips layers, drafts and quantization."""
+        schedule = {} if self.full_depth else {"schedule": self.schedule.to_dict()}
+        fast = self.backend.fast
+        weights = {} if fast is None or fast.quantization is None else {"quantization": fast.quantization}
+        return {"name": self.name} | schedule | ({"exact": True} if self.exact else {}) | weights
+
+
+def other_ways(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
+    """Full depth with drafts from the text, and all methods with W8A8 weights if the fast engine has them."""
+    full = Schedule.full(backend.num_layers)
+    ways = [Method(backend, full, "full, exact", exact=True)]
+    try:
+        fast = open_engines(backend.model, "fast", lambda text: None, "w8a8")
+    except SkipDecodeError as e:
+        note(f"no W8A8: {e}")
+        return ways
+    ways += [
+        Method(fast, full, "full, w8a8", beside=True),
+        Method(fast, full, "full, w8a8, exact", exact=True),
+    ]
+    return ways + [Method(fast, schedule, f"{schedule.name}, w8a8") for schedule in schedules]
 
 
 def timing_of(batches: Iterable[Generation]) -> dict[str, float | None]:

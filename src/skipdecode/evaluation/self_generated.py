@@ -33,7 +33,7 @@ from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.evaluation.compare import markdown
-from skipdecode.evaluation.methods import Method
+from skipdecode.evaluation.methods import Method, other_ways
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     Run,
@@ -141,6 +141,7 @@ class SelfEvaluation:
             seen = compare(sums(losses[self.base]), sums(losses[one]), _perplexity, **draws)
             row: dict[str, Any] = {
                 "name": one.name,
+                **{n: value for n, value in one.settings().items() if n in ("quantization", "exact")},
                 "nominal_speedup": one.schedule.nominal_speedup,
                 "mean_tokens": sum(map(len, given)) / len(given),
                 "perplexity": seen.b,
@@ -230,6 +231,9 @@ class OwnTexts:
         reference = Method(self.base.backend, name="base")
         full = reference if self.base is self.llm else Method(backend)
         methods = [Method(backend, schedule) for schedule in self.schedules]
+        ways = other_ways(backend, self.schedules) if self.options.ways else []
+        methods += [way for way in ways if not way.exact]
+        drafted = {way: next(m for m in [full, *methods] if m.backend is way.backend) for way in ways if way.exact}
         template, records, prompts = self._prompts(reference, out)
         settings = replace(self.options.part(EvaluationSettings), max_new_tokens=self._generated.self_tokens)
         about = {
@@ -253,9 +257,11 @@ class OwnTexts:
             texts = {variant: comparison.texts(variant) for variant in variants}
             rows = comparison.rows(texts, chat=template.chat)
             lengths = [len(text) for text in texts[reference]]
-            speeds = measured_speeds([full, *methods], prompts, lengths, settings, kept)
+            speeds = measured_speeds([full, *methods, *drafted], prompts, lengths, settings, kept)
             kept.remove()
-        for variant, row in zip(variants, rows, strict=True):
+        # Drafts change no token.
+        rows += [rows[variants.index(same)] | way.settings() for way, same in drafted.items()]
+        for variant, row in zip([*variants, *drafted], rows, strict=True):
             row |= speeds.get(variant, {})
         said = {one.name: tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in variants}
         document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}

@@ -30,6 +30,7 @@ _EVALUATIONS: tuple[dict[str, Any], ...] = (
     {"records": 48, "neighbours": True, "speed_batches": 1},
     {"records": 48, "neighbours": False, "speed_batches": 1},
 )
+_WAYS = 1.2  # times the work of the schedules: W8A8 takes half of it, drafts at full depth the rest
 _ROUNDS = 3  # in which the speed of a batch is measured
 
 
@@ -79,7 +80,7 @@ class Pace:
         return found | {"fit_tokens": max(1, round(tokens))}
 
     def evaluation(
-        self, seconds: float, per_batch: float, batch: int, most: int, speedup: float, forced: bool
+        self, seconds: float, per_batch: float, batch: int, most: int, speedup: float, forced: bool, ways: bool
     ) -> dict[str, Any]:
         """The size of an evaluation that takes about so many seconds, or the smallest one.
 
@@ -93,11 +94,13 @@ class Pace:
             Of the target.
         forced : bool
             Whether the model reads each method's texts again, as without references.
+        ways : bool
+            Whether other weights and drafts are evaluated too.
         """
         found: dict[str, Any] = {}
         for found in _EVALUATIONS:
             gains = (0, 1, 0.5, 1.25) if found["neighbours"] else (0, 1)
-            work = sum(1 / (1 + gain * (speedup - 1)) for gain in gains)
+            work = (1 + _WAYS * ways) * sum(1 / (1 + gain * (speedup - 1)) for gain in gains)
             records = min(most, found["records"])
             timed = _ROUNDS * min(found["speed_batches"], -(-records // batch))
             took = per_batch * work * (records / batch + timed)

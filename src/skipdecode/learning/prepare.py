@@ -31,7 +31,7 @@ from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.evaluation.evaluate import evaluate
-from skipdecode.evaluation.kept import kept_columns, speedups_that_keep, with_kept
+from skipdecode.evaluation.kept import fastest_that_keeps, kept_columns, speedups_that_keep, with_kept
 from skipdecode.evaluation.pictures import kept_charts, save_charts
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.generation.llm import LLM
@@ -118,6 +118,18 @@ class Prepared:
         if (file := self.schedule_file.with_name(FIT_FILE)).is_file():
             put_fit(self._loaded.model, file, [self.schedule_file])
         return LLM(self._loaded, self.schedule)
+
+    @property
+    def recommended(self) -> Mapping[str, Any] | None:
+        """The fastest row that keeps the share of `keep`; None without `keep`, or if only full depth does."""
+        keep = self.document["keep"]
+        return None if keep is None else fastest_that_keeps(self.rows, keep)
+
+    def schedule_of(self, row: Mapping[str, Any]) -> Path:
+        """The file of the schedule of one of the rows."""
+        place = _tuned(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
+        near = (place / f"{name}.json" for name in _NEIGHBOURS if f", {name}" in row["name"])
+        return next(near, self.schedule_file)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -259,7 +271,8 @@ class _Run:
 
     def run(self, started: float) -> Prepared:
         settings, out, minutes = self.settings, self.out, f"{self.settings.minutes:g}"
-        kept = {name: value for name, value in asdict(settings).items() if name not in ("minutes", "prompts")}
+        kept = {name: value for name, value in asdict(settings).items() if name not in ("minutes", "keep", "prompts")}
+        kept |= {"ways": settings.keep is not None}
         kept |= {"files": self.digests, "cost": self.cost and str(self.cost), "model": self.loaded.name}
         kept |= {"checkpoint": checkpoint_digest(self.loaded) | {"fit": None}}  # the run makes its own
         tuned = _tuned(out, settings.minutes)
@@ -339,6 +352,7 @@ class _Run:
             settings.test_records,
             target["request_speedup"],
             settings.self and not settings.task,
+            settings.keep is not None,
         )
 
     def _given(self) -> dict[str, Any]:
@@ -423,7 +437,7 @@ class _Run:
     def _rows(self, llm: LLM, size: Mapping[str, Any], tuned: Path | None) -> list[dict[str, Any]]:
         settings, target, place = self.settings, Schedule.load(self.fit / SCHEDULE_FILE), tuned or self.fit
         asked: dict[str, Any] = {"batch_size": settings.batch, "bad_records": settings.bad_records}
-        asked |= {"limit": size["records"], "speed_batches": size["speed_batches"]}
+        asked |= {"ways": settings.keep is not None, "limit": size["records"], "speed_batches": size["speed_batches"]}
         asked |= {"teacher_forced": False, "overwrite": True, "out": self.out / f"eval-{place.name}"}
         if settings.self and not settings.task:
             asked |= {"prompts": self.sources.get("test"), "max_new_tokens": settings.self_tokens}
@@ -447,6 +461,7 @@ class _Run:
         return heading("prepared") | {
             "model": self.loaded.name,
             "minutes": shown,
+            "keep": self.settings.keep,
             **{key: {name: stage[key] for name, stage in stages.items()} for key in ("seconds", "cpu_seconds")},
             "rows": [row for row in rows if row["minutes"] in (0.0, shown)],
             "kept_by_minutes": {row["minutes"]: row["kept"] for row in rows if row["name"] == target},
@@ -505,7 +520,9 @@ def _lines(document: Mapping[str, Any], target: str) -> list[str]:
             continue
         after = f" after {minutes} minutes" if kind == "evaluation" and float(minutes) else ""
         times.append(f"{_TIMES[kind]}{after} {seconds / 60:.1f} min")
-    lines = ["kept: worst score, compared with the model before", "", *figures(kept_columns(rows), rows), ""]
+    keep = document["keep"]
+    shown = rows if keep is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
+    lines = ["kept: worst score, compared with the model before", "", *figures(kept_columns(rows), shown), ""]
     lines.append(f"time: {', '.join(times)}")
     if known:
         kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
@@ -514,6 +531,14 @@ def _lines(document: Mapping[str, Any], target: str) -> list[str]:
         lines += [f"{target} keeps {kept}", f"requests keep {', '.join(reach)}"]
     else:
         lines.append("every score of full depth is 0, so there is no share to keep: tune the model at full depth first")
+    if keep is not None:
+        best = fastest_that_keeps(rows, keep)
+        told = (
+            "none is faster than full depth"
+            if best is None
+            else "{name}, {request_speedup:.2f} times as fast, keeps {kept:.1%}"
+        )
+        lines.append(f"recommended to keep {keep:.0%}: {told.format_map(best or {})}")
     if len(losses := document["dev_loss"]) > 1:
         (_, before), (minutes, after) = losses[(len(losses) - 1) // 2], losses[-1]
         gain = f"their second half brought {before - after:.3f}"

@@ -133,6 +133,13 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
     FULL_RATE: ClassVar = 1e-4
 
     target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", default=1.5, above=1)
+    keep: float | None = option(
+        "share of full depth's scores to keep, such as 0.98: exact drafts and W8A8 weights are evaluated too, and the "
+        "fastest way that keeps it is recommended",
+        default=None,
+        above=0,
+        most=1,
+    )
     minutes: float = option(
         "minutes of the whole command, from its start to its table; 0: no tuning, and no limit", default=10.0, least=0
     )
