@@ -36,7 +36,7 @@ _WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # GGUF's name of a split into words -> the split that a tokenizer makes before the byte-level one.
-_SPLITS = {
+SPLITS: dict[str, list[Any]] = {
     "gpt-2": [],
     "smollm": [{"type": "Digits", "individual_digits": True}],
     "llama-bpe": [_WORDS.replace("DIGITS", "{1,3}")],
@@ -207,12 +207,12 @@ def _split_name(backend: Any) -> str:
     *before, last = split.get("pretokenizers", [split])
     found: Sequence[Any] = [one["pattern"].get("Regex") if one["type"] == "Split" else one for one in before]
     if backend["model"]["type"] == "BPE" and last["type"] == "ByteLevel":
-        for name, parts in _SPLITS.items():
+        for name, parts in SPLITS.items():
             if found == parts:
                 return name
     raise UsageError(
         "this tokenizer cannot be written for llama.cpp here: accepted are byte-level BPE tokenizers that split words "
-        f"as {', '.join(_SPLITS)} do; take the format hf"
+        f"as {', '.join(SPLITS)} do; take the format hf"
     )
 
 
@@ -237,3 +237,9 @@ def _paired(weight: Tensor, heads: int) -> Tensor:
     """Rows of each head in the order in which rotary pairs are neighbours."""
     halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def unpaired(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `_paired`."""
+    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,17 +17,17 @@ from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, SCHEDULE_FILE, digest_in, of_adapter, of_config
 from skipdecode.models.families import FAMILIES, layers_in
-from skipdecode.models.loading import smollm2
+from skipdecode.models.loading import gguf_reader, smollm2
 from skipdecode.models.loading.beside import ask_hub, beside, fit_beside
 from skipdecode.models.loading.recipe import Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
-from skipdecode.models.loading.store import find_model
+from skipdecode.models.loading.store import add_model, find_model
 from skipdecode.models.windows import drop_unread, layer_windows
 from skipdecode.schedule import Schedule
 
 ADAPTER_FILE = "adapter_config.json"
 _BUNDLED = Path(__file__).parents[1] / "adapters"
 _NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{ADAPTER_FILE}")))
-_ACCEPTED = f"accepted are a local directory, a hub id (owner/name), {', '.join(_NAMES)}"
+_ACCEPTED = f"accepted are a local directory, a GGUF file, a hub id (owner/name), {', '.join(_NAMES)}"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -289,9 +290,27 @@ def _located(name: str) -> Place:
         if not (path / "config.json").is_file():
             raise ModelLoadError(f"{name} holds no model: a config.json or an {ADAPTER_FILE} is needed")
         return Place(str(path), local_only=True)
+    if name.endswith(gguf_reader.SUFFIX):
+        return Place(str(_from_gguf(name)), local_only=True)
     if name and path.exists():
         raise ModelLoadError(f"{name} is a file: {_ACCEPTED}")
     return _locate_on_hub(name)
+
+
+def _from_gguf(name: str) -> Path:
+    """The checkpoint of a GGUF file, or of `owner/name:file.gguf` on the hub: converted into the user's cache, once."""
+    repo, _, inside = name.rpartition(":")
+    file = Path(name).expanduser()
+    if repo and not file.exists():
+        from huggingface_hub import hf_hub_download
+
+        with told(name, "it cannot be fetched"):
+            file = Path(hf_hub_download(repo, inside))
+    if not file.is_file():
+        raise ModelLoadError(f"{name} is no file; of a hub, give owner/name:file.gguf")
+    file, state = file.resolve(), file.stat()
+    known = hashlib.sha256(f"{file} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]
+    return add_model(f"{file.stem}-{known}", lambda target: gguf_reader.convert(file, target))
 
 
 def _locate_on_hub(name: str) -> Place:
