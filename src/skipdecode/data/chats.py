@@ -86,12 +86,7 @@ def render_chat(
 ) -> str:
     """The text of a chat, up to where an answer begins if `answer`; `variables` are further ones of the template.
 
-    Raises
-    ------
-    DataError
-        The template refuses the chat.
-    ModelLoadError
-        The template is no valid program.
+    Raises DataError: the template refuses the chat; ModelLoadError: the template is no valid program.
     """
     try:
         return str(

@@ -164,10 +164,8 @@ def choose_form(
     field : str, optional
         The field that is the prompt, or goes into the template.
 
-    Raises
-    ------
-    UsageError
-        More than one of `prompt_template`, `task` and `no_template`; a template or task that is not accepted.
+    Raises UsageError: more than one of `prompt_template`, `task` and `no_template`; a template or task that is not
+    accepted.
     """
     if sum((prompt_template is not None, task is not None, no_template)) > 1:
         raise UsageError("prompt_template, task and no template each say what a prompt is: give one of them")

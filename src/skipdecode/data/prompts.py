@@ -77,12 +77,8 @@ class PromptEncoder:
     chat : bool
         Whether plain prompts become chats.
 
-    Raises
-    ------
-    UsageError
-        `chat` is set and the tokenizer has no chat template.
-    ModelLoadError
-        `chat` is set and the chat template is no valid program; `encode` raises it at the first chat.
+    Raises UsageError: `chat` is set and the tokenizer has no chat template; ModelLoadError: `chat` is set and the chat
+    template is no valid program; `encode` raises it at the first chat.
     """
 
     def __init__(
@@ -279,10 +275,8 @@ def read_file(
     skip_bad : bool
         Leave out records that cannot be used, instead of refusing the file.
 
-    Raises
-    ------
-    DataError
-        If records cannot be used and `skip_bad` is false (all are counted, the first ones named), or none is left.
+    Raises DataError if records cannot be used and `skip_bad` is false (all are counted, the first ones named), or none
+    is left.
     """
     rejects, records = list[Reject](), list[Record]()
     if isinstance(path, str | Path):
@@ -396,10 +390,8 @@ def encode_prompts(
         Leave out records whose prompt is too long, has no token or one that the model does not know, instead of
         refusing all; the returned records name them as skipped.
 
-    Raises
-    ------
-    DataError
-        If there are such prompts and `skip_bad` is false (all are counted, the first ones named), or no record is left.
+    Raises DataError if there are such prompts and `skip_bad` is false (all are counted, the first ones named), or no
+    record is left.
     """
     items: list[Record] = []
     prompts: list[list[int]] = []

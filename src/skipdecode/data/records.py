@@ -204,10 +204,7 @@ class Template:
     max_prompt_tokens : int, optional
         Longest prompt in tokens; goes with `truncate`.
 
-    Raises
-    ------
-    UsageError
-        If the prompt names no field or holds more than plain fields, or `truncate` is none of them.
+    Raises UsageError if the prompt names no field or holds more than plain fields, or `truncate` is none of them.
     """
 
     def __init__(

@@ -47,10 +47,8 @@ class PromptSource:
         The default `format` follows from the ending (.jsonl, .ndjson, .json, .csv, .tsv, .txt); with any other, and
         from standard input, what begins with ``{`` is JSONL, and anything else is text with one prompt per line.
 
-        Raises
-        ------
-        DataError
-            The file cannot be read, or has a format that is not supported: a JSON array, compressed, Parquet.
+        Raises DataError: the file cannot be read, or has a format that is not supported: a JSON array, compressed,
+        Parquet.
         """
         opened = Input.open(path)
         if format is None:
@@ -71,10 +69,8 @@ class PromptSource:
     def count(self, form: PromptForm | None = None, *, all_usable: bool = False) -> int:
         """The number of records, including those with an error. Parses records only up to the first usable one.
 
-        Raises
-        ------
-        DataError
-            There is none, none can be used, or one cannot be used and `all_usable` is set, which parses all.
+        Raises DataError: there is none, none can be used, or one cannot be used and `all_usable` is set, which parses
+        all.
         """
         found, wrong = False, ""
         for record in self.records(form):
@@ -152,11 +148,8 @@ def load_records(
     limit : int, optional
         Only the first records; errors after them are not reported.
 
-    Raises
-    ------
-    DataError
-        A line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice (all unless
-        `skip_bad`, all counted), a file that cannot be opened, or no record left to score.
+    Raises DataError: a line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice
+    (all unless `skip_bad`, all counted), a file that cannot be opened, or no record left to score.
     """
     source, rows = _named_rows(task, data)
     items: dict[str, Record] = {}

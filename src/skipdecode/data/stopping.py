@@ -10,10 +10,7 @@ from skipdecode.errors import UsageError
 class StopStrings(tuple[str, ...]):
     """Stop strings. The text ends before the first that is complete; of several that end together, before the longest.
 
-    Raises
-    ------
-    UsageError
-        A stop string is empty or not text.
+    Raises UsageError: a stop string is empty or not text.
     """
 
     def __new__(cls, strings: Sequence[str] = ()) -> StopStrings:

@@ -102,12 +102,8 @@ def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = 
     check_metric : callable
         Called with the name of each metric; raises UsageError if it is not known.
 
-    Raises
-    ------
-    UsageError
-        Neither a known name nor a ``.yaml`` file.
-    DataError
-        The file cannot be read or is not YAML, or a field is unknown, missing or not accepted; with the line number.
+    Raises UsageError: neither a known name nor a ``.yaml`` file; DataError: the file cannot be read or is not YAML, or
+    a field is unknown, missing or not accepted; with the line number.
     """
     text = str(name_or_file)
     if text in task_names():

@@ -52,10 +52,7 @@ class FastModel:
     quantization : {"int8", "w8a8"}, optional
         The kernels read the projections and the output embedding from quantised copies (`kernels.quantize`).
 
-    Raises
-    ------
-    UnfitModelError
-        If the fast path does not cover the model.
+    Raises UnfitModelError if the fast path does not cover the model.
     """
 
     def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
@@ -189,12 +186,8 @@ def _bridges(fit: Fit, dtype: torch.dtype, ones: Tensor) -> dict[int, tuple[Line
 def open_model(model: Any, quantization: Quantization | None = None) -> FastModel:
     """The fast path of a model; arguments as in `FastModel`.
 
-    Raises
-    ------
-    UnfitModelError
-        If the fast path does not cover the model, or the C++ kernels cannot run here.
-    UsageError
-        If the quantization is not known, or this CPU does not support it.
+    Raises UnfitModelError if the fast path does not cover the model, or the C++ kernels cannot run here; UsageError if
+    the quantization is not known, or this CPU does not support it.
     """
     if quantization not in (None, *QUANTIZATIONS):
         raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")

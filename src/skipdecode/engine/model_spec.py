@@ -108,10 +108,7 @@ _COVERED |= {"_remove_final_layer_norm": False, "attn_logit_softcapping": None, 
 def read_model(model: Any, positions: int) -> ModelSpec:
     """Read a transformers causal LM, with rotary tables for `positions` positions.
 
-    Raises
-    ------
-    UnfitModelError
-        If the architecture, or a detail of this model, is not supported.
+    Raises UnfitModelError if the architecture, or a detail of this model, is not supported.
     """
     kind = model.config.model_type
     if kind not in READERS:

@@ -101,10 +101,7 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization
     quantization : {"none", "int8", "w8a8"}
         The weights of the fast engine: the model's own, or quantised copies (see `kernels.quantize`).
 
-    Raises
-    ------
-    UsageError
-        `engine` or `quantization` is unknown, or not possible for this model.
+    Raises UsageError: `engine` or `quantization` is unknown, or not possible for this model.
     """
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not known: accepted are {', '.join(ENGINES)}")

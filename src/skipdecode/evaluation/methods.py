@@ -100,7 +100,7 @@ class Method:
         engine, ends = self.make_engine(rows or len(prompts)), frozenset(eos)
         most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         pairs = zip(prompts, most, strict=True)
-        decoded = engine.decode([Request(tuple(prompt), new, stop_ids=ends) for prompt, new in pairs])
+        decoded = engine.decode([Request(tuple(prompt), new, stop_ids=ends, exact=self.exact) for prompt, new in pairs])
         stats = engine.stats
         return Generation(
             [sequence.tokens for sequence in decoded],

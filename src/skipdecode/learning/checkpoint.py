@@ -102,10 +102,7 @@ class Checkpoints:
     def resume(self) -> bool:
         """Go back to the newest checkpoint that can be read; False if there is none at all.
 
-        Raises
-        ------
-        OutputError
-            There are some, and none can be read.
+        Raises OutputError: there are some, and none can be read.
         """
         found = self._found()
         for checkpoint in reversed(found):

@@ -18,10 +18,7 @@ DEFAULT_LORA_RANK = 16
 class TuneConfig(Options):
     """Options of a tuning run; each field's help text is its documentation.
 
-    Raises
-    ------
-    UsageError
-        If a value is out of range or two options exclude each other.
+    Raises UsageError if a value is out of range or two options exclude each other.
     """
 
     steps: int = option("optimizer steps of the whole run", default=200, least=1)

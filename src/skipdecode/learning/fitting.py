@@ -63,12 +63,8 @@ class Fitter:
     def fit(self, schedules: Sequence[Schedule]) -> Fit:
         """The fit for schedules of one drop order: maps for their prompt sets, bridges over the layers that they skip.
 
-        Raises
-        ------
-        FitError
-            Fewer tokens than a map has inputs, or a family that makes keys and values together with queries.
-        DivergedError
-            A state is not finite.
+        Raises FitError: fewer tokens than a map has inputs, or a family that makes keys and values together with
+        queries; DivergedError: a state is not finite.
         """
         projected: dict[tuple[int, ...], set[int]] = {}
         for schedule in schedules:

@@ -102,12 +102,8 @@ def set_goal(
     fitted : CostModel, optional
         The cost with the fit that the schedule gets.
 
-    Raises
-    ------
-    TargetError
-        No schedule that keeps warm-up layers, last layer and `least` reaches the target.
-    UsageError
-        `least` or `warmup_layers` does not fit the model.
+    Raises TargetError: no schedule that keeps warm-up layers, last layer and `least` reaches the target; UsageError:
+    `least` or `warmup_layers` does not fit the model.
     """
     check_layers(settings, layers)
     warmup, flat = settings.warmup_layers, settings.flat

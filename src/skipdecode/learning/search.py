@@ -140,10 +140,7 @@ def search(
     name : str
         Name of the calibrated schedule.
 
-    Raises
-    ------
-    FitError, DivergedError
-        See `Fitter.fit` and `LossMeter.losses`.
+    Raises FitError, DivergedError: see `Fitter.fit` and `LossMeter.losses`.
     """
     layers = goal.workload.cost.num_layers
     rounds: list[Round] = []

@@ -34,10 +34,7 @@ OrderMethod = Literal["greedy", "block-influence"]
 class CalibrationSettings(Options):
     """How drop order, prompt layers and depth are learned; each field's help text is its documentation.
 
-    Raises
-    ------
-    UsageError
-        Names the value that is out of range, or there is not one target.
+    Raises UsageError: names the value that is out of range, or there is not one target.
     """
 
     target_speedup: float | None = option(

@@ -22,12 +22,8 @@ from skipdecode.schedule import Schedule
 def with_lora(model: Any, config: TuneConfig) -> Any:
     """The model with a LoRA adapter in a PEFT wrapper, its own or a fresh one; only the adapter is trainable.
 
-    Raises
-    ------
-    MissingExtraError
-        PEFT is not installed.
-    UsageError
-        The model's own adapter is not a LoRA alone, or `lora_targets` names modules that the model does not have.
+    Raises MissingExtraError: PEFT is not installed; UsageError: the model's own adapter is not a LoRA alone, or
+    `lora_targets` names modules that the model does not have.
     """
     try:
         import peft

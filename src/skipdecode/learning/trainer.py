@@ -124,10 +124,7 @@ class Tuner:
         record : callable
             Is handed the result, in the main process, once the model lies in `out` and before the checkpoints go.
 
-        Raises
-        ------
-        DivergedError
-            If the loss or its gradient is not finite; step and records are in `out`/diverged.json.
+        Raises DivergedError if the loss or its gradient is not finite; step and records are in `out`/diverged.json.
         """
         self._out.mkdir(parents=True, exist_ok=True)
         if resume:

@@ -61,10 +61,7 @@ def of_adapter(folder: Path, config: Any) -> Schedule | None:
 def of_model(model: Any) -> Schedule:
     """The schedule of a loaded model: that of its active adapter, else of its config.
 
-    Raises
-    ------
-    ScheduleError
-        There is no schedule, or it is invalid or for another number of layers.
+    Raises ScheduleError: there is no schedule, or it is invalid or for another number of layers.
     """
     plain, layers = unwrap(model), len(decoder_layers(unwrap(model)))
     adapters = getattr(model, "peft_config", None) or {}

@@ -51,10 +51,8 @@ class Fit(nn.Module):
     about : dict
         JSON-ready: a sample of the model's weights ("base"), and the settings of the fit.
 
-    Raises
-    ------
-    FitError
-        A number of layers, columns or taps, a prompt set, or a tensor's place, shape or values are not accepted.
+    Raises FitError: a number of layers, columns or taps, a prompt set, or a tensor's place, shape or values are not
+    accepted.
     """
 
     def __init__(

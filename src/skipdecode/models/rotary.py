@@ -60,10 +60,8 @@ class RowRotary:
     def check_growth(self, call: dict[str, Any], past: int, columns: int) -> None:
         """Refuse a forward after `past` cached columns in which a text grows beyond the keys that the cache holds.
 
-        Raises
-        ------
-        UnsupportedFeatureError
-            The keys of the earlier tokens were made for a text of at most `switch_length` tokens.
+        Raises UnsupportedFeatureError: the keys of the earlier tokens were made for a text of at most `switch_length`
+        tokens.
         """
         if self._limit is None:
             return

@@ -22,11 +22,8 @@ _SETTINGS = ("sliding_window", "layer_types", "attention_chunk_size", "kv_sharin
 def layer_windows(config: Any) -> list[int | None]:
     """For each layer of a causal LM the number of latest tokens that a token attends to, itself included; None: all.
 
-    Raises
-    ------
-    UnsupportedModelError
-        A layer has a window below 1 or a type that the family does not compute, or there is no window where the
-        model's class needs one.
+    Raises UnsupportedModelError: a layer has a window below 1 or a type that the family does not compute, or there is
+    no window where the model's class needs one.
     """
     family, layers = family_of(config.model_type), layers_in(config)
     if family.windows == "none":

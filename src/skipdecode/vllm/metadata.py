@@ -45,10 +45,7 @@ class StepMetadata:
     layer_names : dict of int to list of str
         Names of the attention modules inside each decoder layer, by the layer's number.
 
-    Raises
-    ------
-    UnsupportedFeatureError
-        If the attention backend cannot build metadata for parts of a step.
+    Raises UnsupportedFeatureError if the attention backend cannot build metadata for parts of a step.
     """
 
     def __init__(self, groups: Any, layer_names: dict[int, list[str]]) -> None:
@@ -105,10 +102,7 @@ class StepMetadata:
 def cut_metadata(given: Any, part: RowSubset) -> Any:
     """vLLM's metadata common to all backends, for a part of the rows.
 
-    Raises
-    ------
-    UnsupportedFeatureError
-        If it holds something that is not known here.
+    Raises UnsupportedFeatureError if it holds something that is not known here.
     """
     unknown = [f.name for f in dataclasses.fields(given) if f.name not in _PLAIN and getattr(given, f.name) is not None]
     if unknown:

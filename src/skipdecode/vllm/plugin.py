@@ -63,10 +63,8 @@ def _looking_for_schedule(base: Any) -> Any:
 def _activate_or_refuse(vllm_config: Any) -> None:
     """Change an engine's config so that layers are skipped; leaves it alone where there is no schedule.
 
-    Raises
-    ------
-    RefusedEngineError
-        If the schedule does not fit, or the engine is asked for something that would give wrong text.
+    Raises RefusedEngineError if the schedule does not fit, or the engine is asked for something that would give wrong
+    text.
     """
     _undo_environment()
     try:
@@ -200,12 +198,7 @@ def _settings_of(processor: Any) -> PluginSettings | None:
 def _admit(request: Any, settings: PluginSettings) -> None:
     """Refuse what cannot be right; keep prompts of different depth apart in the prefix cache.
 
-    Raises
-    ------
-    ScheduleError
-        An unknown schedule.
-    UnsupportedFeatureError
-        A request whose prompt goes on after its answer.
+    Raises ScheduleError: an unknown schedule; UnsupportedFeatureError: a request whose prompt goes on after its answer.
     """
     if getattr(request, "resumable", False):
         raise UnsupportedFeatureError(

@@ -25,10 +25,7 @@ from skipdecode.schedule import Schedule
 def checkpoint_fit(model: Any) -> Fit | None:
     """The fit of a checkpoint (vLLM's `model_config`), in a directory or on the hub; None where there is none.
 
-    Raises
-    ------
-    FitError
-        The fit is broken, missing, another one, or for another model.
+    Raises FitError: the fit is broken, missing, another one, or for another model.
     """
     digest = digest_in(vars(model.hf_config))
     file = fit_beside(str(model.model), digest, getattr(model, "revision", None))
@@ -88,10 +85,7 @@ class KeyProjection(nn.Module):
     shard : (int, int)
         Number of this process among those that share the heads, and how many these are.
 
-    Raises
-    ------
-    UnsupportedFeatureError
-        If the attention backend stores keys and values within attention only.
+    Raises UnsupportedFeatureError if the attention backend stores keys and values within attention only.
     """
 
     def __init__(

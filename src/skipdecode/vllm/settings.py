@@ -28,10 +28,8 @@ class PluginSettings(Options):
     schedules : tuple of Schedule
         The first schedule serves requests that name no schedule.
 
-    Raises
-    ------
-    UsageError, ScheduleError
-        If a value is out of range, a name is given twice, or the schedules are for different numbers of layers.
+    Raises UsageError, ScheduleError if a value is out of range, a name is given twice, or the schedules are for
+    different numbers of layers.
     """
 
     schedules: tuple[Schedule, ...]
@@ -68,10 +66,7 @@ class PluginSettings(Options):
     def index(self, name: object) -> int:
         """The number of the schedule with this name (None: the default).
 
-        Raises
-        ------
-        ScheduleError
-            With the names that are loaded.
+        Raises ScheduleError: with the names that are loaded.
         """
         if name is not None and name not in self._names:
             raise ScheduleError(f"unknown schedule {name!r}: this server has {', '.join(map(repr, self._names))}")

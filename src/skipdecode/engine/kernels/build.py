@@ -37,10 +37,7 @@ def load_library() -> ctypes.CDLL:
 
     If CXX names a compiler, the wheel's library is not used: kernels are compiled for this very processor.
 
-    Raises
-    ------
-    KernelBuildError
-        There is no compiler, the compiler fails, or the library does not load.
+    Raises KernelBuildError: there is no compiler, the compiler fails, or the library does not load.
     """
     # torch brings its OpenMP runtime; loaded first, it also serves our library (same soname), so that one pool of
     # threads runs both and torch.set_num_threads governs it.

@@ -47,10 +47,8 @@ def _stored(adapter: Path) -> dict[str, StoredTensor]:
 def add_tokens(model: Any, adapter: Path) -> None:
     """Give a base model as many rows of embeddings as an adapter in a directory was made with.
 
-    Raises
-    ------
-    ModelLoadError
-        The adapter's file does not hold all rows, so that the added ones are unknown, or holds no plain numbers.
+    Raises ModelLoadError: the adapter's file does not hold all rows, so that the added ones are unknown, or holds no
+    plain numbers.
     """
     with told(str(adapter), "the adapter's weights do not load"):
         stored = _stored(adapter)
@@ -89,10 +87,7 @@ def merge_adapter(model: Any) -> Any:
     two: the adapter's update is for one module, and a merge would put it into both. If both are still equal after the
     merge, the head shares the tensor again; else the config says that it does not.
 
-    Raises
-    ------
-    UsageError
-        The adapter cannot be merged. Part of it may be merged by then.
+    Raises UsageError: the adapter cannot be merged. Part of it may be merged by then.
     """
     base = unwrap(model)
     if base is model:

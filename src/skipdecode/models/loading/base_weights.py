@@ -53,10 +53,7 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
 
     If the weights differ by rounding only, a note says by how much.
 
-    Raises
-    ------
-    ModelLoadError
-        If `model` has other weights.
+    Raises ModelLoadError if `model` has other weights.
     """
     if known is None:
         return
@@ -79,10 +76,7 @@ def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = (), digest
 
     `schedules` are the schedule files in the directory of the fit, and `digest` is of the fit that belongs there.
 
-    Raises
-    ------
-    FitError
-        The fit is broken, another one, or for another model, other weights, or prompts of other schedules.
+    Raises FitError: the fit is broken, another one, or for another model, other weights, or prompts of other schedules.
     """
     from skipdecode.models.fit import Fit, keep_fit
 
@@ -99,10 +93,7 @@ def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = (), digest
 def carried_fit(model: Any) -> Fit | None:
     """The fit of a loaded model; of one that transformers loaded, the fit beside its weights.
 
-    Raises
-    ------
-    FitError
-        The weights were tuned with a fit that is not there, is another one, or was not loaded with them.
+    Raises FitError: the weights were tuned with a fit that is not there, is another one, or was not loaded with them.
     """
     from skipdecode.models.fit import fit_of, knows_fit
 

@@ -84,10 +84,7 @@ def beside(where: str | Path, name: str, revision: str | None = None) -> Path | 
     name : str
         One of `skipdecode.models.carried.CHECKPOINT_FILES`.
 
-    Raises
-    ------
-    ModelLoadError
-        The hub does not say whether there is such a file.
+    Raises ModelLoadError: the hub does not say whether there is such a file.
     """
     if Path(where).is_dir():
         file = Path(where) / name

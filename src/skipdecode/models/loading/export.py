@@ -174,12 +174,8 @@ def _loaded(ref: ModelRef, dtype: str, *, require_tokenizer: bool) -> LoadedMode
 def check_exportable(schedule: Schedule, ref: ModelRef) -> tuple[int, ...]:
     """The layers of the smaller model. Reads no weights.
 
-    Raises
-    ------
-    ScheduleError
-        Two tokens run different layers; names the nearest schedule of one depth.
-    UsageError
-        Skipped layers have bridges: no stock class computes those.
+    Raises ScheduleError: two tokens run different layers; names the nearest schedule of one depth; UsageError: skipped
+    layers have bridges: no stock class computes those.
     """
     layers = schedule.fixed_layers
     if layers is None:

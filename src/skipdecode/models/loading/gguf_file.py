@@ -57,12 +57,8 @@ def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> Gguf
     `kind` is the type of the matrices. A matrix whose rows are no multiple of 32 stays f16 in a quantized file. Without
     tokenizer llama.cpp takes token ids alone.
 
-    Raises
-    ------
-    UsageError
-        If llama.cpp has no match for the model or its tokenizer, or `kind` is unknown.
-    MissingExtraError
-        If gguf is absent.
+    Raises UsageError if llama.cpp has no match for the model or its tokenizer, or `kind` is unknown; MissingExtraError
+    if gguf is absent.
     """
     try:
         import gguf

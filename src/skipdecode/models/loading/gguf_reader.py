@@ -63,12 +63,8 @@ def convert(file: Path, target: Path, dtype: torch.dtype | None = None) -> str:
     dtype : torch.dtype, optional
         Of the weights. Default: fp32 or fp16 if the file has all matrices in it, else bf16.
 
-    Raises
-    ------
-    ModelLoadError
-        The file is cut, foreign, one of several parts, or has a model, a scaling or a tokenizer that is not read here.
-    MissingExtraError
-        If gguf is absent.
+    Raises ModelLoadError: the file is cut, foreign, one of several parts, or has a model, a scaling or a tokenizer that
+    is not read here; MissingExtraError if gguf is absent.
     """
     reader = _opened(file)
     found = _File(file, reader)

@@ -112,10 +112,7 @@ def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> 
     If there is no such file, or another tool wrote it, the recipe has only the schedule of the checkpoint. Without a
     schedule there is no recipe.
 
-    Raises
-    ------
-    DataError
-        The file is broken; the message names the file and the fault.
+    Raises DataError: the file is broken; the message names the file and the fault.
     """
     document = read_json(path) if path.is_file() else None
     if not isinstance(document, dict) or not isinstance(document.get("options"), dict):

@@ -33,10 +33,7 @@ def save_model(
     shown : Path
         The directory that error messages name, where `directory` is a temporary one.
 
-    Raises
-    ------
-    WriteError
-        The directory cannot be written, such as because the disk is full.
+    Raises WriteError: the directory cannot be written, such as because the disk is full.
     """
     weights = {id(each): each for each in (model.state_dict() if state_dict is None else state_dict).values()}
     needed = sum(each.nbytes for each in weights.values())

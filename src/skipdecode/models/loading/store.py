@@ -65,10 +65,7 @@ def add_model(name: str, build: Callable[[Path], str]) -> Path:
     build : callable
         Fills the given empty directory and returns the source of the weights in words.
 
-    Raises
-    ------
-    FetchError
-        If the store cannot be written.
+    Raises FetchError if the store cannot be written.
     """
     root = _root()
     final = root / name

@@ -80,11 +80,8 @@ def _pickled(file: Path) -> dict[str, StoredTensor]:
 def check_stored(where: str, stored: Mapping[str, StoredTensor], config: Any = None) -> None:
     """Refuse files that a model of this config, or an adapter (None), would read wrongly or whose config is too large.
 
-    Raises
-    ------
-    ModelLoadError
-        A matrix has a type that transformers would read as plain numbers (integers, or fp8 without scales), or the
-        config describes more layers or far more numbers than the files hold.
+    Raises ModelLoadError: a matrix has a type that transformers would read as plain numbers (integers, or fp8 without
+    scales), or the config describes more layers or far more numbers than the files hold.
     """
     _check_types(where, stored, config)
     if config is not None and stored:
@@ -199,10 +196,7 @@ def check_tensors(
         layers, or other names).
     mismatched : collection of (name, shape in the file, shape in the model)
 
-    Raises
-    ------
-    ModelLoadError
-        The message names the first tensors of each fault.
+    Raises ModelLoadError: the message names the first tensors of each fault.
     """
     shapes = {
         name: f"{name} ({tuple(stored)} in the file, {tuple(own)} in the model)" for name, stored, own in mismatched
