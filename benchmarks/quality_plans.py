@@ -188,7 +188,7 @@ _SECOND = sampled(450, 2, 3, 4)
 # Deep cuts and full depth twice as often as 2x, each depth with full and with split prompts.
 _ANY_SPEED = [
     *("--sampled-speedups", *"1123355", "--sampled-prompts", "10"),
-    *("--dev-records", "64", "--compare-batches", "0"),
+    *("--dev-records", "64"),
 ]
 _ANY_METHODS = ["full", *files("learned", 2, 3, 5), *files("lower10", 2, 3, 5)]
 _TAUGHT = ["--steps", "450", "--distill-weight", "0.5"]
@@ -249,7 +249,7 @@ def _summary_requests(
     options = [
         *("--steps", str(steps), "--learning-rate", "3e-4", "--distill-weight", "1.0"),
         *("--sampled-speedups", "2", "--sampled-prompts", "12"),
-        *("--eval-every", "100", "--compare-batches", "0"),
+        *("--eval-every", "100"),
     ]
     splits = {"any": ("learned", "lower12"), **{f"any-{order}": (order, f"{order}12") for order in orders}}
     for name, (order, split) in splits.items():
@@ -325,7 +325,6 @@ PLANS = {
                 [
                     *("--schedule", "learned-5x.json", "--steps", "700", "--eval-every", "100", "--seed", "2"),
                     *("--sampled-speedups", *"12335", "--sampled-prompts", "10"),
-                    *("--compare-batches", "0"),
                 ],
                 _ANY_METHODS,
                 answers="full-b",
@@ -389,7 +388,7 @@ PLANS = {
             ),
         },
         yardstick="full-a",
-        common=("--batch-size", "16", "--learning-rate", "3e-4", "--dev-records", "64", "--compare-batches", "0"),
+        common=("--batch-size", "16", "--learning-rate", "3e-4", "--dev-records", "64"),
         calibration=(),
         timing=("--limit", "64"),
         request=True,

@@ -269,7 +269,7 @@ def test_devices_pipes_and_open_files_are_written_as_they_are(place: Path):
 @pytest.mark.slow
 def test_one_run_at_a_time_writes_to_a_directory(place: Path, capsys: pytest.CaptureFixture[str]):
     words = "--train a.jsonl --dev d.jsonl --task t.yaml --schedule 2x --steps 4000 --batch-size 2 --full --out run"
-    command = ["tune", "model", *words.split(), "--precision", "fp32", "--compare-batches", "0"]
+    command = ["tune", "model", *words.split(), "--precision", "fp32"]
     first = subprocess.Popen([sys.executable, "-m", "skipdecode.cli", *command], stderr=subprocess.DEVNULL)
     try:
         log = place / "run" / "log.jsonl"
@@ -403,7 +403,7 @@ def test_a_full_disk_is_one_line(command: str, file: str, size: int, place: Path
     pytest.importorskip("gguf")
     words = command.split()
     if words[0] == "tune":
-        more = "--out run --schedule 2x --steps 2 --batch-size 2 --precision fp32 --compare-batches 0"
+        more = "--out run --schedule 2x --steps 2 --batch-size 2 --precision fp32"
         words += f"--train a.jsonl --dev d.jsonl --task t.yaml {more} --checkpoint-every 1".split()
     with small_disk(size):
         assert main(words) == 1

@@ -18,7 +18,7 @@ from tiny import tiny_model
 WORD, NUMBER = "[X]", 259
 FORM = "--prompt-field prompt --response-field response"
 VERBS = {
-    "tune": f"--train x.jsonl --dev x.jsonl {FORM} --steps 1 --compare-batches 0 --schedule 2x",
+    "tune": f"--train x.jsonl --dev x.jsonl {FORM} --steps 1 --schedule 2x",
     "eval": "--task jsonl --data x.jsonl --max-new-tokens 2 --metrics rougeL --schedule 2x",
 }
 

@@ -19,7 +19,7 @@ from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, _cut
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 
-PACE = ["--steps", "2", "--batch-size", "4", "--compare-batches", "0", "--lora-rank", "2", "--precision", "fp32"]
+PACE = ["--steps", "2", "--batch-size", "4", "--lora-rank", "2", "--precision", "fp32"]
 WORDS = ["--self", "--self-records", "32", "--self-tokens", "200"]
 
 

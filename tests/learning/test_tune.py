@@ -19,8 +19,8 @@ from textgen_tools import save_tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 FIELDS = {"prompt_template": "{colour} {thing}\n", "response_field": "ref"}
-PACE: dict[str, Any] = {"steps": 3, "batch_size": 4, "compare_batches": 0, "precision": "fp32", "lora_rank": 2}
-FLAGS = ["--steps", "3", "--batch-size", "4", "--compare-batches", "0", "--precision", "fp32"]
+PACE: dict[str, Any] = {"steps": 3, "batch_size": 4, "precision": "fp32", "lora_rank": 2}
+FLAGS = ["--steps", "3", "--batch-size", "4", "--precision", "fp32"]
 TRAIN, DEV = records(12), records(6, seed=1)
 
 

@@ -35,9 +35,7 @@ TRAIN, DEV = copying(2000, 0), copying(64, 1)
 
 def tune(model: Any, schedule: Schedule, steps: int, out: Path) -> float:
     """Tune all weights in place; returns the loss per token on the dev records."""
-    config = TuneConfig(
-        steps=steps, batch_size=32, learning_rate=3e-3, full=True, eval_every=steps, compare_batches=0, precision="fp32"
-    )
+    config = TuneConfig(steps=steps, batch_size=32, learning_rate=3e-3, full=True, eval_every=steps, precision="fp32")
     return Tuner(model, TOKENIZER, TRAIN, DEV, schedule, config, out).run().best_dev_loss
 
 

@@ -39,7 +39,6 @@ BASICS: dict[str, Any] = {
     "batch_size": 4,
     "eval_every": 3,
     "checkpoint_every": 3,
-    "compare_batches": 0,
     # Not what this machine would choose: losses are compared to 1e-4.
     "precision": "fp32",
 }
@@ -366,25 +365,6 @@ def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, monkeypatch: pyt
     plain, checkpointed = losses(tmp_path / "plain"), losses(tmp_path / "checkpointed")
     assert calls["checkpointed"] > 1.3 * calls["plain"]  # the forward pass again, in the backward pass
     assert [loss for _, loss in plain] == pytest.approx([loss for _, loss in checkpointed], rel=1e-4)
-
-
-def test_speed_is_reported_next_to_full_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = [0]
-    original = LlamaMLP.forward
-
-    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
-        ran[0] += x.shape[0] * x.shape[1]
-        return original(self, x)
-
-    # A clock that goes on by the tokens that layers run, so that speeds are known.
-    monkeypatch.setattr(LlamaMLP, "forward", counted)
-    monkeypatch.setattr("time.perf_counter", lambda: float(ran[0]))
-    result = tune(tmp_path, changes={"steps": 2, "compare_batches": 2})
-    assert result.speed.batches == 2
-    assert 1.2 < result.speed.ratio < 2  # 2x on the response, prompts at full depth
-    assert result.speed.tokens_per_s > 0
-    assert result.to_dict()["speed"]["ratio"] == result.speed.tokens_per_s / result.speed.full_depth_tokens_per_s
-    assert losses(tmp_path)  # measuring writes nothing into the log
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ def test_an_adapter_with_added_tokens_is_tuned_on_only_when_merged(tmp_path: Pat
     save(model, tmp_path / "adapter", tmp_path / "base")
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"prompt": f"say {c}", "response": c}) + "\n" for c in "abcd"))
     records = ["--train", str(tmp_path / "x.jsonl"), "--dev", str(tmp_path / "x.jsonl"), "--prompt-field", "prompt"]
-    pace = ["--response-field", "response", "--steps", "1", "--compare-batches", "0", "--schedule", "2x"]
+    pace = ["--response-field", "response", "--steps", "1", "--schedule", "2x"]
     command = ["tune", str(tmp_path / "adapter"), *records, *pace, "--batch-size", "2", "--out"]
     assert main([*command, str(tmp_path / "on")]) == 2
     assert "--merge" in capsys.readouterr().err.splitlines()[-1]

@@ -62,6 +62,7 @@ RETIRED = {
     "tune write their pictures as PNG files into --out",
     "simulate": "skipdecode plan predicts the speed of a schedule; the scripts in benchmarks/ of the source repository "
     "measure throughput and latency (serve_load.py for a server)",
+    "tune --compare-batches": "leave it out: tune measures no speed of training at full depth",
     "tune --curriculum-fraction": "tune runs the schedule, or those of --sampled-speedups, from the first step",
     "tune --curriculum": "--sampled-speedups 1 2 3 alone samples these speed-ups beside the schedule",
     "tune --teacher": "the model before tuning, at full depth, teaches",

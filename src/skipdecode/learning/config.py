@@ -108,11 +108,6 @@ class TuneConfig(Options):
     gradient_checkpointing: bool = setting("compute activations twice to store fewer of them", default=False)
     eval_every: int = option("steps between two evaluations on the dev records", default=50, least=1)
     checkpoint_every: int = option("steps between two checkpoints from which --resume goes on", default=50, least=1)
-    compare_batches: int = option(
-        "batches on which training speed is measured at the end, under the schedule and at full depth in turn; 0: none",
-        default=3,
-        least=0,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

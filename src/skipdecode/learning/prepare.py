@@ -417,7 +417,6 @@ class _Run:
             merge=self.loaded.ref.adapter is not None and not settings.full,
             eval_every=_PACE,
             checkpoint_every=_PACE,
-            compare_batches=0,
             dev_records=dev_records,
         )
         return {"result": dict(found.result), "dev_loss": found.dev_losses}

@@ -23,7 +23,7 @@ _MUST_AGREE = ("options", "prompt", "schedule", "data", "checkpoint")
 # Of recipes of earlier versions: these options change nothing, and the recipe has the schedule itself.
 _NO_OPTIONS = (
     *("schedule", "nominal_speedup", "seq_len", "prompt_layers", "flat"),
-    *("curriculum_fraction", "tensorboard", "teacher", "train_records"),
+    *("curriculum_fraction", "tensorboard", "teacher", "train_records", "compare_batches"),
 )
 
 

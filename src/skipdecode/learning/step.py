@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward passes over its batches, clipping, the update.
+"""One optimizer step: forward and backward passes over its batches, clipping, the update; and the loss on dev records.
 
 The loss is a mean over all response tokens of the step, on however many batches and processes they are spread.
 """
@@ -6,7 +6,7 @@ The loss is a mean over all response tokens of the step, on however many batches
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from accelerate import DistributedType
 
 from skipdecode.data.batches import Batch
 from skipdecode.learning.objective import Objective
+from skipdecode.models.attach import Attachment
+from skipdecode.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -78,3 +80,36 @@ class TrainStep:
             self._optimizer.step()
         self._optimizer.zero_grad()
         return report
+
+
+@torch.no_grad()
+def dev_loss(
+    accelerator: Any,
+    model: Any,
+    attachment: Attachment,
+    schedules: Sequence[Schedule],
+    batches: Sequence[Callable[[], Batch]],
+) -> dict[str, float]:
+    """Cross-entropy per response token of all batches, teacher-forced under each schedule, by its name.
+
+    Batches are shared out to the processes; all of them make the same number of forward passes, as sharded models need.
+    Dropout is off, the attachment's schedule and the model's mode are restored.
+    """
+    before, training = attachment.schedule, model.training
+    world, rank = accelerator.num_processes, accelerator.process_index
+    objective = Objective()
+    losses: dict[str, float] = {}
+    model.eval()
+    for schedule in schedules:
+        attachment.schedule = schedule
+        sums = torch.zeros(2, device=accelerator.device)
+        for first in range(0, len(batches), world):
+            mine = first + rank
+            parts = objective(model, batches[mine if mine < len(batches) else 0]())
+            if mine < len(batches):
+                sums += torch.stack([parts.cross_entropy, parts.cross_entropy.new_tensor(parts.tokens)])
+        loss, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+        losses[schedule.name] = loss / tokens
+    attachment.schedule = before
+    model.train(training)
+    return losses

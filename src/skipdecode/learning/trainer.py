@@ -32,11 +32,10 @@ from skipdecode.errors import DivergedError
 from skipdecode.learning.checkpoint import Checkpoints, merge_saved, save_tuned
 from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.curriculum import make_curriculum
-from skipdecode.learning.measure import SpeedReport, compare_speed, dev_loss
 from skipdecode.learning.objective import KeptTeacher, Objective, Teacher
 from skipdecode.learning.run_log import CHECKPOINTS, RunLog
 from skipdecode.learning.setup import make_accelerator, make_optimizer, with_lora
-from skipdecode.learning.step import StepReport, TrainStep
+from skipdecode.learning.step import StepReport, TrainStep, dev_loss
 from skipdecode.models.attach import Attachment
 from skipdecode.models.fit import fit_of, trainable_fit
 from skipdecode.schedule import Schedule
@@ -67,12 +66,10 @@ class TuneResult:
     seconds: float
     tokens_per_s: float
     precision: str
-    speed: SpeedReport | None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        speed = None if self.speed is None else asdict(self.speed) | {"ratio": self.speed.ratio}
-        return asdict(self) | {"speed": speed}
+        return asdict(self)
 
 
 class Tuner:
@@ -289,14 +286,7 @@ class Tuner:
     # ------------------------------------------------------------------ the end
 
     def _result(self) -> TuneResult:
-        progress, config = self._checkpoints.progress, self._config
-        speed = None
-        if config.compare_batches:
-            indices = islice(
-                GroupedBatches(self._train, config.batch_size, seed=config.seed), config.compare_batches + 1
-            )
-            batches = [self._collate(self._train, chosen) for chosen in indices]
-            speed = compare_speed(self._accelerator, self._model, self._attachment, self._schedule, batches)
+        progress = self._checkpoints.progress
         return TuneResult(
             steps=progress.step,
             best_step=progress.best_step,
@@ -305,7 +295,6 @@ class Tuner:
             seconds=round(progress.seconds, 3),
             tokens_per_s=progress.tokens / progress.seconds,
             precision="bf16" if self._accelerator.mixed_precision == "bf16" else "fp32",
-            speed=speed,
         )
 
     def _save(self, directory: Path, weights: Any) -> None:

@@ -80,11 +80,6 @@ class Tuned:
             "dev cross-entropy {best_dev_loss:.4f} at step {best_step} of {steps}".format_map(result),
             "{tokens_per_s:.0f} tokens/s over {tokens} tokens in {precision}".format_map(result),
         ]
-        if (speed := result["speed"]) is not None:
-            lines.append(
-                "forward and backward on the same batches: {tokens_per_s:.0f} tokens/s, {full_depth_tokens_per_s:.0f} "
-                "at full depth ({ratio:.2f}x)".format_map(speed)
-            )
         return "\n".join(lines)
 
 
