@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.errors import MissingExtraError, UsageError
 
@@ -44,14 +44,7 @@ SPLITS: dict[str, list[Any]] = {
 }
 
 
-class GgufSizes(NamedTuple):
-    """Bytes of a file's tensors that a decode step reads: of a layer, the mean, and of output embedding and norm."""
-
-    layer: float
-    head: int
-
-
-def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> GgufSizes:
+def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> None:
     """Write the weights of `model` (of type llama, mistral, qwen2 or qwen3) and its tokenizer to `path`.
 
     `kind` is the type of the matrices. A matrix whose rows are no multiple of 32 stays f16 in a quantized file. Without
@@ -80,7 +73,6 @@ def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> Gguf
     if _rope(config)["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _frequency_factors(model).numpy())
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    layers = head = 0
     for name, tensor in _tensors(model, gguf.get_tensor_name_map(number, config.num_hidden_layers), tied):
         kind_of = outer if name.startswith(("token_embd.", "output.")) else matrix
         if tensor.dim() < 2:
@@ -89,14 +81,10 @@ def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> Gguf
             kind_of = gguf.GGMLQuantizationType.F16
         data = gguf.quants.quantize(tensor.float().numpy(), kind_of)
         writer.add_tensor(name, data, raw_dtype=kind_of)
-        layers += data.nbytes if name.startswith("blk.") else 0
-        outputs = ("output_norm.", "token_embd." if tied else "output.")
-        head += data.nbytes if name.startswith(outputs) else 0
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return GgufSizes(layers / config.num_hidden_layers, head)
 
 
 def check_architecture(config: Any) -> str:
