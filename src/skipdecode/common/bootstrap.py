@@ -67,10 +67,7 @@ def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 
 def compare(a: Table, b: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0, level: float = 0.95) -> Paired:
     """Difference and ratio of two runs' scores with paired intervals; arguments as `interval`.
 
-    Raises
-    ------
-    DataError
-        The tables have different shapes: the runs have different records.
+    Raises DataError: the tables have different shapes: the runs have different records.
     """
     _check(a, b, resamples, level)
     pairs = np.array([(score(x), score(y)) for x, y in _totals((a, b), resamples, seed)])

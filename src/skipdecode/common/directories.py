@@ -48,11 +48,8 @@ class RunDirectory:
     def check(self, directory: Path, *, resume: bool, overwrite: bool = False) -> None:
         """Refuse a directory that the run may not write into.
 
-        Raises
-        ------
-        OutputError, UsageError
-            It is a file, cannot be written, has a model in it, has other files in it and `overwrite` is not set, or has
-            an earlier run in it and neither `resume` nor `overwrite` is set.
+        Raises OutputError, UsageError: it is a file, cannot be written, has a model in it, has other files in it and
+        `overwrite` is not set, or has an earlier run in it and neither `resume` nor `overwrite` is set.
         """
         if directory.exists() and not directory.is_dir():
             raise OutputError(f"{directory} is a file: give a directory")
@@ -88,10 +85,7 @@ class RunDirectory:
 def held(directory: Path) -> Iterator[None]:
     """Create and lock the directory for this process; at the end, remove it if it was created and is empty.
 
-    Raises
-    ------
-    OutputError
-        The directory cannot be created or written, or another process has the lock.
+    Raises OutputError: the directory cannot be created or written, or another process has the lock.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
@@ -120,12 +114,7 @@ class Lock:
     shown : Path
         The path that the message names.
 
-    Raises
-    ------
-    OutputError
-        Another process has the lock.
-    OSError
-        The file cannot be written.
+    Raises OutputError: another process has the lock; OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, shown: Path) -> None:

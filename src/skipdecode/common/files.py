@@ -51,10 +51,8 @@ def copy_files(source: Path, target: Path) -> None:
 def check_place(path: Path | str) -> None:
     """Refuse a path that `write_whole` could not write; for a check before long work.
 
-    Raises
-    ------
-    OutputError
-        The path is a directory or a circular link, or its parent directory cannot be written or created.
+    Raises OutputError: the path is a directory or a circular link, or its parent directory cannot be written or
+    created.
     """
     if is_stream(path):
         return

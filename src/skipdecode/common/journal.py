@@ -62,11 +62,8 @@ class Journal(Generic[Piece]):
     count : int
         The number of pieces.
 
-    Raises
-    ------
-    OutputError
-        The file cannot be written, is of a run with other settings (the message names them), or is being written by
-        another process.
+    Raises OutputError: the file cannot be written, is of a run with other settings (the message names them), or is
+    being written by another process.
     """
 
     def __init__(

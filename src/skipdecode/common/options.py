@@ -103,10 +103,7 @@ class Options:
         For an option that is given on the command line: options of which one must be given too; options that must not
         be given. `skipdecode.cli.arguments.check_together` checks both.
 
-    Raises
-    ------
-    OptionError
-        The value of a field is not accepted; names the first such field.
+    Raises OptionError: the value of a field is not accepted; names the first such field.
     """
 
     NEEDS: ClassVar[Mapping[str, tuple[str, ...]]] = {}

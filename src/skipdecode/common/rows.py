@@ -148,10 +148,7 @@ def read_rows(path: str | Path | Input) -> Iterator[tuple[int, Row]]:
 
     The suffix of the name selects the format; default: JSON lines.
 
-    Raises
-    ------
-    DataError
-        The file cannot be opened, is of another kind, or has no usable header.
+    Raises DataError: the file cannot be opened, is of another kind, or has no usable header.
     """
     opened = path if isinstance(path, Input) else Input.open(path)
     format = format_of(opened.name) or "jsonl"

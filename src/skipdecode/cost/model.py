@@ -210,12 +210,7 @@ class CostModel:
     def sequence_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
         """The decode phase of `new_tokens` generated tokens: `new_tokens` - 1 steps, without the prompt's forward.
 
-        Raises
-        ------
-        ScheduleError
-            The schedule is for another number of layers.
-        UsageError
-            A length is out of range.
+        Raises ScheduleError: the schedule is for another number of layers; UsageError: a length is out of range.
         """
         schedule.check_fits(self.num_layers)
         if prompt_len < 0:

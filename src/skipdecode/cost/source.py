@@ -80,12 +80,7 @@ def find_cost(
     remeasure : bool
         Measure even if an earlier measurement was kept.
 
-    Raises
-    ------
-    ModelLoadError
-        If the model is unknown or does not load.
-    UsageError
-        If a value is not accepted.
+    Raises ModelLoadError if the model is unknown or does not load; UsageError if a value is not accepted.
     """
     place = _Place.of(ref, batch, prompt_len, dtype, device, engine, quantization)
     if not remeasure and (found := place.kept()) is not None:

@@ -59,12 +59,8 @@ class GatedEngine(Engine):
     in_order : bool
         Admit in order of submission instead of by length.
 
-    Raises
-    ------
-    UnsupportedModelError
-        If the family is not in the table.
-    ScheduleError
-        If the schedule is for another number of layers.
+    Raises UnsupportedModelError if the family is not in the table; ScheduleError if the schedule is for another number
+    of layers.
     """
 
     name = "transformers"

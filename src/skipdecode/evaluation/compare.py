@@ -45,12 +45,8 @@ def compare_runs(
     metrics : sequence of str
         Only these metrics, which all runs must have. Default: the known metrics in common.
 
-    Raises
-    ------
-    DataError
-        The runs are on different records, were scored with different settings, or lack one of `metrics`.
-    UsageError
-        The metric is not known.
+    Raises DataError: the runs are on different records, were scored with different settings, or lack one of `metrics`;
+    UsageError: the metric is not known.
     """
     for name in metrics:
         scorer_of(name)

@@ -70,10 +70,7 @@ class Metric(ABC):
         ndarray, shape (records, k)
             Rows whose sum `score` takes.
 
-        Raises
-        ------
-        DataError
-            If the lengths differ or a record has no reference.
+        Raises DataError if the lengths differ or a record has no reference.
         """
         if len(outputs) != len(references):
             raise DataError(f"{len(outputs)} outputs for {len(references)} records: give one output a record")

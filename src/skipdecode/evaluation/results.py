@@ -99,10 +99,7 @@ class Run:
 def load_run(path: str | Path) -> Run:
     """A run from its ``run.json``, or from the directory that holds it.
 
-    Raises
-    ------
-    DataError
-        The file cannot be read, or is not such a document.
+    Raises DataError: the file cannot be read, or is not such a document.
     """
     file = Path(path)
     file = file / RUN_FILE if file.is_dir() else file

@@ -52,10 +52,7 @@ def table_of(rows: Any) -> Table:
 def scorer_of(name: str) -> Callable[[Table], float]:
     """From the summed statistics of a metric or fidelity figure to its score; loads no model.
 
-    Raises
-    ------
-    UsageError
-        The name is neither.
+    Raises UsageError: the name is neither.
     """
     if name in FIDELITY:
         return partial(ratio_score, name)

@@ -55,12 +55,8 @@ class Grammars:
             A JSON schema (an object or its text); a regular expression in Rust's syntax, which the whole text matches;
             a list of texts; or a grammar in the syntax of Lark, or of Lark or GBNF.
 
-        Raises
-        ------
-        GrammarError
-            llguidance cannot enforce it, or the tokenizer or the model is not fit for it.
-        MissingExtraError
-            llguidance is not installed.
+        Raises GrammarError: llguidance cannot enforce it, or the tokenizer or the model is not fit for it;
+        MissingExtraError: llguidance is not installed.
         """
         try:
             source = json.loads(source) if kind == "json" and isinstance(source, str) else source

@@ -30,10 +30,7 @@ def open_writer(output: str, settings: dict[str, Any], *, form: RowForm = json_l
     `settings` is the run's JSON-ready fingerprint. `form` formats a record for standard output; files hold JSON
     lines.
 
-    Raises
-    ------
-    OutputError
-        It cannot be written, or holds records of an unfinished run with other settings.
+    Raises OutputError: it cannot be written, or holds records of an unfinished run with other settings.
     """
     if output == "-":
         return StreamWriter(sys.stdout.buffer, "standard output", form)

@@ -77,13 +77,8 @@ def generate_records(
     RunStats, dict
         The statistics of the run, and all that its output depends on, JSON-ready.
 
-    Raises
-    ------
-    SkipDecodeError
-        With `on_error` "stop", a record cannot be used; the output cannot be written; it is of a run with other
-        settings.
-    KeyboardInterrupt
-        After a note of what is kept.
+    Raises SkipDecodeError: with `on_error` "stop", a record cannot be used; the output cannot be written; it is of a
+    run with other settings; KeyboardInterrupt: after a note of what is kept.
     """
     from skipdecode.engine.opening import end_tokens
     from skipdecode.generation.run import Job, refuse_bad_rows

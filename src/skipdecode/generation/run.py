@@ -185,12 +185,7 @@ def generate_rows(
     progress : callable
         Called with the number of records that were just finished, and the statistics so far.
 
-    Raises
-    ------
-    OutputError
-        A record cannot be written.
-    WorkError
-        The accelerator is out of memory.
+    Raises OutputError: a record cannot be written; WorkError: the accelerator is out of memory.
     """
     engine = job.make_engine(job.batch_size)
     engine.stats = stats = RunStats(

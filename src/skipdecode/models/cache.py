@@ -58,10 +58,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     def run_state(self, layer_idx: int, columns: int) -> None:
         """Note that a layer is about to run on the next `columns` columns, if it has a recurrent state.
 
-        Raises
-        ------
-        UnsupportedFeatureError
-            As `update`.
+        Raises UnsupportedFeatureError: as `update`.
         """
         if not isinstance(self.layers[layer_idx], LinearAttentionCacheLayerMixin):
             return
@@ -85,10 +82,8 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store a layer's new keys and values, and return all keys and values of the layer.
 
-        Raises
-        ------
-        UnsupportedFeatureError
-            If the layer lacks earlier columns, because the schedule changed or was detached in the middle of a text.
+        Raises UnsupportedFeatureError if the layer lacks earlier columns, because the schedule changed or was detached
+        in the middle of a text.
         """
         self._check(layer_idx, self.layers[layer_idx].get_seq_length())
         stored = super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -85,10 +85,7 @@ FAMILIES = {model_type: family for family, types in _ROWS for model_type in type
 def unwrap(model: Any) -> Any:
     """The transformers causal LM: `model` itself, or the base model of a PEFT wrapper.
 
-    Raises
-    ------
-    AttachError
-        If the wrapper is prompt learning, which passes its virtual tokens as a cache of its own.
+    Raises AttachError if the wrapper is prompt learning, which passes its virtual tokens as a cache of its own.
     """
     if not hasattr(model, "get_base_model"):
         return model
@@ -101,10 +98,8 @@ def unwrap(model: Any) -> Any:
 def find_family(model: Any) -> Family:
     """The table's entry for a transformers causal LM.
 
-    Raises
-    ------
-    UnsupportedModelError
-        If `model` is not a transformers causal LM, or its type is not in the table; the message lists the table.
+    Raises UnsupportedModelError if `model` is not a transformers causal LM, or its type is not in the table; the
+    message lists the table.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None or not hasattr(model, "generate"):

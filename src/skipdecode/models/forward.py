@@ -86,10 +86,7 @@ class CallArguments:
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, in a new dictionary, the KV cache under `cache_name`.
 
-        Raises
-        ------
-        TypeError
-            If there are too many arguments, or two caches.
+        Raises TypeError if there are too many arguments, or two caches.
         """
         if len(args) > len(self._names):
             raise TypeError(f"forward takes at most {len(self._names)} positional arguments, {len(args)} were given")
@@ -112,10 +109,8 @@ class CallArguments:
     def check(self, call: dict[str, Any]) -> None:
         """Refuse arguments that a forward with skipped layers does not support.
 
-        Raises
-        ------
-        UnsupportedFeatureError
-            Hidden states, attentions, router logits, packed rows, labels together with a cache.
+        Raises UnsupportedFeatureError: hidden states, attentions, router logits, packed rows, labels together with a
+        cache.
         """
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             asked = call.get(name)

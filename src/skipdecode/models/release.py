@@ -26,10 +26,7 @@ _CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
 def cache_name(forward: Callable[..., Any]) -> str:
     """The name of the argument with which a model's or a layer's `forward` takes a KV cache.
 
-    Raises
-    ------
-    UnsupportedFeatureError
-        If no argument has a known name.
+    Raises UnsupportedFeatureError if no argument has a known name.
     """
     named = inspect.signature(forward).parameters
     found = next((name for name in _CACHE_NAMES if name in named), None)
@@ -49,10 +46,7 @@ def model_cache_name(model: Any) -> str:
 def renamed_cache(call: dict[str, Any], name: str) -> dict[str, Any]:
     """Arguments by name in which the KV cache has this name, whichever release's name the caller used.
 
-    Raises
-    ------
-    TypeError
-        If the cache is given under two names.
+    Raises TypeError if the cache is given under two names.
     """
     given = [other for other in _CACHE_NAMES if call.get(other) is not None]
     if len(given) > 1:

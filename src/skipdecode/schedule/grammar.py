@@ -67,12 +67,8 @@ def parse_schedule(
     solve : callable, optional
         Makes the schedule of a wall-clock speed-up (`skipdecode.cost.source`); without it they are refused.
 
-    Raises
-    ------
-    ScheduleError
-        If the text has no such form, if the file cannot be read, or if the schedule does not fit the model.
-    TargetError
-        If no schedule reaches the wall-clock speed-up.
+    Raises ScheduleError if the text has no such form, if the file cannot be read, or if the schedule does not fit the
+    model; TargetError if no schedule reaches the wall-clock speed-up.
     """
     known = {"full": Schedule.full(num_layers)} | dict(named)
     base, endings = (text, []) if text in known or os.path.isfile(text) else _parts(text)

@@ -83,10 +83,7 @@ class Catalog:
     default : str
         Name of the schedule of requests that ask for none.
 
-    Raises
-    ------
-    ScheduleError
-        A schedule is for another number of layers.
+    Raises ScheduleError: a schedule is for another number of layers.
     """
 
     def __init__(

@@ -146,10 +146,7 @@ _UNREAD = {"tool_call_id"}  # fields that say which messages belong together, wh
 def chat_text(tokenizer: Any, chat: Chat) -> str:
     """The prompt of a chat, up to where the answer begins.
 
-    Raises
-    ------
-    ApiError
-        The template refuses the chat, or does not use one of its fields.
+    Raises ApiError: the template refuses the chat, or does not use one of its fields.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise invalid("the model's tokenizer has no chat template: use completions", "messages")

@@ -53,10 +53,7 @@ class ApiKeys:
     def read(cls, path: str | None) -> ApiKeys:
         """Keys from a file of hashes, one a line (# begins a comment), and from the environment, in plain, with commas.
 
-        Raises
-        ------
-        UsageError
-            The file cannot be read, or a line is no hash.
+        Raises UsageError: the file cannot be read, or a line is no hash.
         """
         hashes = []
         if path is not None:

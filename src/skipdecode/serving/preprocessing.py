@@ -47,10 +47,7 @@ class Preprocessor:
     use_template : bool
         Whether they do, where the request does not say.
 
-    Raises
-    ------
-    ModelLoadError
-        The tokenizer's chat template is no valid program.
+    Raises ModelLoadError: the tokenizer's chat template is no valid program.
     """
 
     def __init__(
@@ -82,10 +79,7 @@ class Preprocessor:
     def request_state(self, request: GenerationRequest, arrived: float, cache_salt: str = "") -> RequestState:
         """The state of a request that came at `arrived`, on `time.perf_counter`'s clock; `cache_salt` as in `Request`.
 
-        Raises
-        ------
-        ApiError
-            It asks for what the server cannot give.
+        Raises ApiError: it asks for what the server cannot give.
         """
         asked, copies = request.skipdecode, request.n
         sources = request.prompts()

@@ -45,10 +45,7 @@ def is_loopback(host: str) -> bool:
 def open_socket(binding: Binding) -> socket.socket:
     """A socket on the address; it takes connections once the server runs.
 
-    Raises
-    ------
-    UsageError
-        The address cannot be used.
+    Raises UsageError: the address cannot be used.
     """
     found = socket.socket(socket.AF_INET6 if ":" in binding.host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -73,9 +73,7 @@ def open_service(
     note : callable
         Told one line where the choice of the engine needs a word.
 
-    Raises
-    ------
-    UsageError, ScheduleError, UnsupportedModelError
+    Raises UsageError, ScheduleError, UnsupportedModelError.
     """
     limits, plain = limits or ServerLimits(), unwrap(model)
     num_layers = len(decoder_layers(plain))

@@ -99,10 +99,7 @@ class ModelWorker:
     def submit(self, state: RequestState) -> None:
         """Queue a request.
 
-        Raises
-        ------
-        ApiError
-            429 if the queue has no room for all of its choices, 503 if the worker stops.
+        Raises ApiError: 429 if the queue has no room for all of its choices, 503 if the worker stops.
         """
         with self._wake:
             if not self.accepting:
