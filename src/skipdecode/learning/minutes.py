@@ -36,15 +36,7 @@ _ROUNDS = 3  # in which the speed of a batch is measured
 
 @dataclass(frozen=True)
 class Pace:
-    """The speed of a model's forward on a CPU or GPU, and the mean length of its texts.
-
-    Parameters
-    ----------
-    tokens_per_second : float
-        Of full depth, on prompts and responses together.
-    text_tokens : float
-        Of a prompt with its response.
-    """
+    """Tokens per second of a model's forward at full depth, and the mean tokens of a prompt with its response."""
 
     tokens_per_second: float
     text_tokens: float
@@ -84,18 +76,8 @@ class Pace:
     ) -> dict[str, Any]:
         """The size of an evaluation that takes about so many seconds, or the smallest one.
 
-        Parameters
-        ----------
-        per_batch : float
-            Seconds of a batch of requests at full depth.
-        most : int
-            Records at most.
-        speedup : float
-            Of the target.
-        forced : bool
-            Whether the model reads each method's texts again, as without references.
-        ways : bool
-            Whether other weights and drafts are evaluated too.
+        `per_batch` are seconds of a batch of requests at full depth, `speedup` is that of the target;
+        `forced`: the model reads all texts again, as without references; `ways`: other weights and drafts too.
         """
         found: dict[str, Any] = {}
         for found in _EVALUATIONS:

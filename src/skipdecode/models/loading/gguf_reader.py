@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,14 @@ _MODELS: dict[str, tuple[str, str, dict[str, str]]] = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM", _LAYER | _QWEN),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _LAYER | _GEMMA),
 }
+_TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 def convert(file: Path, target: Path, dtype: torch.dtype | None = None) -> str:
     """Fill a directory with the checkpoint of a GGUF file; returns the source in words.
 
-    Parameters
-    ----------
-    dtype : torch.dtype, optional
-        Of the weights. Default: fp32 or fp16 if the file has all matrices in it, else bf16.
+    `dtype` is of the weights; default: fp32 or fp16 if the file has all matrices in it, else bf16.
 
     Raises ModelLoadError: the file is cut, foreign, one of several parts, or has a model, a scaling or a tokenizer that
     is not read here; MissingExtraError if gguf is absent.
@@ -117,19 +116,15 @@ class _File:
 
     def number(self, name: str) -> int:
         """A size; raises ModelLoadError if it is missing or differs by layer."""
-        value = self.get(name)
-        if not isinstance(value, int):
-            raise ModelLoadError(f"{self.path}: {self.name}.{name} is {value!r}: one number is needed")
-        return value
+        if isinstance(value := self.get(name), int):
+            return value
+        raise ModelLoadError(f"{self.path}: {self.name}.{name} is {value!r}: one number is needed")
 
     @property
     def kind(self) -> str:
         """The types of the matrices, the most frequent first."""
-        counts: dict[str, int] = {}
-        for tensor in self.tensors.values():
-            if len(tensor.shape) > 1:
-                counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
-        return ", ".join(sorted(counts, key=counts.__getitem__, reverse=True))
+        counts = Counter(t.tensor_type.name for t in self.tensors.values() if len(t.shape) > 1)
+        return ", ".join(name for name, _ in counts.most_common())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -236,9 +231,6 @@ class _File:
             raise ModelLoadError(f"{self.path}: its rope_freqs are not Llama 3's: give its safetensors")
         lengths = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": int(length)}
         return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **lengths}
-
-
-_TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 # ---------------------------------------------------------------------- weights
