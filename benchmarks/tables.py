@@ -145,6 +145,18 @@ def serve_load(document: Row) -> Table:
     return table([{"name": name, **row} for name, row in document["schedules"].items()], columns)
 
 
+def structured(document: Row) -> Table:
+    """What a JSON schema adds to a decode step."""
+    columns: list[Column] = [
+        ("sequences", "{rows}"),
+        ("temperature", "{temperature:g}"),
+        ("CPU ms of a step", "{step_ms:.1f}"),
+        ("with a schema", "{ratio:.2f}x"),
+        ("µs a token", "{more_us_per_token:+.0f}"),
+    ]
+    return table(document["rows"], columns)
+
+
 def exact_head(document: Row) -> Table:
     """What the 8-bit copy of the head gains in decoding."""
     columns: list[Column] = [
@@ -465,6 +477,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "same-tokens": ("head", same_tokens),
     "serve-load": ("serve-load", serve_load),
     "serve-peers": ("serve-peers", serve_peers),
+    "structured": ("structured", structured),
     "vllm": ("vllm-speed", vllm),
 }
 

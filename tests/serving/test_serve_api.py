@@ -303,6 +303,26 @@ def test_an_echo_goes_before_the_text_streamed_or_not(client):
     assert joined == scored[0]
 
 
+def test_no_new_token_and_log_probabilities_of_the_prompt(client):
+    asked = {"prompt": [5, 70, 71, 72], "max_tokens": 0, "temperature": 0}
+    echoed = post(client, COMPLETIONS, asked | {"echo": True, "logprobs": 2})
+    (choice,) = echoed["choices"]
+    assert (len(choice["logprobs"]["tokens"]), choice["finish_reason"]) == (4, "length")
+    assert echoed["usage"]["completion_tokens"] == echoed["skipdecode"]["completion_tokens"] == 0
+    assert streamed_text(events(client, COMPLETIONS, asked | {"echo": True})) == choice["text"]
+    assert post(client, COMPLETIONS, asked)["choices"][0]["text"] == ""
+    for new in (0, 3):
+        (scored,) = post(client, COMPLETIONS, asked | {"prompt_logprobs": 2, "max_tokens": new})["choices"]
+        first, *others = scored["prompt_logprobs"]
+        assert (first, scored["logprobs"]) == (None, None)
+        assert [found[str(token)]["logprob"] for found, token in zip(others, [70, 71, 72], strict=True)] == (
+            choice["logprobs"]["token_logprobs"][1:]
+        )
+        for found, named in zip(others, choice["logprobs"]["top_logprobs"][1:], strict=True):
+            assert sorted(e["logprob"] for e in found.values()) == sorted(named.values())
+            assert {1, 2} <= {e["rank"] for e in found.values()}
+
+
 def test_end_tokens_and_stop_tokens(client):
     body = greedy(prompt="a b c", max_tokens=4, logit_bias={"2": 100})
     assert post(client, COMPLETIONS, body)["usage"]["completion_tokens"] == 1
@@ -468,7 +488,10 @@ REFUSED = [
     (COMPLETIONS, {"prompt": [259]}, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": "a\ud800"}, "prompt", "invalid_value"),
     (COMPLETIONS, {"prompt": "x" * CONTEXT}, "prompt", "context_length_exceeded"),
-    (COMPLETIONS, PROMPT | {"max_tokens": 0}, "max_tokens", "invalid_value"),
+    (CHAT, CHAT_BODY | {"max_tokens": 0}, "max_tokens", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"prompt_logprobs": 1, "logprobs": 2}, "prompt_logprobs", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
+    (CHAT, CHAT_BODY | {"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_field"),
     (COMPLETIONS, PROMPT | {"max_tokens": 100000}, "max_tokens", "invalid_value"),
     (COMPLETIONS, {"prompt": "x" * 2000, "max_tokens": 100}, "max_tokens", "context_length_exceeded"),
     (COMPLETIONS, PROMPT | {"max_completion_tokens": 5}, "max_completion_tokens", "unknown_field"),

@@ -116,7 +116,7 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
             f"this model was not tuned under a schedule: `skipdecode plan {' '.join(config.words)}` finds a schedule "
             "for a speed-up, `skipdecode tune` tunes the model under it"
         )
-    if service.template is not None and service.template.used:
-        note(f"completions use the checkpoint's template {service.template.prompt!r} (--no-template disables it)")
+    if service.template is not None and service.template["used"]:
+        note(f"completions use the checkpoint's template {service.template['prompt']!r} (--no-template disables it)")
     note(f"KV memory: at most {service.kv_bytes_most / 2**30:.2f} GiB ({config.max_rows} sequences)")
     return service

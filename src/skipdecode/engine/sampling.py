@@ -23,6 +23,7 @@ from skipdecode.engine.requests import Request, Sampling
 
 _MOST_TOP = 128  # largest top-k for which candidates are sought
 _LEAST = -1e30  # finite also after the division by a temperature
+_TRIED = 8  # top tokens of a greedy row that are tried before all that a grammar allows
 _NEAR = 512  # top tokens among which a nucleus is sought first: to sort a whole vocabulary takes milliseconds
 
 
@@ -53,7 +54,9 @@ class Sampler:
         self.top = 0
         if not (sampling.penalises or sampling.logit_bias or sampling.top_logprobs is not None):
             top_k = 0 if self._grammar is not None or min_tokens else sampling.top_k
-            self.top = 1 if sampling.is_greedy else top_k if top_k <= _MOST_TOP else 0
+            self.top = top_k if top_k <= _MOST_TOP else 0
+            if sampling.is_greedy:
+                self.top = 1 if self._grammar is None else _TRIED
         self._bias: tuple[Tensor, Tensor] | None = None
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias.items(), strict=True)
@@ -92,8 +95,6 @@ class Sampler:
 
     def pick(self, logits: Tensor) -> int:
         """The next token from logits (vocabulary,), fp32 on the CPU; the logits are not changed."""
-        if self._grammar is not None:
-            logits = self._allowed(logits)
         if self._bias is not None or self._output is not None or self._early > 0:
             logits = logits.clone()
         if self._early > 0:
@@ -102,10 +103,11 @@ class Sampler:
             logits.index_add_(0, *self._bias)
         if self._output is not None:
             self._penalise(logits, self._output)
-        if self._generator is None:
-            token = int(logits.argmax())
-        else:
-            token = self._draw(logits, self._generator)
+        allowed = None if self._grammar is None else self._allowed(len(logits))
+        if allowed is not None:
+            logits = logits[allowed].clamp_(min=_LEAST)  # drafts may have minus infinity
+        token = int(logits.argmax()) if self._generator is None else self._draw(logits, self._generator)
+        token = token if allowed is None else int(allowed[token])
         if self._output is not None:
             self._output[token] += 1
         if self._grammar is not None:
@@ -113,11 +115,18 @@ class Sampler:
         self._early -= 1
         return token
 
-    def _allowed(self, logits: Tensor) -> Tensor:
-        """The logits of allowed tokens, finite because drafts may have minus infinity; minus infinity for others."""
+    def first(self, candidates: Candidates, row: int) -> int | None:
+        """The most likely token of a greedy row that may be the next one, if it is among its `top` most likely ones."""
+        count = candidates.counts[row]
+        logits, order = candidates.logits[row, :count].sort(descending=True, stable=True)
+        near = order[logits >= logits[min(self.top, count) - 1]]
+        return next((token for token in candidates.words[row, near].tolist() if self.takes(token)), None)
+
+    def _allowed(self, size: int) -> Tensor:
+        """The tokens of a vocabulary that the grammar allows, ascending; all if there are none (`_advance` fails)."""
         bits = np.frombuffer(self._grammar.compute_bitmask(), dtype=np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(bits, count=len(logits), bitorder="little")).bool()
-        return logits.clamp(min=_LEAST).masked_fill_(~allowed, -math.inf)
+        found = np.flatnonzero(np.unpackbits(bits, count=size, bitorder="little"))
+        return torch.from_numpy(found) if len(found) else torch.arange(size)
 
     def _advance(self, token: int) -> None:
         """Give a new token to the grammar. A grammar that can go no further allows end tokens alone."""
@@ -200,6 +209,8 @@ class Predicted:
             chosen, logprob = self._greedy[0][row], self._greedy[1][row]
         elif isinstance(found, Candidates) and not sampler.is_plain_greedy:
             return NextToken(int(found.words[row, sampler.pick(found.logits[row, : found.counts[row]])]))
+        elif isinstance(found, Candidates) and (best := sampler.first(found, row)) is not None:
+            return NextToken(best)
         else:
             values = found.full(row) if isinstance(found, Candidates) else self._local[row]
             chosen = sampler.pick(values)

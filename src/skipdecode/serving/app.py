@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request, Response
@@ -17,8 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from skipdecode import __version__
-from skipdecode.serving.catalog import ModelEntry, ModelList
-from skipdecode.serving.errors import ApiError, ErrorResponse, ExactModel, add_error_handlers
+from skipdecode.serving.errors import ApiError, ErrorResponse, add_error_handlers
 from skipdecode.serving.middleware import ApiKeys, Middleware
 from skipdecode.serving.protocol import (
     ChatRequest,
@@ -27,13 +26,7 @@ from skipdecode.serving.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from skipdecode.serving.responses import (
-    ChatResponse,
-    ChatResponseBuilder,
-    CompletionResponse,
-    CompletionResponseBuilder,
-    ResponseBuilder,
-)
+from skipdecode.serving.responses import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from skipdecode.serving.service import Service
 from skipdecode.serving.streaming import EventStreamResponse, collect
 
@@ -42,26 +35,6 @@ _MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css",
 # Of one event; its data is JSON (a chunk, or an error), and "[DONE]" at the end.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _OR_STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
-
-
-class TextResponse(ExactModel):
-    """Of /detokenize."""
-
-    prompt: str
-
-
-class TokensResponse(ExactModel):
-    """Of /tokenize."""
-
-    tokens: list[int]
-    count: int
-    max_model_len: int | None
-
-
-class HealthResponse(ExactModel):
-    """Of the health checks."""
-
-    status: Literal["ok", "unavailable"]
 
 
 def create_app(
@@ -137,60 +110,58 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         builder = kind(state, body, service.name, service.texts)
         if body.stream:
             return EventStreamResponse(state, builder, service)
-        return builder.whole(await collect(state, service, request))
+        return Response(builder.whole(await collect(state, service, request)), media_type="application/json")
 
-    either: dict[str, Any] = {"response_model_exclude_unset": True, "responses": _OR_STREAM}
-
-    @app.post("/v1/completions", response_model=CompletionResponse, **either)
+    @app.post("/v1/completions", responses=_OR_STREAM)
     async def completions(request: Request, body: CompletionRequest) -> Any:
         """Text that goes on from a prompt."""
         return await generate(request, body, CompletionResponseBuilder)
 
-    @app.post("/v1/chat/completions", response_model=ChatResponse, **either)
+    @app.post("/v1/chat/completions", responses=_OR_STREAM)
     async def chat_completions(request: Request, body: ChatRequest) -> Any:
         """The assistant's next message."""
         return await generate(request, body, ChatResponseBuilder)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> TokensResponse:
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a text or a chat."""
         _check_model(service, body.model)
         tokens = await in_thread(service.preprocessor.tokens, body.source, body.add_special_tokens)
-        return TokensResponse(tokens=tokens, count=len(tokens), max_model_len=service.preprocessor.context)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.preprocessor.context}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> TextResponse:
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """Text of token ids, special tokens included."""
         _check_model(service, body.model)
-        return TextResponse(prompt=await in_thread(service.preprocessor.text, body.tokens))
+        return {"prompt": await in_thread(service.preprocessor.text, body.tokens)}
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
     entry = service.catalog.model_entry(service.name, service.template)
 
     @app.get("/v1/models")
-    async def models() -> ModelList:
+    async def models() -> dict[str, Any]:
         """The model and its schedules."""
-        return ModelList(object="list", data=[entry])
+        return {"object": "list", "data": [entry]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> ModelEntry:
+    async def model(name: str) -> dict[str, Any]:
         """The same entry, by name."""
         _check_model(service, name)
         return entry
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
-    answers: dict[int | str, Any] = {503: {"model": HealthResponse}}
+    answers: dict[int | str, Any] = {503: {"description": "Not now"}}
 
     @app.get("/health/live", responses=answers)
-    async def live(response: Response) -> HealthResponse:
+    async def live(response: Response) -> dict[str, str]:
         """Whether the server works."""
         return _health(response, service.worker.alive)
 
     @app.get("/health", responses=answers)
     @app.get("/health/ready", responses=answers)
-    async def ready(response: Response) -> HealthResponse:
+    async def ready(response: Response) -> dict[str, str]:
         """Whether the server takes requests."""
         return _health(response, service.worker.accepting)
 
@@ -213,9 +184,9 @@ async def _file(content: bytes, kind: str, request: Request) -> Response:
     return Response(content, media_type=kind)
 
 
-def _health(response: Response, fine: bool) -> HealthResponse:
+def _health(response: Response, fine: bool) -> dict[str, str]:
     response.status_code = 200 if fine else 503
-    return HealthResponse(status="ok" if fine else "unavailable")
+    return {"status": "ok" if fine else "unavailable"}
 
 
 def _check_model(service: Service, name: str | None) -> None:

@@ -3,65 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any
 
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
-from skipdecode.serving.errors import ExactModel, invalid
+from skipdecode.serving.errors import invalid
 
-
-class _ScheduleEntry(ExactModel):
-    name: str
-    nominal_speedup: float
-    mean_budget: float
-    seq_len: int
-    warmup_layers: int
-    budgets: list[int]
-    drop_order: list[int]
-    prompt_layers: list[int]
-    tuned: bool
-
-
-class _Budget(ExactModel):
-    least: int
-    most: int
-    drop_order: list[int]
-
-
-class TemplateEntry(ExactModel):
-    """The template that the checkpoint was tuned on; `used` says whether completions go into it by default."""
-
-    prompt: str
-    fields: list[str]
-    chat: bool
-    used: bool
-
-
-class _Schedules(ExactModel):
-    num_layers: int
-    template: TemplateEntry | None
-    default_schedule: str
-    budget: _Budget
-    schedules: list[_ScheduleEntry]
-
-
-class ModelEntry(ExactModel):
-    """The model."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    skipdecode: _Schedules
-
-
-class ModelList(ExactModel):
-    """Of /v1/models."""
-
-    object: Literal["list"]
-    data: list[ModelEntry]
+_TOLD = ("seq_len", "warmup_layers", "budgets", "drop_order")  # of a schedule, to clients
 
 
 class Catalog:
@@ -119,33 +69,28 @@ class Catalog:
         """The name under which requests of a schedule are counted: budgets have one together."""
         return schedule.name if self.loaded.get(schedule.name) == schedule else "budget"
 
-    def model_entry(self, model: str, template: TemplateEntry | None = None) -> ModelEntry:
+    def model_entry(self, model: str, template: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The model, served under this name, with its schedules and the template that it was tuned on."""
         schedules = [
-            _ScheduleEntry(
-                name=name,
-                nominal_speedup=round(schedule.nominal_speedup, 4),
-                mean_budget=round(schedule.mean_budget(), 4),
-                seq_len=schedule.seq_len,
-                warmup_layers=schedule.warmup_layers,
-                budgets=list(schedule.budgets),
-                drop_order=list(schedule.drop_order),
-                prompt_layers=list(schedule.prompt_layers()),
-                tuned=schedule.fits_weights(self._tuned_under),
-            )
+            {
+                "name": name,
+                "nominal_speedup": round(schedule.nominal_speedup, 4),
+                "mean_budget": round(schedule.mean_budget(), 4),
+                **{field: getattr(schedule, field) for field in _TOLD},
+                "prompt_layers": schedule.prompt_layers(),
+                "tuned": schedule.fits_weights(self._tuned_under),
+            }
             for name, schedule in self.loaded.items()
         ]
-        budget = _Budget(least=self._least_budget, most=self.num_layers, drop_order=list(self._budget_order))
-        described = _Schedules(
-            num_layers=self.num_layers,
-            template=template,
-            default_schedule=self.default,
-            budget=budget,
-            schedules=schedules,
-        )
-        return ModelEntry(
-            id=model, object="model", created=int(time.time()), owned_by="skipdecode", skipdecode=described
-        )
+        described = {
+            "num_layers": self.num_layers,
+            "template": template,
+            "default_schedule": self.default,
+            "budget": {"least": self._least_budget, "most": self.num_layers, "drop_order": self._budget_order},
+            "schedules": schedules,
+        }
+        about = {"object": "model", "created": int(time.time()), "owned_by": "skipdecode"}
+        return {"id": model, **about, "skipdecode": described}
 
     def _constant(self, budget: int) -> Schedule:
         if budget < self._least_budget:

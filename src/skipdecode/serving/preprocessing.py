@@ -112,7 +112,7 @@ class Preprocessor:
         self._check_ids(hidden, "stop_token_ids")
         ends = hidden if request.ignore_eos else self._end_tokens | hidden
         echo = isinstance(request, CompletionRequest) and request.echo
-        scored = echo and request.top_logprobs_wanted is not None
+        scored = isinstance(request, CompletionRequest) and request.scores_prompt
         grammar = self._grammar(request)
         for index in range(len(prompts) * copies):
             prompt = prompts[index // copies]
@@ -122,10 +122,12 @@ class Preprocessor:
                 raise invalid(message, "min_tokens")
             sampling = self._sampling(request, index, grammar)
             engine_request = Request(
-                tuple(prompt), new_tokens, sampling, ends, cache_salt, asked.exact, scored, request.min_tokens
+                tuple(prompt), max(1, new_tokens), sampling, ends, cache_salt, asked.exact, scored, request.min_tokens
             )
             detokenizer = Detokenizer(self._texts, stops, hidden)
-            state.choices.append(Choice(engine_request, detokenizer, state, index, index % copies, echo))
+            state.choices.append(
+                Choice(engine_request, detokenizer, state, index, index % copies, echo, not new_tokens)
+            )
         return state
 
     def tokens(self, prompt: Prompt, special: bool | None = None, *, template: bool = False) -> list[int]:
@@ -193,7 +195,7 @@ class Preprocessor:
             return min(room, _COMPLETION_TOKENS) if isinstance(request, CompletionRequest) else room
         field = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         if asked > most:
-            raise invalid(f"{field}={asked} is not accepted: give 1 to {most}", field)
+            raise invalid(f"{field}={asked} is not accepted: give up to {most}", field)
         if asked > room:
             message = f"{field}={asked} does not fit: the prompt has {prompt_tokens} of {self.context} tokens"
             raise ApiError(400, "context_length_exceeded", message, field)

@@ -31,7 +31,7 @@ _NEUTRAL: Neutral = {
     "function_call": ("none",), "functions": ([],), "guided_decoding_backend": ("auto", "guidance"),
     "include_reasoning": (False, True), "include_stop_str_in_output": (False,), "length_penalty": (1,),
     "modalities": (["text"],), "parallel_tool_calls": (False, True), "prediction": (), "priority": (0,),
-    "reasoning_effort": (), "service_tier": ("auto", "default"), "skip_special_tokens": (True,),
+    "prompt_logprobs": (), "reasoning_effort": (), "service_tier": ("auto", "default"), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"),
     "tools": ([],), "use_beam_search": (False,), "verbosity": ("medium",), "web_search_options": (),
 }  # fmt: skip
@@ -210,8 +210,19 @@ class CompletionRequest(_GenerationFields):
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="new tokens of a choice at most")
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="log-probabilities of the prompt's tokens and of so many top tokens, as in vLLM"
+    )
     echo: bool = Field(False, description="the prompt before the new text, with its log-probabilities if asked for")
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionRequest:
+        if self.prompt_logprobs is not None and (self.stream or self.logprobs not in (None, self.prompt_logprobs)):
+            message = "prompt_logprobs needs an answer without stream, and is not another number than logprobs"
+            raise invalid(message, "prompt_logprobs")
+        return self
 
     @property
     def new_tokens(self) -> int | None:
@@ -221,7 +232,12 @@ class CompletionRequest(_GenerationFields):
     @property
     def top_logprobs_wanted(self) -> int | None:
         """How many top tokens are reported; None if no log-probabilities are."""
-        return self.logprobs
+        return self.prompt_logprobs if self.logprobs is None else self.logprobs
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
     def prompts(self) -> Sequence[Prompt]:
         """One entry for each prompt."""

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, with_config
-
 from skipdecode.engine.sequence import PromptLayers
 from skipdecode.generation.detokenizer import Piece
 from skipdecode.generation.loop import Generated
@@ -52,7 +50,6 @@ def merge(updates: dict[int, Update], later: Update) -> None:
     updates[later.choice] = later
 
 
-@with_config(ConfigDict(extra="forbid"))  # for the description of the interface
 @dataclass(frozen=True)
 class Summary:
     """A whole request, in the terms of docs/serve.md."""
@@ -78,6 +75,8 @@ class Choice(Generated):
     index: int  # in the response
     copy: int  # of its prompt: 0 to n - 1
     echo: bool = False  # whether the text begins with the prompt's
+    empty: bool = False  # whether no new token is wanted: one is generated and dropped
+    scores: tuple[Any, ...] = field(default=(), init=False)  # of the prompt, see `StepOutput.prompt`
     layers_run: int = field(default=0, init=False)  # for its tokens, all together
     kv_bytes: int = field(default=0, init=False)  # held after the last token
     kv_bytes_full: int = field(default=0, init=False)  # what full depth would hold

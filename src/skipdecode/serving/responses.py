@@ -1,7 +1,4 @@
-"""Answers in OpenAI's shape: their fields, and how a request's updates become them, whole or as chunks of a stream.
-
-The models describe the interface (/openapi.json), and FastAPI checks whole answers by them.
-"""
+"""Answers in OpenAI's shape: how a request's updates become them, whole or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -10,111 +7,16 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from itertools import starmap
+from typing import Any, ClassVar
 
 from pydantic_core import to_json
 
 from skipdecode.engine.requests import StepOutput
 from skipdecode.generation.detokenizer import Piece, TokenTexts
-from skipdecode.serving.errors import ExactModel
-from skipdecode.serving.messages import ToolCall
-from skipdecode.serving.protocol import ChatRequest, GenerationRequest
-from skipdecode.serving.request_state import ChoiceFinish, RequestState, Summary, Update
+from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from skipdecode.serving.request_state import RequestState, Summary, Update
 from skipdecode.serving.tools import CallReader
-
-# ---------------------------------------------------------------------- fields
-
-
-class _PromptDetails(ExactModel):
-    cached_tokens: int
-
-
-class _Usage(ExactModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: _PromptDetails
-
-
-class _TracedToken(ExactModel):
-    id: int
-    text: str
-    position: int
-    layers: int
-
-
-class _Trace(ExactModel):
-    tokens: list[_TracedToken]
-
-
-class _CompletionLogprobs(ExactModel):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class _Token(ExactModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class _TokenWithTop(_Token):
-    top_logprobs: list[_Token]
-
-
-class _ChatLogprobs(ExactModel):
-    content: list[_TokenWithTop]
-    refusal: None
-
-
-class _Choice(ExactModel):
-    index: int
-    finish_reason: ChoiceFinish
-    skipdecode: _Trace | None = None
-
-
-class _CompletionChoice(_Choice):
-    text: str
-    logprobs: _CompletionLogprobs | None
-
-
-class _AssistantMessage(ExactModel):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    tool_calls: list[ToolCall] | None = None
-
-
-class _ChatChoice(_Choice):
-    message: _AssistantMessage
-    logprobs: _ChatLogprobs | None
-
-
-class _Answer(ExactModel):
-    id: str
-    created: int
-    model: str
-    usage: _Usage
-    skipdecode: Summary
-
-
-class CompletionResponse(_Answer):
-    """Of /v1/completions."""
-
-    object: Literal["text_completion"]
-    choices: list[_CompletionChoice]
-
-
-class ChatResponse(_Answer):
-    """Of /v1/chat/completions."""
-
-    object: Literal["chat.completion"]
-    choices: list[_ChatChoice]
-
-
-# ---------------------------------------------------------------------- from updates
 
 
 class ResponseBuilder(ABC):
@@ -154,12 +56,12 @@ class ResponseBuilder(ABC):
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         """Log-probabilities of tokens of a choice."""
 
-    def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """The response, from all tokens of a request that finished."""
+    def whole(self, updates: Sequence[Update]) -> bytes:
+        """The JSON of the response, from all tokens of a request that finished."""
         choices = [self._content(update, whole=True) | self._fields(update) for update in updates]
         summary = self._state.summary()
         told = {"choices": choices, "usage": self._usage(summary.completion_tokens), "skipdecode": summary}
-        return self._head | {"object": self.object} | told
+        return to_json(self._head | {"object": self.object} | told)
 
     def opening(self) -> bytes:
         """What a stream sends before any token."""
@@ -217,6 +119,25 @@ class CompletionResponseBuilder(ResponseBuilder):
     """/v1/completions."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, state: RequestState, body: CompletionRequest, *further: Any) -> None:
+        super().__init__(state, body, *further)
+        self._logprobs, self._ranks = body.logprobs is not None, body.prompt_logprobs is not None
+
+    def _fields(self, update: Update) -> dict[str, Any]:
+        fields = super()._fields(update)
+        if self._ranks:
+            fields["prompt_logprobs"] = [None, *starmap(self._ranked, self._state.choices[update.choice].scores)]
+        return fields
+
+    def _ranked(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, dict[str, Any]]:
+        """A token of the prompt and its top tokens, by their numbers; the rank of one that is no top token is null."""
+        ranks = {token: None} | {each: rank for rank, (each, _) in enumerate(top, 1)}
+        values = {token: logprob} | dict(top)
+        return {
+            str(each): {"logprob": values[each], "rank": rank, "decoded_token": self._texts.name(each)}
+            for each, rank in ranks.items()
+        }
 
     def _content(self, update: Update, *, whole: bool) -> dict[str, Any]:
         return {"text": update.text}

@@ -10,14 +10,13 @@ from typing import Any
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
-from skipdecode.data.records import Template
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.generation.detokenizer import TokenTexts
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.schedule import Schedule
-from skipdecode.serving.catalog import Catalog, TemplateEntry
+from skipdecode.serving.catalog import Catalog
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.preprocessing import Preprocessor
@@ -39,7 +38,7 @@ class Service:
     limits: ServerLimits
     texts: TokenTexts  # of single tokens; the event loop's
     kv_bytes_most: int  # of keys and values, within the limits
-    template: TemplateEntry | None = None  # that the checkpoint was tuned on
+    template: dict[str, Any] | None = None  # that the checkpoint was tuned on
 
 
 def open_service(
@@ -92,6 +91,7 @@ def open_service(
     context = context_length(plain.config)
     words, ends = plain.get_input_embeddings().weight.shape[0], end_tokens(model, tokenizer)
     preprocessor = Preprocessor(tokenizer, context, words, ends, catalog, limits, form, use_template)
+    told = {name: getattr(form.template, name, None) for name in ("prompt", "fields", "chat")}
     longest, metrics = limits.max_prompt_tokens + limits.max_new_tokens, Metrics(num_layers)
     return Service(
         name=name,
@@ -102,12 +102,8 @@ def open_service(
         limits=limits,
         texts=TokenTexts(tokenizer),
         kv_bytes_most=limits.max_rows * layout.bytes(min(longest, context or longest), num_layers),
-        template=None if form.template is None else _template_entry(form.template, use_template),
+        template=None if form.template is None else told | {"used": use_template},
     )
-
-
-def _template_entry(template: Template, used: bool) -> TemplateEntry:
-    return TemplateEntry(prompt=template.prompt, fields=list(template.fields), chat=template.chat, used=used)
 
 
 def _kv_layout(source: Backend) -> KVLayout:

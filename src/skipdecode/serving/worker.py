@@ -248,7 +248,10 @@ class ModelWorker:
         choice.kv_bytes_full = self._layout.bytes(fed, self._num_layers)
         state.depths.add(output.layers)
         prompt = _prompt_pieces(choice, output) if choice.echo and not output.position else ()
-        pieces = texts.take(choice, output)
+        pieces, choice.scores = texts.take(choice, output), output.prompt or choice.scores
+        if choice.empty:
+            pieces, choice.finish_reason = [], "length"
+            choice.tokens.clear()
         if choice.finish_reason == "error":
             message = "the grammar allows no token here, or takes too much work: simplify it"
             self._fail(state, invalid(message), "error")

@@ -1,0 +1,87 @@
+"""What a JSON schema costs: decode steps with and without it in turn, greedy and sampled, alone and in a batch.
+
+Times are CPU seconds of one thread, which other jobs of the machine change little. Those of a decoding that ends after
+its first token, with the same prompts, are taken off.
+
+OMP_NUM_THREADS=1 python benchmarks/structured.py --out results/structured-smollm2-135m-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from typing import Any
+
+from shared import script_parser, write_result
+
+from skipdecode import LLM
+from skipdecode.common.stopwatch import Stopwatch, timed
+from skipdecode.engine import Request, Sampling
+from skipdecode.generation.grammar import Grammars
+from skipdecode.models.families import vocabulary_size
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "city": {"enum": ["Paris", "Rome", "Oslo", "Berlin"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "city", "tags"],
+}
+SCHEMA = {"type": "array", "items": PERSON, "minItems": 50}  # does not end within the tokens
+QUESTION = "Write a JSON array of people, each with name, age, city and tags, about {}."
+
+
+def measure(llm: LLM, rows: int, temperature: float, options: argparse.Namespace) -> dict[str, Any]:
+    """CPU seconds of decode steps of `rows` sequences."""
+    grammars = Grammars(llm.tokenizer, vocabulary_size(llm.loaded.model), {llm.tokenizer.eos_token_id})
+    compile_seconds = timed(lambda: grammars.compile("json", SCHEMA))
+    prompts = llm.encode([QUESTION.format(f"town number {row}") for row in range(rows)])
+    settings: dict[str, Any] = {"temperature": temperature, "seed": 1}
+    watch = Stopwatch[str, float](("free", "schema"))
+
+    def decoded(side: str, new: int) -> float:
+        grammar = grammars.compile("json", SCHEMA) if side == "schema" else None
+        sampling = Sampling(**settings, grammar=grammar)
+        engine = llm.backend.engine(max_rows=rows)
+        start = time.process_time()
+        engine.decode([Request(tuple(prompt.token_ids), new, sampling) for prompt in prompts])
+        return time.process_time() - start
+
+    def work(side: str) -> float:
+        return decoded(side, options.new) - decoded(side, 1)
+
+    for side in watch.sides:
+        decoded(side, 2)
+    for _ in range(options.rounds):
+        watch.lap(work)
+    steps, free = options.new - 1, watch.seconds("free", float)
+    ratio = watch.ratio("schema", "free", float) or 0.0
+    return {
+        "rows": rows,
+        "temperature": temperature,
+        "step_ms": 1000 * free / steps,
+        "ratio": ratio,
+        "more_us_per_token": 1e6 * (ratio - 1) * free / steps / rows,
+        "first_compile_ms": 1000 * compile_seconds,
+    }
+
+
+def main() -> None:
+    """Measure all cases, and write the result."""
+    parser = script_parser(__doc__)
+    parser.add_argument("--new", type=int, default=96, help="tokens of each sequence")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    llm = LLM("smollm2-135m")
+    found = [measure(llm, *case, options) for case in itertools.product((1, 16), (0.0, 0.7))]
+    for row in found:
+        print(row)
+    write_result(options.out, "structured", {"rows": found}, options)
+
+
+if __name__ == "__main__":
+    main()
