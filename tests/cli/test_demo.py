@@ -11,7 +11,6 @@ import pytest
 from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.common.columns import table
 from skipdecode.models.loading import ref, smollm2
 from skipdecode.models.loading.store import add_model
 from textgen_tools import save_tiny_model
@@ -37,9 +36,9 @@ def test_page_shows_every_schedule_in_the_width_of_the_terminal(
     monkeypatch.setenv("COLUMNS", columns)
     assert demo(model_dir) == 0
     lines = capsys.readouterr().out.splitlines()
-    table = next(i for i, line in enumerate(lines) if line.startswith("schedule "))
+    table = next(i for i, line in enumerate(lines) if line.startswith("| schedule "))
     assert max(map(len, lines[2:table])) <= int(columns)
-    assert [line.split()[0] for line in lines[table + 1 : table + 5]] == NAMES
+    assert [line.split()[1] for line in lines[table + 2 : table + 6]] == NAMES
     page = " ".join(" ".join(lines).split())
     assert "Blue Heron" in page
     assert "were not tuned under these schedules" in page
@@ -89,14 +88,6 @@ def test_bundled_adapters_are_shown_under_the_schedules_that_they_were_tuned_und
 def test_wrong_options_are_one_line(capsys: Any, model_dir: str, arguments: list[str], message: str):
     assert demo(model_dir, *arguments) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_table_sets_figures_to_the_right():
-    assert table(["name", "n"], [["a", "1"], ["long one", "100"]]) == [
-        "name        n",
-        "a           1",
-        "long one  100",
-    ]
 
 
 @pytest.mark.model

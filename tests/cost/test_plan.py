@@ -171,9 +171,9 @@ def test_the_report_has_the_figures_of_the_document(deep_dir, capsys):
     figures = json.loads(plan(capsys, *command, "--json"))["figures"]
     text = " ".join(plan(capsys, *command).split())
     table = (
-        f"request {figures['request_speedup']:.2f}x time of prompt and steps together "
-        f"decode {figures['decode_speedup']:.2f}x time of the steps after the prompt "
-        f"nominal {figures['nominal_speedup']:.2f}x all layers"
+        f"| request | {figures['request_speedup']:.2f}x | time of prompt and steps together | "
+        f"| decode | {figures['decode_speedup']:.2f}x | time of the steps after the prompt | "
+        f"| nominal | {figures['nominal_speedup']:.2f}x | all layers"
     )
     assert table in text, "the whole request comes first"
     assert 1 < figures["request_speedup"] < figures["decode_speedup"] < figures["nominal_speedup"]

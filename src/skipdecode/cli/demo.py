@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skipdecode.cli.options import MODEL, EngineOptions
-from skipdecode.common.columns import figures
 from skipdecode.common.environment import environment
 from skipdecode.common.options import Reads, option
+from skipdecode.common.tables import figures
 from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.models.loading.ref import model_files
 

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any
 
 from skipdecode.common.bootstrap import Interval, Paired, compare
+from skipdecode.common.tables import WIDTH, figures, markdown
 from skipdecode.errors import DataError
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.scores import FIDELITY, IN_NATS, scorer_of
 
-WIDTH = 100
-"""Columns that a printed table has at most."""
 _NAME = 40
 _AGREEMENT = [name for name in FIDELITY if name != "loss"]
 _LOSS = "; loss: nats a token, less is better"
@@ -107,13 +106,8 @@ def runs_tables(runs: Sequence[Run]) -> str:
 
 def _table(title: str, runs: Sequence[Run], columns: Mapping[str, Callable[[Run], str]]) -> str:
     """A title, and below it the rows and columns that have values; empty if there are none."""
-    rows = [[_short(run.name), *(cell(run) for cell in columns.values())] for run in runs]
-    rows = [row for row in rows if set(row[1:]) - {"-"}]
-    shown = [i for i in range(1, len(columns) + 1) if {row[i] for row in rows} - {"-"}]
-    if not shown:
-        return ""
-    table = [[row[i] for i in (0, *shown)] for row in (["run", *columns], *rows)]
-    return "\n".join([*textwrap.wrap(title, WIDTH), *markdown(table)])
+    lines = figures({"run": lambda run: _short(run.name), **columns}, runs)
+    return "\n".join([*textwrap.wrap(title, WIDTH), *lines]) if lines else ""
 
 
 def pairs_table(pairs: Sequence[Pair]) -> str:
@@ -174,21 +168,3 @@ _SPEED: dict[str, Callable[[Run], str]] = {
 def _short(name: str) -> str:
     """A name cut in the middle: the speed-up is at its end."""
     return name if len(name) <= _NAME else f"{name[:9]}…{name[10 - _NAME :]}"
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of one table, or of several that each repeat the first column, none wider than `WIDTH`."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(map(len, column)) + 3 for column in zip(*cells, strict=True)]
-    # As few parts as fit, of about equally many columns.
-    columns = len(widths) - 1
-    for count in range(1, columns + 1):
-        parts = [[0, *range(1 + columns * i // count, 1 + columns * (i + 1) // count)] for i in range(count)]
-        if all(1 + sum(widths[i] for i in part) <= WIDTH for part in parts):
-            break
-    lines: list[str] = []
-    for part in parts:
-        head, *shown = ["".join(f"| {row[i].ljust(widths[i] - 2)}" for i in part) + "|" for row in cells]
-        rule = "".join("|" + "-" * (widths[i] - 1) for i in part) + "|"
-        lines += [*([""] if lines else []), head, rule, *shown]
-    return lines

@@ -26,13 +26,13 @@ from skipdecode.common.journal import KeptValues
 from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.tables import figures, markdown
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import PromptEncoder, context_length, encode_prompts, prompt_room
 from skipdecode.data.records import Record, Template
 from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import Request, Sampling, row_seed
-from skipdecode.evaluation.compare import markdown
 from skipdecode.evaluation.methods import Method, other_ways
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
@@ -329,9 +329,7 @@ _TITLE = (
 def own_texts_tables(document: Mapping[str, Any]) -> str:
     """The tables of an evaluation without references, in Markdown."""
     rows: list[dict[str, Any]] = document["rows"]
-    cells = [list(_COLUMNS), *([_cell(form, row) for form in _COLUMNS.values()] for row in rows)]
-    shown = [i for i in range(len(_COLUMNS)) if {row[i] for row in cells[1:]} != {"-"}]
-    lines = [_TITLE.format(n=document["n"]), *markdown([[row[i] for i in shown] for row in cells])]
+    lines = [_TITLE.format(n=document["n"]), *figures(_COLUMNS, rows)]
     for title, name, form in (("KL by position", "kl", "{:.3f}"), ("perplexity", "perplexity", "{:.2f}")):
         found = {row["name"]: row["by_position"].get(name, ()) for row in rows}
         if not any(found.values()):
@@ -341,10 +339,3 @@ def own_texts_tables(document: Mapping[str, Any]) -> str:
         filled = [[which, *row, *["-"] * (len(heads) - len(row))] for which, row in zip(found, scores, strict=True)]
         lines += ["", *markdown([[title, *heads], *filled])]
     return "\n".join(lines)
-
-
-def _cell(form: str, row: Mapping[str, Any]) -> str:
-    try:
-        return form.format_map(row)
-    except (KeyError, TypeError):  # None has no format
-        return "-"

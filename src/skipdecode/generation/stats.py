@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from skipdecode.common.columns import speedups
 from skipdecode.common.progress import note
 from skipdecode.common.stopwatch import Stopwatch
+from skipdecode.common.tables import speedups
 from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.engine.base import EngineStats
 from skipdecode.schedule import Schedule

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from skipdecode.common.columns import figures
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
+from skipdecode.common.tables import figures
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
@@ -89,7 +89,7 @@ class Calibrated:
         held_out = document["held_out_records"]
         told = f"loss per response token (teacher-forced cross-entropy) on {document['records']} records"
         lines += [told + (f", and on {held_out} held out" if held_out else ""), ""]
-        lines += figures(_COLUMNS, document["verdicts"], absent="")
+        lines += figures(_COLUMNS, document["verdicts"])
         return "\n".join([*lines, *self._remarks()])
 
     __repr__ = __str__

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from skipdecode.common.columns import figures
 from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.jsonl import json_line
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input
+from skipdecode.common.tables import figures
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import read_cost

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import DynamicCache
-
 from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.families import family_of, layers_in
 
@@ -29,6 +27,8 @@ def layer_windows(config: Any) -> list[int | None]:
     if family.windows == "none":
         return [None] * layers
     if family.windows == "cache":
+        from transformers import DynamicCache  # brings torch, which refusals of the command line do without
+
         made = DynamicCache(config=config).layers
         return [int(one.sliding_window) if getattr(one, "is_sliding", False) else None for one in made]
     window = _window(config)
