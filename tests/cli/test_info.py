@@ -44,26 +44,6 @@ def test_json_tells_versions_devices_families_and_an_empty_cache(
     assert not (tmp_path / "cache").exists()
 
 
-def test_extras_are_those_of_the_package_with_absent_ones_shown(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib.metadata
-
-    real = importlib.metadata.version
-
-    def without_peft(package: str) -> str:
-        if package == "peft":
-            raise importlib.metadata.PackageNotFoundError(package)
-        return real(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", without_peft)
-    extras = report(capsys)["extras"]
-    assert {"gguf", "peft", "plot"} <= set(extras)
-    assert not {"conformance", "dev", "docs"} & set(extras)
-    assert extras["peft"] == {"peft": None}
-    assert extras["plot"] == {"matplotlib": real("matplotlib")}
-
-
 def test_cached_models_are_listed_with_their_size(capsys: pytest.CaptureFixture[str]) -> None:
     def build(folder: Path) -> str:
         (folder / "model.safetensors").write_bytes(bytes(3_000_000))

@@ -52,8 +52,6 @@ def test_width_is_that_of_the_normal_approximation():
     expected = 2 * 1.96 * VALUES.std() / np.sqrt(len(VALUES))
     assert bounds.high - bounds.low == pytest.approx(expected, rel=0.08)
     assert bounds.low <= VALUES.mean() <= bounds.high
-    narrow = interval(table(VALUES), mean, resamples=4000, level=0.5)
-    assert narrow.high - narrow.low < bounds.high - bounds.low
 
 
 def test_a_seed_fixes_the_draws():
@@ -89,5 +87,3 @@ def test_bad_input_is_refused():
         interval(table(VALUES[:0]), mean)
     with pytest.raises(UsageError, match="resamples=0"):
         interval(table(VALUES), mean, resamples=0)
-    with pytest.raises(UsageError, match=r"level=95"):
-        interval(table(VALUES), mean, level=95)

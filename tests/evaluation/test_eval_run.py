@@ -165,7 +165,7 @@ def test_outputs_do_not_depend_on_the_batch(model: Any, skipping: Run, tmp_path:
 
 def test_same_seed_same_result(model: Any, skipping: Run, tmp_path: Path):
     first, second = skipping, evaluated(model, tmp_path / "b", Method(Backend(model), SCHEDULE))
-    for key in ("metrics", "samples", "config", "n", "nominal_speedup"):
+    for key in ("metrics", "config", "n", "nominal_speedup"):
         assert first.data[key] == second.data[key], key
     assert first.outputs == second.outputs
     other = evaluated(model, tmp_path / "c", Method(Backend(model), SCHEDULE), seed=1)
@@ -235,7 +235,7 @@ def test_batches_hold_every_record_once_longest_first():
     assert found == [[1, 3], [4, 0], [2]]
 
 
-@pytest.mark.parametrize("name", ["batch_size", "max_new_tokens", "resamples", "samples"])
+@pytest.mark.parametrize("name", ["batch_size", "max_new_tokens", "resamples"])
 def test_settings_out_of_range_are_refused(name: str):
     with pytest.raises(OptionError, match=f"{name}=0 is not accepted"):
         EvaluationSettings(**{name: 0})

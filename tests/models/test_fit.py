@@ -20,7 +20,7 @@ from oracle import active_tokens, alone_logits, oracle_logits, position_ids
 from products import in_turn
 from skipdecode import LLM, Schedule, attach
 from skipdecode.cli import main
-from skipdecode.cli.options.evaluation import Config
+from skipdecode.cli.eval import Config
 from skipdecode.data.batches import collate
 from skipdecode.data.prompts import Example
 from skipdecode.engine.fast import FastEngine

@@ -29,7 +29,6 @@ from skipdecode.cli.options import (
     ScheduleOptions,
     choose_schedule,
     stop_text,
-    with_breaks,
 )
 from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.environment import environment
@@ -38,6 +37,7 @@ from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.common.progress import detail, note
 from skipdecode.common.rows import FORMATS
+from skipdecode.data.examples import with_breaks
 from skipdecode.data.forms import PromptForm, choose_form
 from skipdecode.data.prompts import asked
 from skipdecode.data.source import PromptSource

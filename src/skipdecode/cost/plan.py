@@ -171,7 +171,7 @@ class Plan:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.text())}</pre>"
 
-    def text(self, width: int = _WIDTH, *, blocks: bool = True) -> str:
+    def text(self, width: int = _WIDTH) -> str:
         """The picture and the report in lines of at most `width` characters; see `schedule_picture`."""
         figures = self.figures
         gains = {
@@ -185,7 +185,7 @@ class Plan:
             return [textwrap.fill(line, width, subsequent_indent=" " * 10) for line in lines]
 
         table = speedups(["predicted"], {name: [f"{gain:.2f}x"] for name, gain in gains.items()})
-        picture = schedule_picture(self.schedule, self.options.seq_len, width=min(_WIDTH, width), blocks=blocks)
+        picture = schedule_picture(self.schedule, self.options.seq_len, width=min(_WIDTH, width))
         return "\n".join([picture, *filled(self._subject()), "", *table, "", *filled(self._details())])
 
     def _subject(self) -> dict[str, str]:

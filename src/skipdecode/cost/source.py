@@ -35,12 +35,7 @@ from skipdecode.schedule import Schedule
 
 _NOISY = 0.1  # residual of a fit, above which a plan deserves a second measurement
 # Of a config: no size depends on it.
-_VOLATILE = (
-    "_name_or_path",
-    "transformers_version",
-    "skipdecode",
-    "skipdecode_fit",
-)
+_VOLATILE = ("_name_or_path", "transformers_version", "skipdecode", "skipdecode_fit")
 
 
 @dataclass(frozen=True)
@@ -55,53 +50,31 @@ class CostSource:
 
 
 def find_cost(
-    ref: ModelRef,
-    *,
-    batch: int = 1,
-    prompt_len: int = 64,
-    dtype: str = "auto",
-    device: str | None = None,
-    engine: str = "auto",
-    quantization: str = "none",
-    remeasure: bool = False,
+    ref: ModelRef, *, batch: int = 1, prompt_len: int = 64, remeasure: bool = False, **engine: Any
 ) -> CostSource:
     """The cost model of a model by name on this machine, measured now (`measure_cost`) or by an earlier call.
 
     Parameters
     ----------
-    dtype : str
-        Of the weights, one of `skipdecode.models.loading.hub.DTYPES`; for "auto" see `running_dtype`.
-    device : str, optional
-        A torch device; default: the first GPU if there is one, else the CPU.
-    engine : {"auto", "fast", "transformers"}
-        The engine that is timed; auto: the fast engine if it supports the model.
-    quantization : {"none", "int8", "w8a8"}
-        See `skipdecode.engine.opening.open_fast`.
     remeasure : bool
         Measure even if an earlier measurement was kept.
+    engine
+        dtype, device, engine and quantization as for `skipdecode.LLM`.
 
-    Raises ModelLoadError if the model is unknown or does not load; UsageError if a value is not accepted.
+    Raises ModelLoadError if the model is unknown or does not load, UsageError if a value is not accepted.
     """
-    place = _Place.of(ref, batch, prompt_len, dtype, device, engine, quantization)
+    place = _Place.of(ref, batch, prompt_len, **engine)
     if not remeasure and (found := place.kept()) is not None:
         return found
     return place.measured()
 
 
-def kept_cost(
-    ref: ModelRef,
-    batch: int | None = None,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    engine: str = "auto",
-    quantization: str = "none",
-) -> CostSource | None:
+def kept_cost(ref: ModelRef, batch: int | None = None, **engine: Any) -> CostSource | None:
     """The newest cost that an earlier `find_cost` kept for this model; None if there is none. Loads no weights.
 
     `batch`: sequences of a step to plan for, which must be known; default: those of the measurement.
     """
-    place = _Place.of(ref, batch or 1, 1, dtype, device, engine, quantization)
+    place = _Place.of(ref, batch or 1, 1, **engine)
     for path in sorted((cache_dir() / "costs").glob("*.json"), key=os.path.getmtime, reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, DataError, UsageError):
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +86,7 @@ def kept_cost(
 
 
 def wall_solver(
-    ref: ModelRef, seq_len: int, carried: Schedule | None = None, **engine: str | None
+    ref: ModelRef, seq_len: int, carried: Schedule | None = None, **engine: Any
 ) -> Callable[[float], Schedule]:
     """What makes the schedule for a wall-clock speed-up of whole requests, for `parse_schedule`.
 
@@ -125,11 +98,11 @@ def wall_solver(
     seq_len : int
         Generation positions over which the depth decreases, unless `carried` has a drop order.
     engine
-        dtype, device, engine and quantization as for `kept_cost`.
+        As for `find_cost`.
     """
 
     def solved(target: float) -> Schedule:
-        source = kept_cost(ref, **engine)  # type: ignore[arg-type]
+        source = kept_cost(ref, **engine)
         if source is None:
             raise ScheduleError(
                 f"{target:g}x-wall needs times that were measured on this machine, and there are none for {ref.name}: "
@@ -170,7 +143,14 @@ class _Place:
 
     @classmethod
     def of(
-        cls, ref: ModelRef, batch: int, prompt_len: int, dtype: str, device: str | None, engine: str, quantization: str
+        cls,
+        ref: ModelRef,
+        batch: int,
+        prompt_len: int,
+        dtype: str = "auto",
+        device: str | None = None,
+        engine: str = "auto",
+        quantization: str = "none",
     ) -> Self:
         if batch < 1:
             raise UsageError(f"batch={batch} is not accepted: give 1 or more")

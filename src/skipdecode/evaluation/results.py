@@ -1,4 +1,4 @@
-"""A run as data: ``run.json`` (settings, scores, speed, samples) and ``outputs.jsonl`` (one line per record).
+"""A run as data: ``run.json`` (settings, scores, speed) and ``outputs.jsonl`` (one line per record).
 
 Tables and comparisons are made from these two files alone. Until a run is saved, ``unfinished.jsonl`` keeps
 finished batches, so that a run that was killed continues.
@@ -36,7 +36,7 @@ EVAL_DIRECTORY = RunDirectory(
     "run of skipdecode eval",
     {"run.json": "kind", "*/run.json": "kind", _UNFINISHED: JOURNAL_KEY, ABOUT_FILE: "settings"},
 )
-_NEEDED = ("name", "config", "metrics", "samples", "outputs", "environment", "n", "kept", "free_running")
+_NEEDED = ("name", "config", "metrics", "outputs", "environment", "n", "kept", "free_running")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from skipdecode.common.bootstrap import Table
+from skipdecode.common.bootstrap import Table, compare, interval
 from skipdecode.common.environment import environment
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.kinds import heading
@@ -34,7 +34,7 @@ from skipdecode.evaluation.results import (
     load_run,
     save_run,
 )
-from skipdecode.evaluation.scores import Scored, free_running, table_of
+from skipdecode.evaluation.scores import FIDELITY, free_running, scorer_of, table_of
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.evaluation.teacher_forced import along, sums, token_fidelity, token_losses
@@ -181,12 +181,15 @@ class TaskEvaluation:
             one: each if one.full_depth else replace(each, full=full) for one, each in zip(methods, found, strict=True)
         }
 
-    def _scored(self, method: Method, outputs: Outputs) -> Scored:
-        """All scores of the method's outputs."""
+    def _scored(self, method: Method, outputs: Outputs) -> tuple[dict[str, Table], dict[str, str]]:
+        """Statistics of each record, shape (records, k), and signatures of the scores of the method's outputs.
+
+        A signature has library, version and settings of a metric; a fidelity figure's is its definition.
+        """
         records = self.records.items
         texts, references = self._texts(outputs.tokens), [record.references for record in records]
         tables: dict[str, Table] = {}
-        signatures: dict[str, str] = {}
+        signatures = dict(FIDELITY)
         for metric in self.metrics:
             with self._bar(metric.name) as bar:
                 tables[metric.name] = metric.statistics(texts, references)
@@ -200,7 +203,7 @@ class TaskEvaluation:
             tables |= free_running(outputs.tokens, outputs.full)
         if self.settings.teacher_forced:
             tables |= self._teacher_forced(method, outputs)
-        return Scored(tables, signatures)
+        return tables, signatures
 
     def _document(
         self, method: Method, outputs: Outputs, full: Run | None
@@ -209,12 +212,17 @@ class TaskEvaluation:
 
         `full`, if there is one, is full depth on the same records.
         """
-        settings, scored = self.settings, self._scored(method, outputs)
-        rows, about = self._rows(outputs, scored), {**self._about, "method": method.settings()}
-        count = min(len(rows), settings.samples)
-        draws = {"resamples": settings.resamples, "seed": settings.seed}
-        there = {} if full is None else {name: full.table for name in full.data["metrics"] if name in METRICS}
-        compared = {name: table(name) for name, table in there.items() if name in scored.tables}
+        tables, signatures = self._scored(method, outputs)
+        rows, about = self._rows(outputs, tables), {**self._about, "method": method.settings()}
+        draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
+        metrics: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
+        for name, table in tables.items():
+            bounds = interval(table, scorer_of(name), **draws)
+            metrics[name] = {"score": bounds.estimate, "interval": asdict(bounds), "signature": signatures[name]}
+            if full is not None and name in full.data["metrics"] and name in METRICS:
+                share = compare(full.table(name), table, scorer_of(name), **draws).ratio
+                kept[name] = None if share is None else asdict(share)
         document = {
             **heading("evaluation"),
             "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
@@ -223,10 +231,8 @@ class TaskEvaluation:
             **dict.fromkeys(("decode_speedup", "request_speedup"), 1.0 if method.full_depth else None),
             **dict.fromkeys(("speed", "full_depth_speed")),
             "engine": method.engine,
-            "kept": scored.kept(compared, **draws),
-            "metrics": scored.summary(**draws),
-            # Evenly distributed over the data, the same for every run on it.
-            "samples": [_sample(rows[i * len(rows) // count]) for i in range(count)],
+            "kept": kept,
+            "metrics": metrics,
             # Times of outputs of different lengths, which do not measure speed.
             "free_running": outputs.timing(),
             "outputs": OUTPUTS_FILE,
@@ -235,7 +241,7 @@ class TaskEvaluation:
         }
         return document, rows
 
-    def _rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
+    def _rows(self, outputs: Outputs, tables: Mapping[str, Table]) -> list[dict[str, Any]]:
         """The lines of ``outputs.jsonl``, one per record."""
         texts, full_texts = self._texts(outputs.tokens), self._texts(outputs.full)
         rows = []
@@ -251,7 +257,7 @@ class TaskEvaluation:
             }
             if full_texts:
                 row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}
-            rows.append(row | {"statistics": scored.of_record(i)})
+            rows.append(row | {"statistics": {name: table[i].tolist() for name, table in tables.items()}})
         return rows
 
     def _bar(self, name: str, passes: int = 1) -> Any:
@@ -290,8 +296,3 @@ def note_left_out(rejects: Sequence[Reject]) -> None:
         more = " ..." if len(rejects) > 5 else ""
         noun = "record" if len(rejects) == 1 else "records"
         note(f"{len(rejects)} {noun} left out; lines {lines}{more}")
-
-
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: row[name] for name in ("id", "prompt", "output")} | {"reference": row["references"][0]}
-    return kept | ({"full_output": row["full_output"]} if "full_output" in row else {})

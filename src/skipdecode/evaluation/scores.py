@@ -7,14 +7,13 @@ compare the two greedy outputs. Teacher-forced figures compare the predictions a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
+from skipdecode.common.bootstrap import Table, ratio_of_sums
 from skipdecode.evaluation.metrics import METRICS, check_metric
 
 FIDELITY = {
@@ -58,39 +57,3 @@ def scorer_of(name: str) -> Callable[[Table], float]:
         return partial(ratio_score, name)
     score: Callable[[Table], float] = METRICS[check_metric(name, *FIDELITY)].score
     return score
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Tables by name, each with the signature of its metric.
-
-    Parameters
-    ----------
-    tables : mapping of str to ndarray, shape (records, k)
-        Statistics of each record.
-    signatures : mapping of str to str
-        Library, version and settings of each metric; a fidelity figure's is its definition.
-    """
-
-    tables: Mapping[str, Table]
-    signatures: Mapping[str, str]
-
-    def of_record(self, index: int) -> dict[str, list[float]]:
-        """The statistics of one record."""
-        return {name: table[index].tolist() for name, table in self.tables.items()}
-
-    def summary(self, *, resamples: int, seed: int) -> dict[str, Any]:
-        """Every score with its interval and signature, JSON-ready."""
-        signatures, found = FIDELITY | dict(self.signatures), {}
-        for name, table in self.tables.items():
-            bounds = interval(table, scorer_of(name), resamples=resamples, seed=seed)
-            found[name] = {"score": bounds.estimate, "interval": asdict(bounds), "signature": signatures[name]}
-        return found
-
-    def kept(self, full: Mapping[str, Table], *, resamples: int, seed: int) -> dict[str, Any]:
-        """Share of full depth's score in each metric of `full`, paired; None where full depth scores 0. JSON-ready."""
-        found: dict[str, Any] = {}
-        for name, table in full.items():
-            share = compare(table, self.tables[name], scorer_of(name), resamples=resamples, seed=seed).ratio
-            found[name] = None if share is None else asdict(share)
-        return found

@@ -34,7 +34,6 @@ class EvaluationSettings(Options):
     seed: int = option("of the bootstrap; decoding is greedy", default=0)
     speed_batches: int = setting("batches whose speed is measured", default=4, least=1)
     ways: bool = setting("full depth with drafts from the text, and all schedules with W8A8 weights too", default=False)
-    samples: int = setting("outputs kept in run.json for readers", default=8, least=1)
 
 
 @dataclass(frozen=True)

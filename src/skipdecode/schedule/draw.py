@@ -6,35 +6,24 @@ from itertools import pairwise
 
 from skipdecode.schedule import Schedule
 
-_BLOCKS = ("█", "·", "▒", "└", "│", "─")
-_ASCII = ("#", ".", "=", "+", "|", "-")
 _WIDEST_POSITION = 8
 _PROMPT = "prompt"
 
 
-def shows_blocks(encoding: str | None) -> bool:
-    """Whether text in this encoding (a stream's `encoding`) can hold the block characters."""
-    try:
-        "".join(_BLOCKS).encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def schedule_picture(schedule: Schedule, positions: int | None = None, *, width: int = 80, blocks: bool = True) -> str:
+def schedule_picture(schedule: Schedule, positions: int | None = None, *, width: int = 80) -> str:
     """Layers × positions as text: a cell is filled where the layer runs. The prompt is left of the axis.
 
     A half-filled cell means that the layer only stores keys and values of prompt tokens. If there are more positions
     than columns, a column stands for several positions and is filled if the layer runs at half of them or more. If
     there are few positions, each takes several columns. The picture shows `positions` positions (default: the
     schedule's `seq_len`). It has a heading, one line per layer, an axis and its numbers. Lines have at most `width`
-    characters, in block characters or plain ASCII. The last line has no line end.
+    characters. The last line has no line end.
     """
     shown = schedule.seq_len if positions is None else max(1, positions)
     margin = max(len(str(schedule.num_layers - 1)), len("layer")) + len(_PROMPT) + 3
     columns = max(1, min(shown, width - margin))
     stretch = max(1, min((width - margin) // columns, _WIDEST_POSITION))
-    runs, left_out, stored, corner, side, floor = _BLOCKS if blocks else _ASCII
+    runs, left_out, stored, corner, side, floor = "█·▒└│─"
     prompt = dict.fromkeys(schedule.projected, stored) | dict.fromkeys(schedule.prompt_layers(), runs)
     edges = [shown * column // columns for column in range(columns + 1)]
     lines = ["layer, by generation position" + (f"; {stored} keys and values alone" if schedule.projected else "")]

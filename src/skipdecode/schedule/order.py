@@ -200,14 +200,6 @@ def least_budget(num_layers: int, warmup_layers: int) -> int:
     return min(num_layers, warmup_layers + 1)
 
 
-def one_or_more(budgets: int | Sequence[int]) -> tuple[int, ...]:
-    """Budgets from one number or several; raises ScheduleError if there are none."""
-    values = (budgets,) if isinstance(budgets, int) else int_tuple("budgets", budgets)
-    if not values:
-        raise ScheduleError("budgets is empty: give the number of layers of at least one position")
-    return values
-
-
 def run_lengths(budgets: Sequence[int]) -> str:
     """Budgets as text: each value with the number of positions that have it, such as "20*4, 19*4, 18"."""
     runs = ((value, len(list(same))) for value, same in groupby(budgets))

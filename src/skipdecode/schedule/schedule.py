@@ -26,7 +26,6 @@ from skipdecode.schedule.order import (
     check_order,
     int_tuple,
     make_order,
-    one_or_more,
     require_int,
     require_positive,
 )
@@ -349,8 +348,8 @@ class Schedule:
         name: str = "even",
     ) -> Self:
         """Skips evenly spaced layers (Unified Layer Skipping, arXiv 2404.06954). `budgets` is one number or a list."""
-        values = one_or_more(budgets)
-        order = layer_order.evenly_spaced(num_layers, values[-1], warmup_layers)
+        values = (budgets,) if isinstance(budgets, int) else tuple(budgets)
+        order = layer_order.evenly_spaced(num_layers, values[-1] if values else num_layers, warmup_layers)
         return cls(num_layers, order, values, warmup_layers, prompt, name)
 
     @classmethod
@@ -372,7 +371,14 @@ class Schedule:
         if not 1 <= prompt_layers <= num_layers:
             raise ScheduleError(f"prompt_layers={prompt_layers} is not accepted: give 1 to {num_layers}")
         order = layer_order.bottom_up(num_layers, warmup_layers)
-        return cls(num_layers, order, one_or_more(budgets), warmup_layers, tuple(range(prompt_layers)), name)
+        return cls(
+            num_layers,
+            order,
+            (budgets,) if isinstance(budgets, int) else tuple(budgets),
+            warmup_layers,
+            tuple(range(prompt_layers)),
+            name,
+        )
 
     # ------------------------------------------------------------------ JSON
 

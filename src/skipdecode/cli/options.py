@@ -26,22 +26,6 @@ from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 if TYPE_CHECKING:
     from skipdecode.engine.opening import Backend
 
-__all__ = [
-    "BASE",
-    "MODEL",
-    "SCHEDULE_FILE",
-    "DecodingOptions",
-    "EngineOptions",
-    "NamedModel",
-    "ScheduleChoice",
-    "ScheduleOptions",
-    "ThreadOptions",
-    "choose_schedule",
-    "stop_text",
-    "with_breaks",
-]
-
-
 SCHEDULE_FILE = Reads(lambda text: (Path(base_of(text)),))
 BASE = "for an adapter: its base model, a directory or a name (default: the one that the adapter names)"
 MODEL = "directory of a model or an adapter, hub id, smollm2-135m, or its adapters e2e-smollm2-135m, chat-smollm2-135m"
