@@ -24,6 +24,7 @@ LAYER_LISTS = (
     "biogpt.layers",
     "gpt_neox.layers",
     "gpt_neox_japanese.layers",
+    "backbone.layers",
 )
 
 

@@ -86,6 +86,7 @@ def _depth(default: dict[str, Any]) -> int:
 _CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2}
 _LINEAR = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _LINEAR,
     "bamba": {"attn_layer_indices": [2, 6]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shrink import shrunk
-from skipdecode import Schedule
+from skipdecode import Schedule, attach
+from skipdecode.errors import ScheduleError
 from skipdecode.models.families import FAMILIES
 from skipdecode.schedule.order import top_down
 
@@ -148,6 +149,15 @@ def tiny_model(model_type: str, *, seed: int = 0, attn_implementation: str | Non
 def shared_model(model_type: str) -> Any:
     """`tiny_model(model_type)`, made once, for tests that leave the model as it was."""
     return tiny_model(model_type)
+
+
+def refused(family: str, schedule: Schedule) -> bool:
+    """Whether models of the family refuse the schedule, and so they should; raises an error if they do not."""
+    if not (FAMILIES[family].recurrent and schedule.projected):
+        return False
+    with pytest.raises(ScheduleError, match="full or max_exit"):
+        attach(shared_model(family), schedule)
+    return True
 
 
 def ragged_prompts(lengths: tuple[int, ...] = (9, 4, 7), seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,7 +62,7 @@ def check_exported(model: Any, schedule: Schedule, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", EVERY)
 def test_plain_transformers_gives_the_text_of_the_schedule(family: str, tmp_path: Path):
-    if FAMILIES[family].numbered:
+    if FAMILIES[family].numbered or family == "jamba":
         with pytest.raises(UsageError, match="number"):
             cut_model(tiny_model(family), SCATTERED.layers(0))
         return

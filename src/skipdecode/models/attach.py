@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from skipdecode.errors import (
@@ -21,7 +22,7 @@ from skipdecode.errors import (
 )
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.carried import named_schedule, of_model, tuned_under
-from skipdecode.models.families import decoder_layers, find_family, unwrap
+from skipdecode.models.families import check_schedule, decoder_layers, find_family, unwrap
 from skipdecode.models.fit import Fit
 from skipdecode.models.forward import (
     ALL_PROMPT,
@@ -39,6 +40,7 @@ from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.models.release import renamed_cache
 from skipdecode.models.rotary import RowRotary
+from skipdecode.models.states import ClampedSteps, check_states
 from skipdecode.schedule import Schedule
 
 _MARK = "_skipdecode_attachment"
@@ -136,7 +138,7 @@ class Attachment:
 
     def __init__(self, model: Any, schedule: Schedule | str | None = None, fit: Fit | None = None) -> None:
         self._model = unwrap(model)
-        family = find_family(self._model)
+        self._family = find_family(self._model)
         self._layers = list(decoder_layers(self._model))
         if _MARK in self._model.__dict__ or any(map(gate_of, self._layers)):
             raise AlreadyAttachedError(
@@ -144,7 +146,7 @@ class Attachment:
                 "to change it, or detach first"
             )
         self.last_run: GenerationStats | None = None
-        self._gate_state = GateState(family.returns, self.new_cache, self._warn_of_parts)
+        self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts)
         self._schedule = Schedule.full(len(self._layers))
         self._find_fit: Callable[[], Fit | None] | None = functools.partial(carried_fit, model) if fit is None else None
         self._fit: Fit | None = None
@@ -182,7 +184,7 @@ class Attachment:
     def schedule(self, schedule: Schedule) -> None:
         if not isinstance(schedule, Schedule):
             raise ScheduleError(f"a Schedule is needed, not {type(schedule).__name__}: see skipdecode.Schedule")
-        schedule.check_fits(len(self._layers))
+        check_schedule(self._model.config, schedule)
         if self._find_fit is not None and not schedule.is_full:
             self.fit = self._find_fit()
         self._schedule = schedule
@@ -220,6 +222,7 @@ class Attachment:
             return
         self._forward.restore()
         self._rotary.restore()
+        self._steps.restore()
         for layer in self._layers:
             ungate_layer(layer)
         for name in ("generate", "generate_batch"):
@@ -235,6 +238,7 @@ class Attachment:
             gate_layer(layer, index, self._gate_state)
         self._model.__dict__[_MARK] = self
         self._rotary = RowRotary(self._model)
+        self._steps = ClampedSteps(self._model, self._family)
         self._forward = ForwardSlot(self._model, self._run_forward)
         # Instance attributes, so that the class and every other model of it stay as they are.
         self._model.__dict__["generate"] = self._generate
@@ -329,6 +333,9 @@ class Attachment:
                 f"schedule {self._schedule.name!r} runs more layers on the last prompt token than on the others: say "
                 "where the prompt ends, with prompt_length=… in the call or in new_cache"
             )
+        check_states(self._family, cache, call.get("attention_mask"), columns)
+        if not self._family.places and call.get("position_ids") is None:
+            call["position_ids"] = torch.arange(cache.length, cache.length + columns, device=self._model.device)[None]
         self._latest = self._gate_state.cache = cache
         positions = cache.next_positions(columns)
         if cache.fed is not None and columns > 1 and self._schedule.prompt_layers() != self._schedule.layers(AFTER):
@@ -378,6 +385,11 @@ class Attachment:
             held = (0, 0)
         else:
             cache = kwargs[name] = kwargs.get(name) or self.new_cache()
+            if name == "cache_params" and cache.length:
+                raise UnsupportedFeatureError(
+                    "a second turn on a used cache is not supported for this model: transformers' generate reads the "
+                    "whole text again, on top of the states; leave the cache out"
+                )
             if cache.fed is None:
                 cache.prompt_length = prompt
             with self._prompt_of(prompt):

@@ -44,6 +44,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         self._config = config.get_text_config(decoder=True)
         self.layers = _new_layers(self._config)
         self.prompt_length = prompt_length
+        self.mask: Tensor | None = None  # of a model with recurrent states: the latest mask of a forward of its prompts
         self._fed_to: dict[int, int] = {}  # by recurrent layer: the columns that its state has seen
         self._projecting = False
         self._projected = 0  # columns of this forward that the current layer has projected
@@ -135,7 +136,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         self.layers = _new_layers(self._config)
         self._fed_to, self.taps = {}, {}
         self.length = 0
-        self.fed = self.prompt_length = None
+        self.fed = self.prompt_length = self.mask = None
 
     @property
     def is_croppable(self) -> bool:

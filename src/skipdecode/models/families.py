@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
-from skipdecode.errors import AttachError, UnsupportedModelError
+from skipdecode.errors import AttachError, ScheduleError, UnsupportedModelError
 from skipdecode.models.release import before
+from skipdecode.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ class Family:
     renews_keys : bool
         Whether the class's `generate` computes the whole text anew where longrope changes to its long factors.
     numbered : bool
-        Whether a layer computes by its number in a way that no config can express, so that others cannot be left out.
+        Whether a layer depends on its number in a way that no config can express, so that others cannot be left out.
     recurrent : bool
-        Whether some layers have a recurrent state (state spaces, linear attention, convolutions) in the cache.
+        Whether layers have a recurrent state (state spaces, linear attention, convolutions) in the cache. A forward of
+        several tokens leaves padding out of it, and a forward of one token does not.
     continues : bool
         Whether a forward of several tokens goes on from the cached states; else only one of a single token does.
+    places : bool
+        Whether a forward without position ids counts from the length of the cache; else it counts from 0.
     """
 
     layers: str = "model.layers"
@@ -46,10 +50,12 @@ class Family:
     numbered: bool = False
     recurrent: bool = False
     continues: bool = True
+    places: bool = True
 
 
 _BLOCKS = "transformer.h"
 _MIXED = Family(windows="types", needs_window=True)
+_STATES = Family(windows="cache", recurrent=True)
 
 _ROWS: list[tuple[Family, str]] = [
     (
@@ -78,8 +84,30 @@ _ROWS: list[tuple[Family, str]] = [
     (Family("gpt_neox.layers"), "gpt_neox"),
     (Family("gpt_neox_japanese.layers", returns=1), "gpt_neox_japanese"),
     (Family("model.decoder.layers"), "opt"),
+    (
+        _STATES,
+        "bailing_hybrid granitemoehybrid inkling_text kimi_linear lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid "
+        "qwen3_5_moe_text qwen3_5_text qwen3_next",
+    ),
+    (replace(_STATES, numbered=True), "inkling2_text zamba2"),
+    (replace(_STATES, returns=1), "falcon_h1"),
+    (replace(_STATES, returns=2, places=False), "bamba"),
+    (replace(_STATES, continues=False), "jamba"),
+    (replace(_STATES, continues=False, numbered=True), "zamba"),
+    (replace(_STATES, layers="backbone.layers"), "mamba2"),
+    (replace(_STATES, layers="backbone.layers", continues=False), "falcon_mamba mamba"),
 ]
 FAMILIES = {model_type: family for family, types in _ROWS for model_type in types.split()}
+_REFUSED = {
+    "minimax": "its class of caches moves and resets only a half of its states",
+    "recurrent_gemma": "its states lie on its modules, not in a cache, and take in left padding",
+    "rwkv": "each cached step mixes the rows of its batch",
+    "xlstm": "its states take in left padding, and generate takes no cache for it",
+    "zaya": "its layers hand on a second state, that of the router",
+    "longcat_flash": "each of its layers has two caches",
+    "hrm_text": "its depth is not one list of layers",
+    "openai-gpt": "it has no KV cache",
+}
 
 
 def unwrap(model: Any) -> Any:
@@ -121,11 +149,20 @@ def find_family(model: Any) -> Family:
 def family_of(model_type: str) -> Family:
     """The table's entry for a model type; raises UnsupportedModelError as `find_family`."""
     if model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"model type {model_type!r} is not supported: only decoders whose every layer has attention with a KV "
-            f"cache can skip layers, and each is tested before it is listed; {_works()}"
-        )
+        reason = _REFUSED.get(model_type, "a type is listed when its decoding has passed the tests under schedules")
+        raise UnsupportedModelError(f"model type {model_type!r} is not supported: {reason}; {_works()}")
     return FAMILIES[model_type]
+
+
+def check_schedule(config: Any, schedule: Schedule) -> None:
+    """Raise ScheduleError if a model with this transformers config cannot run the schedule."""
+    config = config.get_text_config(decoder=True)
+    schedule.check_fits(layers_in(config))
+    if family_of(config.model_type).recurrent and schedule.projected:
+        raise ScheduleError(
+            f"prompts of schedule {schedule.name!r} skip layers that answers run, and layers of a {config.model_type} "
+            "model have recurrent states, which need each token of the prompt: give prompts full or max_exit"
+        )
 
 
 def _works() -> str:

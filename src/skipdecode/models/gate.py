@@ -285,9 +285,9 @@ def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
         return None
     gone = columns - count
     match name:
-        case "hidden_states" | "original_hidden_states" | "per_layer_input":
+        case "hidden_states" | "original_hidden_states" | "per_layer_input" | "block_states":
             return value[:, start:count]
-        case "attention_mask" | "mamba_attention_mask" | "causal_mask":
+        case "attention_mask" | "mamba_attention_mask" | "conv_mask" | "causal_mask":
             return _cut_mask(value, start, count, columns)
         case "position_ids":
             return value[..., start:count]

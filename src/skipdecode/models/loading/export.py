@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -205,7 +205,7 @@ def cut_model(model: Any, layers: tuple[int, ...]) -> None:
     family = find_family(model)
     if family.numbered:
         raise UsageError(
-            f"layers of a {model.config.model_type} model compute by their number, so none can be taken out of a "
+            f"layers of a {model.config.model_type} model depend on their number, so none can be taken out of a "
             "checkpoint: use the schedule itself"
         )
     path, _, name = family.layers.rpartition(".")
@@ -214,6 +214,14 @@ def cut_model(model: Any, layers: tuple[int, ...]) -> None:
         _fold_layer_scale(kept, layers, model.config)
     setattr(attrgetter(path)(model), name, kept)
     _cut_config(model.config, layers)
+    with torch.device("meta"):
+        made = type(model)(model.config)
+    shapes, wanted = ({name: tensor.shape for name, tensor in each.state_dict().items()} for each in (made, model))
+    if shapes != wanted:
+        raise UsageError(
+            f"the config of a {model.config.model_type} model derives the kinds of layers from their numbers, and "
+            "cannot name these: use the schedule itself"
+        )
 
 
 def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path) -> None:
@@ -250,9 +258,10 @@ def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
     """Correct every entry of a config that counts or lists layers."""
     if (scale := getattr(config, "scale_depth", None)) is not None:  # the class divides it by the root of the depth
         config.scale_depth = scale * (len(layers) / config.num_hidden_layers) ** 0.5
+    lists = {name: values for name in _ONE_VALUE_A_LAYER if (values := getattr(config, name, None)) is not None}
     config.num_hidden_layers = len(layers)
-    for name in _ONE_VALUE_A_LAYER:
-        if (values := getattr(config, name, None)) is not None:
+    for name, values in lists.items():
+        with suppress(AttributeError):  # of a property, which follows from other entries
             setattr(config, name, [values[number] for number in layers])
     if hasattr(config, "attention_types"):  # GPT-Neo: the list above is read from this one
         config.attention_types = [[config.attention_layers, 1]]

@@ -1,0 +1,81 @@
+"""Recurrent states under transformers: what it computes wrong with them is refused by name, or computed right.
+
+`Family` says which types this concerns, and `tests/models/test_states.py` shows each fault on the real models.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skipdecode.errors import UnsupportedFeatureError
+from skipdecode.models.cache import SkipCache
+from skipdecode.models.families import Family
+
+
+class ClampedSteps:
+    """Has steps of one token bound dt as longer forwards do, until `restore`; without effect on other models.
+
+    Mixers of Mamba 2 bound dt (`time_step_limit`) in forwards of several tokens alone. dt is the softplus of the last
+    outputs of `in_proj` and a bias, so bounds of these outputs are bounds of dt.
+    """
+
+    def __init__(self, model: Any, family: Family) -> None:
+        limited = [each for each in model.modules() if hasattr(each, "time_step_limit")] if family.recurrent else []
+        limited = [each for each in limited if tuple(each.time_step_limit) != (0.0, inf)]
+        self._hooks = [each.in_proj.register_forward_hook(partial(_bounded, each)) for each in limited]
+
+    def restore(self) -> None:
+        """Leave the steps as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _bounded(mixer: Any, module: Any, args: Any, out: Tensor) -> Tensor | None:
+    if out.shape[1] != 1:
+        return None
+    heads, bounds = mixer.num_heads, torch.tensor(mixer.time_step_limit, device=out.device)
+    low, high = (bounds + torch.log(-torch.expm1(-bounds)))[:, None] - mixer.dt_bias.float()  # of the softplus
+    if (scale := getattr(mixer, "mup_vector", None)) is not None:
+        low, high = low / scale[..., -heads:], high / scale[..., -heads:]
+    return torch.cat((out[..., :-heads], out[..., -heads:].clamp(low.to(out.dtype), high.to(out.dtype))), -1)
+
+
+def check_states(family: Family, cache: SkipCache, mask: Tensor | None, columns: int) -> None:
+    """Refuse a cached forward over the next `columns` columns if transformers would spoil recurrent states.
+
+    `mask` (rows, all columns) marks text. The cache keeps it, to see whether a later one hides what states have seen.
+
+    Raises
+    ------
+    UnsupportedFeatureError
+    """
+    if not family.recurrent or (mask is not None and mask.dim() != 2):
+        return
+    if columns == 1 and cache.fed is not None:
+        return
+    if cache.length and columns > 1 and not family.continues:
+        raise UnsupportedFeatureError(
+            f"{columns} tokens on a filled cache: transformers begins the recurrent states of this model anew in "
+            "forwards of several tokens; feed them one by one, or the whole text with a fresh cache"
+        )
+    if mask is None:
+        return
+    if columns == 1 and not bool(mask[:, -1].all()):
+        raise UnsupportedFeatureError(
+            "a piece of one token with padding: transformers takes such padding for text in recurrent layers; give "
+            "prefill_chunk_size of 2 or more, and no last piece of one token"
+        )
+    seen = torch.ones_like(mask[:, : cache.length])
+    if cache.mask is not None and len(cache.mask) == len(mask):
+        seen[:, : cache.mask.shape[1]] = cache.mask
+    if not torch.equal(seen.bool(), mask[:, : cache.length].bool()):
+        raise UnsupportedFeatureError(
+            "attention_mask hides tokens that recurrent states have seen already: begin a fresh cache with the text "
+            "without them"
+        )
+    cache.mask = mask
