@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, MambaConfig, MambaForCausalLM, T5Config
+from transformers import AutoModelForSeq2SeqLM, RwkvConfig, RwkvForCausalLM, T5Config
 
 import skipdecode
 from checkpoints import save_checkpoint
@@ -121,7 +121,7 @@ def test_two_models_of_one_class_do_not_meet():
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99)), "mamba"),
+        (lambda: RwkvForCausalLM(RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99)), "rows"),
         (
             lambda: AutoModelForSeq2SeqLM.from_config(
                 T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=99)

@@ -16,11 +16,11 @@ from skipdecode.engine import GatedEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import DepthWarning, ScheduleError, UnsupportedFeatureError
 from skipdecode.models.families import FAMILIES
-from skipdecode.models.release import model_cache_name
+from skipdecode.models.release import before, model_cache_name
 from tiny import LATER, LAYERS, RANDOM_NESTED, SCHEDULES, VOCAB, ragged_prompts, shared_model, tiny_model
 
 RECURRENT = [family for family in LATER if FAMILIES[family].recurrent]
-FEW = ["falcon_h1", "jamba", "kimi_linear", "lfm2", "mamba2", "nemotron_h", "qwen3_5_text"]  # one of each kind
+FEW = ["falcon_h1", "jamba", "lfm2", "nemotron_h", "qwen3_5_text"]  # one of each kind
 few = pytest.mark.parametrize("family", [each for each in FEW if each in RECURRENT])
 every = pytest.mark.parametrize(
     "family", [pytest.param(each, marks=() if each in FEW else pytest.mark.slow) for each in RECURRENT]
@@ -98,7 +98,7 @@ def test_transformers_bounds_dt_in_long_forwards_alone_and_an_attached_model_doe
 @every
 @pytest.mark.parametrize("prompt", ["full", "max_exit"])
 @torch.no_grad()
-def test_pieces_and_a_second_turn_equal_the_oracle_or_are_refused(family: str, prompt: str) -> None:
+def test_pieces_and_a_second_turn_equal_the_oracle(family: str, prompt: str) -> None:
     model, schedule = shared_model(family), replace(FALLING, prompt=prompt)
     text = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(4))
     active = active_tokens(schedule, 8, 16)
@@ -109,10 +109,6 @@ def test_pieces_and_a_second_turn_equal_the_oracle_or_are_refused(family: str, p
     named = position_ids(model, torch.ones_like(text)) if "backbone" not in FAMILIES[family].layers else {}
     with attach(model, schedule) as attachment:
         cache = attachment.new_cache(8)
-        if not FAMILIES[family].continues:
-            with pytest.raises(UnsupportedFeatureError, match="one by one"):
-                pieces(model, text, [4, 4], cache, **named)
-            return
         with pytest.warns(DepthWarning, match="second turn"):
             made = pieces(model, text, [1, 2, 5, 1, 1, 1, 5], cache, **named)
     assert (made - expected).abs().max() < 1e-4
@@ -136,7 +132,8 @@ def test_moved_rows_and_freed_states(family: str) -> None:
     with attach(model, Schedule.full(LAYERS)) as attachment:
         whole = attachment.new_cache(6)
         pieces(model, IDS, [6, 1, 1, 1, 1, 1, 1], whole)
-    assert plain.kv_bytes_full() == pytest.approx(whole.kv_bytes(), rel=0.02)
+    if not (before("5.23") and family == "nemotron_h"):  # whose layers of experts have caches there
+        assert plain.kv_bytes_full() == pytest.approx(whole.kv_bytes(), rel=0.02)
     whole.reset()
     assert whole.kv_bytes() == 0
 
@@ -185,11 +182,11 @@ def test_what_would_spoil_a_state_is_refused(family: str) -> None:
         attachment.schedule = replace(FALLING, prompt=(0, 1, 2))
     name = model_cache_name(model)
     with attach(model, FALLING) as attachment:
-        with pytest.raises(UnsupportedFeatureError, match="one token with padding"):
+        with pytest.raises(UnsupportedFeatureError, match="piece of a prompt"):
             model(input_ids=ids[:, :1], attention_mask=mask[:, :1], **{name: attachment.new_cache(6)})
         cache = attachment.new_cache(6)
         model(input_ids=ids, attention_mask=mask, **{name: cache})
         hidden = torch.cat([mask.flip(0), mask.new_ones(2, 2)], 1)
-        with pytest.raises(UnsupportedFeatureError, match=r"hides|one by one"):
+        with pytest.raises(UnsupportedFeatureError, match="hides"):
             model(input_ids=ids[:, :2], attention_mask=hidden, **{name: cache})
     assert replace(FALLING, prompt=(0, 1, 2)).projected

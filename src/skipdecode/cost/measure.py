@@ -25,7 +25,7 @@ from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
-from skipdecode.models.families import unwrap
+from skipdecode.models.families import family_of, unwrap
 from skipdecode.schedule import Schedule
 
 _LONGER = 512  # cached tokens on top, from which the cost of the cache read follows
@@ -189,7 +189,12 @@ class CostMeter:
         if kind.work == "step":
             schedule = Schedule.constant(layers, run, warmup_layers=0)
             return step_seconds(self._backend, schedule, Shape(kind.rows, kind.tokens + 1, self._length + 1))
-        schedule = Schedule.full(layers) if run == layers else Schedule.split(layers, run, layers)
+        if run == layers:
+            schedule = Schedule.full(layers)
+        elif family_of(unwrap(self._backend.model).config.model_type).recurrent:  # which project nothing
+            schedule = Schedule.constant(layers, run, warmup_layers=0, prompt="max_exit")
+        else:
+            schedule = Schedule.split(layers, run, layers)
         return [prompt_seconds(self._backend, schedule, kind.rows, kind.tokens)]
 
     def _all(self, kind: _Kind) -> list[float]:

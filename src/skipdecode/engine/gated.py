@@ -24,7 +24,7 @@ from skipdecode.engine.scheduler import Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
-from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.families import check_schedule, find_family, unwrap
 from skipdecode.models.plan import PROMPT
 from skipdecode.models.release import model_cache_name
 from skipdecode.models.rotary import switch_length
@@ -68,7 +68,8 @@ class GatedEngine(Engine):
 
     def __init__(self, model: Any, schedule: Schedule, *, max_rows: int = 8, in_order: bool = False) -> None:
         self._model = unwrap(model)
-        schedule.check_fits(len(decoder_layers(self._model)))
+        find_family(self._model)
+        check_schedule(self._model.config, schedule)
         super().__init__(schedule)
         self._max_rows, self._in_order = max_rows, in_order
         accepted = inspect.signature(type(self._model).forward).parameters
@@ -80,7 +81,7 @@ class GatedEngine(Engine):
         self._batch: _Batch | None = None
 
     def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
-        schedule.check_fits(self.num_layers)
+        check_schedule(self._model.config, schedule)
         for sequence in new:
             sequence.request.check_vocabulary(self._model.get_input_embeddings().weight.shape[0])
         if schedule not in self._queues:

@@ -337,6 +337,7 @@ class Attachment:
         if not self._family.places and call.get("position_ids") is None:
             call["position_ids"] = torch.arange(cache.length, cache.length + columns, device=self._model.device)[None]
         self._latest = self._gate_state.cache = cache
+        self._gate_state.steps = cache.length > 0 and not self._family.continues
         positions = cache.next_positions(columns)
         if cache.fed is not None and columns > 1 and self._schedule.prompt_layers() != self._schedule.layers(AFTER):
             self._warn_once(SECOND_TURN)

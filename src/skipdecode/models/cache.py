@@ -41,13 +41,15 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, config: Any, prompt_length: int | None = None) -> None:
         super().__init__()
-        self._config = config.get_text_config(decoder=True)
-        self.layers = _new_layers(self._config)
+        text_config = config.get_text_config(decoder=True)
+        # A function, for copies of the cache are to share the config.
+        self._new_layers: Callable[[], list[Any]] = lambda: _new_layers(text_config)
+        self.layers = self._new_layers()
         self.prompt_length = prompt_length
         self.mask: Tensor | None = None  # of a model with recurrent states: the latest mask of a forward of its prompts
         self._fed_to: dict[int, int] = {}  # by recurrent layer: the columns that its state has seen
         self._projecting = False
-        self._projected = 0  # columns of this forward that the current layer has projected
+        self._projected = 0  # columns of this forward that the current layer has stored in earlier calls
         self.taps: dict[int, Tensor] = {}  # by layer with a fitted map: the last prompt states, for its taps
         self.length = 0
         self.fed: int | None = None
@@ -56,23 +58,24 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         """Generation positions of the next `columns` columns (`skipdecode.models.plan.cached_positions`)."""
         return cached_positions(columns, past=self.length, prompt_length=self.prompt_length, fed=self.fed)
 
-    def run_state(self, layer_idx: int, columns: int) -> None:
-        """Note that a layer is about to run on the next `columns` columns, if it has a recurrent state.
+    def run_state(self, layer_idx: int, columns: int) -> bool:
+        """Whether a layer has a recurrent state; notes that the layer is about to run on the next `columns` columns.
 
         Raises UnsupportedFeatureError: as `update`.
         """
         if not isinstance(self.layers[layer_idx], LinearAttentionCacheLayerMixin):
-            return
+            return False
         held = self._fed_to.get(layer_idx, 0)
         self._check(layer_idx, held)
         self._fed_to[layer_idx] = held + columns
+        return True
 
     def advance(self, positions: list[int]) -> None:
         """Record that columns with these generation positions were fed; free states of layers that skipped some."""
         self.length += len(positions)
         for layer in [layer for layer, held in self._fed_to.items() if held != self.length]:
             del self._fed_to[layer]
-            self.layers[layer] = _new_layers(self._config)[layer]
+            self.layers[layer] = self._new_layers()[layer]
         if positions[-1] >= 0:
             self.fed = positions[-1] + 1
 
@@ -108,13 +111,13 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         try:
             layer()
         except _StoredError:
-            self._projected = columns
+            self.note_columns(columns)
         finally:
             self._projecting = False
 
-    def end_layer(self) -> None:
-        """Mark the end of a layer that projected columns and then ran the others."""
-        self._projected = 0
+    def note_columns(self, columns: int) -> None:
+        """Note how many columns of this forward the current layer has stored before it runs others; 0 at its end."""
+        self._projected = columns
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of columns fed so far, for any `layer_idx`."""
@@ -133,7 +136,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Remove all columns and positions."""
-        self.layers = _new_layers(self._config)
+        self.layers = self._new_layers()
         self._fed_to, self.taps = {}, {}
         self.length = 0
         self.fed = self.prompt_length = self.mask = None

@@ -89,7 +89,7 @@ _ROWS: list[tuple[Family, str]] = [
         "bailing_hybrid granitemoehybrid inkling_text kimi_linear lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid "
         "qwen3_5_moe_text qwen3_5_text qwen3_next",
     ),
-    (replace(_STATES, numbered=True), "inkling2_text zamba2"),
+    (replace(_STATES, numbered=True), "zamba2"),
     (replace(_STATES, returns=1), "falcon_h1"),
     (replace(_STATES, returns=2, places=False), "bamba"),
     (replace(_STATES, continues=False), "jamba"),

@@ -42,6 +42,7 @@ class GateState:
         self.scratch, self.unplanned = scratch, unplanned
         self.plan: StepPlan | None = None
         self.cache: SkipCache | None = None  # of the forward
+        self.steps = False  # whether recurrent layers take the forward's columns one by one
         self.bridges: dict[int, Bridge] = {}
         self.maps: dict[int, PromptMap] = {}
         self.taps = 0
@@ -87,13 +88,12 @@ class _Gated:
             passed = state.passed(index, hidden)
             return (passed, *[None] * (state.returned - 1)) if state.returned else passed
         columns = hidden.shape[1]
-        if state.cache is not None:
-            state.cache.run_state(index, plan.count)
-        if plan.start:
+        steps = state.cache is not None and state.cache.run_state(index, plan.count) and state.steps and plan.count > 1
+        if plan.start or steps:
             kind: Any = type(self)
             named = dict(zip(_positional_names(kind), args, strict=False)) | kwargs
             named.pop("hidden_states", None)
-            merged = self._run_late(run, state, hidden, named)
+            merged = (self._run_steps if steps else self._run_late)(run, state, hidden, named)
             return (merged, *[None] * (state.returned - 1)) if state.returned else merged
         if plan.count < columns:
             args, kwargs = _leading(type(self), plan.count, columns, args, kwargs)
@@ -104,6 +104,22 @@ class _Gated:
         if not state.returned:
             return _merge(out, passed, plan)
         return (_merge(out[0], passed, plan), *out[1:])
+
+    def _run_steps(self, run: Callable[..., Any], state: GateState, hidden: Tensor, named: dict[str, Any]) -> Tensor:
+        """Run the columns one by one, for a layer that goes on from its state in no other way."""
+        index, _ = self._skipdecode
+        plan, cache, outputs = state.plan.layers[index], state.cache, []  # type: ignore[union-attr]
+        for column in range(plan.count):
+            now = _columns(named, column, column + 1, hidden.shape[1])
+            # A mask of padding has no entry for one token; `check_states` has refused padding here.
+            flat = [
+                name for name, value in now.items() if isinstance(value, Tensor) and "mask" in name and value.dim() == 2
+            ]
+            out = run(hidden[:, column : column + 1], **now | dict.fromkeys(flat))
+            outputs.append(out[0] if state.returned else out)
+            cache.note_columns(column + 1)  # type: ignore[union-attr]
+        cache.note_columns(0)  # type: ignore[union-attr]
+        return _merge(torch.cat(outputs, 1), state.passed(index, hidden), plan)
 
     def _run_late(self, run: Callable[..., Any], state: GateState, hidden: Tensor, named: dict[str, Any]) -> Tensor:
         """Project the columns before the plan's start, then run the other columns, which attend to them."""
@@ -138,7 +154,7 @@ class _Gated:
             with _given_keys(layer, given, slice(plan.start, plan.count), plan.keep):
                 out = run(hidden[:, plan.start : plan.count], **now)
         finally:
-            cache.end_layer()
+            cache.note_columns(0)
         return _merge(out[0] if state.returned else out, passed, plan)
 
 
@@ -285,7 +301,7 @@ def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
         return None
     gone = columns - count
     match name:
-        case "hidden_states" | "original_hidden_states" | "per_layer_input" | "block_states":
+        case "hidden_states" | "original_hidden_states" | "per_layer_input":
             return value[:, start:count]
         case "attention_mask" | "mamba_attention_mask" | "conv_mask" | "causal_mask":
             return _cut_mask(value, start, count, columns)

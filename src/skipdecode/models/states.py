@@ -58,17 +58,13 @@ def check_states(family: Family, cache: SkipCache, mask: Tensor | None, columns:
         return
     if columns == 1 and cache.fed is not None:
         return
-    if cache.length and columns > 1 and not family.continues:
-        raise UnsupportedFeatureError(
-            f"{columns} tokens on a filled cache: transformers begins the recurrent states of this model anew in "
-            "forwards of several tokens; feed them one by one, or the whole text with a fresh cache"
-        )
     if mask is None:
         return
-    if columns == 1 and not bool(mask[:, -1].all()):
+    alone = columns == 1 or (cache.length > 0 and not family.continues)  # columns that layers see without a mask
+    if alone and not bool(mask[:, -columns:].all()):
         raise UnsupportedFeatureError(
-            "a piece of one token with padding: transformers takes such padding for text in recurrent layers; give "
-            "prefill_chunk_size of 2 or more, and no last piece of one token"
+            "a piece of a prompt with padding: recurrent layers of this model would take it for text; give the prompt "
+            "in one piece"
         )
     seen = torch.ones_like(mask[:, : cache.length])
     if cache.mask is not None and len(cache.mask) == len(mask):

@@ -13,7 +13,7 @@ from skipdecode.data.prompts import context_length
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.generation.detokenizer import TokenTexts
-from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.families import check_schedule, decoder_layers, unwrap
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.schedule import Schedule
 from skipdecode.serving.catalog import Catalog
@@ -76,6 +76,9 @@ def open_service(
     """
     limits, plain = limits or ServerLimits(), unwrap(model)
     num_layers = len(decoder_layers(plain))
+    for schedule in (carried, *others):
+        if schedule is not None:
+            check_schedule(plain.config, schedule)
     form = choose_form(recipe)
     catalog = Catalog(num_layers, carried, others, () if recipe is None else recipe.tuned_under)
     source = open_engines(model, engine, note, quantization)
