@@ -18,6 +18,7 @@ from skipdecode.engine.loading import load
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import schedule_file
+from skipdecode.models.families import check_schedule
 from skipdecode.models.loading.hub import DTYPES, LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
@@ -205,13 +206,14 @@ def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) 
     if text is None and (text := config.schedule) is None:
         if ref.schedule is None:
             return ScheduleChoice(Schedule.full(layers), "the checkpoint has no schedule; --schedule selects one")
-        ref.schedule.check_fits(layers)
+        check_schedule(ref.config, ref.schedule)
         return ScheduleChoice(ref.schedule, "the checkpoint's own")
     if config.seq_len is not None and text == config.schedule and not is_speedup(text):
         raise UsageError(f"--seq-len is for a speed-up, not for {text}: leave it out")
     positions = config.seq_len or default_seq_len
     solve = wall_solver_of(config, positions, ref.schedule)
     found = parse_schedule(text, layers, seq_len=positions, carried=ref.schedule, named=ref.schedules, solve=solve)
+    check_schedule(ref.config, found)
     return ScheduleChoice(found, "of the checkpoint" if text in ref.schedules else f"from {text}")
 
 

@@ -189,11 +189,8 @@ class CostMeter:
         if kind.work == "step":
             schedule = Schedule.constant(layers, run, warmup_layers=0)
             return step_seconds(self._backend, schedule, Shape(kind.rows, kind.tokens + 1, self._length + 1))
-        if run == layers:
-            schedule = Schedule.full(layers)
-        elif family_of(unwrap(self._backend.model).config.model_type).recurrent:  # which project nothing
-            schedule = Schedule.constant(layers, run, warmup_layers=0, prompt="max_exit")
-        else:
+        schedule = Schedule.constant(layers, run, warmup_layers=0, prompt="max_exit")
+        if run < layers and not family_of(unwrap(self._backend.model).config.model_type).recurrent:
             schedule = Schedule.split(layers, run, layers)
         return [prompt_seconds(self._backend, schedule, kind.rows, kind.tokens)]
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -32,16 +31,15 @@ from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.pictures import calibration_png, save_picture
 from skipdecode.learning.fitting import Fitter
-from skipdecode.learning.goal import check_layers, prompt_sets, set_goal
+from skipdecode.learning.goal import check_layers, set_goal
 from skipdecode.learning.search import search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
 from skipdecode.learning.tune import copied
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.families import check_schedule, family_of
+from skipdecode.models.families import family_of
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"
@@ -152,7 +150,8 @@ def calibrate(
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
     known = None if cost is None else _checked_cost(cost, settings, ref.num_layers)
     check_layers(settings, ref.num_layers)
-    settings = _settings_for(ref, settings)
+    if settings.whole and not settings.prompt_depths and family_of(ref.config.model_type).recurrent:
+        settings = replace(settings, prompt_depths=("full",))
     template = make_template(settings)
     (file,) = read_sources({"data": data}, template, {}, skip_bad=settings.skips_bad).values()
     with ExitStack() as stack:
@@ -199,16 +198,6 @@ def calibrate(
         write_whole(place / _REPORT, json.dumps(document, indent=1) + "\n")
         save_picture(place / _PICTURE, partial(calibration_png, document))
     return Calibrated(found.schedule, found.fit, document, None if out is None else place)
-
-
-def _settings_for(ref: ModelRef, settings: CalibrateOptions) -> CalibrateOptions:
-    """The settings with full prompts for a model whose recurrent layers need them; refuses given sets for it."""
-    if not settings.whole or not family_of(ref.config.model_type).recurrent:
-        return settings
-    settings = replace(settings, prompt_depths=settings.prompt_depths or ("full",))
-    for prompt in chain(*prompt_sets(settings, ref.num_layers)):
-        check_schedule(ref.config, Schedule.full(ref.num_layers).with_prompt(prompt))
-    return settings
 
 
 def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, layers: int) -> CostModel:

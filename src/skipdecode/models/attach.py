@@ -40,7 +40,7 @@ from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.models.release import renamed_cache
 from skipdecode.models.rotary import RowRotary
-from skipdecode.models.states import ClampedSteps, check_states
+from skipdecode.models.states import bounded_steps, check_states
 from skipdecode.schedule import Schedule
 
 _MARK = "_skipdecode_attachment"
@@ -222,7 +222,8 @@ class Attachment:
             return
         self._forward.restore()
         self._rotary.restore()
-        self._steps.restore()
+        for hook in self._hooks:
+            hook.remove()
         for layer in self._layers:
             ungate_layer(layer)
         for name in ("generate", "generate_batch"):
@@ -238,7 +239,7 @@ class Attachment:
             gate_layer(layer, index, self._gate_state)
         self._model.__dict__[_MARK] = self
         self._rotary = RowRotary(self._model)
-        self._steps = ClampedSteps(self._model, self._family)
+        self._hooks = bounded_steps(self._model, self._family)
         self._forward = ForwardSlot(self._model, self._run_forward)
         # Instance attributes, so that the class and every other model of it stay as they are.
         self._model.__dict__["generate"] = self._generate

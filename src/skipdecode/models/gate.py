@@ -111,11 +111,9 @@ class _Gated:
         plan, cache, outputs = state.plan.layers[index], state.cache, []  # type: ignore[union-attr]
         for column in range(plan.count):
             now = _columns(named, column, column + 1, hidden.shape[1])
-            # A mask of padding has no entry for one token; `check_states` has refused padding here.
-            flat = [
-                name for name, value in now.items() if isinstance(value, Tensor) and "mask" in name and value.dim() == 2
-            ]
-            out = run(hidden[:, column : column + 1], **now | dict.fromkeys(flat))
+            if isinstance(mask := now.get("attention_mask"), Tensor) and mask.dim() == 2:
+                now["attention_mask"] = None  # of padding, which `check_states` has refused here
+            out = run(hidden[:, column : column + 1], **now)
             outputs.append(out[0] if state.returned else out)
             cache.note_columns(column + 1)  # type: ignore[union-attr]
         cache.note_columns(0)  # type: ignore[union-attr]

@@ -17,22 +17,15 @@ from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import Family
 
 
-class ClampedSteps:
-    """Has steps of one token bound dt as longer forwards do, until `restore`; without effect on other models.
+def bounded_steps(model: Any, family: Family) -> list[Any]:
+    """Hooks that bound dt in steps of one token as longer forwards do; none for most models.
 
     Mixers of Mamba 2 bound dt (`time_step_limit`) in forwards of several tokens alone. dt is the softplus of the last
     outputs of `in_proj` and a bias, so bounds of these outputs are bounds of dt.
     """
-
-    def __init__(self, model: Any, family: Family) -> None:
-        limited = [each for each in model.modules() if hasattr(each, "time_step_limit")] if family.recurrent else []
-        limited = [each for each in limited if tuple(each.time_step_limit) != (0.0, inf)]
-        self._hooks = [each.in_proj.register_forward_hook(partial(_bounded, each)) for each in limited]
-
-    def restore(self) -> None:
-        """Leave the steps as they were."""
-        for hook in self._hooks:
-            hook.remove()
+    limited = [each for each in model.modules() if hasattr(each, "time_step_limit")] if family.recurrent else []
+    limited = [each for each in limited if tuple(each.time_step_limit) != (0.0, inf)]
+    return [each.in_proj.register_forward_hook(partial(_bounded, each)) for each in limited]
 
 
 def _bounded(mixer: Any, module: Any, args: Any, out: Tensor) -> Tensor | None:
