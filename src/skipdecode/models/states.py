@@ -39,19 +39,11 @@ def _bounded(mixer: Any, module: Any, args: Any, out: Tensor) -> Tensor | None:
 
 
 def check_states(family: Family, cache: SkipCache, mask: Tensor | None, columns: int) -> None:
-    """Refuse a cached forward over the next `columns` columns if transformers would spoil recurrent states.
+    """Raise UnsupportedFeatureError if a cached forward over the next `columns` columns would spoil recurrent states.
 
     `mask` (rows, all columns) marks text. The cache keeps it, to see whether a later one hides what states have seen.
-
-    Raises
-    ------
-    UnsupportedFeatureError
     """
-    if not family.recurrent or (mask is not None and mask.dim() != 2):
-        return
-    if columns == 1 and cache.fed is not None:
-        return
-    if mask is None:
+    if not family.recurrent or mask is None or mask.dim() != 2 or (columns == 1 and cache.fed is not None):
         return
     alone = columns == 1 or (cache.length > 0 and not family.continues)  # columns that layers see without a mask
     if alone and not bool(mask[:, -columns:].all()):

@@ -76,9 +76,8 @@ def open_service(
     """
     limits, plain = limits or ServerLimits(), unwrap(model)
     num_layers = len(decoder_layers(plain))
-    for schedule in (carried, *others):
-        if schedule is not None:
-            check_schedule(plain.config, schedule)
+    for schedule in filter(None, (carried, *others)):
+        check_schedule(plain.config, schedule)
     form = choose_form(recipe)
     catalog = Catalog(num_layers, carried, others, () if recipe is None else recipe.tuned_under)
     source = open_engines(model, engine, note, quantization)
