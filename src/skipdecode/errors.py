@@ -104,7 +104,7 @@ class GrammarError(UsageError):
     """
 
     def __init__(self, reason: str, path: str = "") -> None:
-        super().__init__(f"at {path} of the schema: {reason}" if path else reason)
+        super().__init__(f"the schema cannot be enforced at {path}: {reason}" if path else reason)
         self.path = path
 
 

@@ -21,6 +21,13 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# The parts of the templates of Hermes and Qwen that matter to tools.
+HERMES = (
+    "{% if tools %}<system># Tools{% for t in tools %}{{ t | tojson }}{% endfor %} within <tool_call></tool_call>"
+    "{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}{% endfor %}<assistant>"
+)
 
 
 def chatml_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""The clients that people use against a running server: openai, litellm, langchain-openai; schemathesis on its OpenAPI.
+"""Clients against a running server: openai, litellm, langchain-openai, lm-eval; schemathesis on its OpenAPI.
 
 They come with the extra `conformance`, which `make test-slow` installs. Nothing leaves this machine.
 """
@@ -12,10 +12,16 @@ import os
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 os.environ["LANGSMITH_TRACING"] = "false"
 
-import pytest
+from typing import Literal
 
-from serve_tools import is_idle, offline, running, tiny_service, until
+import pytest
+import torch
+from pydantic import BaseModel
+
+from checkpoints import HERMES, byte_tokenizer
+from serve_tools import is_idle, offline, running, tiny_served_model, tiny_service, until
 from skipdecode.serving.middleware import ApiKeys
+from skipdecode.serving.service import open_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 NEW = 12
@@ -23,6 +29,25 @@ HELLO = [{"role": "user", "content": "hello"}]
 CHAT_TEXT = offline("<user>hello<assistant>", NEW)[1]
 TEXT = offline("hello", NEW)[1]
 BIAS = {"2": -100}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"day": {"enum": ["today", "tomorrow"]}},
+            "required": ["day"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class Answer(BaseModel, extra="forbid"):
+    """What the model has to say."""
+
+    yes: bool
+    level: Literal[1, 2, 3]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +59,14 @@ def service():
 def url(service):
     with running(service) as client:
         yield str(client.base_url)
+
+
+@pytest.fixture(scope="module")
+def tools_url():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = HERMES
+    with running(open_service(tiny_served_model(), tokenizer, name="tiny")) as client:
+        yield f"{client.base_url}/v1"
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +143,12 @@ def test_openai_errors(openai_client):
         create(model="other", messages=HELLO)
     with pytest.raises(openai.BadRequestError, match="tokens"):
         openai_client.completions.create(model="tiny", prompt="x" * 5000)
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     with pytest.raises(openai.BadRequestError, match="tools"):
-        create(model="tiny", messages=HELLO, tools=tools)
+        create(model="tiny", messages=HELLO, tools=[WEATHER])
+    with pytest.raises(openai.BadRequestError) as caught:
+        openai_client.completions.create(model="tiny", prompt="x" * 2048)
+    assert caught.value.code == "context_length_exceeded"
+    assert "2048" in str(caught.value)
 
 
 def test_openai_keys_and_full_queues():
@@ -134,10 +170,31 @@ def test_openai_keys_and_full_queues():
             right.completions.create(model="tiny", prompt="x", max_tokens=2)
 
 
+def test_openai_structured_output_and_tools(openai_client, tools_url):
+    import openai
+
+    parse = openai_client.chat.completions.parse
+    found = parse(model="tiny", messages=HELLO, response_format=Answer, max_tokens=90).choices[0]
+    assert isinstance(found.message.parsed, Answer)
+    extra = {"guided_choice": ["yes", "no"]}
+    (choice,) = openai_client.completions.create(model="tiny", prompt="a", extra_body=extra).choices
+    assert choice.text in ("yes", "no")
+    with openai.OpenAI(base_url=tools_url, api_key="none", max_retries=0) as client:
+        create, ask = client.chat.completions.create, {"model": "tiny", "tools": [WEATHER], "max_tokens": 200}
+        answer = create(messages=HELLO, tool_choice="required", parallel_tool_calls=False, **ask).choices[0]
+        (call,) = answer.message.tool_calls
+        assert (answer.finish_reason, call.function.name) == ("tool_calls", "weather")
+        turn = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        assert create(messages=[*HELLO, answer.message, turn], **ask).usage.completion_tokens
+        with client.chat.completions.stream(messages=HELLO, tool_choice="required", **ask) as stream:
+            final = stream.get_final_completion().choices[0]
+        assert final.message.tool_calls[0].function.name == "weather"
+
+
 # ---------------------------------------------------------------------- litellm
 
 
-def test_litellm(url):
+def test_litellm(url, tools_url):
     litellm = pytest.importorskip("litellm", reason="pip install 'skipdecode[conformance]'")
     to = {"model": "openai/tiny", "api_base": f"{url}/v1", "api_key": "none", "num_retries": 0}
     whole = litellm.completion(messages=HELLO, max_tokens=NEW, temperature=0, **to)
@@ -159,6 +216,12 @@ def test_litellm(url):
     assert litellm.completion(messages=HELLO, max_tokens=2, seed=1, **penalties, **to).choices[0].message.content
     with pytest.raises(litellm.BadRequestError, match="bad_words"):
         litellm.completion(messages=HELLO, extra_body={"bad_words": ["a"]}, **to)
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer.model_json_schema()}}
+    structured = litellm.completion(messages=HELLO, max_tokens=90, response_format=schema, **to)
+    Answer.model_validate_json(structured.choices[0].message.content)
+    ask = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 200}
+    called = litellm.completion(messages=HELLO, **ask, **to | {"api_base": tools_url}).choices[0]
+    assert called.message.tool_calls[0].function.name == "weather"
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(messages=HELLO, **to | {"model": "openai/other"})
 
@@ -166,7 +229,7 @@ def test_litellm(url):
 # ---------------------------------------------------------------------- langchain
 
 
-def test_langchain(url):
+def test_langchain(url, tools_url):
     langchain = pytest.importorskip("langchain_openai", reason="pip install 'skipdecode[conformance]'")
     from langchain_core.messages import HumanMessage
 
@@ -186,8 +249,44 @@ def test_langchain(url):
     assert schedule.invoke("hello").content != CHAT_TEXT
     assert langchain.OpenAI(max_tokens=NEW, **to).invoke("hello") == TEXT
     assert langchain.ChatOpenAI(presence_penalty=1.0, max_tokens=2, **to).invoke("hello").usage_metadata
+    calls = langchain.ChatOpenAI(max_tokens=200, **to | {"base_url": tools_url})
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(calls.with_structured_output(Answer, method=method).invoke("hello"), Answer)
+    bound = calls.bind_tools([WEATHER], tool_choice="weather")
+    (call,) = bound.invoke("hello").tool_calls
+    assert call["name"] == "weather"
+    parts = list(bound.stream("hello"))
+    assert sum(parts[1:], parts[0]).tool_calls[0]["args"] == call["args"]
     with pytest.raises(Exception, match="bad_words"):
         langchain.ChatOpenAI(extra_body={"bad_words": ["a"]}, **to).invoke("hello")
+
+
+# ---------------------------------------------------------------------- lm-eval
+
+
+def test_lm_eval(url, tmp_path):
+    models = pytest.importorskip("lm_eval.models.openai_completions", reason="pip install 'skipdecode[conformance]'")
+    from lm_eval.api.instance import Instance
+
+    byte_tokenizer().save_pretrained(tmp_path)
+    model, tokenizer = tiny_served_model(), byte_tokenizer()
+    about = {"model": "tiny", "tokenizer": str(tmp_path), "tokenizer_backend": "huggingface", "max_length": 512}
+    api = models.LocalCompletionsAPI(base_url=f"{url}/v1/completions", batch_size=2, **about)
+    asked = [("hello", " you"), ("a b", " c"), ("one", "")]
+    pairs = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(asked[:2])]
+    for (context, text), (score, greedy) in zip(asked, api.loglikelihood(pairs), strict=False):
+        ids = tokenizer(context + text).input_ids
+        known = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        places = range(len(context), len(ids))
+        assert score == pytest.approx(sum(float(known[i - 1, ids[i]]) for i in places), abs=1e-3)
+        assert greedy == all(int(known[i - 1].argmax()) == ids[i] for i in places)
+    until_line = ("hello", {"until": ["\n"], "max_gen_toks": NEW, "temperature": 0})
+    (text,) = api.generate_until([Instance("generate_until", {}, until_line, 0)])
+    assert text == TEXT.partition("\n")[0]
+    chat = models.LocalChatCompletion(base_url=f"{url}/v1/chat/completions", **about)
+    prompt = chat.apply_chat_template(HELLO), until_line[1]
+    (text,) = chat.generate_until([Instance("generate_until", {}, prompt, 0)])
+    assert text == CHAT_TEXT.partition("\n")[0]
 
 
 # ---------------------------------------------------------------------- schemathesis

@@ -7,20 +7,15 @@ import json
 import jsonschema
 import pytest
 
-from checkpoints import byte_tokenizer
+from checkpoints import HERMES, byte_tokenizer
 from serve_tools import events, greedy, is_idle, running, tiny_served_model, until
 from skipdecode.serving.service import open_service
 from skipdecode.serving.tools import CallForm, CallReader
 
 CHAT = "/v1/chat/completions"
 TEMPLATES = {
-    # The parts of Qwen's and Llama's templates that matter here.
-    "qwen": (
-        "{% if tools %}<system># Tools{% for t in tools %}{{ t | tojson }}{% endfor %} within <tool_call></tool_call>"
-        "{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
-        "{% endfor %}{% endfor %}<assistant>"
-    ),
+    # The parts of the templates that matter here.
+    "qwen": HERMES,
     "llama": (
         "{% if tools %}<system>Environment: ipython{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
         "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}"

@@ -44,6 +44,7 @@ from skipdecode.data.source import PromptSource
 from skipdecode.data.tasks import task_file
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import UsageError
+from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.output import named_text, output_files, plain_text
 from skipdecode.generation.records import RecordRun, generate_records
 from skipdecode.schedule import Schedule
@@ -118,6 +119,7 @@ def run(config: Config) -> int:
     form, schema = _form(config), None
     if config.json_schema is not None:
         schema = read_json(Path(config.json_schema))
+        Grammars(None, 0, ()).compile("json", schema)  # refused before weights are loaded
     rows = source.count(form, all_usable=config.on_error == "stop")
     chosen = choose_schedule(config, config.max_new_tokens)
     from skipdecode.generation.llm import LLM

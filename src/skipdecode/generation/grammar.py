@@ -33,7 +33,8 @@ class Grammars:
 
     Parameters
     ----------
-    tokenizer : transformers tokenizer
+    tokenizer : transformers tokenizer or None
+        None: grammars are checked, and `compile` returns None.
     vocab_size : int
         Tokens of the model.
     ends : collection of int
@@ -63,25 +64,29 @@ class Grammars:
             text = source if isinstance(source, str) else json.dumps(source)
         except (TypeError, ValueError, RecursionError):
             raise GrammarError("the schema is not JSON") from None
+        if kind == "json" and not isinstance(source, dict):
+            raise GrammarError('a JSON schema is an object, such as {"type": "object"}')
         try:
             return self._compiled(kind, text)
         except GrammarError as e:
-            if kind != "json" or not isinstance(source, dict):
+            if kind != "json":
                 raise
             raise GrammarError(str(e), self._place(source)) from None
 
     def _compile(self, kind: GrammarKind, source: str) -> Any:
         try:
-            from llguidance import LLMatcher, LLParserLimits, grammar_from, hf
+            from llguidance import LLMatcher, LLParserLimits, grammar_from
         except ImportError:
             raise MissingExtraError("structured output", "structured") from None
-        if self._words is None:
+        if self._words is None and self._tokenizer is not None:
+            from llguidance import hf
+
             if not self._ends:
                 raise GrammarError("this model has no end token, which a structured output needs")
             try:
                 self._words = hf.from_tokenizer(self._tokenizer, self._vocab_size, self._ends)
             except ValueError as e:
-                raise GrammarError(f"this tokenizer is not fit for structured output: {_line(e)}") from None
+                raise GrammarError(f"this tokenizer is not fit for structured output: {e}") from None
         try:
             text = (
                 LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS)
@@ -89,11 +94,12 @@ class Grammars:
                 else grammar_from(kind, source)
             )
             limits = LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
-            matcher = LLMatcher(self._words, text, log_level=0, limits=limits)
+            matcher = None if self._words is None else LLMatcher(self._words, text, log_level=0, limits=limits)
+            error = LLMatcher.validate_grammar(text) if matcher is None else matcher.get_error()
         except ValueError as e:
-            raise GrammarError(_line(e)) from None
-        if matcher.is_error():
-            raise GrammarError(_line(matcher.get_error()))
+            error = str(e)
+        if error:
+            raise GrammarError(" ".join(error.split())[:300])
         return matcher
 
     def _place(self, schema: dict[str, Any]) -> str:
@@ -125,8 +131,3 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             for name, each in named:
                 if isinstance(each, dict):
                     yield f"/{key}/{str(name).replace('~', '~0').replace('/', '~1')}", each
-
-
-def _line(error: object) -> str:
-    """The error of llguidance in one line."""
-    return " ".join(str(error).split())[:300]

@@ -228,7 +228,7 @@ class Preprocessor:
             return self._grammars.compile(kind, source)
         except GrammarError as e:
             where = (field + e.path.replace("/", "."))[:100]
-            raise invalid(f"{field} cannot be enforced: {e}", where) from None
+            raise invalid(f"{field} is not accepted: {e}", where) from None
         except MissingExtraError as e:
             raise ApiError(400, "unsupported_field", str(e), field) from None
 
