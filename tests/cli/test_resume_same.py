@@ -16,7 +16,7 @@ from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.common.jsonl import json_line
-from skipdecode.evaluation.metrics import RougeL
+from skipdecode.evaluation.metrics import METRICS
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import save_tiny_model
@@ -159,7 +159,7 @@ def begun_eval(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
     words = [*command.split(), "--resamples", "20", "--no-teacher-forced"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        patch.setattr(RougeL, "statistics", interrupted)
+        patch.setattr(METRICS["rougeL"], "statistics", interrupted)
         assert main([*words, "--out", "out"]) == 130
     return place, words
 

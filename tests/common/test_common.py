@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from skipdecode.cli.options import ThreadOptions
+from skipdecode.cli.options import EngineOptions
 from skipdecode.common.environment import limit_threads, usable_cores
 from skipdecode.common.files import copy_files
 from skipdecode.common.journal import KeptValues, is_begun
@@ -133,11 +133,11 @@ def test_threads_are_those_of_the_processors_unless_they_are_chosen(monkeypatch:
     try:
         os.sched_setaffinity(0, {min(affinity)})
         torch.set_num_threads(3)
-        ThreadOptions(threads=3).use_threads()
+        EngineOptions(model="m", threads=3).use_threads()
         limit_threads()  # as when a model is loaded
         assert torch.get_num_threads() == 3
         limit_threads.cache_clear()
-        ThreadOptions().use_threads()
+        EngineOptions(model="m").use_threads()
         assert torch.get_num_threads() == 1
     finally:
         os.sched_setaffinity(0, affinity)

@@ -11,7 +11,7 @@ import pytest
 
 from eval_tools import arguments, prepare
 from skipdecode.cli import main
-from skipdecode.evaluation.metrics import RougeL
+from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import load_run
 from textgen_tools import read_rows
 
@@ -25,14 +25,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def interrupt_scoring(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Ctrl-C arrives when ROUGE-L is computed for the `call`-th time."""
-    statistics, calls = RougeL.statistics, count(1)
+    statistics, calls = METRICS["rougeL"].statistics, count(1)
 
-    def interrupted(self: RougeL, *args: Any) -> Any:
+    def interrupted(self: Any, *args: Any) -> Any:
         if next(calls) == call:
             raise KeyboardInterrupt
         return statistics(self, *args)
 
-    monkeypatch.setattr(RougeL, "statistics", interrupted)
+    monkeypatch.setattr(METRICS["rougeL"], "statistics", interrupted)
 
 
 def test_several_methods_go_on_after_an_interruption_while_scoring(

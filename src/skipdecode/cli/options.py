@@ -33,25 +33,6 @@ MODEL = "directory of a model or an adapter, hub id, smollm2-135m, or its adapte
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadOptions(Options):
-    """CPU threads."""
-
-    threads: int | None = option(
-        "CPU threads (default: chosen by torch, at most the processors that affinity and CPU quota allow)",
-        default=None,
-        least=1,
-    )
-
-    def use_threads(self) -> None:
-        """Set torch's number of threads."""
-        limit_threads()
-        if self.threads is not None:
-            import torch
-
-            torch.set_num_threads(self.threads)
-
-
-@dataclass(frozen=True, kw_only=True)
 class NamedModel(Options):
     """A model by name."""
 
@@ -77,8 +58,14 @@ class NamedModel(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(NamedModel, ThreadOptions):
+class EngineOptions(NamedModel):
     """How the model is loaded, and which engine runs it."""
+
+    threads: int | None = option(
+        "CPU threads (default: chosen by torch, at most the processors that affinity and CPU quota allow)",
+        default=None,
+        least=1,
+    )
 
     dtype: str = option(
         "type of the weights; auto: the type in the checkpoint, but for smollm2-135m, for models that tune trained in "
@@ -109,6 +96,14 @@ class EngineOptions(NamedModel, ThreadOptions):
             raise UsageError(
                 f"--quantization {self.quantization} needs the fast engine: leave out --engine transformers"
             )
+
+    def use_threads(self) -> None:
+        """Set torch's number of threads."""
+        limit_threads()
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
 
     def load(self) -> LoadedModel:
         """The model with its weights and its fit."""

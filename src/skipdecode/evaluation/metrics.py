@@ -174,24 +174,6 @@ class _Rouge(MeanMetric):
         return [100 * self._scorer.score_multi(list(texts), out)[self.name].fmeasure for texts, out in pairs]
 
 
-class Rouge1(_Rouge):
-    """Words."""
-
-    name = "rouge1"
-
-
-class Rouge2(_Rouge):
-    """Pairs of words."""
-
-    name = "rouge2"
-
-
-class RougeL(_Rouge):
-    """Longest common subsequence of the whole text (lines are not scored one by one)."""
-
-    name = "rougeL"
-
-
 # ---------------------------------------------------------------------- BERTScore
 
 
@@ -277,7 +259,10 @@ def _found(name: str) -> str:
 
 # ---------------------------------------------------------------------- by name
 
-METRICS: dict[str, type[Metric]] = {one.name: one for one in (Bleu, Chrf, Rouge1, Rouge2, RougeL, BertScore)}
+# Words, pairs of words, and the longest common subsequence of the whole text: lines are not scored one by one.
+_ROUGE: list[type[Metric]] = [type(name, (_Rouge,), {"name": name}) for name in ("rouge1", "rouge2", "rougeL")]
+_ALL: list[type[Metric]] = [Bleu, Chrf, *_ROUGE, BertScore]
+METRICS = {one.name: one for one in _ALL}
 _RETIRED = ("meteor", "cider")
 
 
