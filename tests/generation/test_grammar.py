@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -73,6 +75,24 @@ REFUSED = [
     ("", {"type": "string", "minLength": 3, "maxLength": 1}),
     ("", {"$ref": "http://127.0.0.1:9/schema.json"}),
 ]
+W = {"type": "string"}
+ONE = {"enum": [1]}
+SAMPLES = {
+    "type": W, "enum": ONE, "const": {"const": 1}, "properties": {"properties": {"a": W}},
+    "required": {"required": ["a"]},
+    "additionalProperties": {"additionalProperties": W}, "patternProperties": {"patternProperties": {"^a": W}},
+    "items": {"items": W}, "prefixItems": {"prefixItems": [W]}, "minItems": {"minItems": 1},
+    "maxItems": {"maxItems": 2},
+    "minProperties": {"minProperties": 1}, "maxProperties": {"maxProperties": 2}, "minLength": {"minLength": 1},
+    "maxLength": {"maxLength": 2}, "pattern": {"pattern": "a+"}, "minimum": {"minimum": 1}, "maximum": {"maximum": 2},
+    "exclusiveMinimum": {"exclusiveMinimum": 1}, "exclusiveMaximum": {"exclusiveMaximum": 2},
+    "multipleOf": {"multipleOf": 5}, "anyOf": {"anyOf": [W, ONE]}, "allOf": {"allOf": [W, {"maxLength": 2}]},
+    "$ref": {"$ref": "#/$defs/a", "$defs": {"a": W}}, "$defs": {"$ref": "#/$defs/a", "$defs": {"a": W}},
+    "oneOf": {"oneOf": [W, {"type": "string", "maxLength": 2}]},
+    "not": {"not": W}, "if": {"if": W, "then": ONE}, "dependentRequired": {"dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {"dependentSchemas": {"a": W}}, "uniqueItems": {"uniqueItems": True},
+    "contains": {"contains": W},
+}  # fmt: skip
 # Closers, so that random weights come to an end.
 BIAS = dict.fromkeys(TOKENIZER('"}]', add_special_tokens=False).input_ids, 7.0)
 
@@ -113,6 +133,45 @@ def test_finished_texts_are_valid(model, grammars, draws):
     for text, (schema, _) in zip(found, asked, strict=True):
         validate(text, schema)
     assert len(set(found)) > len(SCHEMAS) * 2 // 3
+
+
+def random_schema(rng, depth=0):
+    """Of any kind; what is open ends is bounded, so that texts stay short."""
+    kind = rng.choice(["string", "integer", "number", "enum", "array", "object", "anyOf"][: 4 if depth > 2 else 7])
+    inner = (
+        [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]
+        if kind in ("array", "object", "anyOf")
+        else []
+    )
+    least = rng.randint(0, 3)
+    if kind == "string":
+        bounds = {"minLength": least, "maxLength": least + rng.randint(0, 5)}
+        return {
+            "type": kind,
+            **rng.choice([bounds, {"pattern": rng.choice(["^[a-c]{2,4}$", "^x|yz$"]), "maxLength": 9}]),
+        }
+    if kind in ("integer", "number"):
+        low = rng.randint(-200, 200)
+        step = {"multipleOf": rng.choice([2, 3, 10])} if kind == "integer" and rng.random() < 0.3 else {}
+        return {"type": kind, rng.choice(["minimum", "exclusiveMinimum"]): low, "maximum": low + 20, **step}
+    if kind == "array":
+        return {"type": kind, "items": inner[0], "minItems": least, "maxItems": least + rng.randint(0, 2)}
+    if kind == "object":
+        names = [rng.choice(["a", "ä b", 'q"', "", "x/y", "key"]) + str(i) for i in range(len(inner))]
+        wanted = rng.sample(names, rng.randint(0, len(names)))
+        return {"type": kind, "properties": dict(zip(names, inner, strict=True)), "required": wanted} | {
+            "additionalProperties": False
+        }
+    return {"anyOf": inner} if kind == "anyOf" else {"enum": [None, True, -1.5, "é", {"a": [1]}, []]}
+
+
+@pytest.mark.slow
+def test_texts_for_random_schemas_are_valid(model, grammars):
+    schemas = [random_schema(random.Random(seed)) for seed in range(300)]
+    requests = [request(grammars.compile("json", schema), seed) for seed, schema in enumerate(schemas)]
+    found = texts(FastEngine(model, SCHEDULES["nested"], max_rows=16), requests)
+    for text, schema in zip(found, schemas, strict=True):
+        validate(text, schema)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.0, "logit_bias": {}}, {"top_k": 3}])
@@ -163,3 +222,16 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(grammars, path, schem
 def test_other_grammars_are_refused(grammars, kind, source):
     with pytest.raises(GrammarError):
         grammars.compile(kind, source)
+
+
+def test_the_keywords_of_the_docs(grammars):
+    """docs/serve.md says of each keyword and format whether it holds; `SAMPLES` has a schema with each."""
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| keywords \|.*?\n\|[-|]*\n(.*)`format`:(.*)\n.*\n(.*)$", page, re.M)
+    held, formats, refused = (set(re.findall(r"`([\w$-]+)`", part)) for part in row.groups())
+    for schema in (*(SAMPLES[name] for name in held), *({"type": "string", "format": name} for name in formats)):
+        grammars.compile("json", schema)
+    for name in refused - {"$ref"}:
+        with pytest.raises(GrammarError):
+            grammars.compile("json", SAMPLES[name])
+    assert held | refused == SAMPLES.keys()
