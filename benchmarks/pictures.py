@@ -12,7 +12,7 @@ from typing import Any
 from tables import compared_targets
 
 from skipdecode.common.kinds import read_result
-from skipdecode.evaluation.pictures import Chart, Point, Series, calibration_png, charts_png
+from skipdecode.evaluation.pictures import Chart, Point, Series, calibration_charts, charts_png
 
 ROOT = Path(__file__).parents[1]
 IMAGES, RESULTS = ROOT / "docs" / "img", ROOT / "results"
@@ -61,7 +61,9 @@ def minutes_png(result: dict[str, Any]) -> bytes:
 def main() -> int:
     """Draw all; returns 0."""
     figures = {
-        "calibration-e2e": calibration_png(read_result(RESULTS / "calibration-e2e-smollm2-135m-5x.json")),
+        "calibration-e2e": charts_png(
+            calibration_charts(read_result(RESULTS / "calibration-e2e-smollm2-135m-5x.json")), size=(5.2, 3.9)
+        ),
         "quality-e2e": quality_png(read_result(RESULTS / "e2e-smollm2-135m.json")),
         "ready": minutes_png(read_result(RESULTS / "ready-smollm2-135m.json")),
     }

@@ -388,11 +388,11 @@ def test_assessment_is_consistent():
     cost = smollm2()
     schedule = solve(cost, 2, 64, phase="decode")
     figures = assess(schedule, cost, geometry, prompt_len=64, new_tokens=65)
-    assert 1 < figures.request_speedup < figures.decode_speedup
-    assert figures.nominal_speedup == pytest.approx(schedule.nominal_speedup)
-    assert figures.step_seconds_full / figures.step_seconds == pytest.approx(figures.decode_speedup)
-    assert figures.decode_speedup < figures.bound
-    assert figures.least_budget == 2
+    assert 1 < figures["request_speedup"] < figures["decode_speedup"]
+    assert figures["nominal_speedup"] == pytest.approx(schedule.nominal_speedup)
+    assert figures["step_seconds_full"] / figures["step_seconds"] == pytest.approx(figures["decode_speedup"])
+    assert figures["decode_speedup"] < figures["bound"]
+    assert figures["least_budget"] == 2
 
 
 # ---------------------------------------------------------------------- measuring

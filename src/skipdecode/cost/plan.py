@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,8 @@ class Plan:
     Attributes
     ----------
     schedule : Schedule
-    figures : Assessment
+    figures : mapping of str to float
+        See `assess`.
     source : CostSource
         The cost model of the machine, and its origin.
     """
@@ -134,7 +135,7 @@ class Plan:
     ref: ModelRef
     source: CostSource
     schedule: Schedule
-    figures: Assessment
+    figures: Mapping[str, float]
     fit: Fit | None = None
 
     @property
@@ -159,7 +160,7 @@ class Plan:
             "weight_bytes": source.geometry.weight_bytes(),
             "fit_bytes": self.fit_bytes,
             "schedule": self.schedule.to_dict(),
-            "figures": asdict(self.figures),
+            "figures": dict(self.figures),
             "tuned": self.tuned,
             "cost": source.cost.to_dict(),
             "cost_origin": source.origin,
@@ -174,11 +175,7 @@ class Plan:
     def text(self, width: int = _WIDTH) -> str:
         """The picture and the report in lines of at most `width` characters; see `schedule_picture`."""
         figures = self.figures
-        gains = {
-            "request": figures.request_speedup,
-            "decode": figures.decode_speedup,
-            "nominal": figures.nominal_speedup,
-        }
+        gains = {name: figures[f"{name}_speedup"] for name in ("request", "decode", "nominal")}
 
         def filled(entries: dict[str, str]) -> list[str]:
             lines = (f"{name:<10}{text}" for name, text in entries.items())
@@ -211,17 +208,18 @@ class Plan:
 
     def _details(self) -> dict[str, str]:
         figures = self.figures
-        mean = self.schedule.num_layers / figures.nominal_speedup
-        kv_full = figures.kv_bytes_held + figures.kv_bytes_saved
+        mean = self.schedule.num_layers / figures["nominal_speedup"]
+        names = ("request_seconds", "request_seconds_full", "step_seconds", "step_seconds_full")
+        request, request_full, step, step_full = (_time(figures[name]) for name in names)
+        held, saved = figures["kv_bytes_held"], figures["kv_bytes_saved"]
         return {
-            "limits": f"request at most {figures.request_bound:.2f}x with these prompts; decode at most "
-            f"{figures.bound:.2f}x with {figures.least_budget} layers, the fewest",
-            "request": f"{_time(figures.request_seconds_full)} at full depth, {_time(figures.request_seconds)} with "
-            f"the schedule, of which prompts take {figures.prompt_share:.0%}",
-            "step": f"{_time(figures.step_seconds_full)} at full depth, of which {figures.fixed_share:.0%} cannot be "
-            f"skipped; {_time(figures.step_seconds)} with {mean:.1f} layers, the mean",
-            "KV cache": f"{_size(figures.kv_bytes_held)} at the end; {_size(figures.kv_bytes_saved)} "
-            f"({figures.kv_bytes_saved / kv_full:.0%}) saved",
+            "limits": f"request at most {figures['request_bound']:.2f}x with these prompts; decode at most "
+            f"{figures['bound']:.2f}x with {figures['least_budget']} layers, the fewest",
+            "request": f"{request_full} at full depth, {request} with the schedule, of which prompts take "
+            f"{figures['prompt_share']:.0%}",
+            "step": f"{step_full} at full depth, of which {figures['fixed_share']:.0%} cannot be skipped; {step} with "
+            f"{mean:.1f} layers, the mean",
+            "KV cache": f"{_size(held)} at the end; {_size(saved)} ({saved / (held + saved):.0%}) saved",
             **({} if self.fit is None else {"fit": self._fitted(self.fit)}),
             "times": self.source.origin,
         }
@@ -257,50 +255,18 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-@dataclass(frozen=True)
-class Assessment:
-    """Predicted figures of a schedule, for a batch of sequences of one length.
-
-    Parameters
-    ----------
-    nominal_speedup : float
-        Layers of the model / mean layers of a token over the decode phase. Not wall-clock.
-    decode_speedup : float
-        Wall-clock speed-up of the decode phase over full depth.
-    request_speedup, request_bound : float
-        The same for whole requests, and its bound: the least budget after the same prompts.
-    request_seconds, request_seconds_full, prompt_share : float
-        Time of a batch's requests under the schedule and at full depth; share of the former that prompts take.
-    step_seconds, step_seconds_full : float
-        Mean step under the schedule, and at full depth.
-    bound, least_budget : float, int
-        Speed-up with the least budget that this drop order allows, and that budget.
-    fixed_share : float
-        Share of a full step that cannot be skipped.
-    kv_bytes_held, kv_bytes_saved : int
-        KV cache at the end of the batch's generation, and what full depth would hold in addition.
-    """
-
-    nominal_speedup: float
-    decode_speedup: float
-    request_speedup: float
-    request_bound: float
-    request_seconds: float
-    request_seconds_full: float
-    prompt_share: float
-    step_seconds: float
-    step_seconds_full: float
-    bound: float
-    least_budget: int
-    fixed_share: float
-    kv_bytes_held: int
-    kv_bytes_saved: int
-
-
 def assess(
     schedule: Schedule, cost: CostModel, geometry: ModelGeometry, prompt_len: int, new_tokens: int
-) -> Assessment:
-    """Figures of a schedule for a batch of sequences of `prompt_len` prompt and `new_tokens` (2 or more) new tokens."""
+) -> dict[str, float]:
+    """Predicted figures for a batch of sequences of `prompt_len` prompt and `new_tokens` (2 or more) new tokens.
+
+    Speed-ups over full depth: `nominal_speedup` (layers of the model / mean layers of a token over the decode phase),
+    `decode_speedup` and `request_speedup`; `bound` and `request_bound` are the last two with `least_budget`, the fewest
+    layers that the drop order allows. Seconds under the schedule and at full depth: `request_seconds` and
+    `request_seconds_full` of the batch's requests (`prompt_share` of the former is for prompts), `step_seconds` and
+    `step_seconds_full` of the mean step (`fixed_share` of the latter cannot be skipped). Bytes of keys and values at
+    the end, and those that full depth would hold in addition: `kv_bytes_held`, `kv_bytes_saved`.
+    """
     workload, steps = (prompt_len, new_tokens), new_tokens - 1
     full = Schedule.full(cost.num_layers)
     decode, decode_full = (cost.sequence_seconds(each, *workload) for each in (schedule, full))
@@ -308,19 +274,19 @@ def assess(
     least = max(1, cost.num_layers - len(schedule.drop_order))
     shortest = replace(schedule, budgets=(least,))
     held, held_full = (geometry.kv_bytes_held(each, *workload, cost.batch) for each in (schedule, full))
-    return Assessment(
-        nominal_speedup=cost.num_layers / schedule.mean_budget(steps),
-        decode_speedup=decode_full / decode,
-        request_speedup=request_full / request,
-        request_bound=cost.request_speedup(shortest, *workload),
-        request_seconds=request,
-        request_seconds_full=request_full,
-        prompt_share=cost.prompts_seconds(schedule, prompt_len) / request,
-        step_seconds=decode / steps,
-        step_seconds_full=decode_full / steps,
-        bound=cost.speedup(shortest, *workload),
-        least_budget=least,
-        fixed_share=steps * cost.step.fixed_seconds / decode_full,
-        kv_bytes_held=held,
-        kv_bytes_saved=held_full - held,
-    )
+    return {
+        "nominal_speedup": cost.num_layers / schedule.mean_budget(steps),
+        "decode_speedup": decode_full / decode,
+        "request_speedup": request_full / request,
+        "request_bound": cost.request_speedup(shortest, *workload),
+        "request_seconds": request,
+        "request_seconds_full": request_full,
+        "prompt_share": cost.prompts_seconds(schedule, prompt_len) / request,
+        "step_seconds": decode / steps,
+        "step_seconds_full": decode_full / steps,
+        "bound": cost.speedup(shortest, *workload),
+        "least_budget": least,
+        "fixed_share": steps * cost.step.fixed_seconds / decode_full,
+        "kv_bytes_held": held,
+        "kv_bytes_saved": held_full - held,
+    }

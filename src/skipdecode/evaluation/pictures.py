@@ -17,7 +17,6 @@ from skipdecode.schedule import Schedule
 
 # Okabe and Ito's colours, a little darker: colour-blind readers can distinguish them, also on white paper.
 _COLORS = ("#0b6fae", "#c8501e", "#0a8f6a", "#a8508a", "#a37a00", "#3d97c4", "#6b5bb5", "#5a6673")
-_RUNS, _STORED, _SKIPPED = _COLORS[0], "#8fc4e4", "#e6e8e4"
 _STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -145,48 +144,20 @@ def _draw(axes: Any, chart: Chart, styles: Mapping[str, tuple[str, str]]) -> Non
 # ---------------------------------------------------------------------- calibration
 
 
-def calibration_png(calibration: Mapping[str, Any]) -> bytes:
-    """Importance of layers, schedule, and loss of a greedy search; from a document of `skipdecode.calibrate`."""
+def calibration_charts(calibration: Mapping[str, Any]) -> list[Chart]:
+    """Importance of layers with the drop order, and loss of a greedy search; from a document of `calibrate`."""
     schedule = Schedule.from_dict(calibration["schedule"])
     label, importance = "block influence", dict(enumerate(calibration["block_influence"]))
     if rounds := calibration["rounds"]:
         label = "loss added by skipping only this layer"
         importance = {int(layer): loss - rounds[0]["base"] for layer, loss in rounds[0]["losses"].items()}
-
-    def draw(figure: Any) -> None:
-        bars, grid, *rest = figure.subplots(1, 3 if rounds else 2)
-        bars.barh(list(importance), list(importance.values()), 0.8, color=_COLORS[1])
-        for rank, layer in enumerate(schedule.drop_order, start=1):
-            # In units of the axes' width: the numbers are then in one column at any scale of the bars.
-            bars.text(0.99, layer, str(rank), transform=bars.get_yaxis_transform(), ha="right", va="center", fontsize=6)
-        bars.margins(x=0.12)
-        bars.set(ylabel="layer", xlabel=label, title="importance; drop order at the right")
-        bars.set_ylim(-0.5, schedule.num_layers - 0.5)
-        _draw_schedule(grid, schedule, max(8, schedule.seq_len))
-        for axes in rest:
-            losses = Series("loss", [Point(i, found["base"]) for i, found in enumerate(rounds)], "-")
-            _draw(axes, Chart([losses], "layers skipped", "loss per response token", "search"), {"loss": (_RUNS, "")})
-
-    return _png((10.5 if rounds else 7, 3.9), draw)
-
-
-def _draw_schedule(axes: Any, schedule: Schedule, positions: int) -> None:
-    """Layers × positions as cells, the prompt at the left."""
-    from matplotlib.colors import to_rgb
-
-    strip = max(1, positions // 8)
-    prompt = dict.fromkeys(schedule.projected, _STORED) | dict.fromkeys(schedule.prompt_layers(), _RUNS)
-    cells = []
-    for layer in range(schedule.num_layers):
-        end = schedule.drop_position(layer)
-        shades = [_RUNS if end is None or position < end else _SKIPPED for position in range(positions)]
-        cells.append([*[prompt.get(layer, _SKIPPED)] * strip, *shades])
-    pixels = [[to_rgb(shade) for shade in row] for row in cells]
-    extent = (-strip, positions, -0.5, schedule.num_layers - 0.5)
-    axes.imshow(pixels, aspect="auto", origin="lower", interpolation="nearest", extent=extent)
-    axes.axvline(0, color="white", linewidth=2)
-    legend = f"dark: runs{', light: only keys and values' if schedule.projected else ''}, grey: skipped"
-    axes.set(xlabel=f"generation position, below 0 the prompt\n{legend}", title=schedule.name)
+    ranks = {layer: str(rank) for rank, layer in enumerate(schedule.drop_order, start=1)}
+    points = [Point(layer, value, (0.0, value), ranks.get(layer, "")) for layer, value in importance.items()]
+    losses = [Point(i, found["base"]) for i, found in enumerate(rounds)]
+    return [
+        Chart([Series("a layer, with its place in the drop order", points, "o")], "layer", label, schedule.name),
+        Chart([Series("search", losses, "-")], "layers skipped", "loss per response token", "greedy search"),
+    ]
 
 
 # ---------------------------------------------------------------------- tuning

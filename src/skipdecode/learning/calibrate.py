@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -29,7 +28,7 @@ from skipdecode.data.examples import Source, encode_source, make_template, read_
 from skipdecode.data.prompts import Example
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.pictures import calibration_png, save_picture
+from skipdecode.evaluation.pictures import calibration_charts, save_charts
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.goal import check_layers, set_goal
 from skipdecode.learning.search import search_model
@@ -196,7 +195,7 @@ def calibrate(
         if found.fit is not None:
             found.fit.save(place / FIT_FILE)
         write_whole(place / _REPORT, json.dumps(document, indent=1) + "\n")
-        save_picture(place / _PICTURE, partial(calibration_png, document))
+        save_charts(calibration_charts(document), place / _PICTURE)
     return Calibrated(found.schedule, found.fit, document, None if out is None else place)
 
 

@@ -8,7 +8,6 @@ the order is fixed, so the layer sets are nested, and KV caching needs no recomp
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from skipdecode.common.files import write_whole
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import ScheduleError
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.order import (
     Order,
@@ -419,22 +418,16 @@ class Schedule:
         Raises OutputError if that fails.
         """
         values = self.to_dict() | {"budgets": layer_order.run_lengths(self.budgets)}
-        write_whole(_checked(path), json.dumps(values, indent=1) + "\n")
+        write_whole(path, json.dumps(values, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """The schedule of a JSON file; raises ScheduleError naming the file."""
         try:
-            return cls.from_json(_checked(path).read_text(encoding="utf-8"))
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as e:
             raise ScheduleError(f"cannot read the schedule {path}: {e.strerror or e}") from None
         except UnicodeDecodeError:
             raise ScheduleError(f"{path}: a schedule must be JSON, this is not even text") from None
         except ScheduleError as e:
             raise ScheduleError(f"{path}: {e}") from None
-
-
-def _checked(path: Path | str) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"path={path!r} is not accepted: give the name of a file")
-    return Path(path)
