@@ -8,6 +8,7 @@ the order is fixed, so the layer sets are nested, and KV caching needs no recomp
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from skipdecode.common.files import write_whole
-from skipdecode.errors import ScheduleError
+from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.order import (
     Order,
@@ -347,7 +348,7 @@ class Schedule:
         name: str = "even",
     ) -> Self:
         """Skips evenly spaced layers (Unified Layer Skipping, arXiv 2404.06954). `budgets` is one number or a list."""
-        values = (budgets,) if isinstance(budgets, int) else tuple(budgets)
+        values = (budgets,) if isinstance(budgets, int) else int_tuple("budgets", budgets)
         order = layer_order.evenly_spaced(num_layers, values[-1] if values else num_layers, warmup_layers)
         return cls(num_layers, order, values, warmup_layers, prompt, name)
 
@@ -373,7 +374,7 @@ class Schedule:
         return cls(
             num_layers,
             order,
-            (budgets,) if isinstance(budgets, int) else tuple(budgets),
+            (budgets,) if isinstance(budgets, int) else int_tuple("budgets", budgets),
             warmup_layers,
             tuple(range(prompt_layers)),
             name,
@@ -418,16 +419,22 @@ class Schedule:
         Raises OutputError if that fails.
         """
         values = self.to_dict() | {"budgets": layer_order.run_lengths(self.budgets)}
-        write_whole(path, json.dumps(values, indent=1) + "\n")
+        write_whole(_checked(path), json.dumps(values, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """The schedule of a JSON file; raises ScheduleError naming the file."""
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(_checked(path).read_text(encoding="utf-8"))
         except OSError as e:
             raise ScheduleError(f"cannot read the schedule {path}: {e.strerror or e}") from None
         except UnicodeDecodeError:
             raise ScheduleError(f"{path}: a schedule must be JSON, this is not even text") from None
         except ScheduleError as e:
             raise ScheduleError(f"{path}: {e}") from None
+
+
+def _checked(path: Path | str) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"path={path!r} is not accepted: give the name of a file")
+    return Path(path)
