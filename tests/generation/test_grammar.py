@@ -9,13 +9,14 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from tokenizers import decoders
 
 from checkpoints import byte_tokenizer
 from engine_tools import Always
 from serve_tools import SCHEDULES, tiny_served_model
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.kernels.head import NativeHead
-from skipdecode.errors import GrammarError
+from skipdecode.errors import GrammarError, UsageError
 from skipdecode.generation.grammar import Grammars
 
 TOKENIZER = byte_tokenizer()
@@ -31,6 +32,7 @@ SCHEMAS = {
     "multiple": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 700},
     "enum": {"enum": ["red", "green", 3, None, {"a": [1]}]},
     "const": {"const": {"a": 1, "b": [True]}},
+    "names of special tokens": {"enum": ["a</s>b", "<s>"]},
     "date": {"type": "string", "format": "date"},
     "time": {"type": "string", "format": "date-time"},
     "uuid": {"type": "string", "format": "uuid"},
@@ -222,6 +224,15 @@ def test_what_cannot_be_enforced_is_refused_with_its_place(grammars, path, schem
 def test_other_grammars_are_refused(grammars, kind, source):
     with pytest.raises(GrammarError):
         grammars.compile(kind, source)
+
+
+def test_a_tokenizer_that_is_not_fit_is_named(grammars):
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.WordPiece()
+    for given in (Grammars(tokenizer, 259, {2}), Grammars(TOKENIZER, 259, ())):
+        with pytest.raises(UsageError, match=r"tokenizer|end token") as refused:
+            given.compile("json", {"items": WORD})
+        assert not isinstance(refused.value, GrammarError)
 
 
 def test_the_keywords_of_the_docs(grammars):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from skipdecode.errors import GrammarError, MissingExtraError
+from skipdecode.errors import GrammarError, MissingExtraError, UsageError
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -56,7 +56,7 @@ class Grammars:
             A JSON schema (an object or its text); a regular expression in Rust's syntax, which the whole text matches;
             a list of texts; or a grammar in the syntax of Lark, or of Lark or GBNF.
 
-        Raises GrammarError: llguidance cannot enforce it, or the tokenizer or the model is not fit for it;
+        Raises GrammarError: llguidance cannot enforce it; UsageError: the tokenizer or the model is not fit for it;
         MissingExtraError: llguidance is not installed.
         """
         try:
@@ -79,14 +79,14 @@ class Grammars:
         except ImportError:
             raise MissingExtraError("structured output", "structured") from None
         if self._words is None and self._tokenizer is not None:
-            from llguidance import hf
+            from llguidance import LLTokenizer
 
             if not self._ends:
-                raise GrammarError("this model has no end token, which a structured output needs")
+                raise UsageError("this model has no end token, which a structured output needs")
             try:
-                self._words = hf.from_tokenizer(self._tokenizer, self._vocab_size, self._ends)
-            except ValueError as e:
-                raise GrammarError(f"this tokenizer is not fit for structured output: {e}") from None
+                self._words = LLTokenizer(_plain(self._tokenizer), self._vocab_size, self._ends)
+            except (AttributeError, ValueError) as e:
+                raise UsageError(f"this tokenizer is not fit for structured output: {e}") from None
         try:
             text = (
                 LLMatcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS)
@@ -118,6 +118,29 @@ class Grammars:
                     break
             else:
                 return place
+
+
+def _plain(tokenizer: Any) -> str:
+    """A tokenizer's JSON with special tokens under names that no text has.
+
+    llguidance encodes text that a grammar forces, and would take the special token for a text that is its name.
+    """
+    told = json.loads(tokenizer.backend_tokenizer.to_str()) | {
+        "truncation": None,
+        "padding": None,
+        "post_processor": None,
+    }
+    names = {token["content"]: f"\ufdd0{token['id']}" for token in told["added_tokens"] if token["special"]}
+    for token in told["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model, words = told["model"], told["model"]["vocab"]
+    if isinstance(words, dict):
+        model["vocab"] = {names.get(word, word): number for word, number in words.items()}
+    else:
+        model["vocab"] = [[names.get(word, word), score] for word, score in words]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    return json.dumps(told)
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Request, Sampling, row_seed
-from skipdecode.errors import GrammarError, MissingExtraError
+from skipdecode.errors import GrammarError, MissingExtraError, UsageError
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import GrammarKind, Grammars
 from skipdecode.serving.catalog import Catalog
@@ -229,7 +229,7 @@ class Preprocessor:
         except GrammarError as e:
             where = (field + e.path.replace("/", "."))[:100]
             raise invalid(f"{field} is not accepted: {e}", where) from None
-        except MissingExtraError as e:
+        except (MissingExtraError, UsageError) as e:
             raise ApiError(400, "unsupported_field", str(e), field) from None
 
     def _sampling(self, request: GenerationRequest, index: int, grammar: Any) -> Sampling:
