@@ -9,8 +9,9 @@ and the record's system and tools; an answer at the end of messages is left out.
 that are not in the prompts.
 
 An output record has the id of its prompt (field "id", else the line number), "text", "new_tokens" and "finish_reason"
-(eos, length or stop); the order is that of the input. For an input record that cannot be used, a message names the
-line, the output has {"id", "line", "error"} (id is null if the record has none), and the exit code is 1.
+(eos, length, stop, or error: a JSON schema that takes too much work); the order is that of the input. For an input
+record that cannot be used, a message names the line, the output has {"id", "line", "error"} (id is null if the record
+has none), and the exit code is 1.
 
 With --output FILE, finished records are kept in FILE.partial: after a kill or Ctrl-C, the same command continues.
 """
