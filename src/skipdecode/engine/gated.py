@@ -24,7 +24,7 @@ from skipdecode.engine.scheduler import Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
-from skipdecode.models.families import check_schedule, unwrap
+from skipdecode.models.families import check_schedule, find_family, unwrap
 from skipdecode.models.plan import PROMPT
 from skipdecode.models.release import model_cache_name
 from skipdecode.models.rotary import switch_length
@@ -68,6 +68,7 @@ class GatedEngine(Engine):
 
     def __init__(self, model: Any, schedule: Schedule, *, max_rows: int = 8, in_order: bool = False) -> None:
         self._model = unwrap(model)
+        find_family(self._model)
         check_schedule(self._model.config, schedule)
         super().__init__(schedule)
         self._max_rows, self._in_order = max_rows, in_order
