@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from transformers import AutoConfig
@@ -75,7 +76,7 @@ def shrunk(model_type: str, layers: int, vocabulary: int) -> dict[str, Any]:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     found = {name: value for name, value in sizes.items() if name in default and default[name] is not None}
     # Left out, a list with one value a layer is made anew by the config's own rule for so many layers.
-    return {name: value for name, value in found.items() if name not in lists} | SPECIAL.get(model_type, {})
+    return {name: value for name, value in found.items() if name not in lists} | deepcopy(SPECIAL.get(model_type, {}))
 
 
 def _depth(default: dict[str, Any]) -> int:
@@ -84,6 +85,10 @@ def _depth(default: dict[str, Any]) -> int:
 
 # What the table of sizes cannot say. Layers of two kinds stand in patterns that schedules cut in several ways.
 _CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2}
+_LENT = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"] * 2,
+    "num_kv_shared_layers": 3,
+}
 _LINEAR = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _LINEAR,
@@ -95,6 +100,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
     },
     "falcon_h1": {"mamba_d_head": 8},
+    "gemma3n_text": _LENT | {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 8},
+    "gemma4_text": _LENT,
+    "gemma4_unified_text": _LENT,
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},

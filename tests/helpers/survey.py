@@ -21,7 +21,7 @@ import oracle
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.models.families import FAMILIES, Family
-from tiny import LAYERS, SCHEDULES, ragged_prompts, tiny_model
+from tiny import LAYERS, SCHEDULES, ragged_prompts, suited, tiny_model
 
 NEW = 10
 _PARTS = ("text_config", "vision_config", "audio_config", "decoder_config", "audio_encoder_config")
@@ -84,7 +84,9 @@ def differences(model: Any, prompt: Any) -> float:
     """Largest difference of logits over the schedules, with prompts of this depth."""
     (ids, mask), worst = ragged_prompts(), 0.0
     for schedule in (Schedule.full(LAYERS), *SCHEDULES.values()):
-        schedule = replace(schedule, prompt=prompt if not schedule.is_full else "full")
+        schedule = suited(model.config.model_type, replace(schedule, prompt=prompt if not schedule.is_full else "full"))
+        if schedule is None:
+            continue
         options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True}
         with attach(model, schedule):
             out = model.generate(input_ids=ids, attention_mask=mask, return_dict_in_generate=True, **options)

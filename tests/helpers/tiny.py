@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shrink import shrunk
 from skipdecode import Schedule, attach
 from skipdecode.errors import ScheduleError
-from skipdecode.models.families import FAMILIES
+from skipdecode.models.families import FAMILIES, lenders, lent_last
 from skipdecode.schedule.order import top_down
 
 LAYERS = 8
@@ -151,13 +151,19 @@ def shared_model(model_type: str) -> Any:
     return tiny_model(model_type)
 
 
-def refused(family: str, schedule: Schedule) -> bool:
-    """Whether models of the family refuse the schedule, and so they should; raises an error if they do not."""
-    if not (FAMILIES[family].recurrent and schedule.projected):
-        return False
+def suited(family: str, schedule: Schedule) -> Schedule | None:
+    """The schedule in an order that models of the family accept; None if they refuse it, and so they should."""
+    config = shared_model(family).config
+    try:
+        schedule = lent_last(config, schedule)
+    except ScheduleError:
+        assert lenders(config)
+        return None
+    if not (schedule.projected and (FAMILIES[family].recurrent or lenders(config))):
+        return schedule
     with pytest.raises(ScheduleError, match="full or max_exit"):
         attach(shared_model(family), schedule)
-    return True
+    return None
 
 
 def ragged_prompts(lengths: tuple[int, ...] = (9, 4, 7), seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from oracle import layer_list, oracle_logits, position_ids
 from skipdecode import Schedule, attach
 from skipdecode.errors import DepthWarning, UnsupportedFeatureError
-from tiny import EVERY, LAYERS, VOCAB, refused, shared_model, tiny_model
+from tiny import EVERY, LAYERS, VOCAB, shared_model, suited, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
 SPLIT = Schedule.split(LAYERS, 4, (5, 5, 4, 3, 3))
@@ -54,7 +54,7 @@ def active_rows(schedule: Schedule, labels: torch.Tensor) -> torch.Tensor:
 @both
 @pytest.mark.parametrize("family", EVERY)
 def test_labels_apply_the_schedule_to_each_response(family: str, schedule: Schedule):
-    if refused(family, schedule):
+    if (schedule := suited(family, schedule)) is None:
         return
     model = shared_model(family)
     ids, mask, labels = ragged_batch()

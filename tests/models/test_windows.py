@@ -18,6 +18,7 @@ from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, GatedEngine
 from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import UnfitModelError, UnsupportedModelError
+from skipdecode.models.families import lent_last
 from tiny import EVERY, LATER, LAYERS, tiny_model
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -97,9 +98,9 @@ def walk(family: str, edit: dict[str, Any]) -> None:
         model = tiny_model(family, **edit)
         if family in LATER:
             model(torch.tensor([PROMPT]), use_cache=False)
-    except (KeyError, ValueError, StrictDataclassError):
+    except (AttributeError, KeyError, ValueError, StrictDataclassError):
         pytest.skip("the class cannot be made with this config")
-    for schedule in (Schedule.full(LAYERS), SCHEDULE):
+    for schedule in (Schedule.full(LAYERS), lent_last(model.config, SCHEDULE)):
         try:
             tokens = generated(model, schedule)
         except UnsupportedModelError:

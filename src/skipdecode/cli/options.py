@@ -18,7 +18,7 @@ from skipdecode.engine.loading import load
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.families import check_schedule
+from skipdecode.models.families import check_schedule, lent_last
 from skipdecode.models.loading.hub import DTYPES, LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
@@ -208,6 +208,7 @@ def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) 
     positions = config.seq_len or default_seq_len
     solve = wall_solver_of(config, positions, ref.schedule)
     found = parse_schedule(text, layers, seq_len=positions, carried=ref.schedule, named=ref.schedules, solve=solve)
+    found = lent_last(ref.config, found) if is_speedup(text) else found
     check_schedule(ref.config, found)
     return ScheduleChoice(found, "of the checkpoint" if text in ref.schedules else f"from {text}")
 

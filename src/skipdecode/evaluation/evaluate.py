@@ -34,11 +34,12 @@ from skipdecode.evaluation.settings import (
 )
 from skipdecode.generation.llm import LLM
 from skipdecode.models.carried import schedule_file
+from skipdecode.models.families import check_schedule, lent_last
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import parse_schedule
+from skipdecode.schedule.grammar import is_speedup, parse_schedule
 
 AnySchedule = Schedule | str | Path
 Data = str | Path | Iterable[Mapping[str, Any]]
@@ -299,7 +300,8 @@ class _Evaluation:
                 known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules}
                 solve = wall_solver(ref, seq_len, ref.schedule)
                 schedule = parse_schedule(schedule, ref.num_layers, seq_len=seq_len, solve=solve, **known)
-            schedule.check_fits(ref.num_layers)
+                schedule = lent_last(ref.config, schedule) if is_speedup(str(asked)) else schedule
+            check_schedule(ref.config, schedule)
             if not isinstance(asked, Schedule):
                 self.texts[str(asked)] = method_name(schedule)
             found.append(schedule)

@@ -40,12 +40,12 @@ from skipdecode.generation.loop import Generated, TextLoop, TextStream
 from skipdecode.generation.run import Decoding
 from skipdecode.generation.stats import RunStats
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.families import unwrap, vocabulary_size
+from skipdecode.models.families import lent_last, unwrap, vocabulary_size
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import named_schedules
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of, parse_schedule
+from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 
 Prompt = str | list[Message] | Mapping[str, Any]
 """A text; a chat, as a list of ``{"role": …, "content": …}``; or a record for the checkpoint's template.
@@ -214,7 +214,7 @@ class LLM:
         if isinstance(asked, Schedule):
             asked.check_fits(self.num_layers)
             return asked
-        return parse_schedule(
+        found = parse_schedule(
             str(asked),
             self.num_layers,
             seq_len=max_new_tokens,
@@ -222,6 +222,7 @@ class LLM:
             named=self.schedules,
             solve=self._wall_solver(max_new_tokens),
         )
+        return lent_last(unwrap(self.loaded.model).config, found) if is_speedup(str(asked)) else found
 
     def _wall_solver(self, seq_len: int) -> Callable[[float], Schedule]:
         from skipdecode.cost.source import wall_solver

@@ -25,7 +25,7 @@ from skipdecode.learning.curriculum import make_curriculum
 from skipdecode.learning.recipe import check_same_run, current_options, data_entry, make_recipe, write_recipe
 from skipdecode.learning.run_log import CHECKPOINTS, LOG_FILE, dev_losses
 from skipdecode.models.carried import FIT_FILE, schedule_file
-from skipdecode.models.families import vocabulary_size
+from skipdecode.models.families import check_schedule, lent_last, vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest, put_fit
@@ -354,7 +354,9 @@ class _Run:
                 found, origin = Schedule.full(layers), "because neither the call nor the checkpoint names one"
             if asked is not None:
                 found = parse_schedule(str(asked), layers, seq_len=longest, carried=found)
-        found.check_fits(layers)
+        if isinstance(asked, str) and is_speedup(asked):
+            found = lent_last(self.ref.config, found)
+        check_schedule(self.ref.config, found)
         return found, origin
 
     def _tuner(self, loaded: LoadedModel, train: list[Example], dev: list[Example], schedule: Schedule) -> Tuner:

@@ -22,7 +22,7 @@ from skipdecode.errors import (
 )
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.carried import named_schedule, of_model, tuned_under
-from skipdecode.models.families import check_schedule, decoder_layers, find_family, unwrap
+from skipdecode.models.families import check_schedule, decoder_layers, find_family, lenders, unwrap
 from skipdecode.models.fit import Fit
 from skipdecode.models.forward import (
     ALL_PROMPT,
@@ -147,6 +147,7 @@ class Attachment:
             )
         self.last_run: GenerationStats | None = None
         self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts)
+        self._gate_state.lenders = lenders(self._model.config.get_text_config(decoder=True))
         self._schedule = Schedule.full(len(self._layers))
         self._find_fit: Callable[[], Fit | None] | None = functools.partial(carried_fit, model) if fit is None else None
         self._fit: Fit | None = None

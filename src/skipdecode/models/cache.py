@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from skipdecode.errors import UnsupportedFeatureError
-from skipdecode.models.families import family_of
+from skipdecode.models.families import family_of, lenders
 from skipdecode.models.plan import cached_positions
 from skipdecode.models.windows import layer_windows
 
@@ -44,7 +44,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         text_config = config.get_text_config(decoder=True)
         # A function, for copies of the cache are to share the config.
         self._new_layers: Callable[[], list[Any]] = lambda: _new_layers(text_config)
-        self.layers = self._new_layers()
+        self.layers, self._borrowers = self._new_layers(), lenders(text_config)
         self.prompt_length = prompt_length
         self.mask: Tensor | None = None  # of a model with recurrent states: the latest mask of a forward of its prompts
         self._fed_to: dict[int, int] = {}  # by recurrent layer: the columns that its state has seen
@@ -182,7 +182,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         return int(held.keys.numel() * held.keys.element_size() + held.values.numel() * held.values.element_size())
 
     def _full_tokens(self, layer: int) -> int:
-        if not isinstance(self.layers[layer], CacheLayerMixin):
+        if layer in self._borrowers or not isinstance(self.layers[layer], CacheLayerMixin):
             return 0
         window = self._window(layer)
         return self.length if window is None else min(self.length, window - 1)
@@ -194,11 +194,12 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
 
 def _new_layers(config: Any) -> list[Any]:
     """Empty layers of a cache for a model's text config."""
+    windows = layer_windows(config)
     if family_of(config.model_type).windows == "cache":
         layers: list[Any] = DynamicCache(config=config).layers
         return layers
     # A layer of transformers with a window of 1 keeps all tokens and says that it keeps none: it is one that grows.
-    windows = [window if window != 1 else None for window in layer_windows(config)]
+    windows = [window if window != 1 else None for window in windows]
     return [DynamicLayer() if n is None else DynamicSlidingWindowLayer(sliding_window=n) for n in windows]
 
 

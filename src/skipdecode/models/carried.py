@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import ScheduleError
-from skipdecode.models.families import decoder_layers, layers_in, unwrap
+from skipdecode.models.families import decoder_layers, layers_in, lent_last, unwrap
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of, parse_schedule
+from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 
 SCHEDULE_FILE = "skipdecode.json"
 FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
@@ -136,7 +136,8 @@ def named_schedule(model: Any, text: str) -> Schedule:
     known = {schedule.name: schedule for schedule in tuned_under(model)}
     own = next(reversed(known.values()), None)
     layers = len(decoder_layers(unwrap(model)))
-    return parse_schedule(text, layers, seq_len=_POSITIONS, carried=own, named=known)
+    found = parse_schedule(text, layers, seq_len=_POSITIONS, carried=own, named=known)
+    return lent_last(unwrap(model).config, found) if is_speedup(text) else found
 
 
 def _of_active_adapter(model: Any) -> dict[str, Any]:

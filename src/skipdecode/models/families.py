@@ -73,7 +73,7 @@ _ROWS: list[tuple[Family, str]] = [
         "laguna mellum mimo_v2_flash ministral modernbert-decoder olmo3 qwen2_moe vaultgemma",
     ),
     (Family(numbered=True), "diffllama"),
-    (replace(_MIXED, numbered=True), "beam"),
+    (replace(_MIXED, numbered=True), "beam gemma3n_text gemma4_text gemma4_unified_text"),
     (Family(windows="all", renews_keys=True), "phi3"),
     (Family(_BLOCKS), "ctrl gpt2 gpt_bigcode"),
     (Family(_BLOCKS, returns=1), "bloom falcon gpt_neo"),
@@ -158,11 +158,42 @@ def check_schedule(config: Any, schedule: Schedule) -> None:
     """Raise ScheduleError if a model with this transformers config cannot run the schedule."""
     config = config.get_text_config(decoder=True)
     schedule.check_fits(layers_in(config))
-    if family_of(config.model_type).recurrent and schedule.projected:
+    shared = lenders(config)
+    if schedule.projected and (shared or family_of(config.model_type).recurrent):
+        kept = "read other layers' keys and values" if shared else "have recurrent states"
         raise ScheduleError(
             f"prompts of schedule {schedule.name!r} skip layers that answers run, and layers of a {config.model_type} "
-            "model have recurrent states, which need each token of the prompt: give prompts full or max_exit"
+            f"model {kept}, which need each token of the prompt: give prompts full or max_exit"
         )
+    sets = [schedule.prompt_layers(), *map(schedule.layers, range(schedule.seq_len))]
+    missing = [(one, lender) for one, lender in shared.items() for each in sets if one in each and lender not in each]
+    if missing:
+        raise ScheduleError(
+            f"layer {missing[0][0]} reads the keys and values of layer {missing[0][1]}, which schedule "
+            f"{schedule.name!r} skips where layer {missing[0][0]} runs: drop layers that lend theirs after all that "
+            "read them"
+        )
+
+
+def lenders(config: Any) -> dict[int, int]:
+    """Of a text config: the layers that make no keys and values, each with the layer whose ones it reads."""
+    kinds: Any = getattr(config, "layer_types", None)
+    count = getattr(config, "num_kv_shared_layers", None) or 0
+    own = layers_in(config) - count
+    return {one: max(n for n in range(own) if kinds[n] == kinds[one]) for one in range(own, own + count)}
+
+
+def lent_last(config: Any, schedule: Schedule) -> Schedule:
+    """A schedule of the same budgets that drops layers that lend keys and values after those that read them.
+
+    Layers whose reader never goes stay too, so the fewest layers may be out of reach: ScheduleError.
+    """
+    shared = lenders(config.get_text_config(decoder=True))
+    left, order = [*schedule.drop_order], list[int]()
+    while found := [n for n in left if all(one in order for one, lender in shared.items() if lender == n)]:
+        order.append(found[0])
+        left.remove(found[0])
+    return replace(schedule, drop_order=tuple(order)) if shared else schedule
 
 
 def _works() -> str:

@@ -43,6 +43,7 @@ class GateState:
         self.plan: StepPlan | None = None
         self.cache: SkipCache | None = None  # of the forward
         self.steps = False  # whether recurrent layers take the forward's columns one by one
+        self.lenders: dict[int, int] = {}  # `skipdecode.models.families.lenders`
         self.bridges: dict[int, Bridge] = {}
         self.maps: dict[int, PromptMap] = {}
         self.taps = 0
@@ -62,13 +63,13 @@ class GateState:
     def passed(self, index: int, hidden: Tensor) -> Tensor:
         """The states (batch, columns, hidden_size), after a layer, of tokens that skip the layer."""
         plan, bridge = self.plan.layers[index], self.bridges.get(index)  # type: ignore[union-attr]
-        if bridge is None or plan.bridged >= hidden.shape[1]:
+        if bridge is None or plan.bridged >= hidden.shape[-2]:
             return hidden
-        before, here = hidden[:, : plan.bridged], hidden[:, plan.bridged :]
+        before, here = hidden[..., : plan.bridged, :], hidden[..., plan.bridged :, :]
         across = bridge(here)
         if plan.crosses is not None:
             across = torch.where(plan.crosses.to(here.device).unsqueeze(-1), across, here)
-        return torch.cat((before, across), 1) if plan.bridged else across
+        return torch.cat((before, across), -2) if plan.bridged else across
 
 
 class _Gated:
@@ -84,10 +85,15 @@ class _Gated:
             return run(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
         plan = state.plan.layers[index]
+        if (lender := state.lenders.get(index)) is not None and plan.count:
+            kwargs["shared_kv_states"] = _first_keys(
+                kwargs["shared_kv_states"], state.plan.layers[lender].count - plan.count
+            )
+        plan = plan.after(state.plan.columns - hidden.shape[-2])  # some models cut their upper layers' columns
         if plan.count == 0:
             passed = state.passed(index, hidden)
             return (passed, *[None] * (state.returned - 1)) if state.returned else passed
-        columns = hidden.shape[1]
+        columns = hidden.shape[-2]
         steps = state.cache is not None and state.cache.run_state(index, plan.count) and state.steps and plan.count > 1
         if plan.start or steps:
             kind: Any = type(self)
@@ -110,19 +116,19 @@ class _Gated:
         index, _ = self._skipdecode
         plan, cache, outputs = state.plan.layers[index], state.cache, []  # type: ignore[union-attr]
         for column in range(plan.count):
-            now = _columns(named, column, column + 1, hidden.shape[1])
+            now = _columns(named, column, column + 1, hidden.shape[-2])
             if isinstance(mask := now.get("attention_mask"), Tensor) and mask.dim() == 2:
                 now["attention_mask"] = None  # of padding, which `check_states` has refused here
-            out = run(hidden[:, column : column + 1], **now)
+            out = run(hidden[..., column : column + 1, :], **now)
             outputs.append(out[0] if state.returned else out)
             cache.note_columns(column + 1)  # type: ignore[union-attr]
         cache.note_columns(0)  # type: ignore[union-attr]
-        return _merge(torch.cat(outputs, 1), state.passed(index, hidden), plan)
+        return _merge(torch.cat(outputs, -2), state.passed(index, hidden), plan)
 
     def _run_late(self, run: Callable[..., Any], state: GateState, hidden: Tensor, named: dict[str, Any]) -> Tensor:
         """Project the columns before the plan's start, then run the other columns, which attend to them."""
         index, _ = self._skipdecode
-        plan, columns = state.plan.layers[index], hidden.shape[1]  # type: ignore[union-attr]
+        plan, columns = state.plan.layers[index], hidden.shape[-2]  # type: ignore[union-attr]
         layer: Any = self
         kind: Any = type(self)
         passed = state.passed(index, hidden)
@@ -133,15 +139,15 @@ class _Gated:
                     "leave the fit out"
                 )
             # A checkpointed layer takes no cache. It runs on all columns; the output of projected columns is dropped.
-            out = run(hidden[:, : plan.count], **_columns(named, 0, plan.count, columns))
+            out = run(hidden[..., : plan.count, :], **_columns(named, 0, plan.count, columns))
             out = out[0] if state.returned else out
-            return _merge(out[:, plan.start :], passed, plan)
+            return _merge(out[..., plan.start :, :], passed, plan)
         name = cache_name(kind.forward)
         cache = named[name] = state.scratch() if named.get(name) is None else named[name]
         before = _columns(named, 0, plan.start, columns)
-        fitted = _fitted_keys(state, index, hidden[:, : plan.count], cache)
+        fitted = _fitted_keys(state, index, hidden[..., : plan.count, :], cache)
         with _without_queries(layer), _given_keys(layer, fitted, slice(0, plan.start)):
-            cache.project(lambda: run(hidden[:, : plan.start], **before), plan.start)
+            cache.project(lambda: run(hidden[..., : plan.start, :], **before), plan.start)
         try:
             if plan.start == plan.count:
                 return passed
@@ -150,7 +156,7 @@ class _Gated:
             # In a ragged batch the columns that run include prompt tokens of longer rows.
             given = None if plan.keep is None else fitted
             with _given_keys(layer, given, slice(plan.start, plan.count), plan.keep):
-                out = run(hidden[:, plan.start : plan.count], **now)
+                out = run(hidden[..., plan.start : plan.count, :], **now)
         finally:
             cache.note_columns(0)
         return _merge(out[0] if state.returned else out, passed, plan)
@@ -204,9 +210,9 @@ def with_mixin(mixin: Any, base: Any) -> Any:
 def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
     """The layer's output for the tokens that run it, and the input for all others."""
     if plan.keep is not None:
-        out = torch.where(plan.keep.to(out.device).unsqueeze(-1), out, hidden[:, plan.start : plan.count])
-    parts = [hidden[:, : plan.start], out, hidden[:, plan.count :]]
-    return torch.cat([part for part in parts if part.shape[1]], dim=1)
+        out = torch.where(plan.keep.to(out.device).unsqueeze(-1), out, hidden[..., plan.start : plan.count, :])
+    parts = [hidden[..., : plan.start, :], out, hidden[..., plan.count :, :]]
+    return torch.cat([part for part in parts if part.shape[-2]], dim=-2)
 
 
 @contextlib.contextmanager
@@ -255,12 +261,18 @@ def _given_keys(
         yield
 
 
+def _first_keys(shared: Any, gone: int) -> Any:
+    """Lent keys and values by kind of layer, without the last `gone` columns, which the reading layer skips."""
+    kinds = shared.items() if gone else ()
+    return {kind: tuple(each[..., : each.shape[-2] - gone, :] for each in pair) for kind, pair in kinds} or shared
+
+
 def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache) -> tuple[Tensor, Tensor] | None:
     """Fitted keys and values for the states at a layer; None if the fit has no map for the layer."""
     made = state.maps.get(index)
     if made is None:
         return None
-    columns, text = hidden.shape[1], None
+    columns, text = hidden.shape[-2], None
     if state.text is None:
         first = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         first[:, :1] = cache.length == 0
@@ -300,7 +312,7 @@ def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
     gone = columns - count
     match name:
         case "hidden_states" | "original_hidden_states" | "per_layer_input":
-            return value[:, start:count]
+            return value[..., start:count, :]
         case "attention_mask" | "mamba_attention_mask" | "conv_mask" | "causal_mask":
             return _cut_mask(value, start, count, columns)
         case "position_ids":

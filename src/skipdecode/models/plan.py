@@ -47,6 +47,16 @@ class LayerPlan:
     bridged: int = AFTER
     crosses: Tensor | None = None
 
+    def after(self, gone: int) -> LayerPlan:
+        """The plan for a layer that is not given the first `gone` columns."""
+        if gone == 0:
+            return self
+        keep = None if self.keep is None else self.keep[:, max(gone - self.start, 0) :]
+        crosses = None if self.crosses is None else self.crosses[:, max(gone - self.bridged, 0) :]
+        return LayerPlan(
+            max(self.count - gone, 0), max(self.start - gone, 0), keep, max(self.bridged - gone, 0), crosses
+        )
+
 
 @dataclass(frozen=True)
 class StepPlan:

@@ -30,7 +30,10 @@ def layer_windows(config: Any) -> list[int | None]:
         from transformers import DynamicCache  # brings torch, which refusals of the command line do without
 
         made = DynamicCache(config=config).layers
-        return [int(one.sliding_window) if getattr(one, "is_sliding", False) else None for one in made]
+        windows = [int(one.sliding_window) if getattr(one, "is_sliding", False) else None for one in made]
+        if any(window is not None and window < 2 for window in windows):  # the cache keeps all tokens for 1
+            raise _refused(config, f"sliding_window is {config.sliding_window}", "2 or more tokens are accepted")
+        return windows
     window = _window(config)
     types = getattr(config, "layer_types", None) if family.windows == "types" else None
     slides = [True] * layers if types is None else [kind == _SLIDING for kind in types]
