@@ -243,8 +243,6 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     assert deep["perplexity"] > 1.2 * base["perplexity"]
     assert deep["decode_speedup"] > 0
     for row in rows.values():
-        buckets = row["by_position"]["perplexity"]
-        assert [(b["low"], b["high"]) for b in buckets[:2]] == [(0, 15), (16, 31)]
         assert row["instructions"]["followed"] <= 1
     texts = read_rows(out / "outputs.jsonl")
     assert len(texts) == document["n"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from skipdecode.common.environment import limit_threads
 from skipdecode.common.options import Options, Reads, option
@@ -23,9 +23,6 @@ from skipdecode.models.loading.hub import DTYPES, LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
-
-if TYPE_CHECKING:
-    from skipdecode.engine.opening import Backend
 
 SCHEDULE_FILE = Reads(lambda text: (Path(base_of(text)),))
 BASE = "for an adapter: its base model, a directory or a name (default: the one that the adapter names)"
@@ -116,12 +113,6 @@ class EngineOptions(NamedModel):
             if self.ref.fit is not None and (own := self.ref.own_fit) is not None and not own.samefile(self.ref.fit):
                 note(f"the checkpoint's own fit, {own}, is not used: copy the schedule beside it to use it")
         return loaded
-
-    def engines(self, loaded: LoadedModel, tell: Callable[[str], None] = note) -> Backend:
-        """The backend of the model; `tell` gets a line if the choice needs an explanation."""
-        from skipdecode.engine.opening import open_engines
-
-        return open_engines(loaded.model, self.engine, tell, self.quantization)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,53 +70,41 @@ class Chart(NamedTuple):
     least: float | None = None
 
 
-def save_picture(path: Path, png: Callable[[], bytes]) -> None:
-    """Write a picture, or print a note if matplotlib is not installed."""
+def save_charts(charts: Sequence[Chart], path: Path) -> None:
+    """Write the charts that have points side by side; without points, or without matplotlib, print a note instead."""
+    drawn = [chart for chart in charts if any(series.points for series in chart.series)]
     try:
-        write_whole(path, png())
+        if drawn:
+            write_whole(path, charts_png(drawn, size=(6.4, 4.2)))
+        else:
+            note(f"no picture {path}: there are no points to draw")
     except MissingExtraError as error:
         note(f"no picture: {error}")
 
 
-def save_charts(charts: Sequence[Chart], path: Path) -> None:
-    """Write the charts that have points side by side, as `save_picture` does; without points, print a note instead."""
-    if drawn := [chart for chart in charts if any(series.points for series in chart.series)]:
-        save_picture(path, lambda: charts_png(drawn, size=(6.4, 4.2)))
-    else:
-        note(f"no picture {path}: there are no points to draw")
-
-
 def charts_png(charts: Sequence[Chart], *, columns: int = 3, size: tuple[float, float] = (3.5, 2.9)) -> bytes:
     """The charts in one picture, each of this size in inches, with one legend below; raises MissingExtraError."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure  # pyplot would need a window system and has global state
+    except ImportError:
+        raise MissingExtraError("a picture", "plot") from None
     columns = min(columns, len(charts))
     rows = -(-len(charts) // columns)
     names = list(dict.fromkeys(series.name for chart in charts for series in chart.series))
     styles = {name: (_COLORS[i % len(_COLORS)], "os^D"[i // len(_COLORS) % 4]) for i, name in enumerate(names)}
     # An entry of the legend: a stroke of 40 points and, in the mean, 4.7 points for a letter.
     entries = max(1, int(columns * size[0] * 72 / (40 + 4.7 * max(map(len, names)))))
-
-    def draw(figure: Any) -> None:
-        shown: dict[str, Any] = {}
+    buffer, shown = io.BytesIO(), dict[str, Any]()
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(columns * size[0], rows * size[1]), dpi=150, layout="constrained")
         for place, chart in enumerate(charts, start=1):
             axes = figure.add_subplot(rows, columns, place)
             _draw(axes, chart, styles)
-            handles, names = axes.get_legend_handles_labels()
-            shown |= zip(names, handles, strict=True)
+            handles, labels = axes.get_legend_handles_labels()
+            shown |= zip(labels, handles, strict=True)
         if len(shown) > 1:
             figure.legend(shown.values(), shown, loc="outside lower center", ncols=entries, fontsize=8)
-
-    return _png((columns * size[0], rows * size[1]), draw)
-
-
-def _png(size: tuple[float, float], draw: Callable[[Any], object]) -> bytes:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure  # pyplot would need a window system and has global state
-    except ImportError:
-        raise MissingExtraError("a picture", "plot") from None
-    with matplotlib.rc_context(_STYLE):
-        figure, buffer = Figure(figsize=size, dpi=150, layout="constrained"), io.BytesIO()
-        draw(figure)
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
 

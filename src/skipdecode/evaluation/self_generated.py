@@ -18,15 +18,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.common.environment import environment
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note, progress_bar
-from skipdecode.common.tables import figures, markdown
+from skipdecode.common.tables import figures
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import PromptEncoder, context_length, encode_prompts, prompt_room
 from skipdecode.data.records import Record, Template
@@ -63,7 +61,6 @@ from skipdecode.schedule import Schedule
 
 _BATCHES = 4  # decoded and kept together
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
-_FIRST_BUCKET = 16
 
 
 def _has(text: str, word: str) -> bool:
@@ -146,7 +143,6 @@ class SelfEvaluation:
                 "mean_tokens": sum(map(len, given)) / len(given),
                 "perplexity": seen.b,
                 "of_base": seen.ratio and asdict(seen.ratio),
-                "by_position": {"perplexity": _by_position(losses[one], _perplexity)},
             }
             if one is not self.base and self.settings.teacher_forced:
                 measure = partial(token_fidelity, teacher=self.base.backend.model)
@@ -154,7 +150,6 @@ class SelfEvaluation:
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
                     row[name] = asdict(interval(sums(values), score, **draws))
-                    row["by_position"][name] = _by_position(values, score)
             if obeyed:
                 pair = compare(obeyed[self.base], obeyed[one], ratio_of_sums, **draws)
                 row["instructions"] = {"followed": pair.b, "difference": asdict(pair.difference)}
@@ -187,15 +182,6 @@ class SelfEvaluation:
 
 def _perplexity(total: Table) -> float:
     return math.exp(ratio_of_sums(total))
-
-
-def _by_position(rows: Sequence[Any], score: Callable[[Table], float]) -> list[dict[str, Any]]:
-    """The score of tokens at positions 0 to 15, 16 to 31, 32 to 63, and so on, doubling."""
-    found, low, high = [], 0, _FIRST_BUCKET
-    while len(values := np.concatenate([row[low:high] for row in rows])):
-        found.append({"low": low, "high": high - 1, "tokens": len(values), "score": score(sums([values])[0])})
-        low, high = high, 2 * high
-    return found
 
 
 # ---------------------------------------------------------------------- the evaluation
@@ -327,15 +313,5 @@ _TITLE = (
 
 
 def own_texts_tables(document: Mapping[str, Any]) -> str:
-    """The tables of an evaluation without references, in Markdown."""
-    rows: list[dict[str, Any]] = document["rows"]
-    lines = [_TITLE.format(n=document["n"]), *figures(_COLUMNS, rows)]
-    for title, name, form in (("KL by position", "kl", "{:.3f}"), ("perplexity", "perplexity", "{:.2f}")):
-        found = {row["name"]: row["by_position"].get(name, ()) for row in rows}
-        if not any(found.values()):
-            continue
-        heads = [f"{bucket['low']}-{bucket['high']}" for bucket in max(found.values(), key=len)]
-        scores = [[form.format(b["score"]) for b in buckets] for buckets in found.values()]
-        filled = [[which, *row, *["-"] * (len(heads) - len(row))] for which, row in zip(found, scores, strict=True)]
-        lines += ["", *markdown([[title, *heads], *filled])]
-    return "\n".join(lines)
+    """The table of an evaluation without references, in Markdown."""
+    return "\n".join([_TITLE.format(n=document["n"]), *figures(_COLUMNS, document["rows"])])
