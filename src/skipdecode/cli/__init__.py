@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -84,6 +85,7 @@ def _run(arguments: list[str]) -> int:
     args = parser.read(arguments[1:])
     try:
         config = config_from(module.Config, args)
+        object.__setattr__(config, "command", shlex.join(["skipdecode", *arguments]))  # configs are frozen
         with claimed(config):
             check_together(config)
             return int(module.run(config))

@@ -1,4 +1,4 @@
-"""Command-line arguments from the option fields of a config dataclass, and a command line from a config."""
+"""Command-line arguments from the option fields of a config dataclass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import inspect
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -60,23 +59,6 @@ def check_together(config: Any) -> None:
             raise UsageError(f"{shown[name]} and {shown[clash]} exclude each other: give one of them")
 
 
-def command_line(verb: str, config: Any) -> str:
-    """The command line that gives this config, without options that have their default."""
-    given, flags = [], []
-    for field in _own_first(type(config)):
-        value = getattr(config, field.name)
-        if value is None or value == field.default:
-            continue
-        words = [_written(v) for v in (value if isinstance(value, tuple) else (value,))]
-        if field.metadata["positional"]:
-            given += words
-        elif isinstance(value, bool):
-            flags.append(flag(field.name) if value else flag(field.name).replace("--", "--no-", 1))
-        else:
-            flags += [flag(field.name), *words]
-    return shlex.join(["skipdecode", verb, *given, *flags])
-
-
 def flag(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
@@ -85,11 +67,6 @@ def flag(name: str) -> str:
 def option_name(config: type, name: str) -> str:
     """The flag of a field, or the upper-case name of a positional one."""
     return name.upper() if kinds(config)[name].metadata["positional"] else flag(name)
-
-
-def _written(value: Any) -> str:
-    short = f"{value:g}" if isinstance(value, float) else str(value)
-    return short if not isinstance(value, float) or float(short) == value else repr(value)
 
 
 def _own_first(config: type) -> list[dataclasses.Field[Any]]:

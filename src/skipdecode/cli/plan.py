@@ -18,7 +18,6 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from skipdecode.cli.arguments import command_line
 from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.options import Reads, Writes, option
@@ -73,7 +72,7 @@ def _commands(config: Config, found: Plan) -> dict[str, str]:
     rest = f"--max-new-tokens {config.new_tokens} 'Your prompt'"
     file = config.schedule or config.out
     if file is None:
-        return {"next": command_line("plan", config) + " --out schedule.json"}
+        return {"next": f"{config.command} --out schedule.json"}
     model, file = shlex.join(config.words), shlex.quote(file)
     if found.tuned:
         return {"next": f"skipdecode generate {model} --schedule {file} --compare {rest}"}

@@ -17,10 +17,9 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.arguments import command_line
 from skipdecode.cli.options import NamedModel
 from skipdecode.common.options import Reads, option
 from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
@@ -75,5 +74,5 @@ def _next(config: Config, ready: Prepared) -> list[str]:
         model += f" --schedule {'full' if full else ready.schedule_of(best)}"
         model += f" --quantization {best['quantization']}" if "quantization" in best else ""
         model += " --exact" if "exact" in best else ""
-    more = command_line("prepare", replace(config, minutes=max(20.0, 2 * config.minutes), resume=True))
+    more = f"{config.command} --minutes {max(20.0, 2 * config.minutes):g}" + " --resume" * (not config.resume)
     return [f"skipdecode generate {model} --compare 'Your prompt'", more]
