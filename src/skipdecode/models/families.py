@@ -62,9 +62,10 @@ _ROWS: list[tuple[Family, str]] = [
         Family(),
         "apertus arcee aria_text axk1 bitnet cohere deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe flex_olmo "
         "gemma glm glm4 glm4_moe glm4_moe_lite granite granitemoe granitemoeshared helium hunyuan_v1_dense "
-        "hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe llama llama4_text minicpm3 minimax_m2 "
-        "minimax_m3_vl_text nanochat nemotron olmo olmo2 olmoe persimmon phi seed_oss solar_open stablelm xglm youtu",
+        "hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe llama minicpm3 minimax_m2 "
+        "nanochat nemotron olmo olmo2 olmoe persimmon phi seed_oss solar_open stablelm xglm youtu",
     ),
+    (Family(windows="cache"), "llama4_text minimax_m3_vl_text"),
     (Family(windows="types"), "dots1 exaone4 exaone_moe qwen2 qwen3 smollm3"),
     (Family(windows="all"), "doge ministral3 mistral mixtral phimoe qwen3_moe starcoder2"),
     (

@@ -244,7 +244,10 @@ def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:
     model.to(device)
     _check_loaded(place.where, model, stored, loading)
     if renamed is not None:
-        note(f"{place.where}: names of torch's wrappers, such as _orig_mod, are left out of the names of its weights")
+        what = (
+            "language_model" if any("language" in each for each in renamed) else "_orig_mod, or another wrapper's name,"
+        )
+        note(f"{place.where}: {what} is left out of the names of its weights")
         # transformers would write the old names again.
         kept = [one for one in model._weight_conversions if not {*one.source_patterns} <= renamed.keys()]
         model._weight_conversions = kept

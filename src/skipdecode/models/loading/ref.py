@@ -233,6 +233,10 @@ class ModelRef:
         if config.is_encoder_decoder:
             raise ModelLoadError(f"{where} is an encoder-decoder ({config.model_type}): {needed}")
         classes = config.architectures or []
+        if (text := config.get_text_config(decoder=True)).model_type in FAMILIES and text is not config:
+            # The text model of a checkpoint that reads images or sounds too.
+            text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+            config, classes = text, []
         if config.model_type not in CAUSAL_LM or (classes and not set(classes) & set(CAUSAL_LM.values())):
             raise ModelLoadError(f"{where} holds {', '.join(classes) or config.model_type}: {needed}")
         if config.model_type in FAMILIES:

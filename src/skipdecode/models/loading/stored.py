@@ -25,7 +25,11 @@ _NAMED_TENSORS = 2
 _INNER = r"_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
 _WRAPPERS = (rf"^(?:(?:module|{_INNER})\.)+", rf"(?:(?:{_INNER})\.)+")
 
-_EXTRA_HEADS = r"v_head\.|mtp\.|model\.mtp_layers\."  # value heads of TRL, multi-token prediction
+# Value heads of TRL, multi-token prediction, and what reads images or sounds.
+_EXTRA_HEADS = (
+    r"v_head\.|mtp\.|model\.mtp_layers\.|(model\.)?(vision|visual|audio|embed_vision|embed_audio|multi_modal)"
+)
+_OF_TEXT = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
 
 
 class StoredTensor(NamedTuple):
@@ -143,9 +147,11 @@ def _numbers_of(config: Any) -> int:
 
 
 def without_wrappers(stored: Iterable[str]) -> dict[str, str] | None:
-    """What removes the names of torch's wrappers from the names of weights, as transformers takes it; None: nothing."""
-    wrapped = any(re.search(pattern, name) for name in stored for pattern in _WRAPPERS)
-    return dict.fromkeys(_WRAPPERS, "") if wrapped else None
+    """What leaves wrappers of torch and multimodal models out of names of weights, for transformers; None: nothing."""
+    for renamed in (dict.fromkeys(_WRAPPERS, ""), _OF_TEXT):
+        if any(re.search(pattern, name) for name in stored for pattern in renamed):
+            return renamed
+    return None
 
 
 # ---------------------------------------------------------------------- what was loaded
