@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import skipdecode
 from skipdecode.cli import main
@@ -24,7 +23,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> Any:
-    assert main(["info", "--json"]) == 0
+    assert main(["info"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -67,7 +66,7 @@ def test_a_model_has_its_engine_and_what_prompts_compute_in_layers_that_they_do_
     family: str, changes: dict[str, Any], engine: str, alone: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_model(family, **changes).config.save_pretrained(tmp_path)
-    assert main(["info", str(tmp_path), "--json"]) == 0
+    assert main(["info", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["model_type"], found["num_layers"], found["projects_alone"]) == (family, LAYERS, alone)
     assert found["engine"].startswith(engine)
@@ -77,11 +76,3 @@ def test_families_that_cannot_make_keys_and_values_alone_are_these() -> None:
     alone = {name: projection(decoder_layers(tiny_model(name))[0], "q_proj") is not None for name in OPTIONS}
     fused = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "phi3"}
     assert {name for name, is_alone in alone.items() if not is_alone} == fused
-
-
-def test_text_is_the_same_document_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys)
-    assert main(["info"]) == 0
-    text = capsys.readouterr().out
-    assert yaml.safe_load(text) == found
-    assert max(map(len, text.splitlines())) < 200

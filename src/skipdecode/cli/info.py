@@ -23,18 +23,12 @@ class Config(Options):
 
     model: str | None = option(f"only this model: {MODEL}", default=None, positional=True, path=Reads(model_files))
     base: str | None = option(BASE, default=None, path=Reads(model_files))
-    json: bool = option("print one JSON document instead of YAML", default=False)
 
 
 def run(config: Config) -> int:
-    """Print the report on stdout."""
+    """Print the report as JSON."""
     report = _report() if config.model is None else _about(config.model, config.base)
-    if config.json:
-        print(json.dumps(report, indent=2))
-    else:
-        import yaml
-
-        print(yaml.safe_dump(report, sort_keys=False, allow_unicode=True, width=100), end="")
+    print(json.dumps(report, indent=2, ensure_ascii=False))
     return 0
 
 

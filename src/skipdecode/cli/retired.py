@@ -42,6 +42,7 @@ RETIRED = {
     "eval --self-tokens": "give --max-new-tokens",
     "eval --self-top-p": "give --top-p",
     "generate --restart": "delete FILE.partial of the interrupted run",
+    "info --json": "info always prints JSON",
     "plan --use": "--flat plans for continuous batching",
     "plan --png": "the printed plan shows the layers; prepare and skipdecode.calibrate write pictures",
     "plan --measure": "plan always times the model; --remeasure times it again",

@@ -166,10 +166,6 @@ class Outputs:
     batches: list[Generation]
     full: list[list[int]] = field(default_factory=list)
 
-    def timing(self) -> dict[str, float | None]:
-        """JSON-ready sums over the batches, and rates."""
-        return timing_of(self.batches)
-
 
 def generate_all(
     sides: Sequence[Method],

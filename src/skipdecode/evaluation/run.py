@@ -22,7 +22,7 @@ from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task, repeated
 from skipdecode.engine.opening import end_tokens
 from skipdecode.errors import DataError
-from skipdecode.evaluation.methods import Method, Outputs, generate_all
+from skipdecode.evaluation.methods import Method, Outputs, generate_all, timing_of
 from skipdecode.evaluation.metrics import METRICS, Metric
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
@@ -234,7 +234,7 @@ class TaskEvaluation:
             "kept": kept,
             "metrics": metrics,
             # Times of outputs of different lengths, which do not measure speed.
-            "free_running": outputs.timing(),
+            "free_running": timing_of(outputs.batches),
             "outputs": OUTPUTS_FILE,
             "config": about,
             "environment": environment(),

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
@@ -99,87 +99,6 @@ def followed(answer: str, checks: Mapping[str, Any]) -> bool:
     return bool(answer.strip()) and all(_CHECKS[kind](answer.strip(), value) for kind, value in checks.items())
 
 
-@dataclass(frozen=True)
-class SelfEvaluation:
-    """Measures methods on texts for the same prompts (token ids), with the same random numbers.
-
-    `base` is the base model at full depth, with which the others are compared. `settings` have `max_new_tokens`; `kept`
-    has texts that an earlier, interrupted run made.
-    """
-
-    base: Method
-    tokenizer: Any
-    prompts: list[list[int]]
-    sampling: Sampling
-    ends: frozenset[int]
-    settings: EvaluationSettings
-    kept: KeptValues
-
-    def texts(self, method: Method) -> list[list[int]]:
-        """New tokens of a method's texts, the end token included."""
-        return self._decoded("texts", method, self.prompts, self.sampling)
-
-    def obeyed(self, method: Method) -> Table:
-        """Whether a chat model follows each of `instructions` with greedy answers, shape (instructions, 2)."""
-        wanted = instructions()
-        records = [Record(i, i + 1, i, one["prompt"]) for i, one in enumerate(wanted)]
-        prompts = [p.token_ids for p in PromptEncoder(self.tokenizer, None, chat=True).encode(records)]
-        answers = self._decoded("instructions", method, prompts, Sampling())
-        texts = (self.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers)
-        return table_of([[followed(text, one["checks"]), 1] for one, text in zip(wanted, texts, strict=True)])
-
-    def rows(self, texts: Mapping[Method, list[list[int]]], *, chat: bool) -> list[dict[str, Any]]:
-        """The result of each method, from all their texts; `chat`: with instructions. JSON-ready."""
-        draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
-        losses = {one: self._along(f"perplexity, {one.name}", token_losses, self.base, texts[one]) for one in texts}
-        obeyed = {one: self.obeyed(one) for one in texts} if chat else {}
-        found = []
-        for one, given in texts.items():
-            seen = compare(sums(losses[self.base]), sums(losses[one]), _perplexity, **draws)
-            row: dict[str, Any] = {
-                "name": one.name,
-                **{n: value for n, value in one.settings().items() if n in ("quantization", "exact")},
-                "nominal_speedup": one.schedule.nominal_speedup,
-                "mean_tokens": sum(map(len, given)) / len(given),
-                "perplexity": seen.b,
-                "of_base": seen.ratio and asdict(seen.ratio),
-            }
-            if one is not self.base and self.settings.teacher_forced:
-                measure = partial(token_fidelity, teacher=self.base.backend.model)
-                tokens = self._along(f"fidelity, {one.name}", measure, one, texts[self.base])
-                for name in ("kl", "top1_agreement"):
-                    values, score = [row[name] for row in tokens], partial(ratio_score, name)
-                    row[name] = asdict(interval(sums(values), score, **draws))
-            if obeyed:
-                pair = compare(obeyed[self.base], obeyed[one], ratio_of_sums, **draws)
-                row["instructions"] = {"followed": pair.b, "difference": asdict(pair.difference)}
-            found.append(row)
-        return found
-
-    def _decoded(self, what: str, method: Method, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
-        most, size = self.settings.max_new_tokens or 1, self.settings.batch_size
-        rows: list[list[int]] = []
-        with progress_bar(len(prompts), "text", name=f"{what}, {method.name}") as bar:
-            for start in range(0, len(prompts), _BATCHES * size):
-                key, part = f"{what} {method.name} {start}", prompts[start : start + _BATCHES * size]
-                given = self.kept.get(key)
-                if given is None:
-                    requests = [
-                        Request(tuple(ids), most, sampling.for_row(i), self.ends) for i, ids in enumerate(part, start)
-                    ]
-                    given = [row.tokens for row in method.make_engine(size).decode(requests)]
-                    self.kept.put(key, given)
-                rows += given
-                bar.update(len(given))
-        return rows
-
-    def _along(self, name: str, measure: Callable[..., list[Any]], method: Method, texts: list[list[int]]) -> list[Any]:
-        """The values of a measure of a method on each of some texts."""
-        measured = partial(measure, method.backend.model, method.schedule)
-        with progress_bar(len(texts), "text", name=name) as bar:
-            return along(measured, self.prompts, texts, self.settings.batch_size, bar.update)
-
-
 def _perplexity(total: Table) -> float:
     return math.exp(ratio_of_sums(total))
 
@@ -214,7 +133,7 @@ class OwnTexts:
         """Generate, compare, time and save; raises OutputError if `out` has a result that is not to be replaced."""
         loaded, base, backend = self.llm.loaded, self.base.loaded, self.llm.backend
         note(f"base model: {base.name}; engine: {backend.name}")
-        reference = Method(self.base.backend, name="base")
+        reference = self._reference
         full = reference if self.base is self.llm else Method(backend)
         methods = [Method(backend, schedule) for schedule in self.schedules]
         ways = other_ways(backend, self.schedules) if self.options.ways else []
@@ -235,13 +154,13 @@ class OwnTexts:
         }
         variants = list(dict.fromkeys([reference, full, *methods]))
         tokenizer: Any = base.tokenizer
-        sampling, ends = self._generated.answers(self.options.seed), end_tokens(base.model, tokenizer)
+        sampling = self._generated.answers(self.options.seed)
         whole = about | {"prompts": prompts}
         check_free(out, overwrite=self.options.overwrite or is_unfinished(out, whole))
         with closing(keep_unfinished(out, whole)) as kept:
-            comparison = SelfEvaluation(reference, tokenizer, prompts, sampling, ends, settings, kept)
-            texts = {variant: comparison.texts(variant) for variant in variants}
-            rows = comparison.rows(texts, chat=template.chat)
+            texts = {one: self._decoded("texts", one, prompts, sampling, kept) for one in variants}
+            obeyed = {one: self._obeyed(one, kept) for one in variants if template.chat}
+            rows = self._rows(texts, prompts, obeyed)
             lengths = [len(text) for text in texts[reference]]
             speeds = measured_speeds([full, *methods, *drafted], prompts, lengths, settings, kept)
             kept.remove()
@@ -258,6 +177,11 @@ class OwnTexts:
         ]
         forget_prompts(out)
         return save_run(out, document, outputs)
+
+    @cached_property
+    def _reference(self) -> Method:
+        """The base model at full depth, with which the others are compared."""
+        return Method(self.base.backend, name="base")
 
     @property
     def _generated(self) -> SelfGeneratedOptions:
@@ -291,6 +215,76 @@ class OwnTexts:
         fitting, ids = encode_prompts(template, Records(tuple(found)), base.tokenizer, room=room, skip_bad=True)
         note_left_out(fitting.skipped)
         return template, list(fitting.items), ids
+
+    # ------------------------------------------------------------------ measures
+
+    def _obeyed(self, method: Method, kept: KeptValues) -> Table:
+        """Whether a chat model follows each of `instructions` with greedy answers, shape (instructions, 2)."""
+        wanted = instructions()
+        records = [Record(i, i + 1, i, one["prompt"]) for i, one in enumerate(wanted)]
+        prompts = [p.token_ids for p in PromptEncoder(self.base.tokenizer, None, chat=True).encode(records)]
+        answers = self._decoded("instructions", method, prompts, Sampling(), kept)
+        texts = (self.base.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers)
+        return table_of([[followed(text, one["checks"]), 1] for one, text in zip(wanted, texts, strict=True)])
+
+    def _rows(
+        self, texts: Mapping[Method, list[list[int]]], prompts: list[list[int]], obeyed: Mapping[Method, Table]
+    ) -> list[dict[str, Any]]:
+        """The result of each method, from all their texts and the instructions that they obeyed. JSON-ready."""
+        base = self._reference
+        draws = {"resamples": self.options.resamples, "seed": self.options.seed}
+        losses = {one: self._along(f"perplexity, {one.name}", token_losses, base, prompts, texts[one]) for one in texts}
+        found = []
+        for one, given in texts.items():
+            seen = compare(sums(losses[base]), sums(losses[one]), _perplexity, **draws)
+            row: dict[str, Any] = {
+                "name": one.name,
+                **{n: value for n, value in one.settings().items() if n in ("quantization", "exact")},
+                "nominal_speedup": one.schedule.nominal_speedup,
+                "mean_tokens": sum(map(len, given)) / len(given),
+                "perplexity": seen.b,
+                "of_base": seen.ratio and asdict(seen.ratio),
+            }
+            if one is not base and self.options.teacher_forced:
+                measure = partial(token_fidelity, teacher=base.backend.model)
+                tokens = self._along(f"fidelity, {one.name}", measure, one, prompts, texts[base])
+                for name in ("kl", "top1_agreement"):
+                    values, score = [row[name] for row in tokens], partial(ratio_score, name)
+                    row[name] = asdict(interval(sums(values), score, **draws))
+            if obeyed:
+                pair = compare(obeyed[base], obeyed[one], ratio_of_sums, **draws)
+                row["instructions"] = {"followed": pair.b, "difference": asdict(pair.difference)}
+            found.append(row)
+        return found
+
+    def _decoded(
+        self, what: str, method: Method, prompts: list[list[int]], sampling: Sampling, kept: KeptValues
+    ) -> list[list[int]]:
+        """New tokens of a method for prompts, the end token included; `kept` has those of an interrupted run."""
+        most, size = self._generated.self_tokens, self.options.batch_size
+        ends = end_tokens(self.base.loaded.model, self.base.tokenizer)
+        rows: list[list[int]] = []
+        with progress_bar(len(prompts), "text", name=f"{what}, {method.name}") as bar:
+            for start in range(0, len(prompts), _BATCHES * size):
+                key, part = f"{what} {method.name} {start}", prompts[start : start + _BATCHES * size]
+                given = kept.get(key)
+                if given is None:
+                    requests = [
+                        Request(tuple(ids), most, sampling.for_row(i), ends) for i, ids in enumerate(part, start)
+                    ]
+                    given = [row.tokens for row in method.make_engine(size).decode(requests)]
+                    kept.put(key, given)
+                rows += given
+                bar.update(len(given))
+        return rows
+
+    def _along(
+        self, name: str, measure: Callable[..., Any], method: Method, prompts: list[list[int]], texts: list[list[int]]
+    ) -> list[Any]:
+        """The values of a measure of a method on each of some texts."""
+        measured = partial(measure, method.backend.model, method.schedule)
+        with progress_bar(len(texts), "text", name=name) as bar:
+            return along(measured, prompts, texts, self.options.batch_size, bar.update)
 
 
 # ---------------------------------------------------------------------- the tables
