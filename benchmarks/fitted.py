@@ -44,9 +44,9 @@ from skipdecode.data.tasks import load_task
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.metrics import METRICS
+from skipdecode.evaluation.scores import token_fidelity, token_losses
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
-from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.carried import FIT_FILE, bundled_schedules

@@ -19,7 +19,7 @@ from skipdecode.cli.options import EngineOptions
 from skipdecode.common.environment import limit_threads, usable_cores
 from skipdecode.common.files import copy_files
 from skipdecode.common.journal import KeptValues, is_begun
-from skipdecode.common.registry import check_name
+from skipdecode.common.options import check_name
 from skipdecode.errors import OutputError, UsageError
 
 SETTINGS = {"model": "m", "records": {"sha256": "abc"}}
@@ -148,7 +148,7 @@ def test_threads_are_those_of_the_processors_unless_they_are_chosen(monkeypatch:
 
 USE_MEMORY = """
 import ctypes, platform, resource
-from skipdecode.common.allocator import keep_freed_memory
+from skipdecode.common.environment import keep_freed_memory
 done = keep_freed_memory()
 import mmap
 def faults():

@@ -25,9 +25,8 @@ from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run, check_free, load_run
 from skipdecode.evaluation.run import TaskEvaluation
-from skipdecode.evaluation.scores import free_running, ratio_score
+from skipdecode.evaluation.scores import free_running, ratio_score, sums, token_fidelity, token_losses
 from skipdecode.evaluation.settings import EvaluationSettings
-from skipdecode.evaluation.teacher_forced import sums, token_fidelity, token_losses
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)

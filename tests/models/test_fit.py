@@ -27,7 +27,7 @@ from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import DepthWarning, FitError, UntunedScheduleWarning, UsageError
-from skipdecode.evaluation.teacher_forced import token_fidelity
+from skipdecode.evaluation.scores import token_fidelity
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.carried import FIT_FILE, bundled_schedules, schedule_file

@@ -12,7 +12,7 @@ from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.engine import GatedEngine
 from skipdecode.errors import UnsupportedFeatureError
-from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
+from skipdecode.evaluation.scores import token_fidelity, token_losses
 from skipdecode.models.release import before
 from skipdecode.models.rotary import switch_length
 from tiny import LAYERS, tiny_model

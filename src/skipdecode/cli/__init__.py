@@ -19,8 +19,8 @@ from skipdecode import __version__
 from skipdecode.cli.arguments import Parser, add_options, check_together, config_from, with_flags
 from skipdecode.cli.paths import claimed
 from skipdecode.cli.retired import refuse_retired
+from skipdecode.common.options import near
 from skipdecode.common.progress import detailed, quiet
-from skipdecode.common.registry import near
 from skipdecode.errors import SkipDecodeError
 
 __all__ = ["VERBS", "main"]

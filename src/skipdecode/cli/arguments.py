@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from skipdecode.cli.retired import refuse_retired
-from skipdecode.common.options import Kind, kinds
-from skipdecode.common.registry import near
+from skipdecode.common.options import Kind, kinds, near
 from skipdecode.errors import OptionError, SkipDecodeError, UsageError
 
 T = TypeVar("T")

@@ -12,8 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skipdecode.common.options import Options, option
-from skipdecode.common.registry import near
+from skipdecode.common.options import Options, near, option
 from skipdecode.data.records import Record, Template
 from skipdecode.data.stopping import StopStrings
 from skipdecode.errors import DataError, OptionError, UsageError

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from skipdecode.common.allocator import return_freed_memory
+from skipdecode.common.environment import return_freed_memory
 from skipdecode.engine.kernels.memory import Arena
 from skipdecode.engine.kernels.quantize import Quantization, QuantizedWeight, quantize
 from skipdecode.engine.kernels.spec import LinearSpec, ModelSpec

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from skipdecode.common.bootstrap import Table, ratio_of_sums
+from skipdecode.common.options import check_name
 from skipdecode.common.progress import without_foreign_bars
-from skipdecode.common.registry import check_name
 from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.models.loading.beside import ask_hub

@@ -34,10 +34,18 @@ from skipdecode.evaluation.results import (
     load_run,
     save_run,
 )
-from skipdecode.evaluation.scores import FIDELITY, free_running, scorer_of, table_of
+from skipdecode.evaluation.scores import (
+    FIDELITY,
+    along,
+    free_running,
+    scorer_of,
+    sums,
+    table_of,
+    token_fidelity,
+    token_losses,
+)
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
-from skipdecode.evaluation.teacher_forced import along, sums, token_fidelity, token_losses
 from skipdecode.models.families import vocabulary_size
 
 

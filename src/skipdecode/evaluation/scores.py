@@ -1,20 +1,31 @@
 """All scores of a run, as tables of per-record statistics: metrics, fidelity to full depth, the loss.
 
 Fidelity measures how close a method is to the same model at full depth, and needs no reference. Free-running figures
-compare the two greedy outputs. Teacher-forced figures compare the predictions at each token of the full-depth output
-(`skipdecode.evaluation.teacher_forced`). The loss of references comes from the same pass and needs a reference.
+compare the two greedy outputs. Teacher-forced figures compare the predictions at each token of the full-depth output,
+by the exact parallel form of a schedule. The loss of references comes from the same pass and needs a reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from skipdecode.common.bootstrap import Table, ratio_of_sums
+from skipdecode.data.batches import Batch, collate, response_logits
+from skipdecode.data.prompts import Example
+from skipdecode.evaluation.methods import batches
 from skipdecode.evaluation.metrics import METRICS, check_metric
+from skipdecode.models.attach import Attachment
+from skipdecode.schedule import Schedule
+
+Texts = Sequence[Sequence[int]]
+T = TypeVar("T")
 
 FIDELITY = {
     "full_depth_agreement": "outputs equal to full depth's, %",
@@ -57,3 +68,80 @@ def scorer_of(name: str) -> Callable[[Table], float]:
         return partial(ratio_score, name)
     score: Callable[[Table], float] = METRICS[check_metric(name, *FIDELITY)].score
     return score
+
+
+# ---------------------------------------------------------------------- teacher-forced
+
+
+def token_fidelity(
+    model: Any, schedule: Schedule, prompts: Texts, full: Texts, teacher: Any = None
+) -> list[dict[str, NDArray[np.float64]]]:
+    """top1_agreement and kl at every token of each row's full-depth output, without gradients.
+
+    Parameters
+    ----------
+    model : transformers causal LM
+        With nothing attached.
+    schedule : Schedule
+        Token j of an output runs `schedule.layers(j)`, as in cached decoding.
+    prompts, full : sequence of sequence of int
+        Token ids of each prompt and of full depth's output.
+    teacher : transformers causal LM, optional
+        Whose full depth gives the expected distribution. Default: the model.
+    """
+    batch = _batch(prompts, full, model.device)
+    with torch.inference_mode(), Attachment(model, schedule) as attachment:
+        if teacher is None or teacher is model:
+            with attachment.paused():
+                expected = response_logits(model, batch, attached=False)
+        else:
+            with Attachment(teacher, Schedule.full(schedule.num_layers)):
+                expected = response_logits(teacher, batch)
+        found = response_logits(model, batch)
+        rows = []
+        for wanted, got, ids in zip(expected, found, full, strict=True):
+            known, guess = (_log_probabilities(logits, ids) for logits in (wanted, got))
+            rows.append(
+                {
+                    "top1_agreement": (guess.argmax(-1) == known.argmax(-1)).double().cpu().numpy(),
+                    "kl": (known.exp() * (known - guess)).sum(-1).double().cpu().numpy(),
+                }
+            )
+        return rows
+
+
+def token_losses(model: Any, schedule: Schedule, prompts: Texts, texts: Texts) -> list[NDArray[np.float64]]:
+    """Cross-entropy at every token of each row's text, in nats; arguments as those of `token_fidelity`."""
+    batch = _batch(prompts, texts, model.device)
+    with torch.inference_mode(), Attachment(model, schedule):
+        rows = zip(response_logits(model, batch), batch.targets, texts, strict=True)
+        return [
+            -_log_probabilities(logits, ids).gather(-1, targets[: len(ids), None]).squeeze(-1).double().cpu().numpy()
+            for logits, targets, ids in rows
+        ]
+
+
+def along(
+    measure: Callable[..., list[T]], prompts: Texts, texts: Texts, batch_size: int, advance: Callable[[int], object]
+) -> list[T]:
+    """A measure of prompts and texts for each text, in batches of similar length; `advance` gets their sizes."""
+    found: dict[int, T] = {}
+    for indices in batches([len(ids) + len(text) for ids, text in zip(prompts, texts, strict=True)], batch_size):
+        rows = ([given[i] for i in indices] for given in (prompts, texts))
+        found |= zip(indices, measure(*rows), strict=True)
+        advance(len(indices))
+    return [found[i] for i in range(len(texts))]
+
+
+def sums(rows: Sequence[NDArray[np.float64]]) -> Table:
+    """Sum and number of tokens of each row, shape (rows, 2)."""
+    return np.array([[row.sum(), len(row)] for row in rows])
+
+
+def _batch(prompts: Texts, texts: Texts, device: Any) -> Batch:
+    return collate([Example("", tuple(p), tuple(t)) for p, t in zip(prompts, texts, strict=True)]).to(device)
+
+
+def _log_probabilities(logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Of the next token at each place of a row, (tokens, vocabulary); row by row to spare memory."""
+    return torch.log_softmax(logits[: len(ids)].float(), dim=-1)

@@ -42,10 +42,9 @@ from skipdecode.evaluation.results import (
     save_run,
 )
 from skipdecode.evaluation.run import note_left_out
-from skipdecode.evaluation.scores import ratio_score, table_of
+from skipdecode.evaluation.scores import along, ratio_score, sums, table_of, token_fidelity, token_losses
 from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
-from skipdecode.evaluation.teacher_forced import along, sums, token_fidelity, token_losses
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import (
     DEV_FILE,

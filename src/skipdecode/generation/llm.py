@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
+from skipdecode.common.options import near
 from skipdecode.common.progress import note
-from skipdecode.common.registry import near
 from skipdecode.data.chats import MESSAGE_FIELDS
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length

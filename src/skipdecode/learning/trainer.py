@@ -23,7 +23,7 @@ import torch
 from accelerate import DistributedType
 from accelerate.utils import gather_object, set_seed
 
-from skipdecode.common.allocator import keep_freed_memory, return_freed_memory
+from skipdecode.common.environment import keep_freed_memory, return_freed_memory
 from skipdecode.common.files import copy_files
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import Batch, GroupedBatches, collate

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.environment import environment
+from skipdecode.common.options import near
 from skipdecode.common.progress import note
-from skipdecode.common.registry import near
 from skipdecode.cost.source import wall_solver
 from skipdecode.data.examples import Source, encode_source, make_template, read_sources, self_template
 from skipdecode.data.prompts import Example

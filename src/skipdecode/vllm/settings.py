@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from skipdecode.common.options import Options, option
-from skipdecode.common.registry import check_name
+from skipdecode.common.options import Options, check_name, option
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.options import near
 from skipdecode.common.progress import note
-from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, SCHEDULE_FILE, digest_in, of_adapter, of_config
 from skipdecode.models.families import FAMILIES, layers_in
