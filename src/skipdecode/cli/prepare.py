@@ -1,6 +1,7 @@
 """Make a model fast in minutes: choose layers and a fit, tune under the schedule, and evaluate before and after.
 
   skipdecode prepare MODEL --target-speedup 1.5 --task e2e --train train.jsonl --dev dev.jsonl --out ready
+  skipdecode prepare MODEL --target-speedup 1.5 --train alpaca.json --out ready
   skipdecode prepare MODEL --target-speedup 1.25 --self --out ready
   skipdecode prepare TUNED --target-speedup 2 --self --task e2e --prompts train.jsonl --test test.jsonl --out ready
 
@@ -34,8 +35,10 @@ class Config(NamedModel, PrepareOptions):
 
     out: str = option("directory for all results", path=PREPARE_DIRECTORY)
     resume: bool = option("continue an earlier run in --out, which may have had other --minutes", default=False)
-    train: str = option("JSONL or CSV file of training records", default="", path=Reads())
-    dev: str = option("JSONL or CSV file of records that select the best weights", default="", path=Reads())
+    train: str = option("file of training records: JSONL, JSON, Parquet, CSV", default="", path=Reads())
+    dev: str = option(
+        "file of records that select the best weights (default: a tenth of --train)", default="", path=Reads()
+    )
     test: str = option(
         "JSONL or CSV file of records to evaluate on (default: --dev); with --self and no --task: file of prompts "
         "(default: sampled prompts)",

@@ -36,8 +36,10 @@ class Config(NamedModel, TuneOptions, ScheduleOptions):
     EXCLUDES: ClassVar = TuneOptions.EXCLUDES
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
-    train: str = option("JSONL or CSV file of training records", default="", path=Reads())
-    dev: str = option("JSONL or CSV file of records that select the best weights", default="", path=Reads())
+    train: str = option("file of training records: JSONL, JSON, Parquet, CSV", default="", path=Reads())
+    dev: str = option(
+        "file of records that select the best weights (default: a tenth of --train)", default="", path=Reads()
+    )
     out: str = option("directory for the tuned model, its recipe and the log", default="", path=_DIRECTORY)
     resume: bool = option("continue from the last checkpoint in --out, if there is one", default=False)
     recipe: str | None = option(

@@ -1,49 +1,52 @@
-"""Files of records: JSON lines, or CSV with a header, from a file, a pipe or standard input.
+"""Files of records: JSON lines, JSON arrays, Parquet, or CSV with a header, also compressed, from a file or a pipe.
 
-Reading is a generator: memory does not grow with the file. Other kinds of files are refused by name.
+JSON lines and CSV are read line by line: memory does not grow with the file. Other kinds are refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import gzip
 import hashlib
 import io
 import itertools
+import json
 import os
+import shutil
 import stat
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, Row, is_text, object_of, read_lines
-from skipdecode.errors import DataError, UsageError
+from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, Row, decoded, is_text, kind_of, object_of, read_lines
+from skipdecode.errors import DataError, MissingExtraError, UsageError
 
 FORMATS = ("jsonl", "csv", "tsv")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
+_PACKED = (".gz", ".zst")
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _START_BYTES = 4096
 _MOST_LINES = 5  # of a wrong CSV record: more lines are other records, after a quote that is not closed
-_TO_JSONL = "write it as JSON lines first, as pandas' to_json(FILE, orient='records', lines=True) does"
+_PARQUET, _GZIP, _ZSTD = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _NOT_READ = {
-    b"PAR1": f"a Parquet file: {_TO_JSONL}",
-    b"ARROW1": f"an Arrow file: {_TO_JSONL}",
+    b"ARROW1": "an Arrow file: write it as Parquet or JSON lines first",
     b"PK\x03\x04": "a spreadsheet or a zip archive: save it as CSV, or unpack it first",
-    b"\x1f\x8b": "compressed: unpack it first (gzip -dk)",
     b"BZh": "compressed: unpack it first (bzip2 -dk)",
     b"\xfd7zXZ": "compressed: unpack it first (xz -dk)",
-    b"\x28\xb5\x2f\xfd": "compressed: unpack it first (zstd -d)",
 }
 
 
 def format_of(name: str | Path) -> str | None:
     """One of `FORMATS`, by the suffix of a file name; None for other suffixes."""
-    return _BY_SUFFIX.get(Path(name).suffix.lower())
+    path = Path(name)
+    return _BY_SUFFIX.get((path.with_suffix("") if path.suffix.lower() in _PACKED else path).suffix.lower())
 
 
 def check_streams(paths: Iterable[str]) -> None:
@@ -82,7 +85,7 @@ class Input:
         name = "standard input" if str(path) == "-" else str(path)
         try:
             if not is_stream(path):
-                return cls(name, Path(path).open("rb"))
+                return cls(name, _unpacked(Path(path).open("rb"), name))
             copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             with nullcontext(sys.stdin.buffer) if str(path) == "-" else Path(path).open("rb") as stream:
                 _spool(stream, copy, name)
@@ -111,10 +114,12 @@ class Input:
         for magic, what in _NOT_READ.items():
             if start.startswith(magic):
                 raise DataError(f"{self.name} is {what}")
-        if format not in _DELIMITERS and self._has_old_ends():
+        if format not in _DELIMITERS and not self.is_whole(format) and self._has_old_ends():
             raise DataError(f"{self.name} has lines that end with CR alone: convert them (tr '\\r' '\\n')")
-        if format == "jsonl" and self.begins_with(b"["):
-            raise DataError(f"{self.name} is a JSON array: give JSONL, one JSON object a line (jq -c '.[]' makes it)")
+
+    def is_whole(self, format: str) -> bool:
+        """Whether the file is read as a whole: Parquet, or a JSON array in place of lines."""
+        return self.start().startswith(_PARQUET) or (format == "jsonl" and self.begins_with(b"["))
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
         """The lines; see `read_lines`."""
@@ -123,6 +128,11 @@ class Input:
 
     def rows(self, format: str) -> Iterator[tuple[int, Row]]:
         """The records in one of `FORMATS`; see `read_rows`."""
+        if self.is_whole(format):
+            self._file.seek(0)
+            read = _parquet_rows if self.start().startswith(_PARQUET) else _array_rows
+            self._file.seek(0)
+            return enumerate(read(self._file, self.name), 1)
         if format == "jsonl":
             return ((line, object_of(raw)) for line, raw in self.lines())
         delimiter, split = _semicolon_or(_DELIMITERS[format], self.start()), self._has_old_ends()
@@ -155,6 +165,53 @@ def read_rows(path: str | Path | Input) -> Iterator[tuple[int, Row]]:
     with closing(opened):
         opened.check(format)
         yield from opened.rows(format)
+
+
+def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:
+    """The file, or a temporary copy of what is compressed in it."""
+    start = file.read(len(_ZSTD))
+    file.seek(0)
+    if not start.startswith((_GZIP, _ZSTD)):
+        return file
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `Input.close`
+    with file:
+        try:
+            if start.startswith(_GZIP):
+                stream: Any = gzip.GzipFile(fileobj=file)
+            else:
+                stream = _pyarrow(name).CompressedInputStream(file, "zstd")
+            shutil.copyfileobj(stream, copy)
+        except (EOFError, OSError, zlib.error) as e:
+            raise DataError(f"{name} is damaged: {e}") from None
+    return copy
+
+
+def _pyarrow(name: str) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise MissingExtraError(f"reading {name}", "hub") from None
+    return pyarrow
+
+
+def _parquet_rows(file: IO[bytes], name: str) -> Iterator[Row]:
+    _pyarrow(name)
+    from pyarrow import ArrowException, parquet
+
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+    except (ArrowException, OSError) as e:
+        raise DataError(f"{name} is no whole Parquet file: {' '.join(str(e).split())[:120]}") from None
+
+
+def _array_rows(file: IO[bytes], name: str) -> Iterator[Row]:
+    try:
+        rows = json.loads(decoded(file.read().removeprefix(BOM)))
+    except (DataError, RecursionError, ValueError) as e:
+        raise DataError(f"{name} is no whole JSON array: {e}") from None
+    for row in rows:
+        yield row if isinstance(row, dict) else DataError(f"not a JSON object: {kind_of(row)}")
 
 
 def _spool(stream: IO[bytes], copy: IO[bytes], name: str) -> None:

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skipdecode.common.jsonl import kind_of
-from skipdecode.data.records import Message, checked_text
+from skipdecode.data.records import Message, checked_objects
 from skipdecode.errors import DataError, ModelLoadError
 
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"}
@@ -34,29 +33,9 @@ def token_ids(tokenizer: Any, texts: Sequence[str], *, special: bool = True) -> 
 # ---------------------------------------------------------------------- messages of a record
 
 
-def checked_chat(field: str, messages: Sequence[Any]) -> list[Message]:
-    """The messages of a record, without fields that are null; DataError if one cannot be used."""
-    return [_checked_message(f"message {number} of field {field!r}", m) for number, m in enumerate(messages, 1)]
-
-
-def _checked_message(where: str, message: Any) -> Message:
-    fields = {name: v for name, v in message.items() if v is not None} if isinstance(message, dict) else {}
-    calls = _objects(f"'tool_calls' of {where}", fields["tool_calls"]) if "tool_calls" in fields else []
-    content = fields.setdefault("content", "" if calls else None)
-    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
-        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
-    return fields | {name: checked_text(where, fields[name]) for name in ("role", "content")}
-
-
 def checked_tools(tools: Any) -> list[Any]:
     """The `tools` of a record; DataError if they are no list of objects."""
-    return _objects("field 'tools'", tools)
-
-
-def _objects(where: str, found: Any) -> list[Any]:
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise DataError(f"{where} is {kind_of(found)}: give a list of objects")
-    return found
+    return checked_objects("field 'tools'", tools)
 
 
 # ---------------------------------------------------------------------- chat templates

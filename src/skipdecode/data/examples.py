@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from skipdecode.common.files import is_stream
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.data.tasks import task_file
-from skipdecode.errors import UsageError
+from skipdecode.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from skipdecode.data.prompts import Example, RecordFile
     from skipdecode.data.records import Template
     from skipdecode.models.loading.hub import LoadedModel
 
+_HELD_OUT = 10
 Source = str | Path | Sequence[Mapping[str, Any]]
 """A file of records (JSONL, CSV), or a list of records."""
 
@@ -60,12 +62,17 @@ class RecordOptions(Options):
         return self.bad_records == "skip"
 
 
-def make_template(options: RecordOptions) -> Template:
-    """The template of the options; raises UsageError if there is none, or more than one."""
+def make_template(options: RecordOptions, source: Source | None = None) -> Template:
+    """The template of the options, else of the shape that the first record of the source has.
+
+    Raises UsageError if the options have more than one, and DataError if the source has no known shape.
+    """
     from skipdecode.data.records import Template
     from skipdecode.data.tasks import load_task
 
     given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
+    if not given and source is not None and not is_stream(str(source)) and options.response_field is None:
+        return _of_shape(source, options.chat or None)
     if len(given) != 1:
         raise UsageError("give one of `task`, `prompt_template` and `prompt_field`")
     if options.task is not None:
@@ -74,6 +81,32 @@ def make_template(options: RecordOptions) -> Template:
         raise UsageError("`response_field` is missing: give the field of the record that is the response")
     prompt = options.prompt_template or f"{{{options.prompt_field}}}"
     return Template(prompt, options.response_field, chat=options.chat)
+
+
+def _of_shape(source: Any, chat: bool | None) -> Template:
+    from skipdecode.common.rows import read_rows
+    from skipdecode.data.records import Template
+    from skipdecode.data.shapes import left_out, shape_of
+
+    of_file = isinstance(source, str | Path)
+    where, rows = (str(source), (row for _, row in read_rows(source))) if of_file else ("the records", iter(source))
+    first: Any = next((row for row in rows if isinstance(row, Mapping)), None)
+    if first is None:
+        raise DataError(f"{where}: no record can be read")
+    shape = shape_of(first, where)
+    unused = left_out(first, shape)
+    note(f"{where}: records of {shape}" + (f"; left out: {', '.join(unused)}" if unused else ""))
+    return Template("{prompt}", "response", chat=chat, shape=shape)
+
+
+def held_out(file: RecordFile) -> tuple[RecordFile, RecordFile]:
+    """The records of a file without every tenth one, and these: records that select the best weights."""
+    rest = tuple(one for number, one in enumerate(file.records) if number % _HELD_OUT)
+    dev = file.records[::_HELD_OUT]
+    if not rest:
+        raise DataError(f"{file.name}: one record is too few: a part is held out to select the best weights")
+    note(f"{file.name}: {len(dev)} of {len(file.records)} records are held out to select the best weights")
+    return replace(file, records=rest), replace(file, records=dev, rejects=())
 
 
 def self_template(options: RecordOptions) -> Template | None:
@@ -102,10 +135,13 @@ def encode_source(
     file: RecordFile, name: str, template: Template, loaded: LoadedModel, options: RecordOptions
 ) -> tuple[list[Example], int]:
     """The records as token ids within the model's context, and the number of skipped ones, which a note names."""
+    from skipdecode.data.chats import chat_fault
     from skipdecode.data.prompts import context_length, encode_examples
     from skipdecode.data.records import reject_summary
     from skipdecode.models.families import vocabulary_size
 
+    if template.chat is None:
+        template.chat = chat_fault(loaded.tokenizer) is None
     limits = [most for most in (options.max_length, context_length(loaded.model.config)) if most is not None]
     examples, rejects = encode_examples(
         file,

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from skipdecode.common.jsonl import kind_of
-from skipdecode.data.chats import checked_chat, checked_tools
-from skipdecode.data.records import Message, Parts, Record, Template, checked_text, read_records
+from skipdecode.data.chats import checked_tools
+from skipdecode.data.records import Message, Parts, Record, Template, checked_chat, checked_text, read_records
+from skipdecode.data.shapes import joined, messages_of
 from skipdecode.data.tasks import load_task
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.loading.recipe import Recipe
@@ -18,8 +19,8 @@ from skipdecode.models.loading.recipe import Recipe
 PROMPT_FIELDS = ("prompt", "messages", "text", "instruction", "input", "question", "mr")
 # A field of these may be the value of a template's only field; the others belong to records of another form.
 _TEXT_FIELDS = PROMPT_FIELDS[:5]
-_INSTRUCTION = "instruction", "input"
-"""Two fields of one prompt, as Alpaca's records have them."""
+_TOGETHER = {"instruction": ("instruction", "input"), "question": ("context", "question")}
+"""Two fields of one prompt, as Alpaca's and SQuAD's records have them."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -68,6 +69,7 @@ class PromptForm:
                 raise DataError(f"field {template.fields[0]!r} is empty")
             for_chat = {name: value for name, value in _for_chat(row).items() if name not in values}
             return Parts(template.render(values), values, for_chat=for_chat)
+        row = _as_chat(row) if self.name is None else row
         name = self._field(row)
         prompt, for_chat = self._prompt(name, row), _for_chat(row)
         left_out = () if self.name is not None else _unused(name, row, for_chat)
@@ -108,10 +110,21 @@ class PromptForm:
             raise DataError(f"field {name!r} is empty")
         if isinstance(value, list):
             return checked_chat(name, value)
-        more = row.get("input") if self.name is None and name == "instruction" else None
-        if isinstance(more, str) and more.strip():
-            value = f"{value}\n\n{more}"
+        if self.name is None and name == "instruction":
+            value = joined(value, row.get("input"))
+        if self.name is None and name == "question":
+            value = joined(row.get("context"), value)
         return checked_text(f"field {name!r}", value)
+
+
+def _as_chat(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row of ShareGPT's form, or a line of OpenAI's batches, with its chat as `messages`."""
+    if isinstance(body := row.get("body"), dict):
+        asked = {name: body[name] for name in ("messages", "prompt") if name in body}
+        return asked | {f"body.{name}": value for name, value in body.items() if name not in (*asked, "model")}
+    if "conversations" in row and "messages" not in row:
+        return {n: v for n, v in row.items() if n not in ("conversations", "system")} | {"messages": messages_of(row)}
+    return row
 
 
 def _named(row: Mapping[str, Any]) -> str:
@@ -133,7 +146,7 @@ def _for_chat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unused(name: str, row: Mapping[str, Any], for_chat: Mapping[str, Any]) -> tuple[str, ...]:
     """Fields with content that do not go into the prompt, which is the field `name`."""
-    used = {"id", *for_chat, *(_INSTRUCTION if name == "instruction" else (name,))}
+    used = {"id", *for_chat, *_TOGETHER.get(name, (name,))}
     return tuple(repr(field) for field, value in row.items() if field not in used and value not in _NOTHING)
 
 

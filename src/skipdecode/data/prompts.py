@@ -27,6 +27,7 @@ from skipdecode.data.records import (
     reject_summary,
     usable,
 )
+from skipdecode.data.shapes import shaped
 from skipdecode.data.source import Records
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 
@@ -285,6 +286,7 @@ def read_file(
     else:
         digest = hashlib.sha256(b"".join(map(json_line, path))).hexdigest()
         name, stream, rows = "records", False, enumerate(map(dict, path), 1)
+    rows = rows if template.shape is None else shaped(rows, template.shape)
     for record in usable(read_records(islice(rows, limit), template), rejects):
         if record.is_blank:
             rejects.append(Reject(record.line, "empty prompt: every field of it is blank"))
@@ -326,7 +328,7 @@ def encode_examples(
     rejects = list(file.rejects)
     for at in range(0, len(file.records), _TOKENIZE_AT_ONCE):
         chunk = file.records[at : at + _TOKENIZE_AT_ONCE]
-        responses = response_ids([record.references[0] for record in chunk], tokenizer, chat=template.chat)
+        responses = response_ids([record.references[0] for record in chunk], tokenizer, chat=bool(template.chat))
         for prompt, response in zip(encoder.encode(chunk), responses, strict=True):
             try:
                 if (fault := outside(response, tokenizer, vocabulary)) is not None:

@@ -104,7 +104,7 @@ def read_records(rows: Iterable[tuple[int, Row]], form: Form) -> Iterator[Record
 
 def _id(row: Mapping[str, Any]) -> str | int | None:
     """The record's own id, if it has one."""
-    found = row.get("id")
+    found = row.get("id", row.get("custom_id"))
     if found is None or found == "":
         return None
     if isinstance(found, bool) or not isinstance(found, str | int):
@@ -197,12 +197,15 @@ class Template:
     responses : str or sequence of str
         Fields that may hold the response, or a list of references; the first one that a record has is used. Generation
         needs none.
-    chat : bool
-        The prompt goes through the tokenizer's chat template as one user message.
+    chat : bool, optional
+        The prompt goes through the tokenizer's chat template as one user message; None: if there is one
+        (`skipdecode.data.examples.encode_source` decides).
     truncate : str, optional
         The field that is cut at its end if a prompt is longer than `max_prompt_tokens`.
     max_prompt_tokens : int, optional
         Longest prompt in tokens; goes with `truncate`.
+    shape : str, optional
+        One of `skipdecode.data.shapes.SHAPES`, from which rows are brought to the fields `prompt` and `response`.
 
     Raises UsageError if the prompt names no field or holds more than plain fields, or `truncate` is none of them.
     """
@@ -212,10 +215,12 @@ class Template:
         prompt: str,
         responses: str | Sequence[str] = (),
         *,
-        chat: bool = False,
+        chat: bool | None = False,
         truncate: str | None = None,
         max_prompt_tokens: int | None = None,
+        shape: str | None = None,
     ) -> None:
+        self.shape = shape
         self.prompt = prompt
         self.fields = _fields_of(prompt)
         self.responses = (responses,) if isinstance(responses, str) else tuple(responses)
@@ -242,11 +247,13 @@ class Template:
 
     def read(self, row: Mapping[str, Any]) -> Parts:
         """Prompt, values of its fields, responses that are not empty; DataError if a field is missing or not text."""
-        values = self.values(row)
         name = _found(row, self.responses)
+        of_chat = isinstance(row.get(self.fields[0]), list) and self.prompt == f"{{{self.fields[0]}}}"
+        values = {} if of_chat else self.values(row)
         texts = row[name] if isinstance(row[name], list) else [row[name]]
         responses = (_as_text(name, text).strip() for text in texts)
-        return Parts(self.render(values), values, tuple(text for text in responses if text))
+        prompt = checked_chat(self.fields[0], row[self.fields[0]]) if of_chat else self.render(values)
+        return Parts(prompt, values, tuple(text for text in responses if text))
 
     def values_of_text(self, text: str) -> dict[str, str]:
         """A plain text as the value of the only field; from a rendered prompt, the value is extracted.
@@ -290,6 +297,27 @@ def checked_text(where: str, text: str) -> str:
     if not is_text(text):
         raise DataError(f"{where} has half of a surrogate pair, which is no text")
     return text
+
+
+def checked_chat(field: str, messages: Sequence[Any]) -> list[Message]:
+    """The messages of a record, without fields that are null; DataError if one cannot be used."""
+    return [_checked_message(f"message {number} of field {field!r}", m) for number, m in enumerate(messages, 1)]
+
+
+def _checked_message(where: str, message: Any) -> Message:
+    fields = {name: v for name, v in message.items() if v is not None} if isinstance(message, dict) else {}
+    calls = checked_objects(f"'tool_calls' of {where}", fields["tool_calls"]) if "tool_calls" in fields else []
+    content = fields.setdefault("content", "" if calls else None)
+    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
+        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
+    return fields | {name: checked_text(where, fields[name]) for name in ("role", "content")}
+
+
+def checked_objects(where: str, found: Any) -> list[Any]:
+    """A list of objects; raises DataError if it is something else."""
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise DataError(f"{where} is {kind_of(found)}: give a list of objects")
+    return found
 
 
 def _fields_of(prompt: str) -> tuple[str, ...]:

@@ -47,12 +47,11 @@ class PromptSource:
         The default `format` follows from the ending (.jsonl, .ndjson, .json, .csv, .tsv, .txt); with any other, and
         from standard input, what begins with ``{`` is JSONL, and anything else is text with one prompt per line.
 
-        Raises DataError: the file cannot be read, or has a format that is not supported: a JSON array, compressed,
-        Parquet.
+        Raises DataError: the file cannot be read, or has a format that is not supported.
         """
         opened = Input.open(path)
         if format is None:
-            is_json = opened.begins_with(b"{") and Path(path).suffix.lower() != ".txt"
+            is_json = Path(path).suffix.lower() != ".txt" and (opened.begins_with(b"{") or opened.is_whole(""))
             format = format_of(path) or ("jsonl" if is_json else "txt")
         return cls(opened, format)
 
@@ -81,7 +80,8 @@ class PromptSource:
             if found and not all_usable:
                 break
         # Lines of JSON are counted without parsing.
-        rows = sum(1 for _ in (self._input.lines() if self.format == "jsonl" else self._rows(form or PromptForm())))
+        in_lines = self.format == "jsonl" and not self._input.is_whole(self.format)
+        rows = sum(1 for _ in (self._input.lines() if in_lines else self._rows(form or PromptForm())))
         if not rows:
             raise self._empty()
         if not found:

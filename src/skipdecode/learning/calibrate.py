@@ -151,7 +151,7 @@ def calibrate(
     check_layers(settings, ref.num_layers)
     if settings.whole and not settings.prompt_depths and family_of(ref.config.model_type).recurrent:
         settings = replace(settings, prompt_depths=("full",))
-    template = make_template(settings)
+    template = make_template(settings, data)
     (file,) = read_sources({"data": data}, template, {}, skip_bad=settings.skips_bad).values()
     with ExitStack() as stack:
         loaded = stack.enter_context(_without_fit(model))

@@ -12,8 +12,7 @@ import torch
 from skipdecode.data.batches import batches_of, response_logits
 from skipdecode.data.prompts import Example
 
-SHARES = {"answers": 1 / 4, "layers": 1 / 4, "evaluation": 1 / 6}
-"""Most of the minutes that a stage may take; the tuning has the rest."""
+SHARES = {"answers": 1 / 4, "layers": 1 / 4, "evaluation": 1 / 6}  # of the minutes, at most; tuning has the rest
 _PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
 _TIMED = 2  # records
 _DEV_SHARE = 0.02  # of the minutes: a pass over the dev records

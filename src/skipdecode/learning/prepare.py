@@ -25,7 +25,9 @@ from skipdecode.common.tables import figures
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import read_cost
-from skipdecode.data.examples import RecordOptions, Source, encode_source, make_template, read_sources
+from skipdecode.data.chats import chat_fault
+from skipdecode.data.examples import RecordOptions, Source, encode_source, held_out, make_template, read_sources
+from skipdecode.data.prompts import RecordFile
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.engine.loading import Model, load, ref_of
@@ -166,8 +168,9 @@ def prepare(
     model : LLM, LoadedModel, str or Path
         A model that is loaded, which stays as it is, or a name as for `skipdecode.load`.
     train, dev : str, Path or list of mapping, optional
-        Records to learn from, and records that select the best weights: JSONL or CSV files, or lists. Without them, the
-        model learns its own answers to `prompts` at full depth.
+        Records to learn from, and records that select the best weights: files (JSONL, JSON, Parquet, CSV) or lists.
+        Without `dev`, every tenth record of `train` is held out. Without both, the model learns its own answers to
+        `prompts` at full depth.
     test : str, Path or list of mapping, optional
         Records to evaluate on. Default: `dev`. For own answers without a task: a file of prompts; default: drawn.
     prompts : str, Path or list of str, optional
@@ -179,8 +182,8 @@ def prepare(
     started : float, optional
         `time.perf_counter()` when the minutes began. Default: now.
     **options
-        Fields of `PrepareOptions`: target_speedup, minutes, batch, task or prompt_template or prompt_field,
-        response_field, prompt_depths, seed, …
+        Fields of `PrepareOptions`: target_speedup, minutes, keep, batch, prompt_depths, seed, …; task, or
+        prompt_template or prompt_field, with response_field (default: by the shape of the records).
 
     Raises
     ------
@@ -213,7 +216,8 @@ class _Run:
         cost: CostModel | str | Path | None,
         out: Path,
     ) -> None:
-        self.settings, self.sources, self.cost, self.out = settings, sources, cost, out
+        self.settings, self.sources, self.cost, self.out = settings, dict(sources), cost, out
+        self.rewritten: dict[str, RecordFile] = {}
         self.fit = out / "fit"
         self.prompts, self.digests = self._checked(ref_of(model).num_layers)
         loaded = getattr(model, "loaded", model)
@@ -228,9 +232,9 @@ class _Run:
         settings = self.settings
         prompts = open_prompts(settings)
         if not settings.self:
-            if missing := [name for name in ("train", "dev") if name not in self.sources]:
-                raise UsageError(f"`{missing[0]}` is missing: give records with responses, or `self`")
-            make_template(settings)
+            if "train" not in self.sources:
+                raise UsageError("`train` is missing: give records with responses, or `self`")
+            self.template = make_template(settings, self.sources["train"])
         elif (prompts is not None or settings.task) and "test" not in self.sources:
             raise UsageError("`test` is missing: with `prompts` or `task`, give records or prompts to evaluate on")
         depths = CalibrationSettings(target_speedup=settings.target_speedup, prompt_depths=settings.prompt_depths)
@@ -251,9 +255,17 @@ class _Run:
                 open_prompts(replace(settings, prompts=str(test)))
             return
         if not settings.self:
-            learned = {name: self.sources[name] for name in ("train", "dev")}
-            read_sources(learned, make_template(settings), {}, skip_bad=settings.skips_bad)
-        load_records(self._task(1), test, skip_bad=settings.skips_bad, limit=settings.test_records)
+            whole = self.template.shape is not None
+            learned = {
+                name: self.sources[name] for name in ("train", "dev", "test")[: 2 + whole] if name in self.sources
+            }
+            files = read_sources(learned, self.template, {}, skip_bad=settings.skips_bad)
+            if whole or "dev" not in files:
+                self.rewritten = files
+            if "dev" not in files:
+                files["train"], files["dev"] = held_out(files["train"])
+        if test is not None and not (self.rewritten and self.template.shape):
+            load_records(self._task(1), test, skip_bad=settings.skips_bad, limit=settings.test_records)
 
     @property
     def _test(self) -> Any:
@@ -263,8 +275,12 @@ class _Run:
         """The task, or the records' prompt and response; `most` is the maximum number of new tokens."""
         if self.settings.task:
             return load_task(self.settings.task)
-        template = make_template(self.settings)
-        form: dict[str, Any] = {"prompt": template.prompt, "references": template.responses, "chat": template.chat}
+        template = make_template(self.settings) if self.settings.self else self.template
+        form: dict[str, Any] = {
+            "prompt": template.prompt,
+            "references": template.responses,
+            "chat": bool(template.chat),
+        }
         return Task(name="records", **form, metrics=("bleu", "rougeL", "chrf"), max_new_tokens=most)
 
     # ------------------------------------------------------------------ stages
@@ -356,7 +372,19 @@ class _Run:
         )
 
     def _given(self) -> dict[str, Any]:
-        form = {name: getattr(self.settings, name) for name in _FORM}
+        """The records and their form: as they are, or, of a known shape or with a part held out, as new files."""
+        form, template = {name: getattr(self.settings, name) for name in _FORM}, self.template
+        for name, file in self.rewritten.items():
+            rows = (
+                {"id": one.id, **(one.values or {"prompt": one.prompt}), template.responses[0]: one.references[0]}
+                for one in file.records
+            )
+            place = self.sources[name] = self.out / "records" / f"{name}.jsonl"
+            write_whole(place, b"".join(map(json_line, rows)))
+        if template.shape is not None:
+            if template.chat is None:
+                template.chat = chat_fault(self.loaded.tokenizer) is None
+            form |= {"prompt_field": "prompt", "response_field": "response", "chat": template.chat}
         return {"train": self.sources["train"], "dev": self.sources["dev"], "form": form}
 
     def _answers(self) -> dict[str, Any]:

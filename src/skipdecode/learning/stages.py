@@ -19,8 +19,7 @@ from skipdecode.learning.settings import CLOCK_FILE
 from skipdecode.models.carried import RECIPE_FILE
 
 _CLOCK_SECONDS = 5.0
-SHARED = ("answers", "sizes", "layers", "evaluation 0")
-"""Stages whose results serve any number of minutes."""
+SHARED = ("answers", "sizes", "layers", "evaluation 0")  # their results serve any number of minutes
 
 
 class Stages:

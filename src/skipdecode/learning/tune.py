@@ -14,7 +14,7 @@ from skipdecode.common.environment import environment
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
 from skipdecode.cost.source import wall_solver
-from skipdecode.data.examples import Source, encode_source, make_template, read_sources, self_template
+from skipdecode.data.examples import Source, encode_source, held_out, make_template, read_sources, self_template
 from skipdecode.data.prompts import Example
 from skipdecode.engine.loading import checked_name, load
 from skipdecode.errors import MissingExtraError, UsageError
@@ -105,8 +105,9 @@ def tune(
     model : str, Path, LoadedModel or LLM
         A name as for `skipdecode.load`, or a loaded model, which stays as it is: a copy is trained.
     train, dev : str, Path or list of mapping
-        Records to learn from, and records that select the best weights: files (JSONL, CSV) or lists. With `self=True`
-        there are none: the model answers `prompts` (a file; default: drawn from the model) and learns its answers.
+        Records to learn from, and records that select the best weights: files (JSONL, JSON, Parquet, CSV) or lists.
+        Without `dev`, every tenth record of `train` is held out. With `self=True` there are none: the model answers
+        `prompts` (a file; default: drawn from the model) and learns its answers.
     out : str or Path
         The directory of the run.
     schedule : Schedule or str, optional
@@ -141,10 +142,10 @@ def tune(
     settings, known = _settings(stored, recipe, {"minutes": minutes, **options})
     if not model and "model" in known:
         model, base = known["model"], base or known.get("base")
-    needed = {"model": model, **({} if settings.self else {"train": train, "dev": dev}), "out": str(out)}
+    needed = {"model": model, **({} if settings.self else {"train": train}), "out": str(out)}
     for name, value in needed.items():
         if not value:
-            remedy = ": give records with responses, or `self`" if name in ("train", "dev") else ""
+            remedy = ": give records with responses, or `self`" if name == "train" else ""
             raise UsageError(f"`{name}` is missing{remedy}")
     loaded = model.loaded if isinstance(model, LLM) else model if isinstance(model, LoadedModel) else None
     files = _schedule_files(schedule)
@@ -208,8 +209,10 @@ class _Run:
         settings, out = self.settings, self.out
         prompts = open_prompts(settings)
         self._check()
-        template = None if settings.self else make_template(settings)
+        template = None if settings.self else make_template(settings, self.train)
         files = {} if template is None else self._read(template, train=self.train, dev=self.dev)
+        if template is not None and self.dev is None:
+            files["train"], files["dev"] = held_out(files["train"])
         from skipdecode.learning.setup import process_state
 
         state, made = process_state(), {}
@@ -272,7 +275,8 @@ class _Run:
                 "the run of the recipe started from a fit, and there is none: give `schedule` with the file beside the "
                 "fit"
             )
-        (self_template if settings.self else make_template)(settings)
+        if settings.self:
+            self_template(settings)
         if not settings.full and find_spec("peft") is None:
             raise MissingExtraError("tuning a LoRA adapter (not needed with `full`)", "tune")
         if self.goes_on and (fresh := [n for n in _FRESH_LORA if getattr(settings, n) != getattr(TuneOptions, n)]):

@@ -1,0 +1,114 @@
+"""Records as other tools write them: the shape is told by the fields, and each becomes prompts with their responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from skipdecode.common.jsonl import Row, kind_of
+from skipdecode.errors import DataError
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+Turn = tuple[Any, Any]
+"""A prompt, as text or messages, and its response."""
+
+
+def _instruction(row: Mapping[str, Any]) -> Iterator[Turn]:
+    yield joined(row["instruction"], row.get("input")), row["output"]
+
+
+def _question(row: Mapping[str, Any]) -> Iterator[Turn]:
+    yield joined(row.get("context"), row["question"]), row["answer"]
+
+
+def _completion(row: Mapping[str, Any]) -> Iterator[Turn]:
+    prompt, given = row["prompt"], row["completion"]
+    if isinstance(given, list):  # messages, as the prompt then is
+        if len(given) != 1 or not isinstance(given[0], dict):
+            raise DataError("field 'completion' has several messages: give one answer")
+        given = given[0].get("content")
+    yield prompt, given
+
+
+def _messages(row: Mapping[str, Any]) -> Iterator[Turn]:
+    """Each answer with the messages before it."""
+    messages = messages_of(row)
+    for number, message in enumerate(messages):
+        if number and message.get("role") == "assistant" and message.get("content"):
+            yield messages[:number], message["content"]
+
+
+# Fields that a record of a shape has, other fields that belong to it, and its prompts with responses.
+_SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Mapping[str, Any]], Iterator[Turn]]]] = {
+    "prompt and response": (("prompt", "response"), (), lambda row: iter([(row["prompt"], row["response"])])),
+    "prompt and completion": (("prompt", "completion"), (), _completion),
+    "messages": (("messages",), ("tools",), _messages),
+    "conversations": (("conversations",), ("system",), _messages),
+    "instruction, input and output": (("instruction", "output"), ("input",), _instruction),
+    "question, context and answer": (("question", "answer"), ("context",), _question),
+}
+SHAPES = tuple(_SHAPES)
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Two parts of a prompt with an empty line between them; a part that is empty or absent is left out."""
+    if isinstance(first, str) and isinstance(second, str) and first.strip() and second.strip():
+        return f"{first}\n\n{second}"
+    return second if first is None or first == "" else first
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Any]:
+    """The messages of a chat under the names of OpenAI or of ShareGPT; a system text goes first."""
+    name = "messages" if "messages" in row else "conversations"
+    found = row[name]
+    if not isinstance(found, list):
+        raise DataError(f"field {name!r} is {kind_of(found)}: give a list of messages")
+    turns = [dict(turn) if isinstance(turn, Mapping) else turn for turn in found]
+    for turn in turns:
+        if isinstance(turn, dict) and "from" in turn:
+            role = turn.pop("from")
+            turn |= {"role": _ROLES.get(role, role), "content": turn.pop("value", None)}
+    if name == "conversations" and isinstance(row.get("system"), str) and row["system"].strip():
+        turns.insert(0, {"role": "system", "content": row["system"]})
+    return turns
+
+
+def shape_of(row: Mapping[str, Any], where: str) -> str:
+    """The shape of a record to learn from; raises DataError if none or two fit."""
+    fitting = [name for name, (needed, _, _) in _SHAPES.items() if all(field in row for field in needed)]
+    if len(fitting) == 1:
+        return fitting[0]
+    has = ", ".join(map(repr, row)) or "no field"
+    what = (
+        f"fit {' and '.join(map(repr, fitting))}" if fitting else f"have {has}, which is none of: {'; '.join(SHAPES)}"
+    )
+    raise DataError(
+        f"{where}: its records {what}; name their fields: `prompt_field` (or `prompt_template`), `response_field`"
+    )
+
+
+def left_out(row: Mapping[str, Any], shape: str) -> list[str]:
+    """Fields of a record that are neither prompt nor response."""
+    needed, more, _ = _SHAPES[shape]
+    return [name for name, value in row.items() if name not in (*needed, *more, "id") and value not in (None, "", [])]
+
+
+def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, Row]]:
+    """Rows with `prompt` (text or messages) and `response`: of a conversation one for each answer."""
+    read = _SHAPES[shape][2]
+    for line, row in rows:
+        if isinstance(row, DataError):
+            yield line, row
+            continue
+        try:
+            turns = list(read(row))
+            if not turns:
+                raise DataError("no answer: no message of the assistant follows another one")
+        except KeyError as e:
+            yield line, DataError(f"missing field: {e}", id=row.get("id"))
+        except DataError as e:
+            yield line, DataError(str(e), id=row.get("id"))
+        else:
+            for number, (prompt, response) in enumerate(turns, 1):
+                id = row.get("id") if len(turns) == 1 else f"{row.get('id') or line}.{number}"
+                yield line, {"prompt": prompt, "response": response} | ({} if id is None else {"id": id})

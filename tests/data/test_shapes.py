@@ -1,0 +1,183 @@
+"""Files as people have them: each format and each shape of records is read without options."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import byte_tokenizer
+from skipdecode.cli import main
+from skipdecode.common.rows import read_rows
+from skipdecode.data.examples import RecordOptions, make_template, read_sources
+from skipdecode.errors import DataError
+from skipdecode.models.loading.hub import load_model
+from tiny import tiny_model
+
+ROWS: list[dict[str, Any]] = [{"prompt": f"p {n}", "response": f"r {n}"} for n in range(3)]
+TURNS = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")]
+MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
+SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in TURNS]
+SHAPES: dict[str, tuple[dict[str, Any], list[tuple[Any, str]]]] = {
+    "prompt and response": ({"prompt": "a", "response": "b"}, [("a", "b")]),
+    "prompt and completion": ({"prompt": "a", "completion": "b"}, [("a", "b")]),
+    "prompt and completion of messages": (
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]},
+        [(MESSAGES[:1], "two")],
+    ),
+    "messages": ({"messages": MESSAGES}, [(MESSAGES[:1], "two"), (MESSAGES[:3], "four")]),
+    "conversations": ({"conversations": SHAREGPT}, [(MESSAGES[:1], "two"), (MESSAGES[:3], "four")]),
+    "instruction": ({"instruction": "a", "input": "", "output": "b"}, [("a", "b")]),
+    "instruction and input": ({"instruction": "a", "input": "c", "output": "b"}, [("a\n\nc", "b")]),
+    "question": ({"question": "a", "answer": "b"}, [("a", "b")]),
+    "question and context": ({"question": "a", "context": "c", "answer": "b"}, [("c\n\na", "b")]),
+}
+
+
+def _json(path: Path) -> None:
+    path.write_text(json.dumps(ROWS, indent=1))
+
+
+def _jsonl(path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def _csv(path: Path) -> None:
+    path.write_text("prompt,response\n" + "".join(f"{row['prompt']},{row['response']}\n" for row in ROWS))
+
+
+def _gzip(path: Path) -> None:
+    path.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)))
+
+
+def _zstd(path: Path) -> None:
+    import pyarrow
+
+    with pyarrow.CompressedOutputStream(path, "zstd") as out:
+        out.write(json.dumps(ROWS).encode())
+
+
+def _parquet(path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+
+
+FORMATS = {
+    "x.jsonl": _jsonl,
+    "x.json": _json,
+    "x.csv": _csv,
+    "x.jsonl.gz": _gzip,
+    "x.json.zst": _zstd,
+    "x.parquet": _parquet,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_read_by_every_verb(name: str, tmp_path: Path, capsys: Any) -> None:
+    FORMATS[name](tmp_path / name)
+    assert [row for _, row in read_rows(tmp_path / name)] == ROWS
+    tiny_model("llama", vocab_size=320).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    command = ["generate", str(tmp_path / "model"), "--input", str(tmp_path / name), "--max-new-tokens", "2"]
+    assert main([*command, "--include-prompt", "--no-template"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in found] == [row["prompt"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("x.json", b'[{"a": 1}, {"b":', "no whole JSON array"),
+        ("x.jsonl.gz", gzip.compress(b"x" * 99999)[:50], "is damaged"),
+        ("x.parquet", b"PAR1" + b"x" * 99, "no whole Parquet file"),
+    ],
+)
+def test_a_damaged_file_is_one_line(name: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        list(read_rows(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_is_known_by_its_fields(name: str) -> None:
+    row, expected = SHAPES[name]
+    source = [row | {"id": "x", "split": "train"}] * 1
+    template = make_template(RecordOptions(), source)
+    (file,) = read_sources({"train": source}, template, {}, skip_bad=False).values()
+    assert [(one.prompt, one.references[0]) for one in file.records] == expected
+    assert len({one.id for one in file.records}) == len(expected)
+
+
+@pytest.mark.parametrize("name", ["instruction and input", "question and context", "conversations"])
+def test_generate_makes_the_same_prompts(name: str, tmp_path: Path, capsys: Any) -> None:
+    row, expected = SHAPES[name]
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    tiny_model("llama", vocab_size=320).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    command = ["generate", str(tmp_path / "model"), "--input", str(tmp_path / "in.jsonl"), "--max-new-tokens", "2"]
+    assert main([*command, "--include-prompt"]) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    prompt = expected[-1][0]
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    rendered: Any = byte_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert found["prompt"] == rendered
+
+
+def test_a_line_of_a_batch_is_a_chat_with_its_id(tmp_path: Path, capsys: Any) -> None:
+    body = {"model": "x", "messages": MESSAGES[:1], "temperature": 0}
+    line = {"custom_id": "job-1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    tiny_model("llama", vocab_size=320).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    assert main(["generate", str(tmp_path / "model"), "--input", str(tmp_path / "in.jsonl"), "--include-prompt"]) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert (found["id"], found["prompt"]) == ("job-1", "<user>one<assistant>")
+    assert "'body.temperature'" in told.err
+
+
+def test_two_shapes_or_none_are_an_error() -> None:
+    both = {"prompt": "a", "response": "b", "messages": MESSAGES}
+    with pytest.raises(DataError, match="fit 'prompt and response' and 'messages'"):
+        make_template(RecordOptions(), [both])
+    with pytest.raises(DataError, match="have 'a', which is none of"):
+        make_template(RecordOptions(), [{"a": 1}])
+
+
+def test_a_record_without_an_answer_keeps_its_line(tmp_path: Path) -> None:
+    rows = [{"messages": MESSAGES}, {"messages": MESSAGES[:1]}, {"messages": "x"}]
+    source = tmp_path / "x.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"2 records .*line 2: no answer.*line 3: field 'messages' is text"):
+        read_sources({"train": source}, make_template(RecordOptions(), source), {}, skip_bad=False)
+
+
+def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) -> None:
+    rows = [
+        {"instruction": f"Say {word}", "input": f"number {n}", "output": f"{word} {n}"}
+        for n, word in enumerate(["red", "blue"] * 15)
+    ]
+    (tmp_path / "alpaca.json").write_text(json.dumps(rows, indent=1))
+    tiny_model("llama", num_hidden_layers=8, vocab_size=320).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    cost = tmp_path / "cost.json"
+    from skipdecode.cost.model import CostModel
+
+    cost.write_text(json.dumps(CostModel.of_step(8, 16, 0.001, 0.002).to_dict()))
+    command = ["prepare", str(tmp_path / "model"), "--train", str(tmp_path / "alpaca.json"), "--target-speedup", "1.3"]
+    assert (
+        main([*command, "--cost", str(cost), "--minutes", "0.15", "--fit-rank", "4", "--out", str(tmp_path / "d")]) == 0
+    )
+    told = capsys.readouterr().err
+    assert "records of instruction, input and output" in told
+    assert "3 of 30 records are held out" in told
+    lines = (tmp_path / "d" / "records" / "dev.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == {"id": 1, "prompt": "Say red\n\nnumber 0", "response": "red 0"}
+    tuned = next((tmp_path / "d").glob("tuned-*"), None)
+    if tuned is not None:
+        assert load_model(tuned).recipe.chat
