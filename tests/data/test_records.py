@@ -170,13 +170,6 @@ def test_endless_line_is_a_bad_row_and_not_kept(tmp_path: Path, monkeypatch: pyt
     assert "longer than" in str(found[1].error)
 
 
-def test_json_array_is_refused(tmp_path: Path):
-    path = tmp_path / "in.json"
-    path.write_text('\n[{"prompt": "p"}]')
-    with pytest.raises(DataError, match="is a JSON array: give JSONL"):
-        PromptSource.open(str(path))
-
-
 @pytest.mark.parametrize("name", ["absent.txt", "."])
 def test_unreadable_input_is_one_line(tmp_path: Path, name: str):
     with pytest.raises(DataError, match="cannot read the input"):
@@ -336,10 +329,10 @@ def test_a_chat_goes_into_its_template_with_calls_names_and_tools():
 
 def test_fields_that_are_not_in_the_prompts_are_named_once(capsys: Any):
     rows = [{"messages": CALLED}, {"messages": CALLED, "score": 1}, {"question": "q", "context": "c", "id": 1, "x": ""}]
-    assert prompts_of([*rows, *rows]) == [*["<user>1+1?<assistant>[add]<tool>2<assistant>"] * 2, "q"] * 2
+    assert prompts_of([*rows, *rows]) == [*["<user>1+1?<assistant>[add]<tool>2<assistant>"] * 2, "c\n\nq"] * 2
     told = capsys.readouterr().err
-    assert [told.count(repr(name)) for name in ("name", "score", "context")] == [1, 1, 1]
-    assert not any(repr(name) in told for name in ("tool_calls", "messages", "question", "id", "x"))
+    assert [told.count(repr(name)) for name in ("name", "score")] == [1, 1]
+    assert not any(repr(name) in told for name in ("tool_calls", "messages", "question", "context", "id", "x"))
     assert prompts_of([{"messages": CALLED[:1], "tools": [CALL]}], "{{ messages[0].content }}") == ["1+1?"]
     assert "'tools'" in capsys.readouterr().err
     prompts_of([{"q": "q", "context": "c"}], form=PromptForm("q"))  # chosen by the user

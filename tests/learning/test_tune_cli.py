@@ -251,7 +251,7 @@ def test_wrong_options_are_refused_in_one_line(
     assert message in refused(capsys, arguments(files, tmp_path / "out", *change))
 
 
-@pytest.mark.parametrize("missing", ["model", "--train", "--dev", "--out", "--response-field"])
+@pytest.mark.parametrize("missing", ["model", "--train", "--out", "--response-field"])
 def test_what_is_missing_is_named(files: Files, tmp_path: Path, capsys: Any, missing: str) -> None:
     command = arguments(files, tmp_path / "out")
     at = 1 if missing == "model" else command.index(missing)

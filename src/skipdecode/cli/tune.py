@@ -58,7 +58,7 @@ def run(config: Config) -> int:
     tuned = tune(
         config.model,
         config.train,
-        config.dev,
+        config.dev or None,
         out=config.out,
         schedule=config.schedule,
         seq_len=config.seq_len,

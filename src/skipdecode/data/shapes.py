@@ -83,7 +83,7 @@ def shape_of(row: Mapping[str, Any], where: str) -> str:
         f"fit {' and '.join(map(repr, fitting))}" if fitting else f"have {has}, which is none of: {'; '.join(SHAPES)}"
     )
     raise DataError(
-        f"{where}: its records {what}; name their fields: `prompt_field` (or `prompt_template`), `response_field`"
+        f"{where}: its records {what}; give a `task`, or `prompt_field` (or `prompt_template`) with `response_field`"
     )
 
 

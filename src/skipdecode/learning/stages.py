@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from skipdecode.errors import SkipDecodeError
 from skipdecode.learning.settings import CLOCK_FILE
 from skipdecode.models.carried import RECIPE_FILE
 
-_CLOCK_SECONDS = 5.0
 SHARED = ("answers", "sizes", "layers", "evaluation 0")  # their results serve any number of minutes
 
 
@@ -104,25 +102,14 @@ def _counted(file: Path, name: str) -> Iterator[Callable[[], dict[str, float]]]:
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["stage"] == name:
             before = {key: float(kept[key]) for key in before}
-    start, busy, over = time.perf_counter(), time.process_time(), threading.Event()
+    start, busy = time.perf_counter(), time.process_time()
 
     def took() -> dict[str, float]:
         now = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
         return {key: before[key] + value for key, value in now.items()}
 
-    def keep() -> None:
-        with contextlib.suppress(SkipDecodeError):
-            write_whole(file, json.dumps({"stage": name} | took()))
-
-    def keep_on() -> None:  # a kill leaves no time to write
-        while not over.wait(_CLOCK_SECONDS):
-            keep()
-
-    thread = threading.Thread(target=keep_on, daemon=True)
-    thread.start()
     try:
         yield took
     finally:
-        over.set()
-        thread.join()
-        keep()
+        with contextlib.suppress(SkipDecodeError):
+            write_whole(file, json.dumps({"stage": name} | took()))
