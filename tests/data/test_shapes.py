@@ -13,6 +13,7 @@ from checkpoints import byte_tokenizer
 from skipdecode.cli import main
 from skipdecode.common.rows import read_rows
 from skipdecode.data.examples import RecordOptions, make_template, read_sources
+from skipdecode.data.shapes import SHAPES as KNOWN
 from skipdecode.errors import DataError
 from skipdecode.models.loading.hub import load_model
 from tiny import tiny_model
@@ -181,3 +182,8 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
     tuned = next((tmp_path / "d").glob("tuned-*"), None)
     if tuned is not None:
         assert load_model(tuned).recipe.chat
+
+
+def test_the_docs_name_every_shape() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "first-model.md").read_text()
+    assert all(f"| `{name}`" in page for name in KNOWN)
