@@ -87,12 +87,9 @@ def test_only_records_within_the_limit_are_refused(tmp_path: Path):
     [
         ("x.csv", "prompt;note\nab;x, y\n"),
         ("x.csv", '"prompt";"note, if any"\r\n"ab";"x, y"\r\n'),
-        ("x.csv", 'prompt,note\rab,"x, y"\r'),
-        ("x.csv", "prompt;note\rab;x, y"),
-        ("x.tsv", "prompt\tnote\rab\tx, y\r"),
     ],
 )
-def test_semicolons_and_line_ends_of_old_spreadsheets_are_read(tmp_path: Path, name: str, content: str):
+def test_semicolons_of_spreadsheets_are_read(tmp_path: Path, name: str, content: str):
     ((line, row),) = read_rows(written(tmp_path / name, content))
     assert (line, list(row.values())) == (2, ["ab", "x, y"])
 
@@ -102,12 +99,12 @@ def test_a_semicolon_in_a_comma_separated_header_is_text(tmp_path: Path):
     assert list(read_rows(written(tmp_path / "y.csv", "text\n1;2\n"))) == [(2, {"text": "1;2"})]
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
-def test_old_line_ends_of_other_files_are_refused_by_name(tmp_path: Path, name: str):
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.csv"])
+def test_old_line_ends_are_refused_by_name(tmp_path: Path, name: str):
     lines = b'{"prompt": "a"}\r{"prompt": "b"}\r'
     with pytest.raises(DataError, match="CR alone"):
         PromptSource.open(str(written(tmp_path / name, lines)))
-    whole = written(tmp_path / name, lines.replace(b"\r", b"\r\n"))
+    whole = written(tmp_path / "z.txt", lines.replace(b"\r", b"\r\n"))
     assert PromptSource.open(str(whole)).count() == 2
     long = written(tmp_path / "y.txt", b"a\rb" + b"x" * 9999 + b"\ny\n")
     assert PromptSource.open(str(long)).count() == 2

@@ -108,14 +108,14 @@ class Input:
         """Whether the text begins so, behind a byte order mark and blanks."""
         return self.start().removeprefix(BOM).lstrip().startswith(sign)
 
-    def check(self, format: str) -> None:
+    def check(self) -> None:
         """Refuse, with a DataError that says what to do, other kinds of files, by their first bytes."""
         start = self.start()
+        if b"\r" in start.rstrip() and not start.startswith(_PARQUET) and b"\n" not in start + self._file.read(2**20):
+            raise DataError(f"{self.name} has lines that end with CR alone: convert them (tr '\\r' '\\n')")
         for magic, what in _NOT_READ.items():
             if start.startswith(magic):
                 raise DataError(f"{self.name} is {what}")
-        if format not in _DELIMITERS and not self.is_whole(format) and self._has_old_ends():
-            raise DataError(f"{self.name} has lines that end with CR alone: convert them (tr '\\r' '\\n')")
 
     def is_whole(self, format: str) -> bool:
         """Whether the file is read as a whole: Parquet, or a JSON array in place of lines."""
@@ -129,24 +129,14 @@ class Input:
     def rows(self, format: str) -> Iterator[tuple[int, Row]]:
         """The records in one of `FORMATS`; see `read_rows`."""
         if self.is_whole(format):
-            self._file.seek(0)
             read = _parquet_rows if self.start().startswith(_PARQUET) else _array_rows
             self._file.seek(0)
             return enumerate(read(self._file, self.name), 1)
         if format == "jsonl":
             return ((line, object_of(raw)) for line, raw in self.lines())
-        delimiter, split = _semicolon_or(_DELIMITERS[format], self.start()), self._has_old_ends()
+        delimiter = _semicolon_or(_DELIMITERS[format], self.start())
         self._file.seek(0)
-        return _csv_rows(_old_lines(self._file) if split else self._file, delimiter, self.name)
-
-    def _has_old_ends(self) -> bool:
-        """Whether lines end with CR alone, as spreadsheets once wrote them."""
-        piece = self.start()
-        if b"\r" not in piece.rstrip():
-            return False
-        while piece and b"\n" not in piece:
-            piece = self._file.read(2**20)
-        return not piece
+        return _csv_rows(self._file, delimiter, self.name)
 
     def close(self) -> None:
         """Close the file; a temporary copy is deleted."""
@@ -163,7 +153,7 @@ def read_rows(path: str | Path | Input) -> Iterator[tuple[int, Row]]:
     opened = path if isinstance(path, Input) else Input.open(path)
     format = format_of(opened.name) or "jsonl"
     with closing(opened):
-        opened.check(format)
+        opened.check()
         yield from opened.rows(format)
 
 
@@ -188,20 +178,18 @@ def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:
 
 def _pyarrow(name: str) -> Any:
     try:
-        import pyarrow
+        import pyarrow.parquet
     except ImportError:
         raise MissingExtraError(f"reading {name}", "hub") from None
     return pyarrow
 
 
 def _parquet_rows(file: IO[bytes], name: str) -> Iterator[Row]:
-    _pyarrow(name)
-    from pyarrow import ArrowException, parquet
-
+    arrow = _pyarrow(name)
     try:
-        for batch in parquet.ParquetFile(file).iter_batches(batch_size=1024):
+        for batch in arrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
             yield from batch.to_pylist()
-    except (ArrowException, OSError) as e:
+    except (arrow.ArrowException, OSError) as e:
         raise DataError(f"{name} is no whole Parquet file: {' '.join(str(e).split())[:120]}") from None
 
 
@@ -241,16 +229,6 @@ def _semicolon_or(delimiter: str, start: bytes) -> str:
             return 0
 
     return ";" if columns(delimiter) < 2 <= columns(";") else delimiter
-
-
-def _old_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Lines that end with CR."""
-    rest = b""
-    while piece := file.read(2**20):
-        *lines, rest = (rest + piece).split(b"\r")
-        yield from (line + b"\r" for line in lines)
-    if rest:
-        yield rest
 
 
 def _csv_rows(lines: Iterable[bytes], delimiter: str, name: str) -> Iterator[tuple[int, Row]]:

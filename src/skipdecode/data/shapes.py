@@ -38,7 +38,7 @@ def _messages(row: Mapping[str, Any]) -> Iterator[Turn]:
             yield messages[:number], message["content"]
 
 
-# Fields that a record of a shape has, other fields that belong to it, and its prompts with responses.
+# Fields that a record must have, others that belong to it, and its prompts with responses.
 _SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Mapping[str, Any]], Iterator[Turn]]]] = {
     "prompt and response": (("prompt", "response"), (), lambda row: iter([(row["prompt"], row["response"])])),
     "prompt and completion": (("prompt", "completion"), (), _completion),

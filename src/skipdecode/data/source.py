@@ -33,7 +33,7 @@ class PromptSource:
         self.name = opened.name
         self.format = format
         self._input = opened
-        self._input.check(format)
+        self._input.check()
 
     @property
     def fingerprint(self) -> dict[str, Any]:

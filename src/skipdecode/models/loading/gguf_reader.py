@@ -66,7 +66,7 @@ def convert(file: Path, target: Path, dtype: torch.dtype | None = None) -> str:
     """
     reader = _opened(file)
     found = _File(file, reader)
-    stored = dtype or found.dtype
+    stored = dtype or {"F32": torch.float32, "F16": torch.float16}.get(found.kind, torch.bfloat16)
     tied = found.is_tied()
     config = found.config(tied, stored)
     (target / "config.json").write_text(json.dumps(with_old_names(config), indent=2) + "\n", encoding="utf-8")
@@ -101,9 +101,7 @@ class _File:
         if self.name not in _MODELS:
             raise ModelLoadError(f"{file} has a model of type {self.name!r}: accepted are {', '.join(_MODELS)}")
         if int(self.values.get("split.count") or 1) > 1:
-            raise ModelLoadError(
-                f"{file} is one of {self.values['split.count']} parts: join them with llama-gguf-split --merge"
-            )
+            raise ModelLoadError(f"{file} is one of {self.values['split.count']} parts: join them (llama-gguf-split)")
         if self.get("expert_count"):
             raise ModelLoadError(f"{file} has a mixture of experts, which is not read here: give its safetensors")
         if "blk.0.attn_q.weight" not in self.tensors or "token_embd.weight" not in self.tensors:
@@ -125,17 +123,11 @@ class _File:
         counts = Counter(t.tensor_type.name for t in self.tensors.values() if len(t.shape) > 1)
         return ", ".join(name for name, _ in counts.most_common())
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return {"F32": torch.float32, "F16": torch.float16}.get(self.kind, torch.bfloat16)
-
     def is_tied(self) -> bool:
         """Whether head and embedding are the same matrix: stored once, or twice in types of other precision."""
-        head, embedding = self.tensors.get("output.weight"), self.tensors["token_embd.weight"]
-        if head is None:
-            return True
-        if tuple(head.shape) != tuple(embedding.shape):
-            return False
+        head, embedding = (self.tensors.get(f"{name}.weight") for name in ("output", "token_embd"))
+        if head is None or tuple(head.shape) != tuple(embedding.shape):
+            return head is None
         some = slice(0, len(head.data), max(1, len(head.data) // 64))
         one, other = (_values(tensor, some).flatten() for tensor in (head, embedding))
         return bool(torch.corrcoef(torch.stack((one, other)))[0, 1] > _SAME_HEAD)
@@ -158,9 +150,7 @@ class _File:
             self.get("attention.value_length", head_dim) != head_dim
             or self.get("rope.dimension_count", head_dim) != head_dim
         ):
-            raise ModelLoadError(
-                f"{self.path}: rotary positions on a part of a head are not read here: give its safetensors"
-            )
+            raise ModelLoadError(f"{self.path}: rotary positions on part of a head: give its safetensors")
         named = {name: self.values.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKEN_IDS.items()}
         return {
             "architectures": [class_name],
@@ -205,9 +195,7 @@ class _File:
         if scaling in ("linear", "yarn"):
             rope |= {"rope_type": scaling, "factor": float(self.get("rope.scaling.factor"))}
         elif scaling != "none":
-            raise ModelLoadError(
-                f"{self.path}: rotary positions of type {scaling!r} are not read here: give its safetensors"
-            )
+            raise ModelLoadError(f"{self.path}: rotary positions of type {scaling!r}: give its safetensors")
         if scaling == "yarn":
             rope["original_max_position_embeddings"] = int(self.get("rope.scaling.original_context_length"))
         if (factors := self.tensors.get("rope_freqs.weight")) is not None:
@@ -266,9 +254,7 @@ def _named(found: _File, tied: bool) -> Iterator[tuple[str, Any, str]]:
             outer = "token_embd" if tied and part == "output" else part
             yield f"{_OUTER[outer]}.{kind}", tensor, part
         else:
-            raise ModelLoadError(
-                f"{found.path} has a tensor {name}, which a {found.name} model has not here: give its safetensors"
-            )
+            raise ModelLoadError(f"{found.path} has a tensor {name}, which is not known: give its safetensors")
 
 
 def _poorer_copy(found: _File) -> str | None:
@@ -363,9 +349,7 @@ def _byte_level(found: _File, words: list[str]) -> Any:
 
     values, split = found.values, str(found.values.get("tokenizer.ggml.pre", "gpt-2"))
     if split not in SPLITS:
-        raise ModelLoadError(
-            f"{found.path}: words split as {split!r} are not read here: accepted are {', '.join(SPLITS)}"
-        )
+        raise ModelLoadError(f"{found.path}: words split as {split!r}: accepted are {', '.join(SPLITS)}")
     pairs = [tuple(merge.split(" ", 1)) for merge in values.get("tokenizer.ggml.merges", [])]
     types: list[int] = values.get("tokenizer.ggml.token_type", [])
     added = [i for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)]
