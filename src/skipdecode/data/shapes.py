@@ -9,16 +9,7 @@ from skipdecode.common.jsonl import Row, kind_of
 from skipdecode.errors import DataError
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-Turn = tuple[Any, Any]
-"""A prompt, as text or messages, and its response."""
-
-
-def _instruction(row: Mapping[str, Any]) -> Iterator[Turn]:
-    yield joined(row["instruction"], row.get("input")), row["output"]
-
-
-def _question(row: Mapping[str, Any]) -> Iterator[Turn]:
-    yield joined(row.get("context"), row["question"]), row["answer"]
+Turn = tuple[Any, Any]  # a prompt, as text or messages, and its response
 
 
 def _completion(row: Mapping[str, Any]) -> Iterator[Turn]:
@@ -39,13 +30,21 @@ def _messages(row: Mapping[str, Any]) -> Iterator[Turn]:
 
 
 # Fields that a record must have, others that belong to it, and its prompts with responses.
-_SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Mapping[str, Any]], Iterator[Turn]]]] = {
-    "prompt and response": (("prompt", "response"), (), lambda row: iter([(row["prompt"], row["response"])])),
+_SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Mapping[str, Any]], Iterable[Turn]]]] = {
+    "prompt and response": (("prompt", "response"), (), lambda row: [(row["prompt"], row["response"])]),
     "prompt and completion": (("prompt", "completion"), (), _completion),
     "messages": (("messages",), ("tools",), _messages),
     "conversations": (("conversations",), ("system",), _messages),
-    "instruction, input and output": (("instruction", "output"), ("input",), _instruction),
-    "question, context and answer": (("question", "answer"), ("context",), _question),
+    "instruction, input and output": (
+        ("instruction", "output"),
+        ("input",),
+        lambda row: [(joined(row["instruction"], row.get("input")), row["output"])],
+    ),
+    "question, context and answer": (
+        ("question", "answer"),
+        ("context",),
+        lambda row: [(joined(row.get("context"), row["question"]), row["answer"])],
+    ),
 }
 SHAPES = tuple(_SHAPES)
 

@@ -69,15 +69,8 @@ _SOME_RECORDS = 64  # to see how long texts are
 _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
 _HELD_OUT = 256  # of the model's own answers, at most
 _PACE, _DEV_RECORDS, _CANDIDATES, _BATCH = 75, 64, 3, 4
-_NEIGHBOURS = {"slower": 0.5, "faster": 1.25}
-"""Other schedules that are evaluated, with their share of the target's nominal gain."""
-_TIMES = {
-    "answers": "own answers",
-    "sizes": "timing",
-    "layers": "choosing layers",
-    "tuning": "tuning",
-    "evaluation": "evaluation",
-}
+_NEIGHBOURS = {"slower": 0.5, "faster": 1.25}  # also evaluated: their shares of the target's nominal gain
+_TIMES = {"answers": "own answers", "sizes": "timing", "layers": "choosing layers"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -321,14 +314,11 @@ class _Run:
 
     def _plan(self) -> str:
         """The stages, with their minutes."""
-        settings = self.settings
-        if not settings.minutes:
-            return "plan: no tuning, and as long as choosing layers and the evaluation take"
-        stages = {
-            name: share * settings.minutes for name, share in SHARES.items() if name != "answers" or settings.self
-        }
-        told = ", ".join(f"{_TIMES[name]} up to {minutes:.1f} min" for name, minutes in stages.items())
-        return f"plan: {told}, tuning the other {settings.minutes - sum(stages.values()):.1f} min or more"
+        if not (minutes := self.settings.minutes):
+            return "plan: choosing layers and an evaluation, without limit; no tuning"
+        stages = {name: share * minutes for name, share in SHARES.items() if name != "answers" or self.settings.self}
+        told = ", ".join(f"{_TIMES.get(name, name)} up to {most:.1f} min" for name, most in stages.items())
+        return f"plan: {told}, tuning the other {minutes - sum(stages.values()):.1f} min or more"
 
     @cached_property
     def _precise(self) -> LoadedModel:
@@ -543,10 +533,10 @@ def _lines(document: Mapping[str, Any], target: str) -> list[str]:
     times = []
     for name, seconds in document["seconds"].items():
         kind, _, minutes = name.partition(" ")
-        if kind not in _TIMES:
+        if kind == "left":
             continue
         after = f" after {minutes} minutes" if kind == "evaluation" and float(minutes) else ""
-        times.append(f"{_TIMES[kind]}{after} {seconds / 60:.1f} min")
+        times.append(f"{_TIMES.get(kind, kind)}{after} {seconds / 60:.1f} min")
     keep = document["keep"]
     shown = rows if keep is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
     lines = ["kept: worst score, compared with the model before", "", *figures(kept_columns(rows), shown), ""]

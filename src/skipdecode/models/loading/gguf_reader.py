@@ -125,7 +125,7 @@ class _File:
 
     def is_tied(self) -> bool:
         """Whether head and embedding are the same matrix: stored once, or twice in types of other precision."""
-        head, embedding = (self.tensors.get(f"{name}.weight") for name in ("output", "token_embd"))
+        head, embedding = self.tensors.get("output.weight"), self.tensors["token_embd.weight"]
         if head is None or tuple(head.shape) != tuple(embedding.shape):
             return head is None
         some = slice(0, len(head.data), max(1, len(head.data) // 64))
