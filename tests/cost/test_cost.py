@@ -24,7 +24,8 @@ from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.families import decoder_layers
-from tiny import LAYERS, OPTIONS, SCHEDULES, shared_model, tiny_model
+from skipdecode.models.release import model_cache_name
+from tiny import LATER, LAYERS, OPTIONS, SCHEDULES, shared_model, tiny_model
 
 SMOLLM2 = LlamaConfig(
     hidden_size=576,
@@ -111,6 +112,18 @@ def test_kv_bytes_are_those_of_a_real_cache(family, name, prompt):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
     geometry = ModelGeometry.from_config(model.config, 4)
     assert geometry.kv_bytes_held(plan, 7, 6, batch=3) == attachment.last_run.kv_bytes
+
+
+@pytest.mark.parametrize("family", [each for each in ("lfm2", "mamba2", "gemma4_text") if each in LATER])
+def test_layers_without_keys_are_not_counted(family):
+    """Recurrent layers, and such as read another layer's keys."""
+    model, full = shared_model(family), Schedule.full(LAYERS)
+    geometry = ModelGeometry.from_config(model.config, 4)
+    with attach(model, full) as attachment, torch.no_grad():
+        cache = attachment.new_cache(3)
+        model(torch.tensor([[5, 6, 7]]), use_cache=True, **{model_cache_name(model): cache})
+    assert geometry.keyless == tuple(n for n in range(LAYERS) if cache.tokens_held(n) == 0)
+    assert (geometry.kv_bytes_held(full, 3, 2) == 0) == (family == "mamba2")
 
 
 # ---------------------------------------------------------------------- seconds

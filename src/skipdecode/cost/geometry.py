@@ -45,6 +45,8 @@ class ModelGeometry:
         Tokens that sliding-window attention sees; 0 without any.
     windowed : tuple of int
         Layers with sliding-window attention.
+    keyless : tuple of int
+        Layers that hold no keys and values: recurrent ones, whose states are not counted here, and such as have none.
     """
 
     num_layers: int
@@ -56,6 +58,7 @@ class ModelGeometry:
     params: int
     window: int = 0
     windowed: tuple[int, ...] = ()
+    keyless: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, config: Any, dtype_bytes: float = 2) -> ModelGeometry:
@@ -83,6 +86,7 @@ class ModelGeometry:
             params=params,
             window=max(windows.values(), default=0),
             windowed=tuple(windows),
+            keyless=SkipCache(config).keyless,
         )
 
     def bridge_share(self, rank: float) -> float:
@@ -110,7 +114,7 @@ class ModelGeometry:
         schedule.check_fits(self.num_layers)
         on_prompt = {*schedule.prompt_layers(), *schedule.projected}
         fed, layout, total = max(new_tokens - 1, 0), KVLayout(1, round(self.kv_bytes_per_token())), 0
-        for layer in range(self.num_layers):
+        for layer in {*range(self.num_layers)} - {*self.keyless}:
             drop = schedule.drop_position(layer)
             held = (prompt_len if layer in on_prompt else 0) + (fed if drop is None else min(fed, drop))
             total += layout.bytes(min(held, self.window - 1) if layer in self.windowed else held)
@@ -133,5 +137,5 @@ def _kv_shape(model: Any) -> tuple[int, int]:
             cache.project(lambda: model(torch.zeros(1, 1, dtype=torch.long), **named), 1)
     except NotImplementedError:  # experts that are chosen before the keys are made
         return model.config.num_key_value_heads, model.config.kv_channels
-    _, heads, _, size = next(keys.shape for layer in cache.layers if (keys := getattr(layer, "keys", None)) is not None)
-    return heads, size
+    held = [keys for layer in cache.layers if (keys := getattr(layer, "keys", None)) is not None]
+    return (held[0].shape[1], held[0].shape[3]) if held else (0, 0)

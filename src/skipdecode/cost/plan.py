@@ -219,7 +219,7 @@ class Plan:
             f"{figures['prompt_share']:.0%}",
             "step": f"{step_full} at full depth, of which {figures['fixed_share']:.0%} cannot be skipped; {step} with "
             f"{mean:.1f} layers, the mean",
-            "KV cache": f"{_size(held)} at the end; {_size(saved)} ({saved / (held + saved):.0%}) saved",
+            "KV cache": f"{_size(held)} at the end; {_size(saved)} ({saved / ((held + saved) or 1):.0%}) saved",
             **({} if self.fit is None else {"fit": self._fitted(self.fit)}),
             "times": self.source.origin,
         }

@@ -44,7 +44,10 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         text_config = config.get_text_config(decoder=True)
         # A function, for copies of the cache are to share the config.
         self._new_layers: Callable[[], list[Any]] = lambda: _new_layers(text_config)
-        self.layers, self._borrowers = self._new_layers(), lenders(text_config)
+        self.layers, borrowers = self._new_layers(), lenders(text_config)
+        self.keyless = tuple(  # layers without keys and values
+            n for n, layer in enumerate(self.layers) if n in borrowers or not isinstance(layer, CacheLayerMixin)
+        )
         self.prompt_length = prompt_length
         self.mask: Tensor | None = None  # of a model with recurrent states: the latest mask of a forward of its prompts
         self._fed_to: dict[int, int] = {}  # by recurrent layer: the columns that its state has seen
@@ -182,7 +185,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         return int(held.keys.numel() * held.keys.element_size() + held.values.numel() * held.values.element_size())
 
     def _full_tokens(self, layer: int) -> int:
-        if layer in self._borrowers or not isinstance(self.layers[layer], CacheLayerMixin):
+        if layer in self.keyless:
             return 0
         window = self._window(layer)
         return self.length if window is None else min(self.length, window - 1)
