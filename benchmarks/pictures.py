@@ -34,7 +34,6 @@ def quality_png(table: dict[str, Any]) -> bytes:
             "speed-up of whole requests",
             label,
             level=(full[metric], *full["intervals"][metric], "full depth"),
-            least=full[metric] / 2,
         )
         for metric, label in METRICS.items()
     ]

@@ -45,7 +45,7 @@ def test_a_run_is_shown_next_to_full_depth_and_leaves_files(place: Path, capsys:
     assert [run.data["n"] for run in runs] == [3, 3]
     assert runs[1].data["config"]["data"] == "data.jsonl"
     assert [row["full_output"] for row in runs[1].outputs] == [row["output"] for row in runs[0].outputs]
-    assert all(any(f"{run.score('loss'):.2f} ± " in line for line in lines) for run in runs)
+    assert all(any(f"{run.data['metrics']['loss']['score']:.2f} ± " in line for line in lines) for run in runs)
 
 
 def test_full_depth_may_be_left_out(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -89,3 +89,8 @@ def quality_runs(place: Path) -> dict[str, Run]:
     place.mkdir(parents=True, exist_ok=True)
     runs = TaskEvaluation(model, byte_tokenizer(), TASK, records, metrics, settings, about).run(methods, place)
     return dict(zip((path.name for path in methods), runs, strict=True))
+
+
+def score(run: Run, metric: str) -> float:
+    """A score of a run."""
+    return float(run.data["metrics"][metric]["score"])

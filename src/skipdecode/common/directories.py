@@ -105,16 +105,9 @@ def held(directory: Path) -> Iterator[None]:
 
 
 class Lock:
-    """A lock of this process, in a file that is deleted at the end.
+    """A lock of this process, in a file that is deleted at the end; messages name the path `shown`.
 
-    Parameters
-    ----------
-    path : Path
-        The file of the lock.
-    shown : Path
-        The path that the message names.
-
-    Raises OutputError: another process has the lock; OSError: the file cannot be written.
+    Raises OutputError if another process has the lock, OSError if the file cannot be written.
     """
 
     def __init__(self, path: Path, shown: Path) -> None:

@@ -114,18 +114,8 @@ class CostMeter:
 
     If the speed of the machine changes, run some rounds before and some after the work that the cost is to predict.
 
-    Parameters
-    ----------
-    backend : Backend
-        Of a model on its device with nothing attached.
-    rows : iterable of int
-        Numbers of sequences to measure.
-    prompt_len : int
-        Cached tokens of a sequence when a run begins, and most tokens of a prompt.
-    prompts : iterable of int
-        Tokens of prompts' forwards, in prompts of `prompt_len` tokens.
-    steps : int
-        Timed steps of a run.
+    `rows` are numbers of sequences, each with `prompt_len` cached tokens when a run begins; `prompts` are tokens of
+    prompts' forwards, in prompts of `prompt_len` tokens; `steps` are those of a run.
 
     Raises UsageError if a number is below 1, the model has one layer only, or the text does not fit its context.
     """

@@ -153,7 +153,7 @@ def _tokens_per_s(run: Run) -> str:
 
 def _engine(run: Run) -> str:
     """The engine of a run's speeds."""
-    return "-" if run.decode_speedup is None else str(run.data.get("engine", "-"))
+    return "-" if run.data.get("decode_speedup") is None else str(run.data.get("engine", "-"))
 
 
 _SPEED: dict[str, Callable[[Run], str]] = {

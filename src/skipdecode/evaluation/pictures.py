@@ -52,22 +52,13 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """The content of a chart.
-
-    Parameters
-    ----------
-    level : (value, low, high, name), optional
-        A horizontal line with a band.
-    least : float, optional
-        The y axis begins here or above.
-    """
+    """The content of a chart; `level` is a horizontal line with a band: value, low, high, name."""
 
     series: Sequence[Series]
     xlabel: str
     ylabel: str
     title: str = ""
     level: tuple[float, float, float, str] | None = None
-    least: float | None = None
 
 
 def save_charts(charts: Sequence[Chart], path: Path) -> None:
@@ -125,8 +116,6 @@ def _draw(axes: Any, chart: Chart, styles: Mapping[str, tuple[str, str]]) -> Non
             axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=7)
     axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel, title=chart.title)
     axes.margins(x=0.06, y=0.1)
-    if chart.least is not None:
-        axes.set_ylim(bottom=max(chart.least, axes.get_ylim()[0]))
 
 
 # ---------------------------------------------------------------------- calibration

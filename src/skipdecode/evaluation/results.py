@@ -52,12 +52,6 @@ class Run:
         return str(self.data["name"])
 
     @property
-    def decode_speedup(self) -> float | None:
-        """Measured speed-up of decoding over full depth in the same run; None if it was not measured."""
-        value = self.data.get("decode_speedup")
-        return None if value is None else float(value)
-
-    @property
     def layers_per_token(self) -> float | None:
         """Mean layers of a token of the run's outputs; None if no token was fed back."""
         value = (self.data["free_running"] or {}).get("layers_per_token")
@@ -67,11 +61,6 @@ class Run:
     def full_depth(self) -> bool:
         """Whether every layer ran for every token."""
         return bool(self.data["config"].get("method", {}).get("name") == "full")
-
-    def score(self, metric: str) -> float | None:
-        """A score, or None if the run does not have it."""
-        entry = self.data["metrics"].get(metric)
-        return None if entry is None else float(entry["score"])
 
     @cached_property
     def outputs(self) -> list[dict[str, Any]]:

@@ -51,20 +51,10 @@ from skipdecode.models.families import vocabulary_size
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """What all methods are evaluated on.
+    """What all methods are evaluated on: a transformers model with nothing attached, and records with references.
 
-    Parameters
-    ----------
-    model, tokenizer, task, metrics
-        The transformers model in eval mode, with nothing attached, and how its outputs are asked for and scored.
-    given : Records
-        Records with references.
-    config : mapping
-        What the caller adds to the results, JSON-ready.
-    skip_bad : bool
-        Leave out, and name, records whose prompt is too long.
-
-    Raises SkipDecodeError for prompts that are too long and results that cannot be written.
+    `config` is what the caller adds to the results, JSON-ready; `skip_bad` leaves out, and names, records whose prompt
+    is too long. Raises SkipDecodeError for prompts that are too long and results that cannot be written.
     """
 
     model: Any
@@ -77,19 +67,10 @@ class TaskEvaluation:
     skip_bad: bool = False
 
     def run(self, methods: Mapping[Path, Method], out: Path, *, overwrite: bool = False) -> list[Run]:
-        """Generate, time, score and save; the runs in the order of `methods`.
+        """Generate, time, score and save; the runs in the order of `methods`. An interrupted run continues.
 
-        An interrupted run continues.
-
-        Parameters
-        ----------
-        methods : mapping of Path to Method
-            Methods by the directory for their ``run.json`` and ``outputs.jsonl``. One of them may be full depth, with
-            which the others are compared.
-        out : Path
-            Directory for finished batches until all methods are saved.
-        overwrite : bool
-            Replace existing runs.
+        `methods` are by the directory for their ``run.json`` and ``outputs.jsonl``; one of them may be full depth, with
+        which the others are compared. `out` is the directory for finished batches until all methods are saved.
         """
         about = self._whole(methods)
         for directory in methods:

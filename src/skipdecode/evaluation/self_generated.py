@@ -107,16 +107,9 @@ def _perplexity(total: Table) -> float:
 
 @dataclass(frozen=True)
 class OwnTexts:
-    """Schedules of a model that are compared with a base model.
+    """Schedules of a model, none of full depth, that are compared with a base model, which may be the same.
 
-    Parameters
-    ----------
-    llm, base : LLM
-        They may be the same.
-    schedules : sequence of Schedule
-        None of full depth, with different names.
-    source : PromptSource or None
-        Prompts; None: the base model draws them.
+    Without a `source` of prompts, the base model draws them.
     """
 
     RECORDS: ClassVar = 128
