@@ -195,7 +195,6 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
     [
         (["--out", "{place}/full"], 2, "holds a run already"),
         (["--out", "{place}/x", "--metrics", "blew"], 2, "unknown metric 'blew'"),
-        (["--out", "{place}/x", "--metrics", "bleu", "meteor"], 2, "meteor was removed: use bertscore_f1 or chrf"),
         (["--out", "{place}/x", "--schedule", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
         (["--out", "{place}/x", "--seq-len", "8"], 2, "--seq-len needs --schedule"),
         (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),

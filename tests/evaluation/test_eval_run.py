@@ -20,8 +20,8 @@ from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
-from skipdecode.errors import DataError, OptionError, OutputError, UsageError
-from skipdecode.evaluation.compare import compare_runs, runs_tables
+from skipdecode.errors import DataError, OptionError, OutputError
+from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run, check_free, load_run
@@ -242,17 +242,6 @@ def test_settings_out_of_range_are_refused(name: str):
 
 
 # ---------------------------------------------------------------------- comparison and files
-
-
-def test_a_removed_metric_of_old_runs_is_left_out_of_the_comparison(full: Run, skipping: Run):
-    old = [
-        Run(run.path, dict(run.data, metrics={**run.data["metrics"], "meteor": run.data["metrics"]["bleu"]}))
-        for run in (full, skipping)
-    ]
-    assert [pair.metric for pair in compare_runs(old, resamples=20)] == ["bleu", "rougeL", "loss"]
-    assert "meteor" in runs_tables(old)
-    with pytest.raises(UsageError, match="the metric meteor was removed: use bertscore_f1 or chrf"):
-        compare_runs(old, ["meteor"])
 
 
 def test_speedups_of_old_runs_have_their_names_of_today(skipping: Run, tmp_path: Path):

@@ -56,8 +56,7 @@ def compare_runs(
             raise DataError(
                 f"{first.path} and {other.path} are on different records: paired intervals need the same data"
             )
-        # A run of an older version may have a metric that was removed.
-        common = [m for m in first.data["metrics"] if m in other.data["metrics"] and m in (*METRICS, *FIDELITY)]
+        common = [name for name in first.data["metrics"] if name in other.data["metrics"]]
         for metric in metrics or common:
             _check_signatures(first, other, metric)
             result = compare(

@@ -263,13 +263,10 @@ def _found(name: str) -> str:
 _ROUGE: list[type[Metric]] = [type(name, (_Rouge,), {"name": name}) for name in ("rouge1", "rouge2", "rougeL")]
 _ALL: list[type[Metric]] = [Bleu, Chrf, *_ROUGE, BertScore]
 METRICS = {one.name: one for one in _ALL}
-_RETIRED = ("meteor", "cider")
 
 
 def check_metric(name: str, *others: str) -> str:
     """`name` if it is a metric or one of `others`; else raises UsageError."""
-    if name in _RETIRED:
-        raise UsageError(f"the metric {name} was removed: use bertscore_f1 or chrf")
     return check_name("metric", name, (*METRICS, *others))
 
 

@@ -54,13 +54,6 @@ def int_tuple(field: str, values: Any, *, ordered: bool = True) -> tuple[int, ..
 # ---------------------------------------------------------------------- orders
 
 
-def make_order(order: Order, num_layers: int, warmup_layers: int, least_budget: int) -> tuple[int, ...]:
-    """An order by its name; "even" leaves evenly spaced layers at `least_budget`, the fewest layers that will run."""
-    if order == "even":
-        return evenly_spaced(num_layers, least_budget, warmup_layers)
-    return (top_down if order == "top-down" else bottom_up)(num_layers, warmup_layers)
-
-
 def bottom_up(num_layers: int, warmup_layers: int) -> tuple[int, ...]:
     """warm-up, warm-up + 1, … (SkipDecode, arXiv 2307.02628, section 3)."""
     _require_ints(num_layers, warmup_layers)

@@ -25,7 +25,6 @@ from skipdecode.schedule.order import (
     check_layers,
     check_order,
     int_tuple,
-    make_order,
     require_int,
     require_positive,
 )
@@ -227,8 +226,13 @@ class Schedule:
         return replace(self, budgets=budgets, name=f"{self.name}-flat", variant=variant)
 
     def reordered(self, order: Order) -> Self:
-        """A schedule with the same budgets, and so the same cost, and another drop order."""
-        return replace(self, drop_order=make_order(order, self.num_layers, self.warmup_layers, self.budgets[-1]))
+        """A schedule with the same budgets, and so the same cost, and another drop order; "even" is even at the end."""
+        layers, warmup = self.num_layers, self.warmup_layers
+        if order == "even":
+            made = layer_order.evenly_spaced(layers, self.budgets[-1], warmup)
+        else:
+            made = (layer_order.top_down if order == "top-down" else layer_order.bottom_up)(layers, warmup)
+        return replace(self, drop_order=made)
 
     def with_prompt(self, prompt: PromptDepth) -> Self:
         """This schedule with another prompt set; the name has its number of layers, as in "skipdecode-p15-3x"."""
