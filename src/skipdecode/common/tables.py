@@ -11,7 +11,7 @@ _ABSENT = "-"
 _SPEEDUPS = {
     "request": "time of prompt and steps together",
     "decode": "time of the steps after the prompt",
-    "nominal": "all layers / layers that a new token runs",
+    "nominal": "all layers / layers of a new token",
 }
 
 
