@@ -31,7 +31,7 @@ LAYERS = [
     {"cli"},
 ]
 # The reached values, lines rounded up to the next 250. They only fall: a feature that needs more names what leaves.
-MOST_LINES, MOST_VERBS, MOST_OPTIONS = 32_000, 10, 115
+MOST_LINES, MOST_VERBS, MOST_OPTIONS = 32_000, 10, 110
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
