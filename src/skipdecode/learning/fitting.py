@@ -320,6 +320,7 @@ class _Sweep:
     @contextlib.contextmanager
     def _gated(self, index: int, plan: LayerPlan) -> Iterator[None]:
         state = GateState(self._tuples, lambda: SkipCache(self._plain.config))
+        state.whole = not find_family(self._plain).continues
         state.plan = StepPlan(plan.count, (plan,) * len(self._layers))
         layer = self._layers[index]
         attached = gate_of(layer)

@@ -43,6 +43,7 @@ class GateState:
         self.plan: StepPlan | None = None
         self.cache: SkipCache | None = None  # of the forward
         self.steps = False  # whether recurrent layers take the forward's columns one by one
+        self.whole = False  # whether a layer runs on columns that it would project, because its state needs them
         self.lenders: dict[int, int] = {}  # `skipdecode.models.families.lenders`
         self.bridges: dict[int, Bridge] = {}
         self.maps: dict[int, PromptMap] = {}
@@ -132,7 +133,7 @@ class _Gated:
         layer: Any = self
         kind: Any = type(self)
         passed = state.passed(index, hidden)
-        if getattr(layer, "gradient_checkpointing", False) and layer.training:
+        if state.whole or (getattr(layer, "gradient_checkpointing", False) and layer.training):
             if index in state.maps:
                 raise UnsupportedFeatureError(
                     "gradient checkpointing with fitted keys and values of prompts is not supported: turn it off, or "

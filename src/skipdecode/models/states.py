@@ -43,10 +43,14 @@ def check_states(family: Family, cache: SkipCache, mask: Tensor | None, columns:
 
     `mask` (rows, all columns) marks text. The cache keeps it, to see whether a later one hides what states have seen.
     """
-    if not family.recurrent or mask is None or mask.dim() != 2 or (columns == 1 and cache.fed is not None):
+    if not family.recurrent or mask is None or mask.dim() != 2:
         return
-    alone = columns == 1 or (cache.length > 0 and not family.continues)  # columns that layers see without a mask
-    if alone and not bool(mask[:, -columns:].all()):
+    if columns == 1 and cache.next_positions(1)[0] >= 0:  # a generated token
+        return
+    padded = columns == 1 and not bool(mask[:, -1].all())
+    if columns > 1 and cache.length and not family.continues:  # layers see these columns without a mask
+        padded = bool((mask[:, cache.length - 1 :].long().diff(dim=1) > 0).any())  # padding before text
+    if padded:
         raise UnsupportedFeatureError(
             "a piece of a prompt with padding: recurrent layers of this model would take it for text; give the prompt "
             "in one piece"
