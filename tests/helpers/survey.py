@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import oracle
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
-from skipdecode.models.families import FAMILIES, Family
+from skipdecode.models.families import _REFUSED, FAMILIES, Family
 from tiny import LAYERS, SCHEDULES, ragged_prompts, suited, tiny_model
 
 NEW = 10
@@ -42,6 +42,8 @@ def main(types: list[str]) -> None:
 
 def survey(model_type: str) -> str:
     """Largest difference from the oracle by prompt depth, over schedules, in a ragged batch."""
+    if model_type in _REFUSED:
+        return f"refused: {_REFUSED[model_type]}"
     config = AutoConfig.for_model(model_type)
     if config.is_encoder_decoder:
         return "refused: an encoder-decoder"
