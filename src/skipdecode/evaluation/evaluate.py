@@ -246,8 +246,10 @@ class _Evaluation:
             places[place] = schedule
         # Of an unfinished run, `TaskEvaluation` checks whether it is the same: that needs the loaded model.
         if self.saved and not self.options.overwrite and not is_unfinished(out):
-            for place in {*places, out / "full"}:
+            wanted = {*places, out / "full"}
+            for place in wanted:
                 EVAL_DIRECTORY.check(place, resume=True)
+            for place in wanted:
                 check_free(place, overwrite=False)
         return places
 
