@@ -184,7 +184,6 @@ def test_own_answers_need_prompts_alone(place: Path, tmp_path: Path) -> None:
     ("more", "named"),
     [
         (["--self"], "--train"),
-        (["--dev", ""], "--dev"),
         (["--target-speedup", "1"], "--target-speedup"),
         (["--prompts", "x.jsonl"], "--prompts"),
         (["--prompt-depths", "99"], "99"),
