@@ -372,7 +372,7 @@ REFUSED: dict[str, Callable[[LLM], Any]] = {
         {"max_tokens": 8}, {"max_new_tokens": "5"}, {"max_new_tokens": None}, {"max_new_tokens": 5.0},
         {"max_new_tokens": True}, {"logit_bias": {True: 1.0}}, {"logit_bias": {5: True}}, {"template": 5},
         {"exact": "yes"}, {"top_logprobs": 3}, {"temperature": 10**400}, {"temperature": "1"}, {"schedule": 5},
-        {"schedule": ["2x"]}, {"foo": 1}, {"json_schema": 5}, {"json_schema": {"a": object()}}, {"grammar": 5},
+        {"schedule": ["2x"]}, {"foo": 1}, {"json_schema": 5}, {"json_schema": {"a": Path}}, {"grammar": 5},
     )},
     **{f"prompts {prompts!r}": lambda llm, prompts=prompts: llm.generate(prompts, 2) for prompts in (
         None, 5, True, 1.5, b"hello", Path(),

@@ -381,9 +381,8 @@ def test_only_decoders_with_a_language_model_head_are_accepted(tmp_path: Path) -
 
 
 def test_unknown_names_list_what_is_accepted(tmp_path: Path) -> None:
-    accepted = (
-        "accepted are a local directory, a GGUF file, a hub id \\(owner/name\\), smollm2-135m, chat-smollm2-135m, e2e-smollm2-135m"
-    )
+    names = "smollm2-135m, chat-smollm2-135m, e2e-smollm2-135m"
+    accepted = f"accepted are a local directory, a GGUF file, a hub id \\(owner/name\\), {names}"
     (tmp_path / "file.bin").touch()
     for name, said in [
         ("", "there is no such directory"),
