@@ -112,7 +112,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": _CONV,
     "lfm3": _CONV,
     "mamba2": {"head_dim": 16},
-    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 1, "index_n_heads": 2, "index_head_dim": 8},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
         "time_step_min": 1e-9,

@@ -73,6 +73,8 @@ QUICK = [
     ("qwen2", "types full and window"),
     ("qwen2", "window of 0 that no layer has"),
     ("granite", "both"),
+    ("falcon_mamba", "a chunk size"),
+    ("mamba", "a chunk size"),
 ]
 
 
@@ -98,7 +100,8 @@ def walk(family: str, edit: dict[str, Any]) -> None:
         model = tiny_model(family, **edit)
         if family in LATER:
             model(torch.tensor([PROMPT]), use_cache=False)
-    except (AttributeError, KeyError, ValueError, StrictDataclassError):
+            model.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError):
         pytest.skip("the class cannot be made with this config")
     for schedule in (Schedule.full(LAYERS), lent_last(model.config, SCHEDULE)):
         try:
