@@ -18,10 +18,11 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import oracle
+from every import suited
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.models.families import _REFUSED, FAMILIES, Family
-from tiny import LAYERS, SCHEDULES, ragged_prompts, suited, tiny_model
+from tiny import LAYERS, SCHEDULES, ragged_prompts, tiny_model
 
 NEW = 10
 _PARTS = ("text_config", "vision_config", "audio_config", "decoder_config", "audio_encoder_config")

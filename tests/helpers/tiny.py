@@ -5,15 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shrink import shrunk
-from skipdecode import Schedule, attach
-from skipdecode.errors import ScheduleError
-from skipdecode.models.families import FAMILIES, lenders, lent_last
+from skipdecode import Schedule
+from skipdecode.models.families import FAMILIES
 from skipdecode.schedule.order import top_down
 
 LAYERS = 8
@@ -111,7 +109,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 # The families whose tiny models `shrink.py` makes, as far as this transformers has them; most of their tests are slow.
 LATER = sorted(set(FAMILIES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(OPTIONS))
-EVERY = [*sorted(OPTIONS), *(pytest.param(each, marks=pytest.mark.slow) for each in LATER)]
 
 # A drop order with no pattern, and budgets that stay level, jump by several layers and fall to the floor.
 RANDOM_NESTED = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="random-nested")
@@ -149,21 +146,6 @@ def tiny_model(model_type: str, *, seed: int = 0, attn_implementation: str | Non
 def shared_model(model_type: str) -> Any:
     """`tiny_model(model_type)`, made once, for tests that leave the model as it was."""
     return tiny_model(model_type)
-
-
-def suited(family: str, schedule: Schedule) -> Schedule | None:
-    """The schedule in an order that models of the family accept; None if they refuse it, and so they should."""
-    config = shared_model(family).config
-    try:
-        schedule = lent_last(config, schedule)
-    except ScheduleError:
-        assert lenders(config)
-        return None
-    if not (schedule.projected and (FAMILIES[family].recurrent or lenders(config))):
-        return schedule
-    with pytest.raises(ScheduleError, match="full or max_exit"):
-        attach(shared_model(family), schedule)
-    return None
 
 
 def ragged_prompts(lengths: tuple[int, ...] = (9, 4, 7), seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

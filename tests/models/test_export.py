@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
 from checkpoints import CHAT_TEMPLATE, byte_tokenizer, save_adapter, save_tokenizer
+from every import EVERY
 from fits import random_fit
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
@@ -20,7 +21,7 @@ from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import FAMILIES
 from skipdecode.models.loading.export import check_exportable, cut_model
 from skipdecode.models.loading.ref import ModelRef
-from tiny import EVERY, LAYERS, ragged_prompts, tiny_model
+from tiny import LAYERS, ragged_prompts, tiny_model
 
 NEW = 8
 SCATTERED = Schedule(LAYERS, (5, 2, 4, 3, 1), (5,), prompt="max_exit")

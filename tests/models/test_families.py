@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from every import suited
 from oracle import active_tokens, oracle_logits
 from skipdecode import attach
 from skipdecode.errors import ScheduleError
 from skipdecode.models.families import lenders
-from tiny import LATER, RANDOM_NESTED, SCHEDULES, ragged_prompts, shared_model, suited
+from tiny import LATER, RANDOM_NESTED, SCHEDULES, ragged_prompts, shared_model
 
 NEW = 4
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 import skipdecode
 from checkpoints import save_checkpoint
+from every import suited
 from fits import projections, random_fit
 from oracle import active_tokens, alone_logits, oracle_logits, position_ids
 from products import in_turn
@@ -37,7 +38,7 @@ from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.maps import PromptMap
 from textgen_tools import save_tiny_model
-from tiny import LATER, LAYERS, OPTIONS, ragged_prompts, shared_model, suited, tiny_model
+from tiny import LATER, LAYERS, OPTIONS, ragged_prompts, shared_model, tiny_model
 
 NEW = 12
 TOLERANCE = 1e-4

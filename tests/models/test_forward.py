@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from every import EVERY, suited
 from oracle import layer_list, oracle_logits, position_ids
 from skipdecode import Schedule, attach
 from skipdecode.errors import DepthWarning, UnsupportedFeatureError
-from tiny import EVERY, LAYERS, VOCAB, shared_model, suited, tiny_model
+from tiny import LAYERS, VOCAB, shared_model, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
 SPLIT = Schedule.split(LAYERS, 4, (5, 5, 4, 3, 3))

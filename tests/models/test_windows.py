@@ -13,13 +13,14 @@ from huggingface_hub.errors import StrictDataclassError
 import skipdecode
 from checkpoints import byte_tokenizer
 from engine_tools import decode
+from every import EVERY
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, GatedEngine
 from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import UnfitModelError, UnsupportedModelError
 from skipdecode.models.families import lent_last
-from tiny import EVERY, LATER, LAYERS, tiny_model
+from tiny import LATER, LAYERS, tiny_model
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 6

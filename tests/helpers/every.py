@@ -1,0 +1,27 @@
+"""Every family for the tests that walk all of them: parameters of pytest, and schedules that a family accepts."""
+
+from __future__ import annotations
+
+import pytest
+
+from skipdecode import Schedule, attach
+from skipdecode.errors import ScheduleError
+from skipdecode.models.families import FAMILIES, lenders, lent_last
+from tiny import LATER, OPTIONS, shared_model
+
+EVERY = [*sorted(OPTIONS), *(pytest.param(each, marks=pytest.mark.slow) for each in LATER)]
+
+
+def suited(family: str, schedule: Schedule) -> Schedule | None:
+    """The schedule in an order that models of the family accept; None if they refuse it, and so they should."""
+    config = shared_model(family).config
+    try:
+        schedule = lent_last(config, schedule)
+    except ScheduleError:
+        assert lenders(config)
+        return None
+    if not (schedule.projected and (FAMILIES[family].recurrent or lenders(config))):
+        return schedule
+    with pytest.raises(ScheduleError, match="full or max_exit"):
+        attach(shared_model(family), schedule)
+    return None
