@@ -7,21 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from every import EVERY, suited
 from oracle import active_tokens, alone_logits, oracle_logits
 from products import in_turn
 from skipdecode import Schedule, attach
-from tiny import (
-    EVERY,
-    LATER,
-    LAYERS,
-    OPTIONS,
-    RANDOM_NESTED,
-    SCHEDULES,
-    ragged_prompts,
-    shared_model,
-    suited,
-    tiny_model,
-)
+from tiny import LATER, LAYERS, OPTIONS, RANDOM_NESTED, SCHEDULES, ragged_prompts, shared_model, tiny_model
 
 NEW = 10  # past the last change of depth of every schedule
 TOLERANCE = 1e-4
