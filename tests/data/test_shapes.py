@@ -142,6 +142,14 @@ def test_a_line_of_a_batch_is_a_chat_with_its_id(tmp_path: Path, capsys: Any) ->
     assert "'body.temperature'" in told.err
 
 
+def test_a_long_list_of_records_has_its_shape() -> None:
+    source = [{"instruction": f"say {n} " * 40, "output": "b"} for n in range(200)]
+    template = make_template(RecordOptions(), source)
+    assert template.shape == "instruction, input and output"
+    (file,) = read_sources({"train": source}, template, {}, skip_bad=False).values()
+    assert len(file.records) == 200
+
+
 def test_two_shapes_or_none_are_an_error() -> None:
     both = {"prompt": "a", "response": "b", "messages": MESSAGES}
     with pytest.raises(DataError, match="fit 'prompt and response' and 'messages'"):

@@ -71,7 +71,8 @@ def make_template(options: RecordOptions, source: Source | None = None) -> Templ
     from skipdecode.data.tasks import load_task
 
     given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
-    if not given and source is not None and not is_stream(str(source)) and options.response_field is None:
+    read_once = isinstance(source, str | Path) and is_stream(source)
+    if not given and source is not None and not read_once and options.response_field is None:
         return _of_shape(source, options.chat or None)
     if len(given) != 1:
         raise UsageError("give one of `task`, `prompt_template` and `prompt_field`")
@@ -131,17 +132,23 @@ def read_sources(
     }
 
 
+def decide_chat(template: Template, loaded: LoadedModel) -> None:
+    """Have the template use chats if the model has a chat template, where the user has not said."""
+    from skipdecode.data.chats import chat_fault
+
+    if template.chat is None:
+        template.chat = chat_fault(loaded.tokenizer) is None
+
+
 def encode_source(
     file: RecordFile, name: str, template: Template, loaded: LoadedModel, options: RecordOptions
 ) -> tuple[list[Example], int]:
     """The records as token ids within the model's context, and the number of skipped ones, which a note names."""
-    from skipdecode.data.chats import chat_fault
     from skipdecode.data.prompts import context_length, encode_examples
     from skipdecode.data.records import reject_summary
     from skipdecode.models.families import vocabulary_size
 
-    if template.chat is None:
-        template.chat = chat_fault(loaded.tokenizer) is None
+    decide_chat(template, loaded)
     limits = [most for most in (options.max_length, context_length(loaded.model.config)) if most is not None]
     examples, rejects = encode_examples(
         file,

@@ -25,8 +25,15 @@ from skipdecode.common.tables import figures
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import read_cost
-from skipdecode.data.chats import chat_fault
-from skipdecode.data.examples import RecordOptions, Source, encode_source, held_out, make_template, read_sources
+from skipdecode.data.examples import (
+    RecordOptions,
+    Source,
+    decide_chat,
+    encode_source,
+    held_out,
+    make_template,
+    read_sources,
+)
 from skipdecode.data.prompts import RecordFile
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task
@@ -350,7 +357,7 @@ class _Run:
         settings = self.settings
         if not sizes:
             return {"records": settings.test_records, "neighbours": True, "speed_batches": 4}
-        (target,) = layers["verdicts"][-1:]
+        target = layers["verdicts"][-1]
         return Pace(**sizes["pace"]).evaluation(
             60 * SHARES["evaluation"] * settings.minutes / 2,
             layers["seconds_per_batch"],
@@ -372,8 +379,7 @@ class _Run:
             place = self.sources[name] = self.out / "records" / f"{name}.jsonl"
             write_whole(place, b"".join(map(json_line, rows)))
         if template.shape is not None:
-            if template.chat is None:
-                template.chat = chat_fault(self.loaded.tokenizer) is None
+            decide_chat(template, self.loaded)
             form |= {"prompt_field": "prompt", "response_field": "response", "chat": template.chat}
         return {"train": self.sources["train"], "dev": self.sources["dev"], "form": form}
 
