@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from skipdecode import Schedule, attach
 from skipdecode.errors import ScheduleError
@@ -25,3 +28,19 @@ def suited(family: str, schedule: Schedule) -> Schedule | None:
     with pytest.raises(ScheduleError, match="full or max_exit"):
         attach(shared_model(family), schedule)
     return None
+
+
+@torch.no_grad()
+def decoded(model: Any, schedule: Schedule, ids: torch.Tensor, mask: torch.Tensor, new: int, **options: Any) -> Any:
+    """Greedy text, `new` tokens a row, under a schedule with a cache: what `generate` returns, logits included."""
+    fit = options.pop("fit", None)
+    with attach(model, schedule, fit):
+        return model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from every import suited
+from every import decoded, suited
 from oracle import active_tokens, oracle_logits
 from skipdecode import attach
 from skipdecode.errors import ScheduleError
@@ -24,15 +24,7 @@ def test_cached_equals_uncached_in_a_ragged_batch(family: str) -> None:
     for schedule in (replace(SCHEDULES["constant"], prompt="max_exit"), RANDOM_NESTED):
         if (schedule := suited(family, schedule)) is None:
             continue
-        with attach(model, schedule):
-            text = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=NEW,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+        text = decoded(model, schedule, ids, mask, NEW)
         whole = torch.cat([mask, mask.new_ones(2, NEW)], 1)
         active = active_tokens(schedule, 7, 7 + NEW)
         expected = oracle_logits(model, text.sequences, whole, active)[:, 6:-1]

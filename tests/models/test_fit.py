@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import skipdecode
 from checkpoints import save_checkpoint
-from every import suited
+from every import decoded, suited
 from fits import projections, random_fit
 from oracle import active_tokens, alone_logits, oracle_logits, position_ids
 from products import in_turn
@@ -47,15 +47,7 @@ GAPS = (0, 1, 3, 6)
 
 
 def decode(model, schedule, fit, ids, mask):
-    with attach(model, schedule, fit), torch.no_grad():
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=NEW,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+    out = decoded(model, schedule, ids, mask, NEW, fit=fit)
     return out.sequences, torch.stack(out.logits, 1)
 
 

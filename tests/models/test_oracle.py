@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from every import EVERY, suited
+from every import EVERY, decoded, suited
 from oracle import active_tokens, alone_logits, oracle_logits
 from products import in_turn
-from skipdecode import Schedule, attach
+from skipdecode import Schedule
 from tiny import LATER, LAYERS, OPTIONS, RANDOM_NESTED, SCHEDULES, ragged_prompts, shared_model, tiny_model
 
 NEW = 10  # past the last change of depth of every schedule
@@ -23,16 +23,7 @@ CASES = list(in_turn(sorted(OPTIONS), SCHEDULES, PROMPTS, slow=LATER))
 
 def decode(model, schedule, ids, mask, **options):
     """Greedy text (rows, columns) and the logits of its steps (rows, NEW, vocabulary), cached, under a schedule."""
-    with attach(model, schedule), torch.no_grad():
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=NEW,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **options,
-        )
+    out = decoded(model, schedule, ids, mask, NEW, **options)
     return out.sequences, torch.stack(out.logits, 1), out.past_key_values
 
 
