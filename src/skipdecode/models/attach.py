@@ -336,8 +336,6 @@ class Attachment:
                 "where the prompt ends, with prompt_length=… in the call or in new_cache"
             )
         check_states(self._family, cache, call.get("attention_mask"), columns)
-        if cache.length and not self._family.cuts_mask:
-            call["attention_mask"] = None
         if not self._family.places and call.get("position_ids") is None:
             call["position_ids"] = torch.arange(cache.length, cache.length + columns, device=self._model.device)[None]
         self._latest = self._gate_state.cache = cache

@@ -40,8 +40,6 @@ class Family:
         Whether a forward of several tokens goes on from the cached states; else only one of a single token does.
     places : bool
         Whether a forward without position ids counts from the length of the cache; else it counts from 0.
-    cuts_mask : bool
-        Whether a step takes the part of a mask of the whole text that is about its tokens; else a step takes none.
     """
 
     layers: str = "model.layers"
@@ -53,7 +51,6 @@ class Family:
     recurrent: bool = False
     continues: bool = True
     places: bool = True
-    cuts_mask: bool = True
 
 
 _BLOCKS = "transformer.h"
@@ -99,7 +96,7 @@ _ROWS: list[tuple[Family, str]] = [
     (replace(_STATES, continues=False), "jamba"),
     (replace(_STATES, continues=False, numbered=True), "zamba"),
     (replace(_STATES, layers="backbone.layers"), "mamba2"),
-    (replace(_STATES, layers="backbone.layers", continues=False, cuts_mask=False), "falcon_mamba mamba"),
+    (replace(_STATES, layers="backbone.layers", continues=False), "falcon_mamba mamba"),
 ]
 FAMILIES = {model_type: family for family, types in _ROWS for model_type in types.split()}
 _REFUSED = {

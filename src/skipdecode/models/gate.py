@@ -95,7 +95,8 @@ class _Gated:
             passed = state.passed(index, hidden)
             return (passed, *[None] * (state.returned - 1)) if state.returned else passed
         columns = hidden.shape[-2]
-        steps = state.cache is not None and state.cache.run_state(index, plan.count) and state.steps and plan.count > 1
+        recurrent = state.cache is not None and state.cache.run_state(index, plan.count)
+        steps = recurrent and state.steps and plan.count > 1
         if plan.start or steps:
             kind: Any = type(self)
             named = dict(zip(_positional_names(kind), args, strict=False)) | kwargs
@@ -104,7 +105,7 @@ class _Gated:
             return (merged, *[None] * (state.returned - 1)) if state.returned else merged
         if plan.count < columns:
             args, kwargs = _leading(type(self), plan.count, columns, args, kwargs)
-        out = run(*args, **kwargs)
+        out = run(*args, **(_of_one_token(kwargs) if recurrent and columns == 1 else kwargs))
         if plan.count == columns and plan.keep is None:
             return out
         passed = state.passed(index, hidden)
@@ -117,9 +118,7 @@ class _Gated:
         index, _ = self._skipdecode
         plan, cache, outputs = state.plan.layers[index], state.cache, []  # type: ignore[union-attr]
         for column in range(plan.count):
-            now = _columns(named, column, column + 1, hidden.shape[-2])
-            if isinstance(mask := now.get("attention_mask"), Tensor) and mask.dim() == 2:
-                now["attention_mask"] = None  # of padding, which `check_states` has refused here
+            now = _of_one_token(_columns(named, column, column + 1, hidden.shape[-2]))
             out = run(hidden[..., column : column + 1, :], **now)
             outputs.append(out[0] if state.returned else out)
             cache.note_columns(column + 1)  # type: ignore[union-attr]
@@ -305,6 +304,15 @@ def _leading(
 def _columns(named: dict[str, Any], start: int, count: int, columns: int) -> dict[str, Any]:
     """The arguments of a layer for the columns from `start` up to `count`, which attend to all earlier columns."""
     return {name: _cut(name, value, start, count, columns) for name, value in named.items()}
+
+
+def _of_one_token(named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a recurrent layer for one token, without a mask of padding, which `check_states` has refused.
+
+    Some layers would multiply the token by the mask of the whole text, and run it once for each column.
+    """
+    mask = named.get("attention_mask")
+    return named | {"attention_mask": None} if isinstance(mask, Tensor) and mask.dim() == 2 else named
 
 
 def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
