@@ -152,3 +152,10 @@ def is_idle(service: Service) -> bool:
     """Whether no row, no keys and values and no waiting choice is left."""
     names = ("running_rows", "kv_bytes_held", "kv_bytes_saved", "queue_length")
     return not any(metric(service, name) for name in names)
+
+
+def post(client: Any, path: str, body: Any, status: int = 200) -> Any:
+    """The JSON of an answer, which has to have this status."""
+    response = client.post(path, json=body)
+    assert response.status_code == status, response.text
+    return response.json()

@@ -20,6 +20,7 @@ from serve_tools import (
     is_idle,
     metric,
     offline,
+    post,
     running,
     streamed_text,
     tiny_served_model,
@@ -55,12 +56,6 @@ def client(service):
 def _nothing_is_left(service):
     yield
     until(lambda: is_idle(service))
-
-
-def post(client, path, body, status=200):
-    response = client.post(path, json=body)
-    assert response.status_code == status, response.text
-    return response.json()
 
 
 # ---------------------------------------------------------------------- answers

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from checkpoints import byte_tokenizer
-from serve_tools import SCHEDULES, events, is_idle, running, streamed_text, tiny_service, until
+from serve_tools import SCHEDULES, events, is_idle, post, running, streamed_text, tiny_service, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -43,12 +43,6 @@ def client(service):
 def _nothing_is_left(service):
     yield
     until(lambda: is_idle(service))
-
-
-def post(client, path, body, status=200):
-    response = client.post(path, json=body)
-    assert response.status_code == status, response.text
-    return response.json()
 
 
 def chat(**fields):
