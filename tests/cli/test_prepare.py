@@ -24,7 +24,7 @@ from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import OutputError, UsageError
 from skipdecode.learning.checkpoint import save_tuned
-from skipdecode.learning.prepare import neighbours
+from skipdecode.learning.prepared import neighbours
 from skipdecode.learning.settings import PREPARE_DIRECTORY
 from skipdecode.learning.stages import Stages
 from skipdecode.models.carried import FIT_FILE

@@ -26,7 +26,7 @@ from skipdecode.common.options import Reads, option
 from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
 
 if TYPE_CHECKING:
-    from skipdecode.learning.prepare import Prepared
+    from skipdecode.learning.prepared import Prepared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,14 @@ SHARES = {"answers": 1 / 4, "layers": 1 / 4, "evaluation": 1 / 6}  # of the minu
 _PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
 _TIMED = 2  # records
 _DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
-_LEAST_RECORDS = 8
+_LEAST_RECORDS, _MOST_RECORDS = 8, 64
 _TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
 _SEARCHES: tuple[dict[str, Any], ...] = (
     {"records": 8, "fit_depths": 4, "spread_prompts": True, "baselines": True},
     {"records": 8, "fit_depths": 2, "spread_prompts": False, "baselines": False},
     {"records": 4, "fit_depths": 2, "spread_prompts": False, "baselines": False},
 )
-_EVALUATIONS: tuple[dict[str, Any], ...] = (
+EVALUATIONS: tuple[dict[str, Any], ...] = (
     {"records": 64, "neighbours": True, "speed_batches": 4},
     {"records": 64, "neighbours": True, "speed_batches": 1},
     {"records": 48, "neighbours": True, "speed_batches": 1},
@@ -79,7 +79,7 @@ class Pace:
         `forced`: the model reads all texts again, as without references; `ways`: other weights and drafts too.
         """
         found: dict[str, Any] = {}
-        for found in _EVALUATIONS:
+        for found in EVALUATIONS:
             gains = (0, 1, 0.5, 1.25) if found["neighbours"] else (0, 1)
             work = (1 + _WAYS * ways) * sum(1 / (1 + gain * (speedup - 1)) for gain in gains)
             records = min(most, found["records"])
@@ -90,7 +90,7 @@ class Pace:
                 break
         return found | {"records": min(most, found["records"])}
 
-    def dev_records(self, seconds: float, most: int) -> int:
+    def dev_records(self, seconds: float) -> int:
         """Dev records whose loss takes a small part of so many seconds."""
         affordable = _DEV_SHARE * seconds * self.tokens_per_second / self.text_tokens
-        return min(most, max(_LEAST_RECORDS, int(affordable)))
+        return min(_MOST_RECORDS, max(_LEAST_RECORDS, int(affordable)))

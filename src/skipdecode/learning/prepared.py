@@ -1,0 +1,148 @@
+"""What `skipdecode.prepare` returns: the prepared model, its schedules, and the table of their evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.tables import figures
+from skipdecode.errors import ScheduleError
+from skipdecode.evaluation.kept import fastest_that_keeps, kept_columns
+from skipdecode.generation.llm import LLM
+from skipdecode.learning.calibrate import SCHEDULE_FILE
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.fit import Fit
+from skipdecode.models.loading.base_weights import put_fit
+from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.schedule import Schedule
+
+RESULT, PICTURE = "prepared.json", "kept.png"
+TIMES = {"answers": "own answers", "sizes": "timing", "layers": "choosing layers"}
+_NEIGHBOURS = {"slower": 0.5, "faster": 1.25}  # also evaluated: their shares of the target's nominal gain
+
+
+@dataclass(frozen=True, repr=False)
+class Prepared:
+    """The result of `prepare`. Prints itself, also in a notebook.
+
+    Attributes
+    ----------
+    document : mapping
+        All results, JSON-ready, as in prepared.json.
+    out : Path
+        The directory of all results.
+    """
+
+    document: Mapping[str, Any]
+    out: Path
+    _loaded: LoadedModel
+
+    @property
+    def path(self) -> Path | None:
+        """The directory of the tuned checkpoint; None if nothing was tuned."""
+        minutes = self.document["minutes"]
+        return tuned_directory(self.out, minutes) if minutes else None
+
+    @property
+    def schedule_file(self) -> Path:
+        """The file of the schedule, beside its fit; the tuned checkpoint has both too."""
+        return self.out / "fit" / SCHEDULE_FILE
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule for the target."""
+        return Schedule.load(self.schedule_file)
+
+    @cached_property
+    def llm(self) -> LLM:
+        """The prepared model, ready to generate text with its schedule."""
+        if self.path is not None:
+            return LLM(self.path)
+        if (file := self.schedule_file.with_name(FIT_FILE)).is_file():
+            put_fit(self._loaded.model, file, [self.schedule_file])
+        return LLM(self._loaded, self.schedule)
+
+    @property
+    def recommended(self) -> Mapping[str, Any] | None:
+        """The fastest row that keeps the share of `keep`; None without `keep`, or if only full depth does."""
+        keep = self.document["keep"]
+        return None if keep is None else fastest_that_keeps(self.rows, keep)
+
+    def schedule_of(self, row: Mapping[str, Any]) -> Path:
+        """The file of the schedule of one of the rows."""
+        place = tuned_directory(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
+        near = (place / f"{name}.json" for name in _NEIGHBOURS if f", {name}" in row["name"])
+        return next(near, self.schedule_file)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each evaluated schedule: minutes, name, request_speedup, decode_speedup, scores, kept and more."""
+        return list(self.document["rows"])
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self.document, self.schedule.name))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def tuned_directory(out: Path, minutes: float) -> Path:
+    """The directory of the checkpoint that these minutes made."""
+    return out / f"tuned-{minutes:g}"
+
+
+def neighbours(target: Schedule, place: Path) -> list[Schedule]:
+    """The target, and a slower and a faster schedule if its drop order, and the fit in `place`, allow them."""
+    found = [target]
+    fit = Fit.load(place / FIT_FILE) if (place / FIT_FILE).is_file() else None
+    for name, share in _NEIGHBOURS.items():
+        with contextlib.suppress(ScheduleError):
+            other = target.with_speedup(1 + (target.nominal_speedup - 1) * share)
+            if fit is not None and not fit.serves(other):  # no layer is skipped that has no map
+                other = replace(other, budgets=tuple(max(n, target.budgets[-1]) for n in other.budgets))
+            if not other.is_full and other.budgets != target.budgets and (fit is None or fit.serves(other)):
+                found.append(replace(other, name=f"{target.name}, {name}"))
+                found[-1].save(place / f"{name}.json")
+    return found
+
+
+def _lines(document: Mapping[str, Any], target: str) -> list[str]:
+    rows, known = document["rows"], {m: kept for m, kept in document["kept_by_minutes"].items() if kept is not None}
+    times = []
+    for name, seconds in document["seconds"].items():
+        kind, _, minutes = name.partition(" ")
+        if kind == "left":
+            continue
+        after = f" after {minutes} minutes" if kind == "evaluation" and float(minutes) else ""
+        times.append(f"{TIMES.get(kind, kind)}{after} {seconds / 60:.1f} min")
+    keep = document["keep"]
+    shown = rows if keep is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
+    lines = ["kept: worst score, compared with the model before", "", *figures(kept_columns(rows), shown), ""]
+    lines.append(f"time: {', '.join(times)}")
+    if known:
+        kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
+        found = document["speedup_that_keeps"].items()
+        reach = (f"{share} at {f'{speedup:.2f}x' if speedup else 'no speed-up'}" for share, speedup in found)
+        lines += [f"{target} keeps {kept}", f"requests keep {', '.join(reach)}"]
+    else:
+        lines.append("every score of full depth is 0, so there is no share to keep: tune the model at full depth first")
+    if keep is not None:
+        best = fastest_that_keeps(rows, keep)
+        told = (
+            "none is faster than full depth"
+            if best is None
+            else "{name}, {request_speedup:.2f} times as fast, keeps {kept:.1%}"
+        )
+        lines.append(f"recommended to keep {keep:.0%}: {told.format_map(best or {})}")
+    if len(losses := document["dev_loss"]) > 1:
+        (_, before), (minutes, after) = losses[(len(losses) - 1) // 2], losses[-1]
+        gain = f"their second half brought {before - after:.3f}"
+        lines.append(f"dev loss {after:.3f} after {minutes:.1f} minutes of tuning; {gain}")
+    return lines

@@ -1,0 +1,113 @@
+"""The records and prompts of `skipdecode.prepare`, checked before any work, and their form for the stages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.files import is_stream, write_whole
+from skipdecode.common.jsonl import json_line
+from skipdecode.common.rows import Input
+from skipdecode.data.examples import Source, decide_chat, held_out, make_template, read_sources
+from skipdecode.data.prompts import RecordFile
+from skipdecode.data.source import load_records
+from skipdecode.data.tasks import Task, load_task
+from skipdecode.errors import UsageError
+from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
+from skipdecode.learning.settings import PrepareOptions
+from skipdecode.models.loading.hub import LoadedModel
+
+_FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
+_HELD_OUT = 256  # of the model's own answers, at most
+
+
+class Sources:
+    """The sources by name: train, dev, test.
+
+    Raises UsageError, DataError: records are missing or cannot be used, as the stages would after minutes of work.
+    """
+
+    def __init__(self, settings: PrepareOptions, sources: Mapping[str, Source]) -> None:
+        self._settings, self._sources = settings, dict(sources)
+        self._rewritten: dict[str, RecordFile] = {}
+        self._prompts = open_prompts(settings)
+        if not settings.self:
+            if "train" not in sources:
+                raise UsageError("`train` is missing: give records with responses, or `self`")
+            self._template = make_template(settings, sources["train"])
+        elif (self._prompts is not None or settings.task) and "test" not in sources:
+            raise UsageError("`test` is missing: with `prompts` or `task`, give records or prompts to evaluate on")
+        self.digests = {name: _digest(name, source) for name, source in sources.items()}
+        if self._prompts is not None:
+            self.digests["prompts"] = self._prompts.fingerprint["sha256"]
+        self._check()
+
+    def _check(self) -> None:
+        settings, test, whole = self._settings, self.test, False
+        if settings.self and not settings.task:
+            if isinstance(test, str | Path):
+                open_prompts(replace(settings, prompts=str(test)))
+            return
+        if not settings.self:
+            whole = self._template.shape is not None
+            learned = {name: one for name, one in self._sources.items() if whole or name != "test"}
+            files = read_sources(learned, self._template, {}, skip_bad=settings.skips_bad)
+            if whole or "dev" not in files:
+                self._rewritten = files
+            if "dev" not in files:
+                files["train"], files["dev"] = held_out(files["train"])
+        if test is not None and not whole:
+            load_records(self.task(1), test, skip_bad=settings.skips_bad, limit=settings.test_records)
+
+    @property
+    def test(self) -> Any:
+        """The records or prompts to evaluate on."""
+        return self._sources.get("test") or self._sources.get("dev")
+
+    def task(self, most: int) -> Task:
+        """The task, or the records' prompt and response; `most` is the maximum number of new tokens."""
+        if self._settings.task:
+            return load_task(self._settings.task)
+        template = make_template(self._settings) if self._settings.self else self._template
+        form: dict[str, Any] = {"prompt": template.prompt, "references": template.responses}
+        metrics = ("bleu", "rougeL", "chrf")
+        return Task(name="records", **form, chat=bool(template.chat), metrics=metrics, max_new_tokens=most)
+
+    def given(self, out: Path, loaded: LoadedModel) -> dict[str, Any]:
+        """The records and their form: as they are, or, of a known shape or with a part held out, as files in `out`."""
+        form, template = {name: getattr(self._settings, name) for name in _FORM}, self._template
+        for name, file in self._rewritten.items():
+            rows = (
+                {"id": one.id, **(one.values or {"prompt": one.prompt}), template.responses[0]: one.references[0]}
+                for one in file.records
+            )
+            place = self._sources[name] = out / "records" / f"{name}.jsonl"
+            write_whole(place, b"".join(map(json_line, rows)))
+        if template.shape is not None:
+            decide_chat(template, loaded)
+            form |= {"prompt_field": "prompt", "response_field": "response", "chat": template.chat}
+        return {"train": self._sources["train"], "dev": self._sources["dev"], "form": form}
+
+    def answers(self, place: Path, loaded: LoadedModel, seconds: float | None) -> dict[str, Any]:
+        """The files of the model's own answers at full depth, and the options for their prompt and response."""
+        settings = self._settings
+        sizes: dict[str, Any] = {"seed": settings.seed, "held_out": _HELD_OUT, "seconds": seconds}
+        template, _ = own_answers(loaded, settings, settings, self._prompts, place, **sizes)
+        form: dict[str, Any] = {"task": settings.task}
+        if not settings.task:
+            form = {"prompt_template": template.prompt, "response_field": template.responses[0], "chat": template.chat}
+        return {"train": str(place / TRAIN_FILE), "dev": str(place / DEV_FILE), "form": form}
+
+
+def _digest(name: str, source: Source) -> str:
+    """The digest of records."""
+    if not isinstance(source, str | Path):
+        return hashlib.sha256(b"".join(map(json_line, source))).hexdigest()
+    if is_stream(str(source)):
+        raise UsageError(f"`{name}` is read several times, so it cannot be a pipe: give a file")
+    with closing(Input.open(str(source))) as file:
+        return str(file.sha256)
