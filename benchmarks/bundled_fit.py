@@ -2,21 +2,24 @@
 
     python benchmarks/bundled_fit.py --words runs/chat-words --out src/skipdecode/models/fits
 
---words has self.jsonl, the model's own conversations (`benchmarks/fitted.py` has the command that writes them). The fit
-and its schedules go to --out. The weights are those that the package fetches. `benchmarks/chat_runs.py` makes the fit
-that the bundled chat adapter starts from, of presets/fit-chat-smollm2-135m.json.
+--words has self.jsonl, the model's own conversations, which `skipdecode tune smollm2-135m --self --self-records 260
+--self-tokens 96 --self-temperature 0 --steps 1 --out runs/chat-words` writes. The fit and its schedules go to --out.
+The weights are those that the package fetches. `benchmarks/chat_runs.py` makes the fit that the bundled chat adapter
+starts from, of presets/fit-chat-smollm2-135m.json.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fitted import batches_of, chat_texts, read_rows, save_fit
+from fit_schedule import batches_of, save_fit
 from shared import script_parser
 
 from skipdecode import Schedule
+from skipdecode.data.examples import Example
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.loading.hub import load_model
@@ -34,6 +37,14 @@ def schedules_of(preset: dict[str, Any], layers: int) -> list[Schedule]:
     return found
 
 
+def conversation(tokenizer: Any, row: dict[str, str]) -> Example:
+    """Token ids of a row of self.jsonl."""
+    turns = [{"role": "user", "content": row["prompt"]}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True).input_ids
+    response = tokenizer(row["response"], add_special_tokens=False, verbose=False).input_ids
+    return Example("", tuple(prompt), (*response, tokenizer.eos_token_id))
+
+
 def main() -> None:
     """Fit and write."""
     parser = script_parser(__doc__, result="directory for the fit and its schedules")
@@ -43,11 +54,11 @@ def main() -> None:
     preset = json.loads(given.preset.read_text(encoding="utf-8"))
     options = preset["options"]
     loaded = load_model(options["model"], dtype="float32")
-    tokenizer: Any = loaded.tokenizer
-    texts = chat_texts(tokenizer, read_rows(given.words / "self.jsonl", options["records"]))
+    with (given.words / "self.jsonl").open(encoding="utf-8") as lines:
+        examples = [conversation(loaded.tokenizer, json.loads(line)) for line in islice(lines, options["records"])]
     schedules = schedules_of(preset, loaded.num_layers)
     chosen = FitOptions(fit_rank=options["fit_rank"], fit_taps=options["fit_taps"])
-    fit = Fitter(loaded.model, batches_of(texts), chosen).fit(schedules)
+    fit = Fitter(loaded.model, batches_of(examples), chosen).fit(schedules)
     save_fit(given.out, loaded.model, fit, schedules)
 
 

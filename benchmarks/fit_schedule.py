@@ -10,22 +10,44 @@ order of a given schedule and the lowest layers for prompts. The fit and the sch
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fitted import batches_of, save_fit
 from invented_names import with_invented_names
 from shared import script_parser
 
 from skipdecode import Schedule
-from skipdecode.data.prompts import encode_examples, read_file
+from skipdecode.data.batches import Batch, collate
+from skipdecode.data.examples import Example, encode_examples, read_file
 from skipdecode.data.tasks import load_task
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
+from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
+
+BATCH = 8
+
+
+def batches_of(examples: Iterable[Example]) -> list[Batch]:
+    """Aligned batches, records of like length together, in an order that mixes lengths."""
+    records = sorted(examples, key=lambda e: (len(e.prompt), len(e.response)))
+    groups = [records[first : first + BATCH] for first in range(0, len(records), BATCH)]
+    random.Random(0).shuffle(groups)
+    return [collate(group) for group in groups]
+
+
+def save_fit(out: Path, model: Any, fit: Fit, schedules: Sequence[Schedule]) -> None:
+    """Write a fit, with a sample of its weights, and its schedules by their names."""
+    fit.about["base"] = base_sample(model)
+    out.mkdir(parents=True, exist_ok=True)
+    fit.save(out / FIT_FILE)
+    for schedule in schedules:
+        schedule.save(out / f"{schedule.name}.json")
 
 
 def main() -> None:
@@ -53,8 +75,7 @@ def main() -> None:
     file = replace(file, records=tuple(with_invented_names(file.records, template, given.augment_names, seed=5)))
     tokenizer: Any = loaded.tokenizer
     examples, _ = encode_examples(file, template, tokenizer, max_length=None, skip_bad=True)
-    batches = batches_of([(list(one.prompt), list(one.response)) for one in examples])
-    fitter = Fitter(loaded.model, batches, FitOptions(fit_taps=given.fit_taps))
+    fitter = Fitter(loaded.model, batches_of(examples), FitOptions(fit_taps=given.fit_taps))
     if given.keep_bridges:
         fit = fitter.fit([replace(schedules[0], budgets=(order.num_layers,))])  # skips nothing: prompt maps alone
         fit.bridges = Fit.load(Path(given.checkpoint) / FIT_FILE).bridges

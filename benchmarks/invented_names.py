@@ -19,8 +19,7 @@ from shared import script_parser
 from skipdecode.cli.arguments import add_options, config_from
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line
-from skipdecode.data.examples import RecordOptions, make_template
-from skipdecode.data.prompts import read_file
+from skipdecode.data.examples import RecordOptions, make_template, read_file
 from skipdecode.data.records import Record, Template
 from skipdecode.data.tasks import repeated
 

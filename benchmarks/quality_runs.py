@@ -136,7 +136,7 @@ class Steps:
             return self.plan.model
         out = self.runs / self.plan.model
         if not out.exists():
-            self.call(sys.executable, HERE / "gemma3_checkpoint.py", out)
+            self.call(sys.executable, HERE / "packaged_checkpoint.py", "gemma3-270m", out)
         return out
 
     def calibrate(self) -> None:

@@ -33,7 +33,7 @@ from skipdecode.common.journal import KeptValues
 from skipdecode.common.kinds import read_result
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.stopwatch import timed
-from skipdecode.data.prompts import response_ids
+from skipdecode.data.chats import response_ids
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.opening import open_engines

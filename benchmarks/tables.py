@@ -346,27 +346,6 @@ def names(document: Row) -> Table:
     return table(found.values(), columns)
 
 
-def fitted(document: Row) -> Table:
-    """KL to full depth and equal tokens of each schedule without a fit, with simpler maps and with a fit."""
-    methods = ["today", "bias", "patch", "fitted", "fitted, one tap"]
-    speeds = document.get("speed", {}).get("rows", {})
-    lines = [["text", "prompt layers", "answer layers", "request", "no fit", *methods[1:]]]
-    for setting in ("chat", "news", "e2e", "gemma3"):
-        found: dict[str, dict[str, Any]] = {}
-        for row in document.get(setting, {}).get("rows", ()):
-            found.setdefault(row["schedule"]["name"], {})[row["method"]] = row
-        for name, row in found.items():
-            if name == "full":
-                continue
-            schedule = next(iter(row.values()))["schedule"]
-            layers = len(schedule["prompt"]) if isinstance(schedule["prompt"], list) else schedule["num_layers"]
-            timed = [speeds[f"{m}/{name}"] for m in methods if setting == "chat" and f"{m}/{name}" in speeds]
-            request = times("request_speedup")(timed[-1] if timed else {})
-            cells = (fidelity(row.get(method)) for method in methods)
-            lines.append([setting, str(layers), str(schedule["budgets"][-1]), request, *cells])
-    return lines
-
-
 def compared_targets(document: Row) -> list[Row]:
     """The targets of `ready` whose task and hundreds of answers were also run without a fit, fitted and not."""
 
@@ -451,17 +430,11 @@ def exact(document: Row) -> Table:
     return table(sorted(document["rows"], key=itemgetter("task", "quantization", "batch")), columns)
 
 
-def fidelity(row: Row | None) -> str:
-    """KL in nats and the share of equal tokens."""
-    return f"{row['kl']['estimate']:.3f}, {row['equal_tokens']['estimate']:.0%}" if row else "-"
-
-
 # By name, with the kind of result, or the benchmark, that each is made from.
 TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "bench": ("bench", bench),
     "chat": ("self-generated", chat),
     "exact": ("exact", exact),
-    "fitted": ("fitted", fitted),
     "ready": ("ready", ready),
     "start": ("ready", start),
     "ready-minutes": ("ready", ready_minutes),

@@ -17,7 +17,7 @@ import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from skipdecode import Schedule, attach
-from skipdecode.data.prompts import encode_examples, read_file
+from skipdecode.data.examples import encode_examples, read_file
 from skipdecode.data.records import Template
 from skipdecode.models.loading.hub import load_model
 

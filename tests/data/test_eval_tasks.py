@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from checkpoints import byte_tokenizer
-from skipdecode.data.prompts import encode_prompts, response_ids
+from skipdecode.data.chats import response_ids
+from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import Records, load_records
 from skipdecode.data.tasks import HubSource, Task, load_task, task_names
 from skipdecode.errors import DataError, UsageError

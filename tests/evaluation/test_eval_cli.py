@@ -15,9 +15,8 @@ import pytest
 from eval_tools import ROWS, arguments, prepare
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.evaluation.metrics import check_metrics
+from skipdecode.evaluation.metrics import MetricOptions, check_metrics
 from skipdecode.evaluation.results import load_run
-from skipdecode.evaluation.settings import MetricOptions
 from textgen_tools import save_tiny_model, write_rows
 
 

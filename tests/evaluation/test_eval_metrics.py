@@ -13,8 +13,7 @@ from rouge_score import rouge_scorer
 
 from checkpoints import save_tiny_encoder
 from skipdecode.errors import DataError, MissingExtraError, ModelLoadError, UsageError
-from skipdecode.evaluation.metrics import METRICS, make_metrics
-from skipdecode.evaluation.settings import MetricOptions
+from skipdecode.evaluation.metrics import METRICS, MetricOptions, make_metrics
 
 # The example of sacrebleu's own documentation.
 OUTPUTS = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]

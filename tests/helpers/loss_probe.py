@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from memory_probe import resident
 from skipdecode import Schedule, attach
 from skipdecode.data.batches import collate
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.objective import Objective, Teacher
 from skipdecode.learning.setup import make_optimizer

@@ -14,10 +14,10 @@ from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
 from skipdecode.evaluation.methods import Generation, Method
-from skipdecode.evaluation.metrics import make_metrics
+from skipdecode.evaluation.metrics import MetricOptions, make_metrics
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.run import TaskEvaluation
-from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
+from skipdecode.evaluation.settings import EvaluationSettings
 from tiny import LAYERS, tiny_model
 
 WORDS = [

@@ -24,7 +24,7 @@ from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel, PromptCost
 from skipdecode.data.batches import collate
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.errors import DataError, DivergedError, OptionError, OutputError, ScheduleError, TargetError, UsageError
 from skipdecode.learning.calibrate import Calibrated, records_for_fit
 from skipdecode.learning.fitting import Fitter

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.cost.model import CostModel
-from skipdecode.cost.solve import Family, TextCost
+from skipdecode.cost.solve import Depths, TextCost
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.learning.goal import Goal, layers_only, set_goal
 from skipdecode.learning.search import greedy_order, greedy_trials
@@ -104,10 +104,10 @@ def test_baselines_reach_the_target_and_waste_little(target, lengths):
     workload = TextCost.of_lengths(COST, 10, lengths)
     limit = workload.full_seconds / target
     order = tuple(range(1, LAYERS - 1))
-    flat = Family(LAYERS, order, 1, 1, 0.0).within(workload, limit)
+    flat = Depths(LAYERS, order, 1, 1, 0.0).within(workload, limit)
     assert flat is not None
     assert workload.speedup(flat) >= target - 1e-9
-    paper = Family(LAYERS, order, 1, 20).within(workload, limit)
+    paper = Depths(LAYERS, order, 1, 20).within(workload, limit)
     assert workload.speedup(paper) >= target - 1e-9
     # Rounding to whole layers leaves less than two layers at each position.
     assert (

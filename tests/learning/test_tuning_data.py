@@ -14,7 +14,7 @@ from tokenizers import normalizers
 from checkpoints import CHATML, byte_tokenizer, chatml_tokenizer
 from skipdecode.data.batches import IGNORE, GroupedBatches, collate
 from skipdecode.data.chats import response_ids
-from skipdecode.data.prompts import Example, encode_examples, read_file
+from skipdecode.data.examples import Example, encode_examples, read_file
 from skipdecode.data.records import Template
 from skipdecode.errors import DataError, UsageError
 from tuning_data import records, write_jsonl

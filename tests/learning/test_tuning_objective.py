@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from skipdecode import Schedule, attach
 from skipdecode.data.batches import IGNORE, Batch, collate
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.objective import KeptTeacher, Objective, Teacher, response_logits, token_losses
 from skipdecode.learning.setup import make_optimizer

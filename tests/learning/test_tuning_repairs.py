@@ -12,7 +12,7 @@ import torch
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.trainer import Tuner
 from skipdecode.models.loading.hub import load_model

@@ -19,7 +19,7 @@ from checkpoints import byte_tokenizer
 from fits import random_fit
 from skipdecode import Schedule, attach
 from skipdecode.data.batches import GroupedBatches, collate
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError, OutputError
 from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.curriculum import make_curriculum

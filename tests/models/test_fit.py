@@ -23,7 +23,7 @@ from skipdecode import LLM, Schedule, attach
 from skipdecode.cli import main
 from skipdecode.cli.eval import Config
 from skipdecode.data.batches import collate
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skipdecode.data.prompts import read_file
+from skipdecode.data.examples import read_file
 from skipdecode.data.records import Record, Template
 from skipdecode.data.tasks import repeated
 from tuning_data import write_jsonl

@@ -84,7 +84,7 @@ class TextCost:
 
 
 @dataclass(frozen=True)
-class Family:
+class Depths:
     """Schedules that differ in depth alone: linear decays over `positions`, or flat ones with a `spread` of 0.
 
     An `order` by its name may depend on the depth ("even"); layers that a list does not name always run.
@@ -227,14 +227,14 @@ def solve(
     layers = cost.num_layers
     order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
     name = f"{'flat' if flat else 'skipdecode'}-{target_speedup:g}x-wall"
-    family = Family(layers, order, warmup_layers, 1 if flat else seq_len, 0.0 if flat else spread, name)
+    depths = Depths(layers, order, warmup_layers, 1 if flat else seq_len, 0.0 if flat else spread, name)
     texts = TextCost.of_lengths(cost, prompt_len, [seq_len + 1], whole=phase == "request")
     if prompt == "auto":
-        halved = texts.prompts_seconds(family.schedule(1.0, prompt))
+        halved = texts.prompts_seconds(depths.schedule(1.0, prompt))
         prompt = prompt if halved < _PAYS * texts.prompts_seconds(Schedule.full(layers)) else "full"
-    found = family.deepest(prompt, lambda schedule: texts.speedup(schedule) >= target_speedup)
+    found = depths.deepest(prompt, lambda schedule: texts.speedup(schedule) >= target_speedup)
     if found is None:
-        raise TargetError(out_of_reach(texts, target_speedup, family.schedule(0.0, prompt)))
+        raise TargetError(out_of_reach(texts, target_speedup, depths.schedule(0.0, prompt)))
     return found
 
 

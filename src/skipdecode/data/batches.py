@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.models.families import unwrap
 
 IGNORE = -100

@@ -1,24 +1,35 @@
-"""Records to learn from: options for prompt and response, files and lists of them."""
+"""Records to learn from: options for prompt and response, files and lists of them, and their token ids.
+
+Every record that cannot be used is reported with its line; the caller refuses the file or leaves the record out.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.common.files import is_stream
+from skipdecode.common.jsonl import json_line
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
-from skipdecode.data.tasks import task_file
+from skipdecode.common.rows import Input, check_streams, read_rows
+from skipdecode.data.chats import chat_fault, response_ids
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length, outside
+from skipdecode.data.records import Record, Reject, Template, read_records, refuse_rejects, reject_summary, usable
+from skipdecode.data.shapes import left_out, shape_of, shaped
+from skipdecode.data.tasks import load_task, task_file
 from skipdecode.errors import DataError, UsageError
+from skipdecode.models.families import vocabulary_size
 
-if TYPE_CHECKING:
-    from skipdecode.data.prompts import Example, RecordFile
-    from skipdecode.data.records import Template
+if TYPE_CHECKING:  # imports torch
     from skipdecode.models.loading.hub import LoadedModel
 
 _HELD_OUT = 10
+_TOKENIZE_AT_ONCE = 1000
 Source = str | Path | Sequence[Mapping[str, Any]]
 """A file of records (JSONL, CSV), or a list of records."""
 
@@ -67,8 +78,6 @@ def make_template(options: RecordOptions, source: Source | None = None) -> Templ
 
     Raises UsageError if the options have more than one, and DataError if the source has no known shape.
     """
-    from skipdecode.data.records import Template
-    from skipdecode.data.tasks import load_task
 
     given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
     read_once = isinstance(source, str | Path) and is_stream(source)
@@ -85,9 +94,6 @@ def make_template(options: RecordOptions, source: Source | None = None) -> Templ
 
 
 def _of_shape(source: Any, chat: bool | None) -> Template:
-    from skipdecode.common.rows import read_rows
-    from skipdecode.data.records import Template
-    from skipdecode.data.shapes import left_out, shape_of
 
     of_file = isinstance(source, str | Path)
     where, rows = (str(source), (row for _, row in read_rows(source))) if of_file else ("the records", iter(source))
@@ -100,6 +106,90 @@ def _of_shape(source: Any, chat: bool | None) -> Template:
     return Template("{prompt}", "response", chat=chat, shape=shape)
 
 
+def self_template(options: RecordOptions) -> Template | None:
+    """The template of prompts without responses; None if the options have none."""
+    named = options.task or options.prompt_template or options.prompt_field
+    if not named and not options.chat:
+        return None
+    response, prompt = None if options.task else "response", options.prompt_field if named else "prompt"
+    return make_template(replace(options, prompt_field=prompt, response_field=response))
+
+
+# ---------------------------------------------------------------------- as text
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """The records of a file to learn from, read once, and the records that are left out.
+
+    `sha256` is of the whole file; `stream`: it was a pipe or standard input.
+    """
+
+    name: str
+    sha256: str
+    stream: bool
+    records: tuple[Record, ...]
+    rejects: tuple[Reject, ...]
+
+
+def read_file(
+    path: str | Path | Sequence[Mapping[str, Any]],
+    template: Template,
+    *,
+    limit: int | None = None,
+    skip_bad: bool = False,
+) -> RecordFile:
+    """The records of a JSONL or CSV file, a pipe or standard input (``-``), or of a list, as text.
+
+    Parameters
+    ----------
+    limit : int, optional
+        Only the first `limit` lines.
+    skip_bad : bool
+        Leave out records that cannot be used, instead of refusing the file.
+
+    Raises DataError if records cannot be used and `skip_bad` is false (all are counted, the first ones named), or none
+    is left.
+    """
+    rejects, records = list[Reject](), list[Record]()
+    if isinstance(path, str | Path):
+        opened = Input.open(path)
+        name, digest, stream, rows = opened.name, opened.sha256, is_stream(path), read_rows(opened)
+    else:
+        digest = hashlib.sha256(b"".join(map(json_line, path))).hexdigest()
+        name, stream, rows = "records", False, enumerate(map(dict, path), 1)
+    rows = rows if template.shape is None else shaped(rows, template.shape)
+    for record in usable(read_records(islice(rows, limit), template), rejects):
+        if record.is_blank:
+            rejects.append(Reject(record.line, "empty prompt: every field of it is blank"))
+        elif len(record.references) == 1:
+            records.append(record)
+        else:
+            few = "empty response: there is nothing to learn"
+            rejects.append(Reject(record.line, "several responses: give one, as text" if record.references else few))
+    _check_left(name, records, rejects, skip_bad)
+    return RecordFile(name, digest, stream, tuple(records), tuple(rejects))
+
+
+def _check_left(name: str, found: Sequence[object], rejects: list[Reject], skip_bad: bool) -> None:
+    """Sort the rejects, and raise DataError where they are refused or nothing else is left."""
+    rejects.sort()
+    refuse_rejects(name, rejects, skip_bad=skip_bad)
+    if not found:
+        raise DataError(f"{name}: no usable record" + (f": {reject_summary(rejects)}" if rejects else ""))
+
+
+def read_sources(
+    sources: Mapping[str, Source], template: Template, limits: Mapping[str, int | None], *, skip_bad: bool
+) -> dict[str, RecordFile]:
+    """The records of each source, which is read once; `limits` has the most records of a source. Needs no model."""
+
+    check_streams(str(source) for source in sources.values() if isinstance(source, str | Path))
+    return {
+        name: read_file(source, template, limit=limits.get(name), skip_bad=skip_bad) for name, source in sources.items()
+    }
+
+
 def held_out(file: RecordFile) -> tuple[RecordFile, RecordFile]:
     """The records of a file without every tenth one, and these: records that select the best weights."""
     rest = tuple(one for number, one in enumerate(file.records) if number % _HELD_OUT)
@@ -110,31 +200,23 @@ def held_out(file: RecordFile) -> tuple[RecordFile, RecordFile]:
     return replace(file, records=rest), replace(file, records=dev, rejects=())
 
 
-def self_template(options: RecordOptions) -> Template | None:
-    """The template of prompts without responses; None if the options have none."""
-    named = options.task or options.prompt_template or options.prompt_field
-    if not named and not options.chat:
-        return None
-    response, prompt = None if options.task else "response", options.prompt_field if named else "prompt"
-    return make_template(replace(options, prompt_field=prompt, response_field=response))
+# ---------------------------------------------------------------------- as token ids
 
 
-def read_sources(
-    sources: Mapping[str, Source], template: Template, limits: Mapping[str, int | None], *, skip_bad: bool
-) -> dict[str, RecordFile]:
-    """The records of each source, which is read once; `limits` has the most records of a source. Needs no model."""
-    from skipdecode.common.rows import check_streams
-    from skipdecode.data.prompts import read_file
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One record as token ids; `response` ends with the end token."""
 
-    check_streams(str(source) for source in sources.values() if isinstance(source, str | Path))
-    return {
-        name: read_file(source, template, limit=limits.get(name), skip_bad=skip_bad) for name, source in sources.items()
-    }
+    id: str
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.response)
 
 
 def decide_chat(template: Template, loaded: LoadedModel) -> None:
     """Have the template use chats if the model has a chat template, where the user has not said."""
-    from skipdecode.data.chats import chat_fault
 
     if template.chat is None:
         template.chat = chat_fault(loaded.tokenizer) is None
@@ -144,9 +226,6 @@ def encode_source(
     file: RecordFile, name: str, template: Template, loaded: LoadedModel, options: RecordOptions
 ) -> tuple[list[Example], int]:
     """The records as token ids within the model's context, and the number of skipped ones, which a note names."""
-    from skipdecode.data.prompts import context_length, encode_examples
-    from skipdecode.data.records import reject_summary
-    from skipdecode.models.families import vocabulary_size
 
     decide_chat(template, loaded)
     limits = [most for most in (options.max_length, context_length(loaded.model.config)) if most is not None]
@@ -161,3 +240,58 @@ def encode_source(
     if rejects:
         note(f"{name}: {reject_summary(rejects)}")
     return examples, len(rejects)
+
+
+def encode_examples(
+    file: RecordFile,
+    template: Template,
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    vocabulary: int | None = None,
+    skip_bad: bool = False,
+) -> tuple[list[Example], list[Reject]]:
+    """The records of a file as token ids, and all records that are left out.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+        Must have an end token.
+    max_length : int, optional
+        Most tokens of prompt and response together, such as the model's context. The template's field is cut if that
+        is enough; other longer records are rejected.
+    vocabulary : int, optional
+        As for `PromptEncoder`; for responses too.
+    skip_bad : bool
+        As in `read_file`, whose errors this raises too.
+    """
+    check_end_token(tokenizer)
+    encoder = PromptEncoder(tokenizer, None, template=template, vocabulary=vocabulary)
+    examples: list[Example] = []
+    rejects = list(file.rejects)
+    for at in range(0, len(file.records), _TOKENIZE_AT_ONCE):
+        chunk = file.records[at : at + _TOKENIZE_AT_ONCE]
+        responses = response_ids([record.references[0] for record in chunk], tokenizer, chat=bool(template.chat))
+        for prompt, response in zip(encoder.encode(chunk), responses, strict=True):
+            try:
+                if (fault := outside(response, tokenizer, vocabulary)) is not None:
+                    raise DataError(f"the response has a {fault}")
+                examples.append(_example(encoder, prompt, response, max_length))
+            except DataError as e:
+                rejects.append(Reject(prompt.record.line, str(e)))
+    _check_left(file.name, examples, rejects, skip_bad)
+    return examples, rejects
+
+
+def _example(encoder: PromptEncoder, prompt: EncodedPrompt, response: list[int], max_length: int | None) -> Example:
+    record = prompt.record
+    if max_length is not None and 0 < max_length - len(response) < len(prompt.token_ids):
+        (prompt,) = encoder.encode([record], max_length - len(response))
+    if prompt.error is not None:
+        raise DataError(prompt.error)
+    example = Example(str(record.id), tuple(prompt.token_ids), tuple(response))
+    if max_length is not None and len(example) > max_length:
+        what = "response" if len(response) > max_length else "record"
+        length = f"{len(prompt.token_ids)} + {len(response)} of {max_length} tokens"
+        raise DataError(f"{what} longer than the context: {length}")
+    return example

@@ -1,37 +1,19 @@
-"""From records to token ids: prompts as in generation, and responses that are learned or scored.
+"""From records to the token ids of their prompts, as in generation.
 
 Every record that cannot be used is reported with its line; the caller refuses the file or leaves the record out.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import json_line
 from skipdecode.common.progress import note
-from skipdecode.common.rows import Input, read_rows
-from skipdecode.data.chats import chat_fault, render_chat, response_ids, token_ids, unused_fields
-from skipdecode.data.records import (
-    Record,
-    Reject,
-    Template,
-    checked_text,
-    read_records,
-    refuse_rejects,
-    reject_summary,
-    usable,
-)
-from skipdecode.data.shapes import shaped
+from skipdecode.data.chats import chat_fault, render_chat, token_ids, unused_fields
+from skipdecode.data.records import Record, Reject, Template, checked_text, reject_summary
 from skipdecode.data.source import Records
 from skipdecode.errors import DataError, ModelLoadError, UsageError
-
-_TOKENIZE_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,144 +213,10 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
     return room
 
 
-# ---------------------------------------------------------------------- records to learn from
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One record as token ids; `response` ends with the end token."""
-
-    id: str
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.response)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordFile:
-    """The records of a file to learn from, read once, and the records that are left out.
-
-    `sha256` is of the whole file; `stream`: it was a pipe or standard input.
-    """
-
-    name: str
-    sha256: str
-    stream: bool
-    records: tuple[Record, ...]
-    rejects: tuple[Reject, ...]
-
-
-def read_file(
-    path: str | Path | Sequence[Mapping[str, Any]],
-    template: Template,
-    *,
-    limit: int | None = None,
-    skip_bad: bool = False,
-) -> RecordFile:
-    """The records of a JSONL or CSV file, a pipe or standard input (``-``), or of a list, as text.
-
-    Parameters
-    ----------
-    limit : int, optional
-        Only the first `limit` lines.
-    skip_bad : bool
-        Leave out records that cannot be used, instead of refusing the file.
-
-    Raises DataError if records cannot be used and `skip_bad` is false (all are counted, the first ones named), or none
-    is left.
-    """
-    rejects, records = list[Reject](), list[Record]()
-    if isinstance(path, str | Path):
-        opened = Input.open(path)
-        name, digest, stream, rows = opened.name, opened.sha256, is_stream(path), read_rows(opened)
-    else:
-        digest = hashlib.sha256(b"".join(map(json_line, path))).hexdigest()
-        name, stream, rows = "records", False, enumerate(map(dict, path), 1)
-    rows = rows if template.shape is None else shaped(rows, template.shape)
-    for record in usable(read_records(islice(rows, limit), template), rejects):
-        if record.is_blank:
-            rejects.append(Reject(record.line, "empty prompt: every field of it is blank"))
-        elif len(record.references) == 1:
-            records.append(record)
-        else:
-            few = "empty response: there is nothing to learn"
-            rejects.append(Reject(record.line, "several responses: give one, as text" if record.references else few))
-    _check_left(name, records, rejects, skip_bad)
-    return RecordFile(name, digest, stream, tuple(records), tuple(rejects))
-
-
-def encode_examples(
-    file: RecordFile,
-    template: Template,
-    tokenizer: Any,
-    *,
-    max_length: int | None = None,
-    vocabulary: int | None = None,
-    skip_bad: bool = False,
-) -> tuple[list[Example], list[Reject]]:
-    """The records of a file as token ids, and all records that are left out.
-
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer
-        Must have an end token.
-    max_length : int, optional
-        Most tokens of prompt and response together, such as the model's context. The template's field is cut if that
-        is enough; other longer records are rejected.
-    vocabulary : int, optional
-        As for `PromptEncoder`; for responses too.
-    skip_bad : bool
-        As in `read_file`, whose errors this raises too.
-    """
-    check_end_token(tokenizer)
-    encoder = PromptEncoder(tokenizer, None, template=template, vocabulary=vocabulary)
-    examples: list[Example] = []
-    rejects = list(file.rejects)
-    for at in range(0, len(file.records), _TOKENIZE_AT_ONCE):
-        chunk = file.records[at : at + _TOKENIZE_AT_ONCE]
-        responses = response_ids([record.references[0] for record in chunk], tokenizer, chat=bool(template.chat))
-        for prompt, response in zip(encoder.encode(chunk), responses, strict=True):
-            try:
-                if (fault := outside(response, tokenizer, vocabulary)) is not None:
-                    raise DataError(f"the response has a {fault}")
-                examples.append(_example(encoder, prompt, response, max_length))
-            except DataError as e:
-                rejects.append(Reject(prompt.record.line, str(e)))
-    _check_left(file.name, examples, rejects, skip_bad)
-    return examples, rejects
-
-
 def check_end_token(tokenizer: Any) -> None:
     """Raise DataError if the tokenizer has no end token."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end token, so texts would not end: name one in its tokenizer_config.json")
-
-
-def _check_left(name: str, found: Sequence[object], rejects: list[Reject], skip_bad: bool) -> None:
-    """Sort the rejects, and raise DataError where they are refused or nothing else is left."""
-    rejects.sort()
-    refuse_rejects(name, rejects, skip_bad=skip_bad)
-    if not found:
-        raise DataError(f"{name}: no usable record" + (f": {reject_summary(rejects)}" if rejects else ""))
-
-
-def _example(encoder: PromptEncoder, prompt: EncodedPrompt, response: list[int], max_length: int | None) -> Example:
-    record = prompt.record
-    if max_length is not None and 0 < max_length - len(response) < len(prompt.token_ids):
-        (prompt,) = encoder.encode([record], max_length - len(response))
-    if prompt.error is not None:
-        raise DataError(prompt.error)
-    example = Example(str(record.id), tuple(prompt.token_ids), tuple(response))
-    if max_length is not None and len(example) > max_length:
-        what = "response" if len(response) > max_length else "record"
-        length = f"{len(prompt.token_ids)} + {len(response)} of {max_length} tokens"
-        raise DataError(f"{what} longer than the context: {length}")
-    return example
-
-
-# ---------------------------------------------------------------------- records to score
 
 
 def encode_prompts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
 from skipdecode.common.options import Options, option
@@ -42,10 +42,11 @@ class SamplingOptions(Options):
 
     def check_effect(self) -> None:
         """Raise OptionError for a value without effect in greedy decoding."""
-        for name, neutral in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if self.is_greedy else ():
-            if (value := getattr(self, name)) != neutral:
-                accepted = f"{neutral}, or a temperature too, such as 0.7: it acts on sampling only"
-                raise OptionError(name, value, accepted)
+        for each in fields(SamplingOptions) if self.is_greedy else ():
+            value = getattr(self, each.name)
+            if each.name not in ("temperature", "seed") and value != each.default:
+                accepted = f"{each.default:g}, or a temperature too, such as 0.7: it acts on sampling only"
+                raise OptionError(each.name, value, accepted)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 from skipdecode.common.bootstrap import Interval, Paired, compare
 from skipdecode.common.tables import WIDTH, figures, markdown
 from skipdecode.errors import DataError
-from skipdecode.evaluation.metrics import METRICS
+from skipdecode.evaluation.metrics import FIDELITY, METRICS
 from skipdecode.evaluation.results import Run
-from skipdecode.evaluation.scores import FIDELITY, IN_NATS, scorer_of
+from skipdecode.evaluation.scores import IN_NATS, scorer_of
 
 _NAME = 40
 _AGREEMENT = [name for name in FIDELITY if name != "loss"]

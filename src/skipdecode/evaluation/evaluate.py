@@ -22,14 +22,13 @@ from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
 from skipdecode.evaluation.kept import rows_of, with_kept
 from skipdecode.evaluation.methods import Method, other_ways
-from skipdecode.evaluation.metrics import check_metric, check_metrics, make_metrics
+from skipdecode.evaluation.metrics import MetricOptions, check_metric, check_metrics, make_metrics
 from skipdecode.evaluation.results import EVAL_DIRECTORY, Run, check_free, is_unfinished, model_about
 from skipdecode.evaluation.run import TaskEvaluation, note_left_out
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
 from skipdecode.evaluation.settings import (
     EvaluationOptions,
     EvaluationSettings,
-    MetricOptions,
     method_name,
 )
 from skipdecode.generation.llm import LLM

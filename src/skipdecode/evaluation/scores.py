@@ -18,24 +18,15 @@ from torch import Tensor
 
 from skipdecode.common.bootstrap import Table, ratio_of_sums
 from skipdecode.data.batches import Batch, collate, response_logits
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.evaluation.methods import batches
-from skipdecode.evaluation.metrics import METRICS, check_metric
+from skipdecode.evaluation.metrics import FIDELITY, METRICS, check_metric
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 
 Texts = Sequence[Sequence[int]]
 T = TypeVar("T")
 
-FIDELITY = {
-    "full_depth_agreement": "outputs equal to full depth's, %",
-    "token_agreement": "tokens equal to full depth's at the same place, % of the longer output",
-    "top1_agreement": "tokens of the full-depth output that the method would choose too, given those before, %",
-    "kl": "KL divergence from full depth's next-token distribution, nats a token of its output",
-    "copied": "names and numbers of the prompt that the references repeat and the output too, %",
-    "loss": "cross-entropy of the record's first reference and its end token, nats a token",
-}
-"""Figures that are not metrics of a library, with their definitions; all are ratios of sums over records."""
 IN_NATS = ("kl", "loss")
 """Lower is better; all other figures are in percent."""
 

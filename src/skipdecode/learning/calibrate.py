@@ -24,8 +24,7 @@ from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.batches import batches_of
-from skipdecode.data.examples import Source, encode_source, make_template, read_sources
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example, Source, encode_source, make_template, read_sources
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.pictures import calibration_charts, save_charts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from skipdecode.cost.model import CostModel
-from skipdecode.cost.solve import Family, TextCost, out_of_reach
+from skipdecode.cost.solve import Depths, TextCost, out_of_reach
 from skipdecode.errors import TargetError, UsageError
 from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.schedule import PromptDepth, Schedule
@@ -45,13 +45,13 @@ class Goal:
     def schedule(self, order: Sequence[int], prompt: PromptDepth) -> Schedule:
         """The deepest schedule in a drop order, for a prompt set of `prompts`; the fewest layers if none fits."""
         layers, warmup = self.workload.cost.num_layers, self.paper.warmup_layers
-        family = _family(layers, tuple(order), warmup, self.seq_len, self.flat)
-        return family.within(self.workload, self.limit, prompt) or family.schedule(0.0, prompt)
+        depths = _depths(layers, tuple(order), warmup, self.seq_len, self.flat)
+        return depths.within(self.workload, self.limit, prompt) or depths.schedule(0.0, prompt)
 
 
-def _family(layers: int, order: tuple[int, ...], warmup: int, seq_len: int, flat: bool) -> Family:
+def _depths(layers: int, order: tuple[int, ...], warmup: int, seq_len: int, flat: bool) -> Depths:
     spread = {"positions": 1, "spread": 0.0} if flat else {"positions": seq_len}
-    return Family(layers, order, warmup, **spread, name="calibrated")
+    return Depths(layers, order, warmup, **spread, name="calibrated")
 
 
 def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[PromptDepth, ...]]:
@@ -117,7 +117,7 @@ def set_goal(
     for prompt in chain(*wanted):
         # What prompts run goes first: then they project the most layers, the order that costs most.
         order = sorted(bottom_up(layers, warmup), key=lambda layer: prompt != "full" and layer not in prompt)
-        found = _family(layers, tuple(order), warmup, 1, True).within(workload, limit, prompt)
+        found = _depths(layers, tuple(order), warmup, 1, True).within(workload, limit, prompt)
         if found is not None and found.budgets[0] >= floor:
             deepest[prompt] = found.budgets[0]
     if not deepest:
@@ -141,8 +141,8 @@ def set_goal(
 
 
 def _baseline(order: Order, texts: TextCost, limit: float, seq_len: int, warmup: int, prompt: PromptDepth) -> Schedule:
-    family = Family(texts.cost.num_layers, order, warmup, seq_len)
-    return family.within(texts, limit, prompt) or family.schedule(0.0, prompt)
+    depths = Depths(texts.cost.num_layers, order, warmup, seq_len)
+    return depths.within(texts, limit, prompt) or depths.schedule(0.0, prompt)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:

@@ -26,7 +26,7 @@ from torch.nn import functional
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import IGNORE, Batch, batches_of
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from skipdecode.data.batches import batches_of, response_logits
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 
 SHARES = {"answers": 1 / 4, "layers": 1 / 4, "evaluation": 1 / 6}  # of the minutes, at most; tuning has the rest
 _PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states

@@ -25,8 +25,8 @@ from skipdecode.data.examples import RecordOptions, Source, encode_source, make_
 from skipdecode.engine.loading import Model, load, ref_of
 from skipdecode.evaluation.evaluate import evaluate
 from skipdecode.evaluation.kept import speedups_that_keep, with_kept
+from skipdecode.evaluation.metrics import MetricOptions
 from skipdecode.evaluation.pictures import kept_charts, save_charts
-from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
 from skipdecode.learning.goal import prompt_sets

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.data.prompts import RecordFile
+from skipdecode.data.examples import RecordFile
 from skipdecode.data.records import Template
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import RECIPE_FILE

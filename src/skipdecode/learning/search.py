@@ -16,7 +16,7 @@ from torch.nn import functional
 from skipdecode.common.progress import note
 from skipdecode.cost.solve import TextCost
 from skipdecode.data.batches import IGNORE, batches_of, response_logits
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.errors import FitError
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.goal import Goal

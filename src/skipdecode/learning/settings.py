@@ -11,7 +11,7 @@ from skipdecode.common.options import Options, option, setting
 from skipdecode.cost.model import Phase
 from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.settings import MetricOptions
+from skipdecode.evaluation.metrics import MetricOptions
 from skipdecode.generation.self_generated import ABOUT_FILE, SelfGeneratedOptions
 from skipdecode.learning.config import TuneConfig
 

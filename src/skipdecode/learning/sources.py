@@ -12,8 +12,7 @@ from typing import Any
 from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.jsonl import json_line
 from skipdecode.common.rows import Input
-from skipdecode.data.examples import Source, decide_chat, held_out, make_template, read_sources
-from skipdecode.data.prompts import RecordFile
+from skipdecode.data.examples import RecordFile, Source, decide_chat, held_out, make_template, read_sources
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.errors import UsageError

