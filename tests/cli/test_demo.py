@@ -81,7 +81,6 @@ def test_bundled_adapters_are_shown_under_the_schedules_that_they_were_tuned_und
     ("arguments", "message"),
     [
         (["--max-new-tokens", "1"], "give 2 or more"),
-        (["--rounds", "0"], "--rounds was removed"),
         (["--max-new-tokens", "390"], "has a context of 400"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import re
 import shlex
 import sys
 import time
@@ -18,8 +17,7 @@ import transformers
 
 from checkpoints import save_adapter
 from skipdecode import Schedule, errors
-from skipdecode.cli import VERBS, main
-from skipdecode.cli.retired import RETIRED
+from skipdecode.cli import main
 from skipdecode.common import progress
 from skipdecode.cost import source as cost_source
 from textgen_tools import save_tiny_model
@@ -30,14 +28,11 @@ WRONG = {
     # Words that are not known, and what they are like.
     "genrate": "'generate'",
     "--verison": "'--version'",
-    "simulate --model cfg.json --requests 5": "simulate was removed: skipdecode plan",
-    "simulate --help": "benchmarks/",
-    "generate hollow x --router nowhere.json": "--router was removed: a fixed schedule is the better choice",
-    "serve hollow --router=nowhere.json": "with --schedule",
-    "report results --out page.html": "tables in Markdown",
-    f"{EVAL} --report page.html": "eval --report was removed: the printed tables are Markdown",
-    "eval --compare nowhere --report=page.html": "tables are Markdown",
     "plan hollow --btach 2": "'--batch'",
+    "generate hollow x --order 3": "unknown option --order",
+    "generate hollow '--order of layers' --top-k -1": "--top-k -1",
+    "generate hollow --top-k -1 -- --order": "--top-k -1",
+    "tune hollow --no-train-fit": "an option of skipdecode.tune in Python",
     "plan hollow --target-speedup 2 --phase decod": "'decode'",
     "plan hollow --schedule 2x --dtype bf16": "'bfloat16'",
     "plan smolm2-135m --schedule 2x": "'smollm2-135m'",
@@ -63,7 +58,6 @@ WRONG = {
     "plan hollow --schedule 2x --batch 100000": "1 to 1024",
     "plan hollow --schedule 2x --batch 1000 --prompt-len 1000000": "give at most 1048576",
     "generate hollow x --device gpu": "'gpu'",
-    "serve hollow --flat": "--schedule 2x:flat",
     "tune hollow": "--train",
     f"tune hollow {RECORDS}": "--task",
     f"tune adapter --task e2e --lora-rank 4 {RECORDS}": "--merge",
@@ -77,8 +71,6 @@ WRONG = {
     "plan hollow --target-speedup 2 --prompt-layers lower": "'lower'",
     f"tune hollow --task e2e {RECORDS} --schedule 2x:p1-3": "layer 0",
     f"{EVAL} --methods 2x:p9": "1 to 8",
-    "generate hollow x --nominal-speedup 2": "--schedule 2x",
-    "serve hollow --prompt-layers 4": "--schedule 2x:p15",
     f"tune hollow --task e2e {RECORDS} --schedule ten.json": "10 layers",
     f"{EVAL} --schedule ten.json": "10 layers",
     f"{EVAL} --max-new-tokens 500": "max_new_tokens=500",
@@ -94,7 +86,6 @@ WRONG = {
     "eval --compare nowhere": "nowhere",
     "plan cfg.json --schedule 2x --out .": "directory",
     f"prepare hollow --task e2e {RECORDS} --cost nowhere.json": "nowhere.json",
-    "calibrate hollow --data rec.jsonl --schedule 2x": "calibrate was removed: skipdecode prepare",
     "serve hollow --api-keys nowhere.txt": "nowhere.txt",
 }
 
@@ -125,32 +116,6 @@ def test_one_line_and_exit_code_2_before_weights_are_read(
     assert printed.err.startswith("skipdecode: ")
     assert printed.err.count("\n") == 1
     assert WRONG[command] in printed.err
-
-
-@pytest.mark.parametrize("name", RETIRED)
-def test_a_removed_name_says_what_to_use_instead(name: str, capsys: Any):
-    verb, *flags = shlex.split(name if name[0] != "-" else f"generate {name}")
-    assert main([verb, *flags]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"skipdecode: {name} was removed: ")
-    assert told.count("\n") == 1
-    assert set(re.findall(r"skipdecode ([a-z]+)", told)) <= set(VERBS), "it names verbs of today"
-
-
-def test_a_removed_flag_may_be_of_one_verb_and_texts_are_no_flags(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
-    monkeypatch.chdir(place)
-    monkeypatch.setitem(RETIRED, "generate --order", "give --schedule")
-    for words, told in {
-        "generate hollow x --order 3": "generate --order was removed: give --schedule",
-        "chat hollow --order 3": "unknown option --order",
-        "plan hollow --prompt-layers 9 --phase decod": "'decode'",  # which plan has
-        "generate hollow '--order of layers' --top-k -1": "--top-k -1",
-        "generate hollow --top-k -1 -- --router": "--top-k -1",
-    }.items():
-        assert main(shlex.split(words)) == 2
-        assert told in capsys.readouterr().err
 
 
 def test_exit_codes_tell_what_was_asked_from_what_failed():

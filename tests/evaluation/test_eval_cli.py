@@ -167,7 +167,6 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
         (["even:2"], "unknown schedule 'even:2'"),
         (["none.json"], "cannot read the schedule none.json"),
         (["full", "full"], "have full twice"),
-        (["2x", "--drop-order", "none.json"], "--drop-order was removed: write a schedule file"),
     ],
 )
 def test_methods_that_are_not_understood(

@@ -244,13 +244,6 @@ def test_settings_out_of_range_are_refused(name: str):
 # ---------------------------------------------------------------------- comparison and files
 
 
-def test_speedups_of_old_runs_have_their_names_of_today(skipping: Run, tmp_path: Path):
-    run = load_run(shutil.copytree(skipping.path.parent, tmp_path, dirs_exist_ok=True))
-    text = run.path.read_text().replace('"request_speedup', '"measured_speedup_with_prompt')
-    run.path.write_text(text.replace('"decode_speedup', '"measured_speedup'))
-    assert load_run(tmp_path).data == run.data
-
-
 def test_runs_on_other_records_are_not_compared(full: Run, skipping: Run):
     first, second = full, skipping
     pairs = compare_runs([first, second], resamples=50)

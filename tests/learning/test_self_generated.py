@@ -290,7 +290,6 @@ def test_eval_says_where_no_prompt_is_left(model: str, tuned: Path, tmp_path: Pa
         (["--prompts", "p.txt", "--task", "e2e"], "--task"),
         (["--methods", "full"], "schedule"),
         (["--metrics", "bleu"], "metrics"),
-        (["--self"], "--self was removed"),
         (["--self-tokens", "3"], "--max-new-tokens"),
     ],
 )

@@ -13,11 +13,10 @@ import pytest
 
 from skipdecode.cli import VERBS
 from skipdecode.cli.arguments import Parser, add_options
-from skipdecode.cli.retired import RETIRED
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-WORDS = {*VERBS, *RETIRED}  # a page that still shows a verb that was removed fails
+WORDS = {*VERBS, "bench", "calibrate", "report", "simulate"}  # a page that still shows a verb that was removed fails
 CURRENT = [page for page in PAGES if page.name not in ("LOG.md", "changelog.md")]  # what was written stays as it was
 
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from skipdecode import __version__
 from skipdecode.cli.arguments import Parser, add_options, check_together, config_from, with_flags
 from skipdecode.cli.paths import claimed
-from skipdecode.cli.retired import refuse_retired
 from skipdecode.common.options import near
 from skipdecode.common.progress import detailed, quiet
 from skipdecode.errors import SkipDecodeError
@@ -72,7 +71,6 @@ def _run(arguments: list[str]) -> int:
     verb = arguments[0] if arguments else "--help"
     if verb not in VERBS:
         parser = _top_parser()
-        refuse_retired(verb)
         if not verb.startswith("-"):
             parser.error(f"unknown verb {verb!r}{near(verb, VERBS)}: accepted are {', '.join(VERBS)}")
         parser.read([verb, *arguments[1:]])

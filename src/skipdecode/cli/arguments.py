@@ -6,19 +6,19 @@ import argparse
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from skipdecode.cli.retired import refuse_retired
 from skipdecode.common.options import Kind, kinds, near
 from skipdecode.errors import OptionError, SkipDecodeError, UsageError
 
 T = TypeVar("T")
 
 
-def add_options(parser: argparse.ArgumentParser, config: type) -> None:
+def add_options(parser: Parser, config: type) -> None:
     """Add an argument for each `option` field of `config`: those of the class first, then those of its bases."""
     found = kinds(config)
+    parser.settings = [name for name, kind in found.items() if not kind.metadata["flag"]]
     # With any number of positional arguments, a flag with several values would take those too.
     one_each = any(kind.many and kind.metadata["positional"] for kind in found.values())
     for field in (each for each in _own_first(config) if each.metadata["flag"]):
@@ -117,18 +117,26 @@ def _reader(name: str, kind: Kind) -> Callable[[str], Any]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError with one line, and suggests a known option for an unknown one."""
+    """A parser that raises UsageError with one line, and suggests a known option for an unknown one.
+
+    `settings` are the fields without a flag.
+    """
+
+    settings: Collection[str] = ()
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """The parsed arguments of a command line."""
         known = self._option_string_actions
         for word in words[: words.index("--") if "--" in words else None]:
             name = word.partition("=")[0]
-            if name not in known:
-                refuse_retired(self.prog.rpartition(" ")[2], name)
             # As in argparse, a word with a space is a text, and the beginning of an option is accepted.
             if name.startswith("--") and " " not in name and not any(each.startswith(name) for each in known):
-                self.error(f"unknown option {name}{near(name, known)}")
+                setting = name.removeprefix("--no-").removeprefix("--").replace("-", "_")
+                hint = near(name, known)
+                if setting in self.settings:
+                    hint = f": it is an option of {self.prog.replace(' ', '.')} in Python"
+                    hint += ", and in --recipe FILE" if "--recipe" in known else ""
+                self.error(f"unknown option {name}{hint}")
         return self.parse_intermixed_args(words)
 
     def error(self, message: str) -> NoReturn:

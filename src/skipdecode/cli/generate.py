@@ -48,7 +48,6 @@ from skipdecode.errors import UsageError
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.output import named_text, output_files, plain_text
 from skipdecode.generation.records import RecordRun, generate_records
-from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.generation.stats import RunStats
@@ -151,7 +150,7 @@ def run(config: Config) -> int:
         return 130
     finally:
         source.close()
-    _tell(config, stats, settings, chosen.schedule)
+    _tell(config, stats, settings)
     return 1 if stats.bad_rows else 0
 
 
@@ -178,33 +177,18 @@ def _form(config: Config) -> PromptForm:
     )
 
 
-def _tell(config: Config, stats: RunStats, settings: dict[str, Any], schedule: Schedule) -> None:
+def _tell(config: Config, stats: RunStats, settings: dict[str, Any]) -> None:
     from skipdecode.generation.stats import summary_lines
 
     for line in summary_lines(stats):
         note(line)
     if asked := stats.short_heads + stats.head_fallbacks:
         detail(f"the 8-bit copy of the head decided {stats.short_heads} of {asked} forwards")
-    speedup = None if config.exact or schedule.is_full else _expected_speedup(config, stats, schedule)
     if stats.comparison is not None:
         for line in stats.comparison.lines():
             note(line)
-        speedup = (stats.comparison.to_dict() or {}).get("request_speedup")
-    if speedup is not None:
-        note(f"{speedup:.1f} times as fast as all layers")
+        if (speedup := (stats.comparison.to_dict() or {}).get("request_speedup")) is not None:
+            note(f"{speedup:.1f} times as fast as all layers")
     if config.summary is not None:
         document = {"settings": settings, "summary": stats.to_dict(), "environment": environment()}
         write_whole(config.summary, json.dumps(document, indent=2) + "\n")
-
-
-def _expected_speedup(config: Config, stats: RunStats, schedule: Schedule) -> float | None:
-    """The speed-up of the requests over full depth by a cost that was measured earlier; None if there is none."""
-    from skipdecode.cost.source import kept_cost
-
-    rows = stats.rows - stats.bad_rows - stats.rows_resumed
-    options = {name: getattr(config, name) for name in ("dtype", "device", "engine", "quantization")}
-    if rows < 1 or stats.new_tokens < 2 * rows:  # one token comes with the prompt: there is no decode step
-        return None
-    found = kept_cost(config.ref, min(rows, config.batch_size), **options)
-    lengths = max(1, round(stats.prompt_tokens / rows)), round(stats.new_tokens / rows)
-    return None if found is None else found.cost.request_speedup(schedule, *lengths)

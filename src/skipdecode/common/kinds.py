@@ -6,7 +6,7 @@ A JSON document begins with both; in JSON lines, the first line is an object wit
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,6 @@ KINDS = (
 )  # fmt: skip
 """All kinds; "benchmark" and "quality-table" are for scripts outside the package."""
 _FORMAT = 1
-_RENAMED = {
-    "measured_speedup_with_prompt": "request_speedup",
-    "measured_speedup_with_prompt_interval": "request_speedup_interval",
-    "measured_speedup": "decode_speedup",
-    "measured_speedup_interval": "decode_speedup_interval",
-}
 
 
 def heading(kind: str, benchmark: str | None = None) -> dict[str, Any]:
@@ -42,23 +36,16 @@ def check_kind(path: Path, found: Any, *kinds: str) -> None:
 
 
 def read_result(path: Path, *kinds: str) -> dict[str, Any]:
-    """A JSON result of one of these kinds (default: any kind); raises DataError with the path.
-
-    Speed-ups in files of earlier versions have today's names.
-    """
-    found: dict[str, Any] = read_json(path, _renamed)
+    """A JSON result of one of these kinds (default: any kind); raises DataError with the path."""
+    found: dict[str, Any] = read_json(path)
     check_kind(path, found, *kinds)
     return found
 
 
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    return {_RENAMED.get(name, name): value for name, value in values.items()}
-
-
-def read_json(path: Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+def read_json(path: Path) -> Any:
     """The content of a JSON file; raises DataError with the path."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_hook=object_hook)
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise DataError(f"{path}: {e.strerror}") from None
     except (ValueError, RecursionError) as e:

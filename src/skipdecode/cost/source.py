@@ -69,19 +69,15 @@ def find_cost(
     return place.measured()
 
 
-def kept_cost(ref: ModelRef, batch: int | None = None, **engine: Any) -> CostSource | None:
-    """The newest cost that an earlier `find_cost` kept for this model; None if there is none. Loads no weights.
-
-    `batch`: sequences of a step to plan for, which must be known; default: those of the measurement.
-    """
-    place = _Place.of(ref, batch or 1, 1, **engine)
+def kept_cost(ref: ModelRef, **engine: Any) -> CostSource | None:
+    """The newest cost that an earlier `find_cost` kept for this model; None if there is none. Loads no weights."""
+    place = _Place.of(ref, 1, 1, **engine)
     for path in sorted((cache_dir() / "costs").glob("*.json"), key=os.path.getmtime, reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, DataError, UsageError):
             data = json.loads(path.read_text(encoding="utf-8"))
             (asked, *model), *here = data["key"]
             if [[[*asked[:3], *place.key[0][0][3:]], *model], *here] == place.key:
-                found = replace(place, batch=asked[3], prompt_len=asked[4]).source(data["found"])
-                return found if batch is None else replace(found, cost=replace(found.cost, batch=batch))
+                return replace(place, batch=asked[3], prompt_len=asked[4]).source(data["found"])
     return None
 
 
