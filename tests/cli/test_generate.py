@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from checkpoints import byte_tokenizer
@@ -109,14 +107,6 @@ def test_bad_rows_are_reported_written_and_make_the_exit_code_one(capsys: Any, t
     assert found[1] == {"id": "b", "line": 2, "error": "field 'prompt' is empty"}
     assert found[2]["line"] == 3
     assert found[3]["new_tokens"] == 8
-
-
-def test_an_id_that_is_no_text_is_a_bad_row(tmp_path: Path, model_dir: str):
-    data = tmp_path / "in.jsonl"
-    data.write_text('{"id": "caf\\ud83d", "prompt": "x"}\n{"id": "b", "prompt": "x"}\n')
-    assert generate(model_dir, "--input", str(data), "--output", str(tmp_path / "out.jsonl")) == 1
-    bad, good = read_rows(tmp_path / "out.jsonl")
-    assert (bad["line"], "surrogate" in bad["error"], good["id"]) == (1, True, "b")
 
 
 @pytest.mark.parametrize(
@@ -292,21 +282,6 @@ def test_schedule_is_that_of_the_file_the_speedup_or_the_checkpoint(capsysbinary
     assert text(tuned, "--schedule", "full") == full
     assert generate(tuned, "hello", "--schedule", "other") == 2
     assert f"accepted are full, {schedule.name} by name" in capsysbinary.readouterr().err.decode()
-
-
-def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Path, model_dir: str):
-    def text(directory: str, *arguments: str) -> str:
-        assert generate(directory, "hello", *arguments) == 0
-        return str(json.loads(capsysbinary.readouterr().out)["text"])
-
-    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), LoraConfig(target_modules=["v_proj"]))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    wrapped.save_pretrained(tmp_path)
-    options = ("--schedule", "2x")
-    found = [text(str(tmp_path)), text(str(tmp_path), *options), text(model_dir), text(model_dir, *options)]
-    assert len(set(found)) == 4
 
 
 @pytest.mark.parametrize(

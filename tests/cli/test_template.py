@@ -14,7 +14,6 @@ from checkpoints import byte_tokenizer
 from serve_tools import greedy, offline, running, tiny_served_model
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.generation.output import open_writer
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.serving.service import Service, open_service
 from textgen_tools import read_rows, save_tiny_model, write_rows
@@ -119,21 +118,6 @@ def test_a_template_of_several_fields_wants_them_all(capsysbinary: Any, tmp_path
     assert "'thing'" in half
     assert main(["generate", model, "red car"]) == 2
     assert b"'colour', 'thing'" in capsysbinary.readouterr().err
-
-
-def test_a_run_is_resumed_with_its_template_only(capsys: Any, tmp_path: Path, model: str) -> None:
-    out = tmp_path / "out.jsonl"
-    rows = write_rows(tmp_path / "in.jsonl", ROWS)
-    command = ["generate", model, "--input", rows, "--output", str(out), "--max-new-tokens", "2"]
-    assert main([*command, "--summary", str(tmp_path / "summary.json")]) == 0
-    settings = json.loads((tmp_path / "summary.json").read_text())["settings"]
-    writer = open_writer(str(out), settings)
-    writer.put(0, {"id": 1, "text": "", "new_tokens": 0, "finish_reason": "eos"})
-    writer.close()  # what an interrupted run leaves
-    assert main([*command, "--overwrite", "--no-template"]) != 0
-    assert "template" in capsys.readouterr().err
-    assert main([*command, "--overwrite"]) == 0
-    assert len(read_rows(out)) == 3
 
 
 def test_rows_that_end_at_their_first_token_are_counted_and_said(capsys: Any, tmp_path: Path) -> None:

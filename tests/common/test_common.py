@@ -75,15 +75,6 @@ def test_values_of_another_run_are_refused_by_what_differs_or_dropped(tmp_path: 
     assert not path.exists()
 
 
-@pytest.mark.parametrize("content", ["hello\n", '{"format": 1, "model": "m"}\n', "[1]\n"])
-def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path: Path, content: str):
-    path = tmp_path / "measured.jsonl"
-    path.write_text(content)
-    with pytest.raises(OutputError, match="holds no measurements of this version: move it away"):
-        opened(path)
-    assert path.read_text() == content
-
-
 # ---------------------------------------------------------------------- names
 
 

@@ -62,11 +62,6 @@ def test_jsonl_takes_ids_and_falls_back_to_line_numbers(tmp_path: Path, suffix: 
     assert [(r.id, r.prompt) for r in source.records()] == [("a", "one"), (7, "two"), (3, "name[X]"), (4, "four")]
 
 
-def test_field_option_wins_over_the_usual_fields(tmp_path: Path):
-    source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"prompt": "no", "question": "yes"}]))
-    assert next(source.records(PromptForm("question"))).prompt == "yes"
-
-
 def test_chat_rows_keep_their_messages(tmp_path: Path):
     chat = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
     source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"messages": chat}, {"prompt": chat}]))
@@ -147,11 +142,6 @@ def test_missing_field_names_the_field(tmp_path: Path):
     path = write_rows(tmp_path / "in.jsonl", [{"prompt": "p"}])
     record = next(PromptSource.open(path).records(PromptForm("question")))
     assert record.error == "field 'question' is missing (the record has 'prompt')"
-
-
-def test_bad_row_keeps_its_id(tmp_path: Path):
-    source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"id": "k", "prompt": ""}]))
-    assert next(source.records()).id == "k"
 
 
 def test_a_bad_row_without_an_id_does_not_take_that_of_another(tmp_path: Path, capsys: Any):
@@ -253,29 +243,6 @@ def encoded(prompt: Any, **options: Any) -> Any:
 
 
 CHAT = [{"role": "user", "content": "hi"}]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "text"),
-    [
-        ("hi", {}, "hi"),
-        ("hi", {"chat": True}, "<user>hi<assistant>"),
-        (CHAT, {}, "<user>hi<assistant>"),
-        (CHAT, {"system": "be kind"}, "<system>be kind<user>hi<assistant>"),
-        ([{"role": "system", "content": "own"}, *CHAT], {"system": "be kind"}, "<system>own<user>hi<assistant>"),
-    ],
-)
-def test_prompts_become_the_text_that_is_asked_for(prompt: Any, options: dict[str, Any], text: str):
-    found = encoded(prompt, **options)
-    assert (found.text, found.error, len(found.token_ids)) == (text, None, len(text))
-    assert found.room == 50 - len(text)
-
-
-def test_results_keep_the_order_of_the_rows_when_chats_and_texts_mix():
-    records = [Record(i, i + 1, i, CHAT if i % 2 else f"text {i}") for i in range(6)]
-    found = PromptEncoder(byte_tokenizer(), None).encode(records)
-    assert [p.record.index for p in found] == list(range(6))
-    assert [p.text for p in found[:2]] == ["text 0", "<user>hi<assistant>"]
 
 
 def test_prompt_that_fills_the_context_is_bad_and_one_token_less_is_not():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine_tools import decode
-from skipdecode import Schedule, attach
+from skipdecode import Schedule
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.errors import UsageError
@@ -23,16 +23,6 @@ PROMPTS = [[5, 9, 33], [40, 41, 42, 43, 44, 45, 46], [7], [100, 90, 80, 70]]
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny_model("llama")
-
-
-@pytest.mark.parametrize("schedule", [PAPER, FULL], ids=["paper", "full"])
-def test_batch_gives_what_generate_gives_row_by_row(model: Any, schedule: Schedule):
-    rows, reasons = decode(GatedEngine(model, schedule), PROMPTS, 10)
-    assert reasons == ["length"] * 4
-    for prompt, tokens in zip(PROMPTS, rows, strict=True):
-        with attach(model, schedule):
-            alone = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)
-        assert tokens == alone[0, len(prompt) :].tolist()
 
 
 def test_layers_and_bytes_are_those_of_the_schedule(model: Any):

@@ -7,9 +7,8 @@ import warnings
 import pytest
 import torch
 
-from kernel_reference import kernels_or_skip
 from oracle import active_tokens, oracle_logits
-from skipdecode import Schedule, attach
+from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import ScheduleError, UnfitModelError, UsageError
@@ -65,16 +64,6 @@ def test_greedy_output_is_the_oracles(family, schedule):
         assert [o.layers for o in row] == depths
 
 
-@pytest.mark.parametrize("family", sorted(READERS))
-def test_greedy_output_is_that_of_generate_under_attach(family):
-    model, schedule = tiny_model(family, seed=3), SCHEDULES["linear"]
-    got = tokens(decode(model, schedule, [Request(p, NEW) for p in PROMPTS]))
-    with attach(model, schedule):
-        for prompt, row in zip(PROMPTS, got, strict=True):
-            ids = torch.tensor([prompt])
-            assert row == model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options", [{"max_rows": 1}, {"max_rows": 2}, {"max_rows": 3, "refill_below": 1, "in_order": True}]
@@ -91,21 +80,6 @@ def test_rows_do_not_depend_on_their_batch(options, dtype):
     together = tokens(decode(model, schedule, requests))
     assert together == tokens(decode(model, schedule, requests, **options))
     assert together == tokens(decode(model, schedule, requests[::-1]))[::-1]
-
-
-def test_mixed_ages_run_each_row_at_its_own_depth():
-    model, schedule = tiny_model("qwen3"), SCHEDULES["linear"]
-    alone = [tokens(decode(model, schedule, [Request(p, NEW)]))[0] for p in PROMPTS]
-    run = engine(model, schedule, refill_below=1)
-    got = {i: [] for i in range(len(PROMPTS))}
-    for i, prompt in enumerate(PROMPTS):
-        run.submit([Request(prompt, NEW)])
-        for _ in range(i + 2):
-            for out in run.step():
-                got[out.request].append(out.token)
-    for out in run.run([]):
-        got[out.request].append(out.token)
-    assert list(got.values()) == alone
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
@@ -168,22 +142,6 @@ def test_stops():
     assert tokens(rows) == [free[: at + 1], free[:3]]
     assert [row[-1].finish_reason for row in rows] == ["eos", "length"]
     assert {o.finish_reason for row in rows for o in row[:-1]} == {None}
-
-
-def test_kv_bytes_are_the_active_tokens_within_a_page_each():
-    kernels_or_skip()
-    model, schedule = tiny_model("llama"), SCHEDULES["linear"]
-    run = engine(model, schedule)
-    run.submit([Request(p, NEW) for p in PROMPTS])
-    run.step()  # the prompts
-    for position in range(NEW - 2):
-        run.step()
-        kv, layers = run.kv, schedule.budget(position)
-        exact = sum((len(p) + position + 1) * layers for p in PROMPTS) * kv.layout.bytes(1) / kv.layout.page_tokens
-        assert exact <= kv.bytes_held < exact + len(PROMPTS) * layers * kv.layout.page_bytes
-    run.step()
-    assert run.kv.bytes_held == 0
-    assert not run.has_work
 
 
 def test_the_model_stays_as_it_was_and_shares_its_weights():

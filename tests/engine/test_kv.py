@@ -29,16 +29,6 @@ def test_pages_are_taken_by_layer_and_given_back():
     assert kv.pages_held == 0
 
 
-def test_no_two_owners_of_a_page():
-    kv = store()
-    slots = [kv.open(), kv.open()]
-    for tokens in (3, 6, 9):
-        for slot in slots:
-            kv.extend(slot, range(3), tokens)
-    pages = [int(kv.table[layer, slot, i]) for layer in range(3) for slot in slots for i in range(3)]
-    assert len(set(pages)) == 18 == kv.pages_held
-
-
 def test_growing_keeps_what_is_held():
     kv = store(pages=3, slots=1, tokens=4)
     slot = kv.open()
@@ -51,8 +41,3 @@ def test_growing_keeps_what_is_held():
     kv.extend(slot, range(3), 16)
     assert kv.pages_held == 12
     assert kv.open() != kv.open()
-
-
-def test_token_bytes():
-    assert store().layout == (4, 4 * 2 * 2 * 8 * 2)
-    assert store().layout.pages(9) == 3

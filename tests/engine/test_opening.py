@@ -127,11 +127,3 @@ def test_generate_gives_the_same_rows_on_both_engines_and_compares(tmp_path: Pat
         assert document["settings"]["engine"] == engine
         assert document["summary"]["comparison"]["decode_speedup"] > 0
     assert rows[0] == rows[1]
-
-
-def test_demo_names_its_engine(tmp_path: Path, capsys: Any):
-    kernels_or_skip()
-    model = save_tiny_model(tmp_path, context=400)
-    assert main(["demo", "--model", model, "--max-new-tokens", "4", "--json"]) == 0
-    (part,) = json.loads(capsys.readouterr().out)["parts"]
-    assert part["engine"] == "fast"

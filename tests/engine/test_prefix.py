@@ -13,8 +13,7 @@ import torch
 from kernel_reference import kernels_or_skip
 from oracle import active_tokens, oracle_logits
 from products import in_turn
-from serve_tools import SCHEDULES as SERVED
-from serve_tools import metric, offline, running, tiny_service, until
+from serve_tools import running, tiny_service
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.opening import Backend
@@ -291,25 +290,6 @@ def write(kv: PrefixKV, slot: int, row: dict[str, Any], end: int) -> None:
 
 def read(kv: PrefixKV, layer: int, slot: int, position: int) -> int:
     return int(place(kv, layer, slot, position)[0])
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_the_server_keeps_prompts_between_requests_unless_told_not_to(cached: bool):
-    service, system = tiny_service(prefix_cache=cached), "You answer in few words. " * 3
-    with running(service) as client:
-        for i, name in enumerate(("nested", "even", "nested")):
-            prompt = f"{system}{i}, what?"
-            body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-            body["skipdecode"] = {"schedule": name}
-            found = client.post("/v1/completions", json=body).json()
-            assert found["choices"][0]["text"] == offline(prompt, 8, SERVED[name])[1]
-        # Noted behind the step that ended the last row.
-        until(lambda: "skipdecode_kv_bytes_held 0.0" in client.get("/metrics").text)
-    # 75 tokens of system prompt are four whole pages, which run every layer under both schedules.
-    one = len(system) // PAGE * PAGE if cached else 0
-    told = [metric(service, "prefix_hit_tokens_total", schedule=name) for name in ("nested", "even")]
-    assert told == [one, one]
-    assert (metric(service, "prefix_cache_bytes") > 0) == cached
 
 
 def test_through_transformers_it_is_left_out():

@@ -80,27 +80,6 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
         assert "as bertscore_model" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--max-new-tokens", "100"], "leaves no room for a prompt"),
-        (["--schedule", "{place}/nine.json"], "layers"),
-        (["--methods", "2x", "2x"], "have skipdecode-2x twice"),
-    ],
-)
-def test_values_are_checked_before_weights_are_loaded(
-    place: Path, tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
-    shutil.copytree(place / "model", tmp_path / "model")
-    for weights in (tmp_path / "model").glob("*.safetensors"):
-        weights.write_bytes(b"no weights")
-    (tmp_path / "nine.json").write_text(Schedule.constant(9, 4).to_json())
-    call = arguments(place, "--out", str(tmp_path / "run"), *(word.format(place=tmp_path) for word in more))
-    call[1] = str(tmp_path / "model")
-    assert main(call) != 0
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path):
     schedule = load_run(place / "skip").data["config"]["method"]["schedule"]
     save_tiny_model(tmp_path / "tuned")
@@ -161,21 +140,6 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
     assert split == replace(even, prompt=(0, 1, 2), name="skipdecode-p3-1.5x")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["even:2"], "unknown schedule 'even:2'"),
-        (["none.json"], "cannot read the schedule none.json"),
-        (["full", "full"], "have full twice"),
-    ],
-)
-def test_methods_that_are_not_understood(
-    place: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(arguments(place, "--out", str(tmp_path / "x"), "--methods", *words)) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixture[str]):
     assert (
         main(["eval", "--compare", str(place / "full"), str(place / "skip" / "run.json"), "--metrics", "rougeL"]) == 0
@@ -194,6 +158,8 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
         (["--out", "{place}/full"], 2, "holds a run already"),
         (["--out", "{place}/x", "--metrics", "blew"], 2, "unknown metric 'blew'"),
         (["--out", "{place}/x", "--schedule", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
+        (["--out", "{place}/x", "--methods", "even:2"], 2, "unknown schedule 'even:2'"),
+        (["--out", "{place}/x", "--methods", "2x", "2x"], 2, "have skipdecode-2x twice"),
         (["--out", "{place}/x", "--seq-len", "8"], 2, "--seq-len needs --schedule"),
         (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),
         (["--out", "{place}/x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),

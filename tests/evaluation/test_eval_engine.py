@@ -7,17 +7,10 @@ from pathlib import Path
 import pytest
 
 from kernel_reference import kernels_or_skip
-from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine.fast_model import open_model
-from skipdecode.engine.opening import Backend
-from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.results import Run, load_run
 from textgen_tools import save_tiny_model, write_rows
-from tiny import LAYERS, tiny_model
 
-PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [11, 12], list(range(20, 50))]
-SCHEDULE = Schedule.from_speedup(LAYERS, 2, 12)
 ROWS = [{"text": "ab" * (i % 4 + 1), "answer": f"answer number {i}"} for i in range(9)]
 TASK = 'name: mine\nprompt: "{text}:"\nreferences: [answer]\nmax_new_tokens: 12\nmetrics: [bleu]\n'
 
@@ -25,24 +18,6 @@ TASK = 'name: mine\nprompt: "{text}:"\nreferences: [answer]\nmax_new_tokens: 12\
 @pytest.fixture(autouse=True)
 def _native() -> None:
     kernels_or_skip()
-
-
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
-@pytest.mark.parametrize("schedule", [None, SCHEDULE], ids=["full", "schedule"])
-def test_a_method_gives_the_same_tokens_and_layers_on_both_engines(family: str, schedule: Schedule | None):
-    model = tiny_model(family)
-    method = Method(Backend(model), schedule)
-    ends = {method.generate(PROMPTS, max_new_tokens=12, eos=set()).tokens[1][4]}
-    expected = method.generate(PROMPTS, max_new_tokens=12, eos=ends)
-    fast = Method(Backend(model, open_model(model)), schedule)
-    found = fast.generate(PROMPTS, max_new_tokens=12, eos=ends)
-    assert (found.tokens, found.layer_tokens, found.fed_tokens) == (
-        expected.tokens,
-        expected.layer_tokens,
-        expected.fed_tokens,
-    )
-    assert found.prompt_seconds > 0 < found.decode_seconds
-    assert (fast.name, fast.settings(), fast.full_depth) == (method.name, method.settings(), method.full_depth)
 
 
 # ---------------------------------------------------------------------- the verb

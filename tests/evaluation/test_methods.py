@@ -31,24 +31,6 @@ def reference(model: Any, prompt: list[int], eos: set[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_full_depth_is_greedy_decoding_and_counts_every_layer(model: Any):
-    result = Method(Backend(model)).generate(PROMPTS, max_new_tokens=NEW, eos=set())
-    assert result.tokens == [reference(model, p, set()) for p in PROMPTS]
-    assert result.fed_tokens == 2 * (NEW - 1)
-    assert result.layer_tokens == LAYERS * result.fed_tokens
-    assert result.positions == NEW - 1
-    assert result.prompt_seconds > 0
-    assert result.decode_seconds > 0
-
-
-def test_rows_end_with_their_end_token(model: Any):
-    long = reference(model, PROMPTS[0], set())
-    end = next(t for t in long[1:] if t != long[0])
-    result = Method(Backend(model)).generate(PROMPTS, max_new_tokens=NEW, eos={end})
-    assert result.tokens[0] == long[: long.index(end) + 1]
-    assert result.tokens == [reference(model, p, {end}) for p in PROMPTS]
-
-
 def test_a_schedule_is_decoded_and_counted(model: Any):
     schedule = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)
     method = Method(Backend(model), schedule)

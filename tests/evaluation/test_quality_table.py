@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import shlex
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +14,6 @@ import pytest
 from checkpoints import save_checkpoint
 from quality_runs import REFERENCES, quality_runs, score
 from skipdecode import Schedule
-from skipdecode.common.kinds import heading
-from skipdecode.data.records import Template
 from skipdecode.evaluation.results import Run
 from tiny import LAYERS
 
@@ -119,24 +116,6 @@ def test_speed_may_be_measured_apart_for_equal_lengths(
     assert speed.stat().st_mtime_ns == stamp
 
 
-def test_a_yardstick_and_a_speed_for_every_run_are_needed(
-    runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    table, out = script("quality_table"), str(tmp_path / "t.json")
-    (tmp_path / "speed.json").write_text(
-        json.dumps(heading("benchmark", "schedule-speed") | {"environment": {"threads": 1}, "rows": []})
-    )
-    two, four, full = (str(runs[name].path.parent) for name in ("flat-2x", "flat-4x", "full"))
-    for arguments, message in (
-        ([two, four], "0 of the runs are at full depth"),
-        ([two, "--full", four], "--full must be at full depth"),
-        ([two, "--full", full, "--speed", str(tmp_path / "speed.json")], "the file of --speed does not have"),
-        ([str(tmp_path)], "holds no run"),
-    ):
-        assert table.main([*arguments, "--out", out]) == 1
-        assert message in capsys.readouterr().err
-
-
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """The commands that make a table, or one checkpoint of it."""
@@ -169,47 +148,3 @@ def test_the_runs_behind_a_table_are_shown_with_their_schedules(planned: Any, ta
     # What is evaluated was tuned before.
     tuned = {words[words.index("--out") + 1] for words in commands if words[:2] == ["skipdecode", "tune"]}
     assert {words[2] for words in commands if words[:2] == ["skipdecode", "eval"]} <= tuned
-
-
-def test_one_checkpoint_of_a_table_is_made_with_what_it_stands_on(planned: Any):
-    def verbs(table: str, checkpoint: str) -> list[str]:
-        return [Path(words[1]).stem for words in planned(table, "--checkpoint", checkpoint)]
-
-    assert verbs("tldr", "cal-b") == ["tune", "calibrate", "calibrate", "tune"]
-    assert verbs("own", "even-2x") == ["tune"]  # its start is another table's
-
-
-def test_a_text_that_is_cut_gives_prompts_for_what_is_cut_off_too():
-    prompts = script("quality_answers").prompts
-    whole = Template("{mr}\n", "ref")
-    assert sorted(row["mr"] for row in prompts([{"mr": "b"}, {"mr": "a"}, {"mr": "b"}], whole)) == ["a", "b"]
-    text = " ".join(f"Sentence {number} has five words." for number in range(12))
-    cut = Template("{post}", "short", truncate="post", max_prompt_tokens=20)
-    first, *pieces = sorted((row["post"] for row in prompts([{"post": text}], cut)), key=len, reverse=True)
-    assert first == text
-    assert {*pieces} == {
-        "Sentence 3 has five words. Sentence 4 has five words. Sentence 5 has five words.",
-        "Sentence 6 has five words. Sentence 7 has five words. Sentence 8 has five words.",
-    }
-
-
-def test_rows_are_there_once_more_under_made_up_names():
-    named = script("quality_answers").named
-    rows = [
-        {"mr": "name[The Mill], near[Mill]", "ref": "The Mill is near Mill."},
-        {"mr": "name[Zizzi]", "ref": "An unnamed pub."},
-        {"mr": "food[French]", "ref": "French food."},
-    ]
-    (row,) = named(rows, "ref")
-    name, near = re.fullmatch(r"name\[(The .+)\], near\[(.+)\]", row["mr"]).groups()
-    assert row["ref"] == f"{name} is near {near}."
-    assert "Mill" not in row["ref"]
-    assert [row] == list(named(rows, "ref")), "the same every time"
-
-
-def test_markdown_of_the_table(runs: dict[str, Run], tmp_path: Path):
-    tables = script("tables")
-    lines = tables.markdown(tables.quality(built(runs, tmp_path / "table.json"))).splitlines()
-    assert lines[0].startswith("| method | nominal | measured | with prompts | mean layers | BLEU | kept |")
-    assert lines[3].startswith("| flat | 2x | 2.00x | ")
-    assert " | 100.0% [100.0, 100.0] | " in lines[3]

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 import skipdecode
-from checkpoints import byte_tokenizer, save_checkpoint
+from checkpoints import save_checkpoint
 from skipdecode import LLM, Schedule
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine
@@ -116,14 +115,6 @@ def test_texts_fit_a_json_schema(llm: LLM, model_dir: str, tmp_path: Path):
     assert refused.value.path == "/items"
 
 
-def test_tokens_are_those_of_attached_generate(llm: LLM, model_dir: str):
-    (out,) = llm.generate("hello", 8, schedule="2x", template=False)
-    with skipdecode.attach(AutoModelForCausalLM.from_pretrained(model_dir), Schedule.from_speedup(LAYERS, 2, 8)) as on:
-        ids = on.model.generate(**byte_tokenizer()("hello", return_tensors="pt"), max_new_tokens=8, do_sample=False)
-    assert out.tokens == ids[0, 5:].tolist()
-    assert (out.prompt, out.finish_reason) == ("hello", "length")
-
-
 def test_a_prompt_is_a_text_a_chat_or_a_record(llm: LLM):
     prompts = ["hi", CHAT, {"prompt": "hi"}, {"messages": CHAT}, {"question": "hi"}]
     found = llm.generate(prompts, 4)
@@ -152,14 +143,6 @@ def test_a_chat_is_answered_whole_or_in_pieces(llm: LLM):
     for wrong in ("hi", {"role": "user", "content": "hi"}):
         with pytest.raises(OptionError, match="messages"):
             llm.chat(wrong, 8)
-
-
-def test_a_stop_text_ends_and_cuts(llm: LLM):
-    (whole,) = llm.generate("hello", 12)
-    end = whole.text[3:5]
-    (cut,) = llm.generate("hello", 12, stop=end)
-    assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(end)], "stop")
-    assert len(cut.tokens) < len(whole.tokens)
 
 
 def test_a_stop_text_that_the_last_allowed_token_completes_is_a_stop(llm: LLM):
@@ -193,21 +176,6 @@ def test_statistics_say_layers_memory_and_time(llm: LLM):
     assert llm.generate("hello", 9, schedule="full").stats.mean_layers == LAYERS
     assert "layers for a token" in str(stats)
     assert "first token" not in str(stats)
-
-
-def test_outputs_that_end_at_their_first_token_are_counted_and_said(tmp_path: Path):
-    name = save_tiny_model(tmp_path)
-    config = json.loads((tmp_path / "generation_config.json").read_text())
-    (tmp_path / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": list(range(259))}))
-    llm = LLM(name, device="cpu")
-    stats = llm.generate(TEXTS, 9).stats
-    assert (stats.rows, stats.ended_at_once) == (len(TEXTS), len(TEXTS))
-    stream = llm.stream("hello", 9)
-    assert len(list(stream)) <= 1
-    assert stream.finish_reason == "eos"
-    assert stream.stats is not None
-    assert stream.stats.ended_at_once == 1
-    assert "1 of 1 record ended" in str(stream.stats)
 
 
 # ---------------------------------------------------------------------- streams

@@ -55,15 +55,6 @@ def test_output_is_in_input_order_and_leaves_nothing_else(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_rows_are_on_disk_as_soon_as_they_are_put(tmp_path: Path):
-    writer = writer_for(tmp_path / "out.jsonl")
-    writer.put(4, row(4))
-    assert (
-        (tmp_path / "out.jsonl.partial").read_bytes().endswith(json.dumps(row(4), ensure_ascii=False).encode() + b"\n")
-    )
-    writer.close()
-
-
 def test_going_on_takes_over_what_is_there(tmp_path: Path):
     out = tmp_path / "out.jsonl"
     first = writer_for(out)
@@ -151,21 +142,6 @@ def test_finished_output_is_replaced_at_the_end(tmp_path: Path):
     assert out.read_text() == "precious\n"
     writer.finish()
     assert read_rows(out) == [row(0)]
-
-
-def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path):
-    (tmp_path / "data").mkdir()
-    real, link = tmp_path / "data" / "real.jsonl", tmp_path / "link.jsonl"
-    real.write_text("old\n")
-    link.symlink_to("data/real.jsonl")
-    writer = writer_for(link)
-    with pytest.raises(OutputError, match="is being written by another run"):
-        writer_for(real)
-    put_rows(writer, 2)
-    writer.finish()
-    assert link.is_symlink()
-    assert read_rows(real) == [row(0), row(1)]
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["data", "link.jsonl", "real.jsonl"]
 
 
 def test_full_disk_keeps_all_rows_that_went_through(tmp_path: Path):

@@ -138,12 +138,6 @@ def test_characters_of_several_tokens_come_whole():
     assert all(len(part) == 1 for part in parts)  # each token is reported when it comes
 
 
-def test_a_character_that_is_never_completed_comes_out_at_the_end():
-    tokens = TOKENIZER("ab😀").input_ids[:-1]
-    parts, _ = pushed(tokens)
-    assert text_of(parts) == TOKENIZER.decode(tokens) == "ab\ufffd"
-
-
 def one_text(kind, tokens):
     """The text of the tokens; of broken characters in single bytes, which take whole ones with them, None."""
     text = KINDS[kind].decode(tokens, skip_special_tokens=True)
@@ -220,18 +214,6 @@ def test_stop_strings_cut_and_nothing_of_them_shows(text, stops):
         assert not held or any(s.startswith(held) for s in stops)
 
 
-def test_a_stop_over_a_multi_byte_character():
-    parts, stopped = pushed(TOKENIZER("say €5 now").input_ids, ("€5",))
-    assert stopped
-    assert text_of(parts) == "say "
-
-
-@pytest.mark.parametrize("special", [0, 1, 2])
-def test_special_tokens_have_no_text(special):
-    parts, _ = pushed([*TOKENIZER("ok").input_ids, special])
-    assert [p.text for part in parts for p in part] == ["o", "k", ""]
-
-
 def test_a_stop_is_found_across_special_tokens():
     parts, stopped = pushed([*TOKENIZER("xa").input_ids, 1, 1, 1, *TOKENIZER("bc").input_ids], ("ab",))
     assert stopped
@@ -245,12 +227,6 @@ def test_a_stop_that_is_a_special_token_is_that_token(place):
     parts, stopped = pushed(tokens, ("never", "<s>"))
     assert stopped
     assert text_of(parts) == "hello"[:place]
-
-
-def test_a_stop_that_is_complete_with_the_last_token_is_a_stop():
-    parts, stopped = pushed(TOKENIZER("the END").input_ids, ("END",))
-    assert stopped
-    assert text_of(parts) == "the "
 
 
 @pytest.mark.parametrize(

@@ -65,18 +65,13 @@ def test_texts_that_ended_cost_nothing_and_a_batch_waits_for_its_longest():
         TextCost.of_lengths(COST, 0, [1, 1])
 
 
-def test_texts_of_one_length_cost_what_the_cost_model_says():
-    schedule = Schedule.from_speedup(LAYERS, 2, 20)
-    workload = TextCost.of_lengths(COST, 30, [21] * 5)
-    assert workload.seconds(schedule) == pytest.approx(COST.sequence_seconds(schedule, 30, 21))
-    assert workload.speedup(schedule) == pytest.approx(COST.speedup(schedule, 30, 21))
-
-
-def test_whole_requests_of_one_length_cost_what_the_cost_model_says():
+@pytest.mark.parametrize("whole", [False, True])
+def test_texts_of_one_length_cost_what_the_cost_model_says(whole):
     schedule = Schedule.from_speedup(LAYERS, 2, 20).with_prompt((0, 1, 2))
-    workload = TextCost.of_lengths(COST, 30, [21] * 5, whole=True)
-    assert workload.seconds(schedule) == pytest.approx(COST.request_seconds(schedule, 30, 21))
-    assert workload.speedup(schedule) == pytest.approx(COST.request_speedup(schedule, 30, 21))
+    workload = TextCost.of_lengths(COST, 30, [21] * 5, whole=whole)
+    seconds, speedup = (COST.request_seconds, COST.request_speedup) if whole else (COST.sequence_seconds, COST.speedup)
+    assert workload.seconds(schedule) == pytest.approx(seconds(schedule, 30, 21))
+    assert workload.speedup(schedule) == pytest.approx(speedup(schedule, 30, 21))
 
 
 def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():

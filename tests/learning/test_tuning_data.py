@@ -89,14 +89,6 @@ def test_templates_hold_plain_fields_only(text: str) -> None:
         Template(text, "ref")
 
 
-def test_chat_prompts_go_through_the_tokenizers_template(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}bot:"
-    path = write_jsonl(tmp_path / "a.jsonl", records(1))
-    (example,), _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
-    assert tokenizer.decode(example.prompt) == f"<s>user: {records(1)[0]['thing']}</s>bot:"
-
-
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 NO_END = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + PROMPT
 SPACED = (
@@ -247,9 +239,3 @@ def test_batches_hold_records_of_like_length() -> None:
         padded += len(batch) * (max(prompts) + max(responses))
     # Random batches would use less than 0.6 of their columns.
     assert sum(map(len, examples)) / padded > 0.85
-
-
-def test_another_seed_is_another_order() -> None:
-    examples = [example(i, 1 + i % 5, 1 + i % 7) for i in range(40)]
-    first, again, other = (GroupedBatches(examples, 4, seed=s).epoch(0) for s in (1, 1, 2))
-    assert first == again != other

@@ -167,14 +167,6 @@ def test_a_fit_learns_at_a_rate_of_its_own(tmp_path: Path) -> None:
     assert moved[1] < moved[0] / 10
 
 
-def test_the_same_seed_gives_the_same_result_and_another_one_does_not(tmp_path: Path) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        tune(tmp_path / name, changes={"seed": seed, "lora_dropout": 0.3})
-    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
-    first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize("changes", [{"learning_rate": 1e-2}, {"full": True, "distill_weight": 0.2}])
 def test_tuning_lowers_the_loss_under_the_schedule(tmp_path: Path, changes: dict[str, Any]) -> None:
     result = tune(tmp_path, changes={"steps": 30, "eval_every": 10} | changes)
@@ -268,11 +260,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(tmp_path: Path) -> N
         file.write_bytes(b"")
     with pytest.raises(OutputError, match="no checkpoint of"):
         tune(tmp_path, resume=True)
-
-
-def test_all_weights_are_saved_without_foreign_bars(tmp_path: Path, capsys: Any) -> None:
-    tune(tmp_path, changes={"full": True})
-    assert "Writing model shards" not in capsys.readouterr().err
 
 
 def test_the_checkpoints_stay_until_the_result_is_recorded(tmp_path: Path) -> None:

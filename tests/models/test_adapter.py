@@ -85,12 +85,6 @@ def test_a_merge_changes_no_logit_and_unties_only_what_differs(
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), want, **EXACT)
 
 
-def test_a_plain_model_has_nothing_to_merge() -> None:
-    model = tiny_model("llama", tie_word_embeddings=True)
-    assert merge_adapter(model) is model
-    assert model.config.tie_word_embeddings
-
-
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt"])
 def test_both_engines_run_an_adapter_on_a_shared_head(family: str) -> None:
     kernels_or_skip()

@@ -31,6 +31,7 @@ LLAMA3 |= {"rope_type": "llama3"}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.3, 2.6, 2.9]}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 LONG |= {"rope_type": "longrope", "original_max_position_embeddings": 32}
 
 
@@ -266,11 +267,15 @@ def test_llama_cpp_scales_rotary_positions_as_the_model_does(family: str, rope: 
 
 
 @pytest.mark.parametrize(
-    ("family", "rope"), [("qwen2", LLAMA3), ("llama", YARN | {"attention_factor": 1.3}), ("llama", LONG)]
+    ("family", "rope"),
+    [("qwen2", LLAMA3), ("llama", YARN | {"attention_factor": 1.3}), ("llama", LONG), ("llama", DYNAMIC)],
 )
 def test_rotary_positions_that_llama_cpp_computes_otherwise_are_refused(
     family: str, rope: dict[str, Any], tmp_path: Path
 ):
     pytest.importorskip("gguf")
+    for unlike in (tiny_model("opt"), tiny_model("mistral")):  # another kind of model; windows
+        with pytest.raises(UsageError, match=r"cannot be written for llama\.cpp here"):
+            write_gguf(unlike, tmp_path, "f16")
     with pytest.raises(UsageError, match="format hf"):
         write_gguf(scaled(family, rope | {k: v * 4 for k, v in rope.items() if isinstance(v, list)}), tmp_path, "f16")

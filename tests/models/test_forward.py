@@ -192,17 +192,6 @@ def test_what_a_schedule_cannot_give_is_refused_by_name(options, names):
         model(input_ids=ids, prompt_length=8)
 
 
-@both
-def test_prompt_length_with_use_cache_returns_a_cache_that_goes_on(schedule: Schedule):
-    model = tiny_model("llama")
-    ids, _, _ = ragged_batch()
-    with attach(model, schedule), torch.no_grad():
-        forced = model(input_ids=ids, prompt_length=5).logits
-        out = model(input_ids=ids[:, :15], prompt_length=5, use_cache=True)
-        last = model(input_ids=ids[:, 15:], past_key_values=out.past_key_values).logits
-    assert torch.allclose(torch.cat([out.logits, last], 1), forced, atol=1e-4)
-
-
 FULL_DEPTH = {
     "plain": {},
     "without a cache": {"use_cache": False},

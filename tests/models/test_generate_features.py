@@ -65,14 +65,6 @@ def test_the_uncached_mode_is_the_oracle():
     assert torch.equal(logits[:, 8:-1].argmax(-1), text[:, 9:])
 
 
-def test_same_seed_same_samples():
-    model = tiny_model("llama")
-    with attach(model, PAPER):
-        one, two, other = (generate(model, seed=s, do_sample=True) for s in (1, 1, 2))
-    assert torch.equal(one, two)
-    assert not torch.equal(one, other)
-
-
 def test_streamer_processor_and_criteria_see_every_token():
     class Digits:
         """The least a streamer needs of a tokenizer."""
@@ -275,12 +267,6 @@ def test_a_cache_does_not_outlive_its_schedule_in_silence():
         turn = generate(model, return_dict_in_generate=True)
     with pytest.raises(UnsupportedFeatureError, match="start with a new cache"):
         model.generate(turn.sequences, past_key_values=turn.past_key_values, max_new_tokens=3)
-
-
-def test_no_prompt_at_all():
-    model = tiny_model("llama")
-    with attach(model, PAPER):
-        assert model.generate(max_new_tokens=5, do_sample=False).shape == (1, 6)
 
 
 @pytest.mark.parametrize(

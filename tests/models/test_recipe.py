@@ -11,7 +11,7 @@ import pytest
 from checkpoints import save_adapter, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.data.forms import choose_form
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import DataError
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.recipe import Recipe
@@ -129,23 +129,6 @@ TWO = Recipe("{colour} {thing}:")
 def test_a_row_or_text_becomes_the_prompt_it_was_tuned_on(recipe: Recipe | None, prompt: Any, expected: Any) -> None:
     record = choose_form(recipe).record(prompt)
     assert (record.prompt, record.error) == (expected, None)
-
-
-@pytest.mark.parametrize("prompt", ["red car", {"prompt": "red car"}, {"colour": "red"}, {"colour": "", "thing": " "}])
-def test_a_row_that_does_not_fill_the_template_is_refused(prompt: Any) -> None:
-    record = choose_form(TWO).record(prompt)
-    assert record.error is not None
-    assert record.prompt == ""
-
-
-def test_what_the_user_says_comes_before_the_recipe() -> None:
-    assert choose_form(ONE, no_template=True).record("name[X]").prompt == "name[X]"
-    assert choose_form(ONE, prompt_template="<{mr}>").record("name[X]").prompt == "<name[X]>"
-    assert choose_form(None, task="tldr").template is not None
-    assert choose_form(ONE, chat=True).template is None
-    assert choose_form(ONE, field="plan").record({"mr": "no", "plan": "yes"}).prompt == "yes\n"
-    with pytest.raises(UsageError):
-        choose_form(ONE, prompt_template="<{mr}>", no_template=True)
 
 
 def test_an_adapter_leaves_the_sample_of_its_bases_weights_as_it_is(tmp_path: Path) -> None:

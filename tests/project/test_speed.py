@@ -13,7 +13,6 @@ import pytest
 from skipdecode import Schedule
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.engine.opening import Backend
-from skipdecode.errors import UsageError
 from skipdecode.evaluation.methods import Method
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model
@@ -72,20 +71,6 @@ def test_bytes_are_those_of_weights_head_and_cache(speed: Any, engine: str, fami
     assert row["bytes_per_step"] == pytest.approx(expected, rel=0.01)
 
 
-def test_quantized_weights_are_read_as_such(speed: Any) -> None:
-    model = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    runs = speed.runs_of(model, ("fast", "fast-int8"), [1], 4, 6)
-    rows = speed.measure(runs, [1], [6], 5, 1)["rows"]
-    assert [row["weights"] for row in rows] == ["float32", "int8"]
-    whole, eight = (row["bytes_per_step"] for row in rows)
-    assert 1 / 4 < eight / whole < 0.35
-
-
-def test_a_long_prompt_keeps_sequences_in_step(speed: Any) -> None:
-    (run,) = speed.runs_of(tiny_model("llama", max_position_embeddings=2048), ["fast"], [1], 4, 900)
-    assert run.method.generate([[5] * 900] * 3, max_new_tokens=[5] * 3, eos=set()).positions == 4
-
-
 @pytest.mark.parametrize("name", ["transformers", "transformers-static"])
 def test_generate_gives_the_tokens_of_gated_full_depth(speed: Any, name: str) -> None:
     model = tiny_model("llama")
@@ -93,21 +78,3 @@ def test_generate_gives_the_tokens_of_gated_full_depth(speed: Any, name: str) ->
     end = {ours.generate(PROMPTS, max_new_tokens=12, eos=set()).tokens[0][4]}
     expected, found = (each.generate(PROMPTS, max_new_tokens=12, eos=end) for each in (ours, theirs))
     assert (found.tokens, found.layer_tokens) == (expected.tokens, expected.layer_tokens)
-
-
-@pytest.mark.parametrize("name", ["prompt-lookup", "early-exit"])
-def test_drafts_are_lossless(speed: Any, name: str) -> None:
-    model = tiny_model("llama")
-    for prompt in PROMPTS:
-        found = (
-            speed.opened(each, model).generate([prompt], max_new_tokens=12, eos=set())
-            for each in (name, "transformers")
-        )
-        assert len({str(each.tokens) for each in found}) == 1
-
-
-def test_engines_that_cannot_run_say_why(speed: Any) -> None:
-    with pytest.raises(UsageError, match="engine 'early' is not known"):
-        speed.opened("early", tiny_model("llama"))
-    with pytest.raises(UsageError, match="does not cover this model"):
-        speed.opened("fast", tiny_model("bloom"))

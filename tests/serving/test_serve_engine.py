@@ -106,17 +106,6 @@ def test_likeliest_tokens(kind):
     assert rows[1][0].top == ()
 
 
-def test_a_cancelled_row_leaves_a_gated_wave():
-    engine = GatedEngine(tiny_model("gpt2"), SCHEDULES[1])
-    seen = {0: 0, 1: 0}
-    for out in engine.run([Request(p, 6) for p in PROMPTS[:2]]):
-        seen[out.request] += 1
-        if out.request == 0 and out.position == 1:
-            engine.cancel(0)
-    assert seen[0] in (2, 3)
-    assert seen[1] == 6
-
-
 def test_an_exact_request_has_the_text_of_full_depth_and_is_counted(monkeypatch):
     monkeypatch.setattr(Planner, "plan", lambda planner, rows, drafters: [min(2, each.room) for each in drafters])
     service = tiny_service()
