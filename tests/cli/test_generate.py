@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from checkpoints import byte_tokenizer
+from checkpoints import THINKING, byte_tokenizer
 from counted import count_time
-from skipdecode import Schedule, attach
+from skipdecode import LLM, Schedule, attach
 from skipdecode.cli import main
 from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
 from tiny import LAYERS
@@ -152,6 +152,24 @@ def test_prompts_are_chats_if_the_model_has_a_chat_template(capsysbinary: Any, t
         assert prompt(model_dir, *source, "--no-template") == "hi"
         assert prompt(model_dir, *source, "--prompt-template", "Q: {prompt}") == "Q: hi"
         assert prompt(save_tiny_model(tmp_path / "base", chat=False), *source) == "hi"
+
+
+def test_variables_reach_the_chat_template(capsysbinary: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    model = save_tiny_model(tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    tokenizer.save_pretrained(model)
+    off, shown = {"enable_thinking": False}, "<user>hi<assistant><think></think>"
+    assert generate(model, "hi", "--include-prompt", "--chat-template-kwargs", json.dumps(off)) == 0
+    row = json.loads(capsysbinary.readouterr().out)
+    llm = LLM(model, chat_template_kwargs=off)
+    assert row["prompt"] == llm.encode(["hi"])[0].text == shown
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n")))
+    assert main(["chat", model, "--max-new-tokens", "8", "--chat-template-kwargs", json.dumps(off)]) == 0
+    assert capsysbinary.readouterr().out.decode() == llm.generate("hi", 8)[0].text + "\n"
+    for wrong in ("[]", '{"thinking": false}', '{"tokenize": true}', "{"):
+        assert generate(model, "hi", "--chat-template-kwargs", wrong) == 2
+        assert capsysbinary.readouterr().err.decode().splitlines()[-1].count("--chat-template-kwargs") == 1
 
 
 def test_the_last_line_is_the_speed_over_all_layers_if_it_was_measured(

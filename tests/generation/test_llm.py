@@ -354,6 +354,7 @@ REFUSED: dict[str, Callable[[LLM], Any]] = {
     **{f"LLM {given}": lambda llm, given=given: LLM(llm.loaded.name, **given) for given in (
         {"device": "meta"}, {"device": 5}, {"device": ["cpu"]}, {"dtype": 5}, {"engine": None}, {"quantization": 8},
         {"max_rows": 0}, {"max_rows": "8"}, {"max_rows": None}, {"schedule": 5},
+        {"chat_template_kwargs": 5}, {"chat_template_kwargs": {"enable_thinking": False}},
     )},
     **{f"load {str(name)[:20]}": lambda llm, name=name: skipdecode.load(name) for name in (
         None, 5, b"x", ["x"], 2.5, "x" * 10_000, "", "\0",

@@ -28,6 +28,11 @@ HERMES = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}{% endfor %}<assistant>"
 )
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.a }}]{% endfor %}{% endfor %}"
+    "<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
 
 
 def chatml_tokenizer() -> PreTrainedTokenizerFast:

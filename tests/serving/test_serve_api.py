@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from checkpoints import byte_tokenizer
+from checkpoints import THINKING, byte_tokenizer
 from serve_tools import (
     CONTEXT,
     NESTED,
@@ -30,7 +30,7 @@ from serve_tools import (
 from skipdecode import attach
 from skipdecode.engine import Sampling
 from skipdecode.engine.requests import row_seed
-from skipdecode.errors import ModelLoadError
+from skipdecode.errors import ModelLoadError, OptionError
 from skipdecode.serving.service import open_service
 from tiny import LAYERS
 
@@ -606,11 +606,6 @@ def test_a_broken_chat_template_is_found_at_start():
     open_service(tiny_served_model(), tokenizer, name="tiny")  # it may take other chats
 
 
-THINKING = (
-    "{% for m in messages %}<{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.a }}]{% endfor %}{% endfor %}"
-    "<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-)
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}
 
 
@@ -637,6 +632,26 @@ def test_what_a_chat_template_uses_reaches_it():
         ):
             assert post(client, CHAT, ask | fields)["usage"]["prompt_tokens"] == size + more
         assert client.post(CHAT, json=ask | {"reasoning_effort": "low"}).status_code == 400
+
+
+def test_variables_of_the_server_hold_where_a_request_gives_no_others():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"tool_use": "{{ 1 }}", "default": THINKING}  # of named templates, this one
+    quiet = open_service(tiny_served_model(), tokenizer, name="tiny", chat_template_kwargs={"enable_thinking": False})
+    with running(quiet) as client:
+
+        def ends(**fields):
+            ids = client.post("/tokenize", json={"messages": MESSAGES} | fields).json()["tokens"]
+            return tokenizer.decode(ids).endswith("<think></think>")
+
+        assert ends()
+        assert not ends(chat_template_kwargs={"enable_thinking": True})
+    with pytest.raises(OptionError) as refused:
+        open_service(tiny_served_model(), tokenizer, name="tiny", chat_template_kwargs={"thinking": 1})
+    assert refused.value.name == "chat_template_kwargs"
+    tokenizer.chat_template = {"rag": "{{ 1 }}"}
+    with running(open_service(tiny_served_model(), tokenizer, name="tiny")) as client:
+        assert post(client, CHAT, {"messages": MESSAGES}, 400)["error"]["param"] == "messages"
 
 
 def test_a_type_of_a_message_changes_nothing_and_calls_need_a_template(client):

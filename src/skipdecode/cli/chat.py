@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
     MODEL,
+    ChatOptions,
     DecodingOptions,
     EngineOptions,
     ScheduleOptions,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, DecodingOptions, ScheduleOptions):
+class Config(EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
     """Options of `skipdecode chat`."""
 
     model: str = option(
@@ -79,7 +80,14 @@ def run(config: Config) -> int:
     note(schedule_line(choice.schedule, choice.origin))
     if (recipe := loaded.recipe) is not None and recipe.prompt_template is not None and not recipe.chat:
         note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: use skipdecode generate")
-    llm = LLM(loaded, choice.schedule, engine=config.engine, quantization=config.quantization, max_rows=1)
+    llm = LLM(
+        loaded,
+        choice.schedule,
+        engine=config.engine,
+        quantization=config.quantization,
+        max_rows=1,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
     session = _Session(config, llm)
     for text in map(str.strip, _lines()):
         if text == "/quit":

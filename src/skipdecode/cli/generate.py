@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.options import (
+    ChatOptions,
     DecodingOptions,
     EngineOptions,
     ScheduleOptions,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RecordRun, EngineOptions, DecodingOptions, ScheduleOptions):
+class Config(RecordRun, EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
     """Options of `skipdecode generate`."""
 
     EXCLUDES: ClassVar = {"prompts": ("input", "field")}
@@ -129,7 +130,13 @@ def run(config: Config) -> int:
     note(schedule_line(*chosen))
     if not config.exact and (line := loaded.untuned_line([chosen.schedule])):
         note(line)
-    llm = LLM(loaded, chosen.schedule, engine=config.engine, quantization=config.quantization)
+    llm = LLM(
+        loaded,
+        chosen.schedule,
+        engine=config.engine,
+        quantization=config.quantization,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
     if form.remark is not None:
         note(form.remark)
     try:

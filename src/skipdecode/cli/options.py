@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from skipdecode.common.environment import limit_threads
+from skipdecode.common.jsonl import object_of
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import detail, note
 from skipdecode.data.examples import with_breaks
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.loading import load
 from skipdecode.engine.requests import SamplingOptions
-from skipdecode.errors import UsageError
+from skipdecode.errors import DataError, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.families import check_schedule, lent_last
 from skipdecode.models.loading.hub import DTYPES, LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The object of a JSON text; raises ValueError."""
+    found = object_of(text.encode())
+    if isinstance(found, DataError):
+        raise ValueError(f"a JSON object ({found})")
+    return found
+
 
 SCHEDULE_FILE = Reads(lambda text: (Path(base_of(text)),))
 BASE = "for an adapter: its base model, a directory or a name (default: the one that the adapter names)"
@@ -161,6 +171,17 @@ class ScheduleOptions(Options):
         "the 95th percentile of the response lengths for tune and eval, else --max-new-tokens)",
         default=None,
         least=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(Options):
+    """What chats are rendered with."""
+
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        "variables of the chat template, as JSON, such as '{\"enable_thinking\": false}'",
+        default=None,
+        parse=json_object,
     )
 
 

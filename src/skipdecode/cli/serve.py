@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import SCHEDULE_FILE, EngineOptions, wall_solver_of
+from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, EngineOptions, wall_solver_of
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError, UsageError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Binding, ServerLimits, EngineOptions):
+class Config(Binding, ServerLimits, EngineOptions, ChatOptions):
     """Options of `skipdecode serve`."""
 
     name: str | None = option("name of the model for clients (default: the last part of MODEL)", default=None)
@@ -101,10 +101,10 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         others=(*tuned_under, *schedules),
         recipe=loaded.recipe,
         use_template=config.template,
+        chat_template_kwargs=config.chat_template_kwargs,
         engine=config.engine,
         quantization=config.quantization,
         limits=config,
-        note=note,
     )
     catalog = service.catalog
     own = " (the checkpoint's own)" if loaded.schedule is not None else ""

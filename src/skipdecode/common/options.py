@@ -221,6 +221,7 @@ def _kind(hint: Any, metadata: Mapping[str, Any]) -> Kind:
         inner, many = typing.get_args(inner)[0], True
     if typing.get_origin(inner) is Mapping:
         inner, named = typing.get_args(inner)[1], True
+        inner = object if inner is Any else inner
     choices = metadata["choices"]
     if typing.get_origin(inner) is typing.Literal:
         inner, choices = str, choices or typing.get_args(inner)

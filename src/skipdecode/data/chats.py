@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from skipdecode.data.records import Message, checked_objects
-from skipdecode.errors import DataError, ModelLoadError
+from skipdecode.errors import DataError, ModelLoadError, OptionError
 
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"}
 """By which a list of messages is told from a list of records."""
@@ -46,13 +48,40 @@ def chat_fault(tokenizer: Any) -> str | None:
 
     Raises ModelLoadError if the template is no valid program.
     """
+    if (fault := template_fault(tokenizer)) is None:
+        _rendered(tokenizer, _PROBE, ())  # the template may refuse this chat and take others
+    return fault
+
+
+def template_fault(tokenizer: Any) -> str | None:
+    """Why a tokenizer has no chat template to render with, None if it has one; see `chat_fault`."""
     template = getattr(tokenizer, "chat_template", None)
     if template is None:
         return "the model's tokenizer has no chat template"
     if isinstance(template, Mapping) and "default" not in template:
         return f"none of the tokenizer's chat templates is named 'default': there is {', '.join(map(repr, template))}"
-    _rendered(tokenizer, _PROBE, ())  # the template may refuse this chat and take others
     return None
+
+
+def unread_variable(tokenizer: Any, names: Iterable[str], tools: Any = None) -> str | None:
+    """The first of these variables that the chat template does not use; None if it uses all."""
+    template = str(tokenizer.get_chat_template(tools=tools))
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    return next((name for name in names if name in own or not re.search(rf"\b{re.escape(name)}\b", template)), None)
+
+
+def checked_variables(tokenizer: Any, variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The variables of every chat, none for None; raises OptionError if the chat template does not use one."""
+    if not variables:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise OptionError("chat_template_kwargs", variables, "names with values")
+    fault = template_fault(tokenizer)
+    unread = None if fault else unread_variable(tokenizer, variables)
+    if fault or unread is not None:
+        accepted = f"none: {fault}" if fault else f"variables that the chat template uses, not {unread!r}"
+        raise OptionError("chat_template_kwargs", dict(variables), accepted)
+    return variables
 
 
 def render_chat(

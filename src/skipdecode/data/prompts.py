@@ -5,12 +5,12 @@ Every record that cannot be used is reported with its line; the caller refuses t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from skipdecode.common.progress import note
-from skipdecode.data.chats import chat_fault, render_chat, token_ids, unused_fields
+from skipdecode.data.chats import chat_fault, checked_variables, render_chat, token_ids, unused_fields
 from skipdecode.data.records import Record, Reject, Template, checked_text, reject_summary
 from skipdecode.data.source import Records
 from skipdecode.errors import DataError, ModelLoadError, UsageError
@@ -54,14 +54,16 @@ class PromptEncoder:
         Tokens of the model (`vocabulary_size`): prompts with others are refused. Default: any.
     told : set of str, optional
         Fields that a note has named because they are not in the prompts: each is named once. Default: none yet.
+    variables : mapping, optional
+        Of the chat template, for every chat.
 
     Attributes
     ----------
     chat : bool
         Whether plain prompts become chats.
 
-    Raises UsageError: `chat` is set and the tokenizer has no chat template; ModelLoadError: `chat` is set and the chat
-    template is no valid program; `encode` raises it at the first chat.
+    Raises UsageError: `chat` is set and the tokenizer has no chat template, or it does not use a variable;
+    ModelLoadError: `chat` is set and the chat template is no valid program; `encode` raises it at the first chat.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class PromptEncoder:
         template: Template | None = None,
         vocabulary: int | None = None,
         told: set[str] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -81,6 +84,7 @@ class PromptEncoder:
         self._told = set() if told is None else told
         self._template = template
         self._system = system
+        self._variables = checked_variables(tokenizer, variables)
         chat = (template is not None and template.chat) or chat
         self.chat = chat is not False and _renders_chats(tokenizer, by_default=chat is None)
 
@@ -124,8 +128,8 @@ class PromptEncoder:
             unused = {"system"} & extra.keys()
         elif (system := extra.get("system", self._system)) is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        text = render_chat(self._tokenizer, messages, tools := extra.get("tools", ()))
-        unused |= unused_fields(self._tokenizer, messages, tools, text)
+        text = render_chat(self._tokenizer, messages, tools := extra.get("tools", ()), variables=self._variables)
+        unused |= unused_fields(self._tokenizer, messages, tools, text, self._variables)
         self._tell({*record.left_out, *map(repr, unused)})
         return text
 

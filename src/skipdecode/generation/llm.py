@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
-from skipdecode.data.chats import MESSAGE_FIELDS
+from skipdecode.data.chats import MESSAGE_FIELDS, checked_variables
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.records import Message
@@ -126,6 +126,8 @@ class LLM:
         For a model that is loaded by name: see `skipdecode.load`.
     max_rows : int
         Most prompts that are decoded together.
+    chat_template_kwargs : mapping, optional
+        Variables of the chat template, such as ``{"enable_thinking": False}``.
 
     Attributes
     ----------
@@ -133,6 +135,8 @@ class LLM:
         Model, tokenizer, carried schedule and recipe.
     context : int or None
         Tokens of the model's context; None without a limit.
+    variables : mapping
+        Those of the chat template.
     backend : Backend
         Opens engines of the model.
     stats : RunStats or None
@@ -155,6 +159,7 @@ class LLM:
         device: str | None = None,
         base: str | Path | None = None,
         max_rows: int = 8,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(model, LoadedModel):
             schedule = schedule_file(schedule) if isinstance(schedule, str) else schedule
@@ -171,6 +176,7 @@ class LLM:
         self.num_layers = self.loaded.num_layers
         self.context = context_length(self.loaded.model.config)
         self.stats: RunStats | None = None
+        self.variables = checked_variables(self.tokenizer, chat_template_kwargs)
         self._schedule = schedule
         self._asked = {"dtype": dtype, "engine": engine, "quantization": quantization}
         self._max_rows = _positive("max_rows", max_rows)
@@ -374,7 +380,8 @@ class LLM:
         records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(prompts)]
         vocabulary = vocabulary_size(self.loaded.model)
         about: dict[str, Any] = {"template": form.template, "chat": form.chat, "vocabulary": vocabulary}
-        return PromptEncoder(self.tokenizer, self.context, told=self._told, **about).encode(records)
+        about |= {"told": self._told, "variables": self.variables}
+        return PromptEncoder(self.tokenizer, self.context, **about).encode(records)
 
     def _prepared(
         self,

@@ -92,6 +92,7 @@ def generate_records(
         system=options.system,
         template=form.template,
         vocabulary=vocabulary_size(model),
+        variables=llm.variables,
     )
     if form.chat is None and encoder.chat:
         note("prompts go into the model's chat template (--no-template leaves them as they are)")
@@ -102,6 +103,7 @@ def generate_records(
         **asdict(sampling.part(SamplingOptions)),
         **({"exact": True} if exact else {}),
         **({} if json_schema is None else {"json_schema": json_schema}),
+        **({"chat_template_kwargs": llm.variables} if llm.variables else {}),
         "stop": list(stop),
         "template": None if form.template is None else form.template.to_dict(),
         "chat": encoder.chat,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from skipdecode.data.chats import render_chat, unused_fields
+from skipdecode.data.chats import render_chat, template_fault, unread_variable, unused_fields
 from skipdecode.data.records import checked_text
 from skipdecode.errors import DataError, ModelLoadError
 from skipdecode.serving.errors import ApiError, invalid
@@ -143,15 +141,15 @@ def _same(value: Any, neutral: Any) -> bool:
 _UNREAD = {"tool_call_id"}  # fields that say which messages belong together, which their order says too
 
 
-def chat_text(tokenizer: Any, chat: Chat) -> str:
-    """The prompt of a chat, up to where the answer begins.
+def chat_text(tokenizer: Any, chat: Chat, defaults: Mapping[str, Any] = {}) -> str:
+    """The prompt of a chat, up to where the answer begins; `defaults` are variables that the request may change.
 
     Raises ApiError: the template refuses the chat, or does not use one of its fields.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise invalid("the model's tokenizer has no chat template: use completions", "messages")
+    if (fault := template_fault(tokenizer)) is not None:
+        raise invalid(f"{fault}: use completions", "messages")
     messages = [message.plain() for message in chat.messages]
-    variables = _variables(tokenizer, chat)
+    variables = {**defaults, **_variables(tokenizer, chat)}
     try:
         text = render_chat(tokenizer, messages, chat.tools, variables=variables)
         unused = unused_fields(tokenizer, messages, chat.tools, text, variables) - _UNREAD
@@ -164,23 +162,16 @@ def chat_text(tokenizer: Any, chat: Chat) -> str:
 
 def _variables(tokenizer: Any, chat: Chat) -> Mapping[str, Any]:
     """The variables that a request gives to the template."""
-    template = str(tokenizer.get_chat_template())
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in chat.variables:
-        if name in own or not _reads(template, name):
-            raise _unsupported(name, f"chat_template_kwargs.{name}"[:100])
+    if (unread := unread_variable(tokenizer, chat.variables, chat.tools or None)) is not None:
+        raise _unsupported(unread, f"chat_template_kwargs.{unread}"[:100])
     effort = chat.reasoning_effort
     if effort is None:
         return chat.variables
-    made: dict[str, Any] = {"reasoning_effort": effort, "enable_thinking": False if effort == "none" else None}
-    made = {name: value for name, value in made.items() if value is not None and _reads(template, name)}
+    made: dict[str, Any] = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+    made = {name: value for name, value in made.items() if unread_variable(tokenizer, [name]) is None}
     if not made:
         raise _unsupported("reasoning_effort", "reasoning_effort")
     return made | dict(chat.variables)
-
-
-def _reads(template: str, name: str) -> bool:
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def _unsupported(name: str, param: str) -> ApiError:

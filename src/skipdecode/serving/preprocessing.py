@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from skipdecode.common.options import kinds
@@ -46,8 +46,10 @@ class Preprocessor:
         Its template is what completions' texts go into.
     use_template : bool
         Whether they do, where the request does not say.
+    variables : mapping, optional
+        Of the chat template, where the request gives no others.
 
-    Raises ModelLoadError: the tokenizer's chat template is no valid program.
+    Raises ModelLoadError: the tokenizer's chat template is no valid program; OptionError: it does not use a variable.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Preprocessor:
         limits: ServerLimits,
         form: PromptForm | None = None,
         use_template: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         chat_fault(tokenizer)  # raises at start what every chat would meet
         self.context = context
@@ -68,7 +71,8 @@ class Preprocessor:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._encoder = PromptEncoder(self._tokenizer, None)
         self._form = form or PromptForm()
-        self._templated = PromptEncoder(self._tokenizer, None, template=self._form.template)
+        self._templated = PromptEncoder(self._tokenizer, None, template=self._form.template, variables=variables)
+        self._variables = variables or {}
         self._use_template = use_template and self._form.template is not None
         self._end_tokens = frozenset(end_tokens)
         self._vocab_size = vocab_size
@@ -140,7 +144,9 @@ class Preprocessor:
             self._check_ids(prompt, "prompt")
             return list(prompt)
         if isinstance(prompt, Chat):
-            found = token_ids(self._tokenizer, [chat_text(self._tokenizer, prompt)], special=bool(special))[0]
+            found = token_ids(
+                self._tokenizer, [chat_text(self._tokenizer, prompt, self._variables)], special=bool(special)
+            )[0]
             if not found:
                 raise invalid("the chat has no token: give messages with text", "messages")
             return found

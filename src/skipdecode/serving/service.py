@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
@@ -50,10 +51,10 @@ def open_service(
     others: Sequence[Schedule] = (),
     recipe: Recipe | None = None,
     use_template: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     engine: str = "auto",
     quantization: str = "none",
     limits: ServerLimits | None = None,
-    note: Callable[[str], None] = lambda line: None,
 ) -> Service:
     """A service for a loaded model; its worker is not started yet.
 
@@ -67,10 +68,10 @@ def open_service(
         See `Catalog`.
     recipe : Recipe or None
         The checkpoint's; `use_template` puts completions into its template where a request does not say.
+    chat_template_kwargs : mapping, optional
+        Variables of the chat template, where a request gives no others.
     engine, quantization : str
         See `skipdecode.engine.opening.open_fast`.
-    note : callable
-        Told one line where the choice of the engine needs a word.
 
     Raises UsageError, ScheduleError, UnsupportedModelError.
     """
@@ -92,7 +93,9 @@ def open_service(
     layout = _kv_layout(source)
     context = context_length(plain.config)
     words, ends = plain.get_input_embeddings().weight.shape[0], end_tokens(model, tokenizer)
-    preprocessor = Preprocessor(tokenizer, context, words, ends, catalog, limits, form, use_template)
+    preprocessor = Preprocessor(
+        tokenizer, context, words, ends, catalog, limits, form, use_template, chat_template_kwargs
+    )
     told = {name: getattr(form.template, name, None) for name in ("prompt", "fields", "chat")}
     longest, metrics = limits.max_prompt_tokens + limits.max_new_tokens, Metrics(num_layers)
     return Service(
