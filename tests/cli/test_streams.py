@@ -20,19 +20,8 @@ from tuning_data import records, save_model, write_jsonl
 
 COUNT = 40
 WIDE = {"note": "x" * 4096}  # so that the records are more than a pipe, or a buffer of the reader, holds
-TUNE = [
-    "--prompt-template",
-    "{colour}",
-    "--response-field",
-    "ref",
-    "--full",
-    "--steps",
-    "1",
-    "--batch-size",
-    "2",
-    "--schedule",
-    "2x",
-]
+FORM = "--prompt-template {colour} --response-field ref"
+TUNE = f"{FORM} --full --steps 1 --batch-size 2 --schedule 2x".split()
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from checkpoints import byte_tokenizer
-from skipdecode.data.chats import response_ids
 from skipdecode.data.prompts import encode_prompts
-from skipdecode.data.source import Records, load_records
+from skipdecode.data.source import load_records
 from skipdecode.data.tasks import HubSource, Task, load_task, task_names
 from skipdecode.errors import DataError, UsageError
 from skipdecode.evaluation.metrics import check_metric
@@ -204,25 +203,6 @@ def test_a_prompt_beyond_the_context_is_refused_by_id(tmp_path: Path):
         prompts_of(tmp_path, mine(), "x", "x" * 50, room=20)
     with pytest.raises(DataError, match="that of record r0 has more than 3 tokens without 'text' too"):
         prompts_of(tmp_path, mine(truncate="text", max_prompt_tokens=3), "x" * 50)
-
-
-def test_records_whose_prompt_is_too_long_are_left_out_on_request(tmp_path: Path):
-    rows = [{"text": "x" * 50, "answer": "a"}, {"text": "y", "answer": "b"}]
-    records = load_records(mine(), write_rows(tmp_path / "d.jsonl", rows))
-    left, prompts = encode_prompts(mine().template(), records, byte_tokenizer(), room=20, skip_bad=True)
-    assert [byte_tokenizer().decode(tokens) for tokens in prompts] == ["Say y:"]
-    assert left.items == records.items[1:]
-    assert [(line, reason.split(":")[0]) for line, reason in left.skipped] == [(1, "prompt too long")]
-    with pytest.raises(DataError, match="1 record cannot be used"):
-        encode_prompts(mine().template(), Records(records.items[:1]), byte_tokenizer(), room=20, skip_bad=True)
-
-
-def test_chat_prompts_go_through_the_template(tmp_path: Path):
-    assert prompts_of(tmp_path, mine(chat=True), "hi") == ["<user>Say hi:<assistant>"]
-
-
-def test_responses_end_with_the_end_token():
-    assert byte_tokenizer().batch_decode(response_ids(["abc", ""], byte_tokenizer())) == ["abc</s>", "</s>"]
 
 
 def test_outputs_are_cut_at_the_stop_text():

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 
 from engine_tools import decode
 from skipdecode import Schedule
-from skipdecode.data.stopping import StopStrings
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
-from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
@@ -37,15 +33,6 @@ def test_layers_and_bytes_are_those_of_the_schedule(model: Any):
     decode(engine, PROMPTS, 10)
     full = stats.kv_bytes_full_peak
     assert (engine.stats.kv_bytes_peak, engine.stats.kv_bytes_full_peak) == (full, full)
-
-
-def test_end_token_ends_its_row_only_and_is_counted(model: Any):
-    plain, _ = decode(GatedEngine(model, PAPER), PROMPTS, 10)
-    end = plain[0][4]
-    rows = zip(plain, *decode(GatedEngine(model, PAPER), PROMPTS, 10, ends=(end,)), strict=True)
-    for before, tokens, reason in rows:
-        expected = before[: before.index(end) + 1] if end in before else before
-        assert (tokens, reason) == (expected, "eos" if end in before else "length")
 
 
 @pytest.mark.parametrize("kind", [FastEngine, GatedEngine])
@@ -101,32 +88,3 @@ def test_rows_with_the_same_prompt_draw_differently(model: Any):
     sampling = Sampling(temperature=1.0, seed=0)
     rows, _ = decode(GatedEngine(model, PAPER, max_rows=20), [[5, 9, 33]] * 20, 4, sampling=sampling)
     assert len({tuple(tokens) for tokens in rows}) > 10
-
-
-@pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.6}])
-def test_sampling_draws_from_the_models_distribution(model: Any, limits: dict[str, Any]):
-    prompt, rows, temperature = [5, 9, 33], 4000, 0.8
-    with torch.inference_mode():
-        p = torch.softmax(model(torch.tensor([prompt])).logits[0, -1] / temperature, -1)
-    order = p.argsort(descending=True)
-    kept = len(p)
-    if "top_k" in limits:
-        kept = limits["top_k"]
-    if "top_p" in limits:
-        kept = int((p[order].cumsum(0) < limits["top_p"]).sum()) + 1
-    expected = {int(t): float(p[t] / p[order[:kept]].sum()) for t in order[:kept]}
-    sampling = Sampling(temperature=temperature, seed=0, **limits)
-    found, _ = decode(GatedEngine(model, PAPER, max_rows=rows), [prompt] * rows, 1, sampling=sampling)
-    drawn = Counter(tokens[0] for tokens in found)
-    assert set(drawn) <= set(expected)
-    for token, share in expected.items():
-        assert abs(drawn[token] / rows - share) < 5 * (share * (1 - share) / rows) ** 0.5 + 1 / rows
-
-
-def test_stop_strings_are_cut_off():
-    stop = StopStrings(["END", "é"])
-    assert stop.cut("some text END more é") == "some text "
-    assert stop.cut("caf\u00e9 END") == "caf"
-    assert stop.cut("nothing") == "nothing"
-    with pytest.raises(UsageError, match="empty"):
-        StopStrings(["x", ""])

@@ -157,17 +157,6 @@ def test_the_model_stays_as_it_was_and_shares_its_weights():
     assert weights[0].data_ptr() == weights[1].data_ptr() == attention.q_proj.weight.data_ptr()
 
 
-def test_cancel_frees_the_row():
-    model = tiny_model("llama")
-    run = engine(model, SCHEDULES["full"])
-    keep, gone = run.submit([Request(PROMPTS[0], 6), Request(PROMPTS[1], 6)])
-    run.step()
-    run.cancel(gone)
-    rest = list(run.run([]))
-    assert {o.request for o in rest} == {keep}
-    assert run.kv.bytes_held == 0
-
-
 def test_refusals_name_the_reason():
     with pytest.raises(UnfitModelError, match="no fast path for model type 'bloom'"):
         FastEngine(tiny_model("bloom"), SCHEDULES["full"])

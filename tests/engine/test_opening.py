@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from engine_tools import decode
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine import FastEngine, GatedEngine, Sampling
-from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build
 from skipdecode.engine.opening import open_engines
 from skipdecode.errors import UsageError
@@ -27,48 +24,9 @@ PAPER = Schedule.from_speedup(LAYERS, 2, 20)
 FULL = Schedule.full(LAYERS)
 
 
-def fast(model: Any, schedule: Schedule = PAPER) -> FastEngine:
-    return FastEngine(open_model(copy.deepcopy(model)), schedule)
-
-
 def notes_of(model: Any, engine: str) -> tuple[str, list[str]]:
     notes: list[str] = []
     return open_engines(model, engine, notes.append).name, notes
-
-
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
-@pytest.mark.parametrize("schedule", [FULL, PAPER, Schedule.even(LAYERS, (6, 4, 3))], ids=["full", "paper", "even"])
-def test_greedy_rows_are_those_of_transformers_and_cost_the_same_layers(family: str, schedule: Schedule):
-    kernels_or_skip()
-    model = tiny_model(family)
-    whole, _ = decode(GatedEngine(model, schedule), PROMPTS, 20)
-    # An end token that one of the rows meets on its way.
-    for ends in ((), (whole[2][7],)):
-        slow, quick = GatedEngine(model, schedule), fast(model, schedule)
-        assert decode(quick, PROMPTS, 20, ends=ends) == decode(slow, PROMPTS, 20, ends=ends)
-        for name in ("steps", "fed_tokens", "token_layers", "new_tokens", "prompt_tokens"):
-            assert getattr(quick.stats, name) == getattr(slow.stats, name), name
-        stats = quick.stats
-        assert stats.prompt_seconds > 0 < stats.decode_seconds
-        assert 0 < stats.kv_bytes_peak <= stats.kv_bytes_full_peak
-        if schedule.is_full:
-            assert stats.kv_bytes_peak == stats.kv_bytes_full_peak
-        elif not ends:
-            assert stats.kv_bytes_peak < stats.kv_bytes_full_peak
-
-
-def test_sampled_rows_depend_on_seed_and_key_only():
-    kernels_or_skip()
-    model = open_model(tiny_model("llama"))
-
-    def rows(prompts: Any, keys: Any, seed: int = 3) -> list[list[int]]:
-        sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=seed)
-        return decode(FastEngine(model, PAPER), prompts, 16, sampling=sampling, keys=keys)[0]
-
-    together = rows(PROMPTS, range(4))
-    assert together == [rows([prompt], [key])[0] for key, prompt in enumerate(PROMPTS)]
-    assert rows(PROMPTS, range(4), seed=4) != together
-    assert rows([PROMPTS[0]] * 2, [0, 1])[1] != together[0]
 
 
 def test_unsupported_family_falls_back_with_one_note():

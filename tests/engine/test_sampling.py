@@ -117,14 +117,6 @@ def test_bias_acts_and_leaves_the_logits_alone():
     assert Sampler(Sampling(logit_bias={top: -100.0}), ()).pick(values) != top
 
 
-def test_seed_decides_and_other_rows_do_not():
-    settings = [Sampling(temperature=1.0, seed=i) for i in range(3)]
-    alone = [[Sampler(s, ()).pick(logits(i))] for i, s in enumerate(settings)]
-    predicted = Predicted(torch.stack([logits(i) for i in range(3)]))
-    together = [predicted.token(i, Sampler(s, ())).token for i, s in enumerate(settings)]
-    assert together == [a[0] for a in alone]
-
-
 def test_logprob_is_the_models_own():
     values = torch.stack([logits(0), logits(1)])
     sampling = Sampling(temperature=0.3, top_k=2, repetition_penalty=1.5, presence_penalty=1, seed=0)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from eval_tools import ROWS, arguments, prepare
+from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
@@ -161,13 +162,6 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
         (["--out", "{place}/x", "--methods", "even:2"], 2, "unknown schedule 'even:2'"),
         (["--out", "{place}/x", "--methods", "2x", "2x"], 2, "have skipdecode-2x twice"),
         (["--out", "{place}/x", "--seq-len", "8"], 2, "--seq-len needs --schedule"),
-        (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),
-        (["--out", "{place}/x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
-        (
-            ["--out", "{place}/x", "--metrics", "bertscore_f1", "--bertscore-model", "mine", "--bertscore-layers", "0"],
-            2,
-            "--bertscore-layers 0 is not accepted: give 1 or more",
-        ),
         (["--out", "{place}/x", "--max-new-tokens", "95"], 2, "there is room for 1"),
         (["--out", "{place}/x", "--data", "{place}/none.jsonl"], 2, "none.jsonl: No such file"),
         (["--out", "{place}/data.jsonl/x"], 2, "lies in --data"),
@@ -250,3 +244,20 @@ def test_a_model_tuned_on_other_prompts_is_told(
     notes = [line for line in capsys.readouterr().err.splitlines() if "the model was tuned with" in line]
     assert len(notes) == (message is not None)
     assert message is None or message in notes[0]
+
+
+def test_both_engines_give_one_result(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    kernels_or_skip()
+    engines, methods = ("fast", "transformers"), ("full", "skipdecode-2x")
+    for engine in engines:
+        more = ["--out", str(tmp_path / engine), "--engine", engine, "--methods", "full", "2x", "--seq-len", "8"]
+        assert main(arguments(place, *more)) == 0
+        assert f"engine {engine}" in capsys.readouterr().out
+    for name in methods:
+        fast, slow = (load_run(tmp_path / engine / name) for engine in engines)
+        assert (fast.data["engine"], slow.data["engine"]) == engines
+        assert (fast.outputs, fast.data["metrics"]) == (slow.outputs, slow.data["metrics"])
+        for key in ("fed_tokens", "layer_tokens", "layers_per_token"):
+            assert fast.data["speed"][key] == slow.data["speed"][key]
+        assert fast.data["speed"]["tokens_per_s"] > 0 < fast.data["speed"]["seconds"]
+    assert fast.data["decode_speedup"] > 0

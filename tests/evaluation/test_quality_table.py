@@ -89,17 +89,8 @@ def test_speed_may_be_measured_apart_for_equal_lengths(
     save_checkpoint(tmp_path / "model")
     place, speed = str(runs["full"].path.parents[1]), tmp_path / "speed.json"
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    command = [
-        place,
-        "--model",
-        str(tmp_path / "model"),
-        "--dtype",
-        "float32",
-        "--batch-size",
-        "3",
-        "--out",
-        str(speed),
-    ]
+    options = ["--model", str(tmp_path / "model"), "--dtype", "float32", "--batch-size", "3"]
+    command = [place, *options, "--out", str(speed)]
     assert script("schedule_speed").main(command) == 0
     measured = json.loads(speed.read_text())
     texts = [len(reference) + 1 for reference in REFERENCES]

@@ -94,18 +94,7 @@ def test_texts_fit_a_json_schema(llm: LLM, model_dir: str, tmp_path: Path):
     file, out = tmp_path / "schema.json", tmp_path / "out.jsonl"
     file.write_text(json.dumps(schema))
     data = write_rows(tmp_path / "in.jsonl", [{"prompt": p} for p in TEXTS])
-    command = [
-        "generate",
-        model_dir,
-        "--input",
-        data,
-        "--output",
-        str(out),
-        "--schedule",
-        "2x",
-        "--seq-len",
-        "40",
-    ]
+    command = ["generate", model_dir, "--input", data, "--output", str(out), "--schedule", "2x", "--seq-len", "40"]
     assert main([*command, "--max-new-tokens", "40", "--json-schema", str(file)]) == 0
     assert [row["text"] for row in read_rows(out)] == expected
     file.write_text('{"items": {"not": {}}}')

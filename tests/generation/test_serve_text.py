@@ -111,11 +111,6 @@ def test_the_bytes_of_a_token_are_its_own():
     assert [piece.bytes for part in parts for piece in part] == [b"\xf0", b"\x9f", b"\x98", b"\x80"]
 
 
-def test_tokens_of_a_stop_string_are_none_of_the_text():
-    parts, _ = pushed(TOKENIZER("é: no END").input_ids, ("no",))
-    assert [p.bytes for part in parts for p in part] == [b"\xc3", b"\xa9", b":", b" ", None, None]
-
-
 def test_a_stop_token_ends_the_text_before_it():
     tokens = TOKENIZER("hello").input_ids
     stream = Detokenizer(TokenTexts(TOKENIZER), StopStrings(("xx",)), {tokens[2]})

@@ -20,24 +20,8 @@ from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.evaluation.settings import EvaluationSettings
 from tiny import LAYERS, tiny_model
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "near",
-    "old",
-    "quiet",
-    "river",
-    "banks",
-    "today",
-]
-REFERENCES = [" ".join(WORDS[i : i + 8]) for i in range(8)]
+TEXT = "the quick brown fox jumps over a lazy dog near old quiet river banks today"
+REFERENCES = [" ".join(TEXT.split()[i : i + 8]) for i in range(8)]
 TASK = Task("mine", "{text}:", ("answer",), ("bleu", "rougeL", "bertscore_f1"), 60)
 SECONDS_A_LAYER = 0.01
 RECIPE = {

@@ -31,7 +31,7 @@ from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.goal import set_goal
 from skipdecode.learning.meter import LossMeter
 from skipdecode.learning.objective import Objective
-from skipdecode.learning.search import block_influence, search, trials
+from skipdecode.learning.search import search, trials
 from skipdecode.learning.settings import CalibrationSettings, FitOptions
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit, fit_of
@@ -131,15 +131,6 @@ def test_nothing_is_measured_twice(tmp_path: Path) -> None:
         # Another name and another unused rest of the order do the same.
         assert again.losses([Schedule(LAYERS, (1, 2, 3, 4, 6), (4,), name="other")]) == first
     assert (tmp_path / "m.jsonl").stat().st_size == size
-
-
-def test_block_influence_is_zero_for_a_useless_layer_only(tmp_path: Path) -> None:
-    model = plant_useless_layer(tuning_model())
-    with attach(model, Schedule.constant(LAYERS, 4)) as attachment:
-        influence = block_influence(attachment, examples(), batch_size=3)
-    assert influence[USELESS] == pytest.approx(0, abs=1e-6)
-    assert min(value for layer, value in enumerate(influence) if layer != USELESS) > 1e-3
-    assert not decoder_layers(model)[0]._forward_hooks
 
 
 # ---------------------------------------------------------------------- the function

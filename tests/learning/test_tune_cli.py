@@ -234,11 +234,9 @@ def refused(capsys: Any, command: list[str], code: int = 2) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--batch-size", "0"], "--batch-size 0 is not accepted"),
         (["--full"], "--full tunes all weights: it takes no --lora-rank"),
         (["--prompt-field", "colour"], "give one of --task, --prompt-template and --prompt-field"),
         (["--schedule", "none.json"], "none.json"),
-        (["--dev-records", "-1"], "--dev-records -1 is not accepted: give 1 or more"),
         (["--clip", "0"], "an option of skipdecode.tune in Python, and in --recipe"),
         (["--schedule", "9x"], "nominal_speedup=9 leaves"),
         (["--prompt-template", "{colour"], "prompt template"),

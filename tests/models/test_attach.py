@@ -92,17 +92,6 @@ def test_state_dict_keeps_its_names_while_attached(tmp_path):
     assert torch.equal(greedy(again), greedy(model))
 
 
-def test_the_checkpoints_own_schedule_is_the_default(tmp_path):
-    model = tiny_model("llama")
-    with pytest.raises(ScheduleError, match="config has none"):
-        attach(model)
-    model.config.skipdecode = PAPER.to_dict()
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    with attach(again) as attachment:
-        assert attachment.schedule == PAPER
-
-
 def test_attaching_twice_is_refused():
     model = tiny_model("llama")
     with attach(model, PAPER):

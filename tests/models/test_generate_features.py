@@ -222,15 +222,6 @@ def test_a_prompt_prefix_can_be_cached_and_chunks_prefilled(schedule: Schedule):
     assert torch.equal(chunked, plain)
 
 
-def test_inputs_embeds():
-    model = tiny_model("llama")
-    ids, mask = ragged_prompts()
-    with attach(model, PAPER), torch.no_grad():
-        embeds = model.get_input_embeddings()(ids)
-        text = model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=8, do_sample=False)
-        assert torch.equal(text, generate(model, max_new_tokens=8)[:, 9:])
-
-
 def test_embeddings_count_as_the_prompt_also_beside_ids_and_without_a_cache():
     model = tiny_model("llama")
     ids, mask = ragged_prompts()
@@ -238,6 +229,7 @@ def test_embeddings_count_as_the_prompt_also_beside_ids_and_without_a_cache():
         embeds = model.get_input_embeddings()(ids)
         expected = generate(model, max_new_tokens=8)[:, 9:]
         options = {"inputs_embeds": embeds, "attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(model.generate(**options), expected)
         assert torch.equal(model.generate(input_ids=ids[:, :1], **options)[:, -8:], expected)
         assert torch.equal(model.generate(use_cache=False, **options), expected)
 

@@ -64,19 +64,16 @@ def test_an_adapters_recipe_is_its_own(tmp_path: Path) -> None:
     assert loaded.recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))
 
 
-def test_sampled_speedups_are_tuned_under_too(tmp_path: Path) -> None:
-    options = {"curriculum": "sampled", "sampled_speedups": [1.0, 2.0, 3.0]}
-    recipe = recipe_of(tmp_path, {"options": options, "schedule": TARGET.to_dict()})
-    assert recipe is not None
-    assert recipe.tuned_under == (TARGET, Schedule.full(LAYERS), TARGET.with_speedup(3))
-
-
-def test_sampled_prompts_are_tuned_under_too(tmp_path: Path) -> None:
-    options = {"curriculum": "sampled", "sampled_speedups": [3.0, 3.0], "sampled_prompts": ["2"]}
-    recipe = recipe_of(tmp_path, {"options": options, "schedule": TARGET.to_dict()})
-    assert recipe is not None
+def test_sampled_speedups_and_prompts_are_tuned_under_too(tmp_path: Path) -> None:
     deep = TARGET.with_speedup(3)
-    assert recipe.tuned_under == (TARGET, deep, TARGET.with_prompt((0, 1)), deep.with_prompt((0, 1)))
+    for speedups, prompts, others in (
+        ([1.0, 2.0, 3.0], [], (Schedule.full(LAYERS), deep)),
+        ([3.0, 3.0], ["2"], (deep, TARGET.with_prompt((0, 1)), deep.with_prompt((0, 1)))),
+    ):
+        options = {"curriculum": "sampled", "sampled_speedups": speedups, "sampled_prompts": prompts}
+        recipe = recipe_of(tmp_path, {"options": options, "schedule": TARGET.to_dict()})
+        assert recipe is not None
+        assert recipe.tuned_under == (TARGET, *others)
 
 
 @pytest.mark.parametrize("foreign", [{"steps": ["mix", "bake"]}, ["flour"], {"options": "none"}])

@@ -51,20 +51,15 @@ def placed(model: Any) -> dict[str, torch.Tensor]:
 
 @every
 @torch.no_grad()
-def test_the_table_says_which_types_go_on_from_a_state_in_several_tokens(family: str) -> None:
-    model = shared_model(family)
-    whole = model(input_ids=IDS, use_cache=False, **placed(model)).logits
-    made = pieces(model, IDS, [5, 4, 3], DynamicCache(config=model.config), **placed(model))
-    assert bool((made - whole).abs().max() < 1e-3) == FAMILIES[family].continues
-
-
-@every
-@torch.no_grad()
-def test_the_table_says_which_types_place_tokens_by_the_cache(family: str) -> None:
+def test_the_table_says_what_types_do_in_several_tokens_and_without_positions(family: str) -> None:
     model = shared_model(family)
     whole = model(input_ids=IDS, use_cache=False).logits
-    made = pieces(model, IDS, [9, 1, 1, 1], DynamicCache(config=model.config))
-    assert bool((made - whole).abs().max() < 1e-3) == FAMILIES[family].places
+    for sizes, named, said in (
+        ([5, 4, 3], placed(model), FAMILIES[family].continues),
+        ([9, 1, 1, 1], {}, FAMILIES[family].places),
+    ):
+        made = pieces(model, IDS, sizes, DynamicCache(config=model.config), **named)
+        assert bool((made - whole).abs().max() < 1e-3) == said
 
 
 @pytest.mark.parametrize("family", [each for each in ("lfm2", "qwen3_5_text") if each in RECURRENT])

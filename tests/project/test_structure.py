@@ -34,7 +34,7 @@ LAYERS = [
 ]
 # The reached values, lines rounded up to the next 250. They only fall: a feature that needs more names what leaves.
 MOST_LINES, MOST_VERBS, MOST_OPTIONS = 32_000, 10, 110
-MOST_TEST_LINES, MOST_BENCHMARK_LINES = 24_250, 5_500
+MOST_TEST_LINES, MOST_BENCHMARK_LINES = 23_750, 5_500
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
@@ -84,22 +84,15 @@ def test_only_public_modules_name_their_exports(path: Path):
 
 
 def test_no_module_needs_itself():
+    """In the command line's room imports of types and those inside functions count too."""
     names = {module_of(path): path for path in FILES}
     needs = {name: modules_needed(path, names) - {name} for name, path in names.items()}
-    try:
-        TopologicalSorter(needs).prepare()
-    except CycleError as found:
-        pytest.fail(f"imports in a circle: {' <- '.join(found.args[1])}")
-
-
-def test_no_verb_needs_itself_in_any_way():
-    """In the command line's room imports of types and those inside functions count too."""
-    names = {module_of(path): path for path in FILES if part_of(path) == "cli"}
-    needs = {name: modules_named(tree_of(path), names) - {name} for name, path in names.items()}
-    try:
-        TopologicalSorter(needs).prepare()
-    except CycleError as found:
-        pytest.fail(f"imports in a circle: {' <- '.join(found.args[1])}")
+    verbs = {module_of(path): path for path in FILES if part_of(path) == "cli"}
+    for found in (needs, {name: modules_named(tree_of(path), verbs) - {name} for name, path in verbs.items()}):
+        try:
+            TopologicalSorter(found).prepare()
+        except CycleError as circle:
+            pytest.fail(f"imports in a circle: {' <- '.join(circle.args[1])}")
 
 
 def modules_named(tree: ast.AST, known: dict[str, Path]) -> set[str]:

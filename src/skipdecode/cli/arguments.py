@@ -134,7 +134,8 @@ class Parser(argparse.ArgumentParser):
                 setting = name.removeprefix("--no-").removeprefix("--").replace("-", "_")
                 hint = near(name, known)
                 if setting in self.settings:
-                    hint = f": it is an option of {self.prog.replace(' ', '.')} in Python"
+                    function = self.prog.replace(" ", ".").replace(".eval", ".evaluate")
+                    hint = f": it is an option of {function} in Python"
                     hint += ", and in --recipe FILE" if "--recipe" in known else ""
                 self.error(f"unknown option {name}{hint}")
         return self.parse_intermixed_args(words)
