@@ -172,6 +172,45 @@ def test_variables_reach_the_chat_template(capsysbinary: Any, monkeypatch: pytes
         assert capsysbinary.readouterr().err.decode().splitlines()[-1].count("--chat-template-kwargs") == 1
 
 
+def test_lines_of_a_batch_are_answered_as_each_asks(capsys: Any, tmp_path: Path, model_dir: str):
+    chat = [CHAT_TURN]
+    asked = {
+        "plain": {"messages": chat, "model": "gpt", "n": 1, "stream": False, "logit_bias": {"5": 1}},
+        "drawn": {"messages": chat, "temperature": 0.8, "top_p": 0.9, "top_k": -1, "seed": 5, "max_tokens": 12},
+        "short": {"prompt": "hi", "max_tokens": 3},
+        "wrong": {"messages": chat, "temperature": "1"},
+        "long": {"messages": chat, "max_completion_tokens": 0},
+        "many": {"messages": chat, "n": 2},
+    }
+    llm = LLM(model_dir)
+    plain = llm.generate([chat], 8)[0]
+    asked["stopped"] = {"messages": chat, "stop": [stop := plain.text[2]]}
+    lines = [{"custom_id": n, "method": "POST", "url": "/v1/chat/completions", "body": b} for n, b in asked.items()]
+    data, out = write_rows(tmp_path / "batch.jsonl", lines), tmp_path / "out.jsonl"
+    options = ("--input", data, "--output", str(out), "--no-template")
+    assert generate(model_dir, *options, "--output-format", "batch") == 1
+    told = capsys.readouterr().err
+    for where in ("line 4: body.temperature", "line 5: body.max_completion_tokens", "line 6: body.n"):
+        assert where in told
+    assert told.count("body.") == 4
+    assert "not in the prompts: 'body.logit_bias'" in told
+    found = {row["custom_id"]: row for row in read_rows(out)}
+    assert list(found) == list(asked)
+    assert found["wrong"]["response"] is None
+    assert found["wrong"]["error"]["message"].startswith("line 4: body.temperature")
+    drawn = llm.generate([chat], 12, temperature=0.8, top_p=0.9, seed=5)[0]
+    for name, wanted in (("plain", plain.text), ("drawn", drawn.text), ("stopped", plain.text.split(stop)[0])):
+        answer = found[name]["response"]["body"]
+        assert answer["choices"][0]["message"]["content"] == wanted
+        assert answer["usage"]["total_tokens"] == sum(list(answer["usage"].values())[:2])
+    short = found["short"]["response"]["body"]
+    assert short["object"] == "text_completion"
+    assert short["choices"][0]["text"] == llm.generate("hi", 3, template=False)[0].text
+    assert short["choices"][0]["finish_reason"] == "length"
+    assert generate(model_dir, *options, "--overwrite") == 1
+    assert [row["id"] for row in read_rows(out)] == list(asked)
+
+
 def test_the_last_line_is_the_speed_over_all_layers_if_it_was_measured(
     capsys: Any, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -129,19 +129,6 @@ def test_generate_makes_the_same_prompts(name: str, tmp_path: Path, capsys: Any)
     assert found["prompt"] == rendered
 
 
-def test_a_line_of_a_batch_is_a_chat_with_its_id(tmp_path: Path, capsys: Any) -> None:
-    body = {"model": "x", "messages": MESSAGES[:1], "temperature": 0}
-    line = {"custom_id": "job-1", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-    tiny_model("llama", vocab_size=320).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    assert main(["generate", str(tmp_path / "model"), "--input", str(tmp_path / "in.jsonl"), "--include-prompt"]) == 0
-    told = capsys.readouterr()
-    found = json.loads(told.out)
-    assert (found["id"], found["prompt"]) == ("job-1", "<user>one<assistant>")
-    assert "'body.temperature'" in told.err
-
-
 def test_a_long_list_of_records_has_its_shape() -> None:
     source = [{"instruction": f"say {n} " * 40, "output": "b"} for n in range(200)]
     template = make_template(RecordOptions(), source)

@@ -11,7 +11,8 @@ that are not in the prompts.
 An output record has the id of its prompt (field "id", else the line number), "text", "new_tokens" and "finish_reason"
 (eos, length, stop, or error: a JSON schema that takes too much work); the order is that of the input. For an input
 record that cannot be used, a message names the line, the output has {"id", "line", "error"} (id is null if the record
-has none), and the exit code is 1.
+has none), and the exit code is 1. Of a line of OpenAI's batches the body's max_tokens, stop, seed and sampling fields
+count, and the command's options where it has none; --output-format batch writes the batch's answers.
 
 With --output FILE, finished records are kept in FILE.partial: after a kill or Ctrl-C, the same command continues.
 """
@@ -39,11 +40,10 @@ from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.common.progress import detail, note
 from skipdecode.common.rows import FORMATS
-from skipdecode.data.examples import with_breaks
+from skipdecode.data.examples import TemplateOptions
 from skipdecode.data.forms import PromptForm, choose_form
 from skipdecode.data.prompts import asked
 from skipdecode.data.source import PromptSource
-from skipdecode.data.tasks import task_file
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import UsageError
 from skipdecode.generation.grammar import Grammars
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RecordRun, EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
+class Config(RecordRun, TemplateOptions, EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
     """Options of `skipdecode generate`."""
 
     EXCLUDES: ClassVar = {"prompts": ("input", "field")}
@@ -77,26 +77,12 @@ class Config(RecordRun, EngineOptions, DecodingOptions, ScheduleOptions, ChatOpt
         "input, question or mr)",
         default=None,
     )
-    prompt_template: str | None = option(
-        "prompt text with fields of the record in braces, such as '{mr}\\n'; \\n is a line break (default: the "
-        "template that the checkpoint was tuned on)",
-        default=None,
-        parse=with_breaks,
-    )
-    task: str | None = option(
-        "use the prompt template of a task: its name or its YAML file", default=None, path=Reads(task_file)
-    )
     template: bool = option(
         "use the template that the checkpoint was tuned on, else the model's chat template; --no-template: use prompts "
         "unchanged",
         default=True,
     )
     output: str = option("output file (JSONL), - for standard output", default="-", path=Writes(output_files))
-    output_format: str = option(
-        "format of standard output; auto: text on a terminal (after its prompt if there are several), else JSONL",
-        default="auto",
-        choices=("auto", "jsonl", "text"),
-    )
     overwrite: bool = option(OVERWRITE, default=False)
     chat: bool = option("apply the model's chat template; lists of messages always get it", default=False)
     stop: tuple[str, ...] = option(

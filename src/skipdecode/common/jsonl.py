@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 from skipdecode.errors import DataError
@@ -16,20 +15,6 @@ BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 64 * 2**20
 Row = dict[str, Any] | DataError
 """The object of a line, or the error of the line."""
-
-
-def read_objects(path: Path) -> Iterator[tuple[int, Row]]:
-    """The objects or errors of all lines that are not blank, with 1-based line numbers.
-
-    Raises DataError if the file cannot be opened.
-    """
-    try:
-        file = path.open("rb")
-    except OSError as e:
-        raise DataError(f"{path}: {e.strerror}") from None
-    with file:
-        for line, raw in read_lines(file):
-            yield line, object_of(raw)
 
 
 def read_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from skipdecode.data.records import Message, checked_objects
+from skipdecode.data.records import Message
 from skipdecode.errors import DataError, ModelLoadError, OptionError
 
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"}
@@ -30,14 +30,6 @@ def token_ids(tokenizer: Any, texts: Sequence[str], *, special: bool = True) -> 
         ids[1:] if ids[:2] == [start, start] and text.startswith(name) else ids
         for ids, text in zip(rows, texts, strict=True)
     ]
-
-
-# ---------------------------------------------------------------------- messages of a record
-
-
-def checked_tools(tools: Any) -> list[Any]:
-    """The `tools` of a record; DataError if they are no list of objects."""
-    return checked_objects("field 'tools'", tools)
 
 
 # ---------------------------------------------------------------------- chat templates

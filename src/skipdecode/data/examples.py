@@ -40,13 +40,11 @@ def with_breaks(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordOptions(Options):
-    """The prompt and the response of a record."""
-
-    EXCLUDES: ClassVar = {"task": ("response_field", "chat")}
+class TemplateOptions(Options):
+    """What the prompt of a record is."""
 
     task: str | None = option(
-        "use the prompt and the response of a task: its name or its YAML file, as for skipdecode eval",
+        "use the prompt (and the response) of a task: its name or its YAML file, as for skipdecode eval",
         default=None,
         path=Reads(task_file),
     )
@@ -55,6 +53,14 @@ class RecordOptions(Options):
         default=None,
         parse=with_breaks,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(TemplateOptions):
+    """The prompt and the response of a record."""
+
+    EXCLUDES: ClassVar = {"task": ("response_field", "chat")}
+
     prompt_field: str | None = option("field with the prompt, in place of a template", default=None)
     response_field: str | None = option("field with the response", default=None)
     chat: bool = option("apply the model's chat template, with the prompt as user message", default=False)

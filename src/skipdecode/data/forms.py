@@ -9,11 +9,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from skipdecode.common.jsonl import kind_of
-from skipdecode.data.chats import checked_tools
-from skipdecode.data.records import Message, Parts, Record, Template, checked_chat, checked_text, read_records
+from skipdecode.common.options import kinds
+from skipdecode.data.records import (
+    Message,
+    Parts,
+    Record,
+    Template,
+    checked_chat,
+    checked_objects,
+    checked_text,
+    read_records,
+)
 from skipdecode.data.shapes import joined, messages_of
+from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import load_task
-from skipdecode.errors import DataError, UsageError
+from skipdecode.engine.requests import Request, Sampling
+from skipdecode.errors import DataError, OptionError, UsageError
 from skipdecode.models.loading.recipe import Recipe
 
 PROMPT_FIELDS = ("prompt", "messages", "text", "instruction", "input", "question", "mr")
@@ -21,6 +32,9 @@ PROMPT_FIELDS = ("prompt", "messages", "text", "instruction", "input", "question
 _TEXT_FIELDS = PROMPT_FIELDS[:5]
 _TOGETHER = {"instruction": ("instruction", "input"), "question": ("context", "question")}
 """Two fields of one prompt, as Alpaca's and SQuAD's records have them."""
+_SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
+_LENGTHS = ("max_tokens", "max_completion_tokens")
+_OF_SERVERS = ("model", "n", "stop", "stream", "stream_options", "user", "metadata", "store")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -62,6 +76,11 @@ class PromptForm:
 
     def read(self, row: Mapping[str, Any]) -> Parts:
         """The prompt and the values of its template; raises DataError if it is missing, empty or not text."""
+        if self.name is None and isinstance(body := row.get("body"), dict):
+            return self._read(_of_body(body))._replace(asked=_asked(body))
+        return self._read(row)
+
+    def _read(self, row: Mapping[str, Any]) -> Parts:
         template = self.template
         if template is not None and self._fills(row, template):
             values = template.values(row)
@@ -74,7 +93,7 @@ class PromptForm:
         prompt, for_chat = self._prompt(name, row), _for_chat(row)
         left_out = () if self.name is not None else _unused(name, row, for_chat)
         if not isinstance(prompt, str) and row.get("tools"):
-            for_chat["tools"] = checked_tools(row["tools"])
+            for_chat["tools"] = checked_objects("field 'tools'", row["tools"])
         if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             *prompt, _ = prompt
             left_out = (*left_out, f"the answer at the end of {name!r}")
@@ -118,13 +137,37 @@ class PromptForm:
 
 
 def _as_chat(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of ShareGPT's form, or a line of OpenAI's batches, with its chat as `messages`."""
-    if isinstance(body := row.get("body"), dict):
-        asked = {name: body[name] for name in ("messages", "prompt") if name in body}
-        return asked | {f"body.{name}": value for name, value in body.items() if name not in (*asked, "model")}
+    """A row of ShareGPT's form with its chat as `messages`."""
     if "conversations" in row and "messages" not in row:
         return {n: v for n, v in row.items() if n not in ("conversations", "system")} | {"messages": messages_of(row)}
     return row
+
+
+def _of_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a line of OpenAI's batches as a row."""
+    own = ("messages", "prompt", "tools")
+    rest = body.keys() - {*own, *_SAMPLING, *_LENGTHS, *_OF_SERVERS}
+    return {name: body[name] for name in own if name in body} | {f"body.{name}": body[name] for name in sorted(rest)}
+
+
+def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a body, as `Record.asked`; raises DataError for a value that is not accepted."""
+    given = {name: value for name, value in body.items() if value is not None}
+    drawn = {name: given[name] for name in _SAMPLING if name in given}
+    found: dict[str, Any] = {"sampling": drawn | ({"top_k": 0} if drawn.get("top_k") == -1 else {})}  # vLLM's "all"
+    try:
+        Sampling(**found["sampling"])
+        for name in filter(given.__contains__, _LENGTHS):
+            if (accepted := kinds(Request)["max_new_tokens"].refuses(given[name])) is not None:
+                raise OptionError(name, given[name], accepted)
+            found["max_new_tokens"] = given[name]
+        if given.get("n", 1) != 1:
+            raise OptionError("n", given["n"], "1, or one line for each answer")
+        if "stop" in given:
+            found["stop"] = StopStrings([given["stop"]] if isinstance(given["stop"], str) else given["stop"])
+    except UsageError as e:
+        raise DataError(f"body.{e}") from None
+    return found
 
 
 def _named(row: Mapping[str, Any]) -> str:

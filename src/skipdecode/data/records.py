@@ -33,6 +33,7 @@ class Parts(NamedTuple):
     references: tuple[str, ...] = ()
     for_chat: Mapping[str, Any] = {}
     left_out: tuple[str, ...] = ()
+    asked: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Record:
         The record's `system` and `tools`, which only a chat template uses.
     left_out : tuple of str
         Fields of the record that are not in the prompt, where the user has not chosen the prompt's field.
+    asked : mapping
+        Settings of this record alone: `sampling` (fields of `Sampling`), `max_new_tokens`, `stop`.
     has_id : bool
         Whether `id` is the record's own, not the line number.
     """
@@ -70,6 +73,7 @@ class Record:
     references: tuple[str, ...] = ()
     for_chat: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict)
     has_id: bool = True
 
     @property

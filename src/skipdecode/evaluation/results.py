@@ -20,8 +20,8 @@ from skipdecode.common.bootstrap import Table
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.files import write_whole
 from skipdecode.common.journal import JOURNAL_KEY, KeptValues, is_begun
-from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import read_result
+from skipdecode.common.rows import read_rows
 from skipdecode.errors import DataError, OutputError
 from skipdecode.generation.self_generated import ABOUT_FILE
 from skipdecode.models.loading.base_weights import checkpoint_digest
@@ -69,7 +69,7 @@ class Run:
         if not path.is_file():
             raise DataError(f"{self.path} names the outputs {path}, which cannot be read")
         rows = []
-        for line, row in read_objects(path):
+        for line, row in read_rows(path):
             if isinstance(row, DataError):
                 raise DataError(f"{path} is broken: {row}; run the evaluation again", line)
             rows.append(row)

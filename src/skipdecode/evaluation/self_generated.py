@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.common.environment import environment
 from skipdecode.common.journal import KeptValues
-from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.rows import read_rows
 from skipdecode.common.tables import figures
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import PromptEncoder, context_length, encode_prompts, prompt_room
@@ -199,7 +199,7 @@ class OwnTexts:
             row
             for file in (TRAIN_FILE, DEV_FILE)
             if (loaded.path / file).is_file()
-            for _, row in read_objects(loaded.path / file)
+            for _, row in read_rows(loaded.path / file)
         )
         rows = (row for row in known if isinstance(row, dict) and row.keys() >= set(template.fields))
         found = data.prompts(map(template.render, rows))

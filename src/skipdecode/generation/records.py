@@ -38,6 +38,12 @@ class RecordRun(Options):
         choices=("skip", "stop"),
     )
     system: str | None = option("system message of every chat; implies --chat", default=None)
+    output_format: str = option(
+        "format of the output; auto: text on a terminal (after its prompt if there are several), else JSONL; batch: "
+        "the lines of a result of OpenAI's batches",
+        default="auto",
+        choices=("auto", "jsonl", "text", "batch"),
+    )
     include_prompt: bool = option("add the prompt to each output record", default=False)
     max_new_tokens: int = option("most new tokens of a record", default=128, least=1)
     batch_size: int = option("sequences decoded together", default=8, least=1)
@@ -109,6 +115,7 @@ def generate_records(
         "chat": encoder.chat,
         "system": options.system,
         "include_prompt": options.include_prompt,
+        **({"output_format": "batch"} if options.output_format == "batch" else {}),
         "schedule": schedule.to_dict(),
         "input": source.fingerprint | {"field": form.name},
         "dtype": str(model.dtype).removeprefix("torch."),  # "auto" depends on the machine, as does the engine
@@ -126,6 +133,7 @@ def generate_records(
         make_engine=lambda rows: llm.backend.engine(schedule, max_rows=rows),
         batch_size=options.batch_size,
         repeat=repeat,
+        answers_of=llm.loaded.name if options.output_format == "batch" else None,
         full_depth=(lambda rows: llm.backend.engine(max_rows=rows)) if options.compare else None,
     )
     writer = open_writer(output, settings, form=shown[0] if shown else json_line)

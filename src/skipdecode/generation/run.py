@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -33,7 +33,7 @@ _WARM_UP_TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How a sequence is decoded, and when it ends.
+    """How a sequence is decoded, and when it ends, where its record asks for nothing else (`Record.asked`).
 
     Parameters
     ----------
@@ -58,17 +58,21 @@ class Decoding:
 
     def begin(self, prompt: EncodedPrompt) -> Generated:
         """The request of a prompt for a `TextLoop`."""
-        return Generated(self.request(prompt), self.reader())
+        return Generated(self.request(prompt), self.reader(prompt))
 
     def request(self, prompt: EncodedPrompt) -> Request:
         """The request for the engine."""
-        room = self.max_new_tokens if prompt.room is None else min(self.max_new_tokens, prompt.room)
-        sampling = self.sampling.for_row(prompt.record.index)
+        asked = prompt.record.asked
+        most = asked.get("max_new_tokens", self.max_new_tokens)
+        room = most if prompt.room is None else min(most, prompt.room)
+        own = asked.get("sampling") or {}
+        sampling = replace(self.sampling, **own) if own else self.sampling
+        sampling = sampling.for_row(0 if "seed" in own else prompt.record.index)  # its own seed: as in the server
         return Request(tuple(prompt.token_ids), room, sampling, self.ends, exact=self.exact)
 
-    def reader(self) -> Detokenizer:
+    def reader(self, prompt: EncodedPrompt) -> Detokenizer:
         """Turns a sequence's tokens into text, and finds stop strings."""
-        return Detokenizer(self.texts, self.stop)
+        return Detokenizer(self.texts, prompt.record.asked.get("stop", self.stop))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,8 @@ class Job(Decoding):
         From a prompt to what the output repeats of it.
     full_depth : callable, optional
         From a number of sequences to an engine at full depth, on which some batches are timed again.
+    answers_of : str, optional
+        The model's name, for output records in the form of OpenAI's batches.
     """
 
     encoder: PromptEncoder
@@ -90,12 +96,18 @@ class Job(Decoding):
     batch_size: int
     repeat: Callable[[EncodedPrompt], str] | None = None
     full_depth: Callable[[int], Engine] | None = None
+    answers_of: str | None = None
 
-    def row(self, one: _Row) -> dict[str, Any]:
-        """The output record of a sequence."""
+    def row(self, prompt: EncodedPrompt, one: Generated | None = None) -> dict[str, Any]:
+        """The output record of a sequence, or of a record that cannot be used."""
+        record = prompt.record
+        if self.answers_of is not None:
+            return batch_line(prompt, one, self.answers_of)
+        if one is None:  # its line number might be the id of another record
+            return {"id": record.id if record.has_id else None, "line": record.line, "error": prompt.error}
         return {
-            "id": one.prompt.record.id,
-            **({} if self.repeat is None else {"prompt": self.repeat(one.prompt)}),
+            "id": record.id,
+            **({} if self.repeat is None else {"prompt": self.repeat(prompt)}),
             "text": one.text,
             "new_tokens": len(one.tokens),
             "finish_reason": one.finish_reason,
@@ -125,13 +137,11 @@ class _Run:
         bad = [prompt for prompt in prompts if prompt.error is not None]
         for prompt in bad:
             report(prompt)
-            record = prompt.record  # its line number might be the id of another record
-            error = {"id": record.id if record.has_id else None, "line": record.line, "error": prompt.error}
-            self.writer.put(record.index, error, bad=True)
+            self.writer.put(prompt.record.index, self.job.row(prompt), bad=True)
         self.stats.rows += len(bad)
         self.stats.bad_rows += len(bad)
         good = [prompt for prompt in prompts if prompt.error is None]
-        self.loop.submit(_Row(self.job.request(prompt), self.job.reader(), prompt) for prompt in good)
+        self.loop.submit(_Row(self.job.request(prompt), self.job.reader(prompt), prompt) for prompt in good)
         return len(bad)
 
     def step(self) -> int:
@@ -145,7 +155,7 @@ class _Run:
             ) from None
         for one in ended:
             self.stats.ended_at_once += one.finish_reason == "eos" and len(one.tokens) == 1
-            self.writer.put(one.prompt.record.index, self.job.row(one))
+            self.writer.put(one.prompt.record.index, self.job.row(one.prompt, one))
             self._keep_for_comparison(one)
         self.stats.rows += len(ended)
         return len(ended)
@@ -210,6 +220,28 @@ def generate_rows(
         stats.comparison = _compared(run.compared, job.make_engine, job.full_depth, job.exact)
     writer.finish()
     return stats
+
+
+def batch_line(prompt: EncodedPrompt, one: Generated | None, model: str) -> dict[str, Any]:
+    """The line of a record, with an answer or an error, in a result of OpenAI's batches."""
+    record, number = prompt.record, prompt.record.index
+    named = {"id": f"batch_req_{number}", "custom_id": str(record.id) if record.has_id else None}
+    if one is None or one.finish_reason == "error":
+        why = f"line {record.line}: {prompt.error or 'the JSON schema takes too much work'}"
+        return {**named, "response": None, "error": {"code": "invalid_request", "message": why}}
+    chat, counts = not isinstance(record.prompt, str), (len(prompt.token_ids), len(one.tokens))
+    body = {
+        "id": f"cmpl-{number}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [
+            {"index": 0, "logprobs": None, "finish_reason": "length" if one.finish_reason == "length" else "stop"}
+            | ({"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text})
+        ],
+        "usage": {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)},
+    }
+    return {**named, "response": {"status_code": 200, "request_id": f"req_{number}", "body": body}, "error": None}
 
 
 def refuse_bad_rows(records: Iterable[Record], encoder: PromptEncoder) -> None:

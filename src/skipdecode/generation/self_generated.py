@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import json_line, read_objects
+from skipdecode.common.jsonl import json_line
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note, progress_bar
-from skipdecode.common.rows import check_streams
+from skipdecode.common.rows import check_streams, read_rows
 from skipdecode.data.chats import chat_fault, render_chat
 from skipdecode.data.examples import RecordOptions, self_template
 from skipdecode.data.forms import PromptForm, recipe_template
@@ -287,7 +287,7 @@ class SelfGeneratedData:
                 with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:
                     given: dict[str, Any] = {"window_batches": batches, "progress": lambda n, _: bar.update(n)}
                     generate_rows(begun, job, writer, len(left), **given)
-        return [row for _, row in read_objects(path) if isinstance(row, dict)]
+        return [row for _, row in read_rows(path) if isinstance(row, dict)]
 
     def _kept(self, what: str, rows: Iterable[dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
         """Numbers and texts of outputs that are kept, none of `seen` and none twice; notes why others are not."""

@@ -13,6 +13,10 @@ from skipdecode.engine.base import EngineStats
 from skipdecode.schedule import Schedule
 
 _BAD_ROWS_SHOWN = 20
+_TOLD = (
+    *("num_layers", "rows", "bad_rows", "rows_resumed", "steps", "prompt_tokens", "new_tokens", "seconds"),
+    *("short_heads", "head_fallbacks", "kv_bytes_peak", "kv_bytes_full_peak", "tokens_per_s", "decode_tokens_per_s"),
+)
 
 
 class SpeedComparison(Stopwatch[Literal["schedule", "full"], EngineStats]):
@@ -112,25 +116,11 @@ class RunStats(EngineStats):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {
-            "num_layers": self.num_layers,
-            "rows": self.rows,
-            "bad_rows": self.bad_rows,
-            "rows_resumed": self.rows_resumed,
+        return {name: getattr(self, name) for name in _TOLD} | {
             "rows_ended_at_once": self.ended_at_once,
-            "steps": self.steps,
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "seconds": self.seconds,
             "prefill_s": self.prompt_seconds,
             "decode_s": self.decode_seconds,
             "decode_tokens": self.fed_tokens,
-            "short_heads": self.short_heads,
-            "head_fallbacks": self.head_fallbacks,
-            "kv_bytes_peak": self.kv_bytes_peak,
-            "kv_bytes_full_peak": self.kv_bytes_full_peak,
-            "tokens_per_s": self.tokens_per_s,
-            "decode_tokens_per_s": self.decode_tokens_per_s,
             "mean_layers_per_token": self.mean_layers,
             "kv_saved_share": self.kv_saved,
             "comparison": None if self.comparison is None else self.comparison.to_dict(),
