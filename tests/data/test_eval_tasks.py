@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from checkpoints import byte_tokenizer
+from skipdecode.common.rows import read_rows
 from skipdecode.data.prompts import encode_prompts
-from skipdecode.data.source import load_records
+from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import HubSource, Task, load_task, task_names
 from skipdecode.errors import DataError, UsageError
 from skipdecode.evaluation.metrics import check_metric
@@ -172,6 +173,29 @@ def test_a_dataset_in_hub_layout(tmp_path: Path):
     source = HubSource(str(tmp_path), fields={"text": "post", "answer": "sum"}, strip={"text": "TL;DR:"})
     records = load_records(mine(hub=source))
     assert [(r.values["text"], r.references) for r in records.items] == [("long story", ("short",)), ("other", ("o",))]
+
+
+def test_a_split_of_a_dataset_is_read_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("datasets")
+    (tmp_path / "owner" / "data").mkdir(parents=True)
+    rows = [{"text": "long story", "answer": "short", "when": None}, {"text": "other", "answer": "o", "when": "now"}]
+    write_rows(tmp_path / "owner" / "data" / "train.jsonl", rows)
+    write_rows(tmp_path / "owner" / "data" / "test.jsonl", rows[1:])
+    monkeypatch.chdir(tmp_path)
+    for name, wanted in (
+        ("owner/data:train", rows),
+        ("owner/data:default:train[1:]", rows[1:]),
+        (f"{tmp_path}/owner/data:test", rows[1:]),
+    ):
+        assert [row for _, row in read_rows(name)] == wanted
+        assert [r.prompt for r in PromptSource.open(name).records()] == [row["text"] for row in wanted]
+    file = tmp_path / "owner" / "data:train"  # a file of this name is that file
+    file.write_text('{"prompt": "x"}\n')
+    assert [row for _, row in read_rows("owner/data:train")] == [{"prompt": "x"}]
+    for name in ("owner/data:dev", "nobody/nothing:train"):
+        with pytest.raises(DataError, match="does not load") as refused:
+            list(read_rows(name))
+        assert "\n" not in str(refused.value)
 
 
 def test_the_digest_tells_data_apart(tmp_path: Path):

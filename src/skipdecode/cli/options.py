@@ -204,10 +204,7 @@ def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) 
     text : str, optional
         Default: --schedule.
 
-    Raises
-    ------
-    ScheduleError
-        The schedule does not fit the model, or the text has no form of `skipdecode.schedule.grammar`.
+    Raises ScheduleError: the schedule does not fit the model, or the text has no form of `skipdecode.schedule.grammar`.
     """
     ref, layers = config.ref, config.ref.num_layers
     if text is None and (text := config.schedule) is None:

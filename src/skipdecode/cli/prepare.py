@@ -35,7 +35,9 @@ class Config(NamedModel, PrepareOptions):
 
     out: str = option("directory for all results", path=PREPARE_DIRECTORY)
     resume: bool = option("continue an earlier run in --out, which may have had other --minutes", default=False)
-    train: str = option("file of training records: JSONL, JSON, Parquet, CSV", default="", path=Reads())
+    train: str = option(
+        "file of training records (JSONL, JSON, Parquet, CSV), or owner/name:split", default="", path=Reads()
+    )
     dev: str = option(
         "file of records that select the best weights (default: a tenth of --train)", default="", path=Reads()
     )

@@ -36,7 +36,9 @@ class Config(NamedModel, TuneOptions, ScheduleOptions):
     EXCLUDES: ClassVar = TuneOptions.EXCLUDES
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
-    train: str = option("file of training records: JSONL, JSON, Parquet, CSV", default="", path=Reads())
+    train: str = option(
+        "file of training records (JSONL, JSON, Parquet, CSV), or owner/name:split", default="", path=Reads()
+    )
     dev: str = option(
         "file of records that select the best weights (default: a tenth of --train)", default="", path=Reads()
     )

@@ -1,5 +1,7 @@
 """Files of records: JSON lines, JSON arrays, Parquet, or CSV with a header, also compressed, from a file or a pipe.
 
+``owner/name:split`` or ``owner/name:config:split`` is a dataset of a hub; the first part may be a directory.
+
 JSON lines and CSV are read line by line: memory does not grow with the file. Other kinds are refused by name.
 """
 
@@ -13,6 +15,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -35,6 +38,7 @@ _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _START_BYTES = 4096
 _MOST_LINES = 5  # of a wrong CSV record: more lines are other records, after a quote that is not closed
 _PARQUET, _GZIP, _ZSTD = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_DATASET = re.compile(r"(?P<id>[^:]+)(:(?P<config>[^:/\[]+))?:(?P<split>[^:/\[]+(\[[^\]]*\])?)")
 _NOT_READ = {
     b"ARROW1": "an Arrow file: write it as Parquet or JSON lines first",
     b"PK\x03\x04": "a spreadsheet or a zip archive: save it as CSV, or unpack it first",
@@ -78,11 +82,17 @@ class Input:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a file, a pipe or standard input (``-``); the latter two are copied to a temporary file.
+        """Open a file, a pipe, standard input (``-``) or a dataset; but files are copied to a temporary file.
 
         Raises DataError if it cannot be read, is a device, or is a stream with a line longer than MAX_LINE_BYTES.
         """
         name = "standard input" if str(path) == "-" else str(path)
+        found = None if os.path.exists(name) else _DATASET.fullmatch(name)
+        if found and (os.path.isdir(found["id"]) or re.fullmatch(r"[\w.-]+/[\w.-]+", found["id"])):
+            data = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+            table = load_split(**found.groupdict()).with_format("arrow")[:]
+            _pyarrow(name).parquet.write_table(table, data)
+            return cls(name, data)
         try:
             if not is_stream(path):
                 return cls(name, _unpacked(Path(path).open("rb"), name))
@@ -174,6 +184,22 @@ def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:
         except (EOFError, OSError, zlib.error) as e:
             raise DataError(f"{name} is damaged: {e}") from None
     return copy
+
+
+def load_split(id: str, split: str, config: str | None = None, revision: str | None = None) -> Any:
+    """A split of a dataset of a hub, or of a directory in its layout; see `datasets.load_dataset`.
+
+    Raises DataError: it does not load; MissingExtraError: `datasets` is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError(f"loading {id} from a hub (or give a file of records)", "hub") from None
+    try:
+        return datasets.load_dataset(id, config, split=split, revision=revision)
+    except (OSError, ValueError, RuntimeError) as e:
+        reason = " ".join(str(e).split())[:200]
+        raise DataError(f"the dataset {id} does not load ({reason}); give a file of records") from None
 
 
 def _pyarrow(name: str) -> Any:

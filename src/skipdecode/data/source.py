@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from skipdecode.common.jsonl import Row, decoded
-from skipdecode.common.rows import Input, format_of, read_rows
+from skipdecode.common.rows import Input, format_of, load_split, read_rows
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.records import Record, Reject, read_records, refuse_rejects, usable
 from skipdecode.data.tasks import HubSource, Task
-from skipdecode.errors import DataError, MissingExtraError, UsageError
+from skipdecode.errors import DataError, UsageError
 
 
 class PromptSource:
@@ -190,15 +190,7 @@ def _named_rows(
 
 
 def _hub_rows(source: HubSource) -> Iterator[tuple[int, Row]]:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtraError(f"loading {source.id} from a hub (or give a file of records)", "hub") from None
-    try:
-        rows = datasets.load_dataset(source.id, source.config, split=source.split, revision=source.revision)
-    except (OSError, ValueError, RuntimeError) as e:
-        reason = " ".join(str(e).split())[:200]
-        raise DataError(f"the dataset {source.id} does not load ({reason}); give a JSONL file of records") from None
+    rows = load_split(source.id, source.split, source.config, source.revision)
     ours = {theirs: name for name, theirs in source.fields.items()}
     for number, row in enumerate(rows, 1):
         named = {ours.get(name, name): value for name, value in row.items()}

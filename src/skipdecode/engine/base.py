@@ -138,12 +138,8 @@ class Engine(ABC):
         schedule : Schedule, optional
             The schedule of these requests, in place of the engine's.
 
-        Raises
-        ------
-        ScheduleError
-            The schedule is for another number of layers, or the engine runs at full depth only.
-        UsageError
-            A request can never run on this engine.
+        Raises ScheduleError: the schedule is for another number of layers, or the engine runs at full depth only;
+        UsageError: a request can never run on this engine.
         """
         return [sequence.number for sequence in self._sequences(requests, schedule)]
 

@@ -48,12 +48,8 @@ class FastEngine(Engine):
         Keep keys and values of prompts, and reuse them for prompts with the same beginning and the same prompt layers
         (`skipdecode.engine.prefix`). The output does not change.
 
-    Raises
-    ------
-    UnfitModelError
-        If the model has no fast path, or the kernels cannot run here.
-    ScheduleError
-        If the schedule is for another number of layers.
+    Raises UnfitModelError: the model has no fast path, or the kernels cannot run here; ScheduleError: the schedule is
+    for another number of layers.
     """
 
     drafts = scores_prompts = True

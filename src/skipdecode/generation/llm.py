@@ -142,10 +142,7 @@ class LLM:
     stats : RunStats or None
         The statistics of the last finished call.
 
-    Raises
-    ------
-    SkipDecodeError
-        The model cannot be loaded, the engine does not support it, or the schedule does not fit it.
+    Raises SkipDecodeError: the model cannot be loaded, the engine does not support it, or the schedule does not fit it.
     """
 
     def __init__(
@@ -209,10 +206,7 @@ class LLM:
             the checkpoint falls over `max_new_tokens` positions. None: the schedule of the LLM, by default the
             checkpoint's, else full depth.
 
-        Raises
-        ------
-        ScheduleError
-            The schedule is unknown, or is for another number of layers.
+        Raises ScheduleError: the schedule is unknown, or is for another number of layers.
         """
         asked, carried = self._schedule if asked is None else asked, self.loaded.schedule
         if asked is None:
@@ -273,12 +267,8 @@ class LLM:
             Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, … The random numbers of a prompt
             depend on the seed and its index in the list, not on its batch.
 
-        Raises
-        ------
-        DataError
-            A prompt cannot be used; `index` is its position. Nothing is generated.
-        UsageError, ScheduleError
-            A value is not accepted; of a schema that cannot be enforced, `GrammarError`.
+        Raises DataError: a prompt cannot be used (`index` is its position; nothing is generated); UsageError,
+        ScheduleError: a value is not accepted; GrammarError: a schema cannot be enforced.
 
         Warns
         -----
@@ -334,10 +324,7 @@ class LLM:
 
         The room is `max_new_tokens`, or half of the context if that is less. A system message at the start stays.
 
-        Raises
-        ------
-        DataError
-            The last turn alone leaves no room, or cannot be used.
+        Raises DataError: the last turn alone leaves no room, or cannot be used.
         """
         system = messages[:1] if messages[:1] and messages[0].get("role") == "system" else []
         turns, needed = messages[len(system) :], min(max_new_tokens, (self.context or 2) // 2)

@@ -131,10 +131,7 @@ class RequestState:
     async def take(self) -> list[Update]:
         """What came since the last call, one update for each choice; waits for at least one.
 
-        Raises
-        ------
-        ApiError
-            The request failed, and all that came before was taken.
+        Raises ApiError: the request failed, and all that came before was taken.
         """
         await self._wake.wait()
         updates, self._unread = list(self._unread.values()), {}

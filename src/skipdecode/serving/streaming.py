@@ -58,10 +58,7 @@ class EventStreamResponse(StreamingResponse):
 async def collect(state: RequestState, service: Service, request: Request) -> list[Update]:
     """All tokens of a request that was submitted: one update for each choice, in their order.
 
-    Raises
-    ------
-    ApiError
-        It failed.
+    Raises ApiError: it failed.
     """
     answer: dict[int, Update] = {}
     gone = asyncio.create_task(_gone(request))
