@@ -46,7 +46,7 @@ def stop_in_the_middle(arguments: list[str], partial: Path, signal_number: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--exact",)], ids=["schedule", "exact"])
+@pytest.mark.parametrize("more", [(), ("--no-exact",)], ids=["drafts", "no drafts"])
 def test_killed_run_goes_on_to_the_same_file_without_redoing_rows(
     tmp_path: Path, model_dir: str, more: tuple[str, ...]
 ):

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_tools import Always
 from fits import random_fit
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.batch import Chunk, token_rows
-from skipdecode.engine.drafts import Planner
 from skipdecode.engine.sequence import Sequence
 from skipdecode.models.fit import keep_fit
 from tiny import LAYERS, tiny_model
@@ -25,13 +25,6 @@ SPLIT = Schedule.split(LAYERS, len(LOWER), [5, 5, 4, 3])
 # Generated tokens of FLAT run a layer that SPLIT's prompts do not hold, and these hold one that FLAT skips.
 FLAT = Schedule.constant(LAYERS, 6, prompt="max_exit")
 SCHEDULES = [SPLIT, FLAT, Schedule.full(LAYERS)]
-
-
-class Drafts(Planner):
-    """Exact sequences draft two tokens at each step, whether that pays or not."""
-
-    def plan(self, rows, drafters):
-        return [min(2, drafter.room) for drafter in drafters]
 
 
 def prompt_of(length: int, seed: int) -> tuple[int, ...]:
@@ -88,12 +81,11 @@ def test_mixed_forwards_equal_the_oracle_and_each_sequence_alone_bit_for_bit(tap
     ]
     options = {"refill_below": 1, "in_order": True, "prompt_tokens": 5, "prefix_cache": prefix_cache}
     engine = FastEngine(model, SPLIT, max_rows=6, **options)
-    engine.planner = Drafts()
+    engine.planner = Always(2)
     found = outputs(engine, steps)
     assert engine.stats.drafted_tokens > 0
     for (request, schedule), row in zip(steps, found, strict=True):
         assert row == outputs(FastEngine(model, SPLIT, max_rows=1), [(request, schedule)])[0]
-        schedule = SCHEDULES[2] if request.exact else schedule
         length, text = len(request.prompt), torch.tensor([[*request.prompt, *(token for token, _ in row)]])
         with torch.no_grad():
             active = active_tokens(schedule, length, text.shape[1])

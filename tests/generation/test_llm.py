@@ -16,10 +16,10 @@ import pytest
 
 import skipdecode
 from checkpoints import save_checkpoint
+from engine_tools import always_drafts
 from skipdecode import LLM, Schedule
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine
-from skipdecode.engine.drafts import Planner
 from skipdecode.errors import (
     DataError,
     GrammarError,
@@ -55,20 +55,19 @@ def texts(outputs: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
-def test_exact_texts_are_those_of_full_depth(
+def test_texts_are_those_without_drafts(
     llm: LLM, model_dir: str, tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Planner, "plan", lambda planner, rows, drafters: [min(2, each.room) for each in drafters])
-    full = texts(llm.generate(TEXTS, 24, schedule="full", **sampling))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UntunedScheduleWarning)  # the text is not the schedule's
-        assert texts(llm.generate(TEXTS, 24, schedule="2x", exact=True, **sampling)) == full
-    stream = llm.stream(TEXTS[1], 24, schedule="2x", exact=True, stop=[full[1][3:5]], **{**sampling, "temperature": 0})
+    always_drafts(monkeypatch)
+    full = texts(llm.generate(TEXTS, 24, schedule="2x", exact=False, **sampling))
+    for _ in range(2):  # the second time from earlier answers
+        assert texts(llm.generate(TEXTS, 24, schedule="2x", **sampling)) == full
+    stream = llm.stream(TEXTS[1], 24, schedule="2x", stop=[full[1][3:5]], **{**sampling, "temperature": 0})
     assert "".join(stream) == stream.text
     out = str(tmp_path / "out.jsonl")
     command = ["generate", model_dir, *TEXTS, "--output", out, "--max-new-tokens", "24", "--schedule", "2x"]
     given = ["--temperature", "0.8", "--seed", "3"] if sampling else []
-    assert main([*command, *given, "--exact", "--batch-size", "2", "--compare"]) == 0
+    assert main([*command, *given, "--batch-size", "2", "--compare"]) == 0
     assert [row["text"] for row in read_rows(out)] == full
 
 

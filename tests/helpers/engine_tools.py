@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from skipdecode.engine import Engine, Request, Sampling
@@ -28,16 +27,22 @@ def decode(
     return [row.tokens for row in rows], [row.finish_reason for row in rows]
 
 
+def always_drafts(monkeypatch, count: int = 2) -> None:
+    """Have all engines draft so many tokens, whether that pays or not."""
+    monkeypatch.setattr(Planner, "looks", Always.looks)
+    monkeypatch.setattr(Planner, "count", count, raising=False)
+    monkeypatch.setattr(Planner, "plan", Always.plan)
+
+
 class Always(Planner):
-    """Drafts so many tokens, whether that pays or not; with `layers` under the schedule only."""
+    """Drafts so many tokens, whether that pays or not."""
 
-    least_logprob = -math.inf
-
-    def __init__(self, count: int, layers: bool = False) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
-        self.count, self.layers = count, layers
+        self.count = count
 
-    def plan(self, rows, drafters):
-        for drafter in drafters:
-            drafter.runs = not drafter.schedule.is_full and (self.layers or not drafter.found)
-        return [min(self.count, drafter.room) for drafter in drafters]
+    def looks(self, rows, depth):
+        return True
+
+    def plan(self, rows, depth, drafters):
+        return [min(self.count, len(drafter.found)) for drafter in drafters]

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from checkpoints import byte_tokenizer
+from engine_tools import always_drafts
 from kernel_reference import kernels_or_skip
 from serve_tools import greedy, metric, running, tiny_service
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
-from skipdecode.engine.drafts import Planner
 from skipdecode.schedule.order import top_down
 from skipdecode.serving.service import open_service
 from tiny import LAYERS, tiny_model
@@ -45,7 +45,7 @@ OTHER_ORDERS = [
 @pytest.mark.parametrize("schedules", [SCHEDULES, OTHER_ORDERS, SCHEDULES + OTHER_ORDERS], ids=["one order", "4", "5"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_schedules_of_any_drop_order_share_an_engine(schedules, exact, monkeypatch):
-    monkeypatch.setattr(Planner, "plan", lambda planner, rows, drafters: [min(2, each.room) for each in drafters])
+    always_drafts(monkeypatch)
     model = tiny_model("llama")
     engine = FastEngine(model, SCHEDULES[0], max_rows=6, refill_below=1, prompt_tokens=37, prefix_cache=True)
     rows = [(Request(p, NEW, exact=exact and len(p) == 3), s) for s in schedules for p in PROMPTS]
@@ -62,7 +62,7 @@ def test_rows_of_one_drop_order_share_a_forward():
     for schedules in ([SCHEDULES[1], SCHEDULES[2], full], [SCHEDULES[2], OTHER_ORDERS[0], full]):
         engine = FastEngine(model, full, max_rows=3)
         for schedule in schedules:
-            engine.submit([Request(PROMPTS[1], NEW)], schedule)
+            engine.submit([Request(PROMPTS[1], NEW, exact=False)], schedule)
         engine.decode([])
         steps.append(engine.stats.steps)
     assert steps[0] == NEW - 1
@@ -106,23 +106,16 @@ def test_likeliest_tokens(kind):
     assert rows[1][0].top == ()
 
 
-def test_an_exact_request_has_the_text_of_full_depth_and_is_counted(monkeypatch):
-    monkeypatch.setattr(Planner, "plan", lambda planner, rows, drafters: [min(2, each.room) for each in drafters])
+def test_drafts_change_no_text_and_are_counted(monkeypatch):
+    always_drafts(monkeypatch)
     service = tiny_service()
     asked = greedy(prompt="hello", max_tokens=40)
     with running(service) as client:
         full, exact = (
-            client.post("/v1/completions", json=asked | {"skipdecode": {"schedule": name, "exact": drafts}}).json()
-            for name, drafts in (("full", False), ("nested", True))
+            client.post("/v1/completions", json=asked | {"skipdecode": {"schedule": "nested", "exact": drafts}}).json()
+            for drafts in (False, True)
         )
     assert exact["choices"] == full["choices"]
     assert exact["skipdecode"]["layers_run"] == full["skipdecode"]["layers_run"]
     counts = [metric(service, f"{name}_tokens_total") for name in ("drafted", "accepted", "verified")]
     assert counts[0] > 0 <= counts[1] < counts[2] <= 40
-
-
-def test_an_exact_request_needs_an_engine_that_drafts():
-    with running(tiny_service(engine="transformers")) as client:
-        answer = client.post("/v1/completions", json=greedy(prompt="hello", skipdecode={"exact": True}))
-    assert answer.status_code == 400
-    assert "exact decoding needs the fast engine" in answer.json()["error"]["message"]

@@ -114,7 +114,7 @@ def run(config: Config) -> int:
 
     loaded = config.load()
     note(schedule_line(*chosen))
-    if not config.exact and (line := loaded.untuned_line([chosen.schedule])):
+    if line := loaded.untuned_line([chosen.schedule]):
         note(line)
     llm = LLM(
         loaded,

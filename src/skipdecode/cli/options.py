@@ -135,9 +135,9 @@ class DecodingOptions(SamplingOptions):
         default=0,
     )
     exact: bool = option(
-        "generate the tokens of full depth: the schedule drafts them, and full depth checks the drafts, if that is "
-        "faster",
-        default=False,
+        "draft tokens from the text and from earlier answers where that is faster (fast engine): drafts are checked, "
+        "so the tokens are the same",
+        default=True,
     )
 
     def __post_init__(self) -> None:

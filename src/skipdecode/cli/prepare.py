@@ -8,7 +8,7 @@
 --minutes is the time of the whole command. The model's own answers (--self) and choosing layers take up to a quarter
 each, the evaluations a sixth, and the tuning the rest; 0 is without tuning, and without a limit. With --self, the model
 is trained on its own answers at full depth; a checkpoint that was tuned at full depth needs no other responses.
---keep 0.98 evaluates exact drafts and W8A8 weights too, and recommends the fastest way that keeps 98% of every score.
+--keep 0.98 evaluates drafts and W8A8 weights too, and recommends the fastest way that keeps 98% of every score.
 --resume continues an interrupted run. With another value of --minutes, it reuses answers, layers and fit, whose time
 counts again, and compares the results of both values.
 """
@@ -78,6 +78,5 @@ def _next(config: Config, ready: Prepared) -> list[str]:
         model = str(ready.path) if best["minutes"] else model
         model += f" --schedule {'full' if full else ready.schedule_of(best)}"
         model += f" --quantization {best['quantization']}" if "quantization" in best else ""
-        model += " --exact" if "exact" in best else ""
     more = f"{config.command} --minutes {max(20.0, 2 * config.minutes):g}" + " --resume" * (not config.resume)
     return [f"skipdecode generate {model} --compare 'Your prompt'", more]

@@ -91,7 +91,7 @@ def _open_engine(backend: Backend, schedule: Schedule, shape: Shape) -> Engine:
 
 
 def _requests(shape: Shape) -> list[Request]:
-    return [Request((_TOKEN,) * shape.prompt, shape.new)] * shape.batch
+    return [Request((_TOKEN,) * shape.prompt, shape.new, exact=False)] * shape.batch
 
 
 # ---------------------------------------------------------------------- all kinds in turn

@@ -41,12 +41,12 @@ class EngineStats:
     fed_tokens : int
         Generated tokens that were fed back: one per decoding sequence and step, and the accepted drafts.
     token_layers : int
-        Sum over fed tokens of the layers that they ran; of exact requests, drafts and all checks included.
+        Sum over fed tokens of the layers that they ran; drafts included.
     short_heads, head_fallbacks : int
         Forwards whose tokens the 8-bit copy of the head decided (`skipdecode.engine.kernels.head`), and forwards that
         used the full head after it.
     drafted_tokens, accepted_tokens, verified_tokens : int
-        For exact requests: drafted tokens, accepted drafts, and new tokens of steps that checked drafts (each check
+        Drafted tokens, accepted drafts, and new tokens of steps that checked drafts (each check
         gives one token more than it accepts).
     kv_bytes_peak, kv_bytes_full_peak : int
         Peak bytes of keys and values, and the peak of the same sequences at full depth.
@@ -113,15 +113,15 @@ class Engine(ABC):
     stats : EngineStats
     began : float
         Reading of `time.perf_counter` at which `StepOutput.seconds` is 0.
-    drafts, scores_prompts : bool
-        Whether the engine accepts exact requests, and requests with `scores_prompt`.
+    scores_prompts : bool
+        Whether the engine accepts requests with `scores_prompt`.
     fills_prompts : bool
         May be set before the first request, to time decode steps: prompts are not computed, and some numbers stand for
         their keys and values.
     """
 
     name: str
-    drafts = scores_prompts = fills_prompts = False
+    scores_prompts = fills_prompts = False
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers, self.schedule = schedule.num_layers, schedule
@@ -146,8 +146,6 @@ class Engine(ABC):
     def _sequences(self, requests: Iterable[Request], schedule: Schedule | None) -> list[Sequence]:
         """`submit`, but returns the sequences."""
         wanted, requests = self.schedule if schedule is None else schedule, list(requests)
-        if not self.drafts and any(request.exact for request in requests):
-            raise UsageError(f"exact decoding needs the fast engine, not {self.name!r}: leave exact out")
         if not self.scores_prompts and any(request.scores_prompt for request in requests):
             raise UsageError(f"the engine {self.name!r} gives no log-probabilities of prompts: leave scores_prompt out")
         new = [Sequence(number, request, wanted) for number, request in enumerate(requests, self._submitted)]

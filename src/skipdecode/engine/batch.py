@@ -59,7 +59,7 @@ class TokenRows(NamedTuple):
     `bridged`: the first row that takes the bridges of the
     layers that it skips. `tops`, if given, has for each wanted row the number of top tokens whose logits are enough.
     `before` is that of `StackInput`, and `prompt` are the layers that prompt tokens run, if these are a set of their
-    own. `drafting`: approximate logits are enough.
+    own.
     """
 
     tokens: list[int]
@@ -71,7 +71,6 @@ class TokenRows(NamedTuple):
     tops: list[int] | None = None
     before: list[list[int]] | None = None
     prompt: tuple[int, ...] | None = None
-    drafting: bool = False
     due: int = 0
     scored: tuple[tuple[int, Chunk], ...] = ()
 

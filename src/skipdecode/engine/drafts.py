@@ -1,39 +1,90 @@
-"""Drafts of exact sequences: their source, and their number. Pure Python.
+"""Drafts: several tokens of a sequence in one forward, and the same text. Pure Python.
 
-The text of an exact sequence is that of full depth. Its next tokens are drafted, and one forward at full depth checks
-them: drafts are accepted up to the first one that full depth would not have chosen, which full depth's own token
-replaces. Drafts come from the text, if its last tokens have occurred before (prompt lookup), else from forwards under
-the schedule.
+The next tokens of a sequence are guessed where its last tokens have occurred before: in its prompt, in its output, or
+in an earlier answer (as prompt lookup does with a text alone). One forward runs the last token and the drafts on the
+layers of the schedule. Drafts are accepted up to the first one that the forward would not have chosen, which the
+forward's own token replaces. So the tokens are those of the schedule without drafts.
 
-`Planner` says how many tokens each sequence drafts at a step. A draft pays if the forwards with it give more tokens per
-second than those without it. Its gain is the chance that full depth accepts it and all drafts before it, estimated from
-the earlier drafts of the sequence. Forwards are timed as they run. If nothing pays, nothing is drafted. Drafting under
-the schedule ends early at a token that is improbable there, as in Kangaroo (arXiv 2404.18911).
+`Planner` says how many tokens each sequence drafts at a step. A draft pays if the tokens that it is expected to give
+take less time than tokens without drafts. The chance that a draft is accepted is estimated from earlier drafts, of the
+sequence and of all, for each length of the text that had occurred before. Forwards are timed as they run.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence as Several
-
-from skipdecode.schedule import Schedule
 
 MOST_DRAFTS = 8
 """Maximum drafts of a sequence at a step."""
-_GRAM = 2  # last tokens that must have occurred before
-_TEXT_PRIOR, _LAYERS_PRIOR = 0.4, 0.7  # acceptance of drafts before any is checked
+_END = -1  # follows an answer
+_PLACES, _LONGEST = 8, 16  # earlier places that are compared, the latest ones; tokens before them that count
+_CLASSES = (2, 3, 4, 6, 9)  # lengths of a match from which the chance of acceptance is another
+_CHANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # before any draft is checked
 _PRIOR_WEIGHT, _LEAST_RATE = 2, 0.05
-_THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-_LOGARITHMS = [math.log(threshold) for threshold in _THRESHOLDS]
-_GAIN = 1.1  # minimum expected speed-up of drafting
-_PROBE_AFTER = (4, 64)  # steps without drafts under a schedule before the first probe, and most before later ones
+_THRESHOLDS = {threshold: math.log(threshold) for threshold in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)}
+_MOST_CHANCE = 0.75  # drafts that need more are not tried
+_GAIN = 1.2  # tokens per second of the drafts alone, over those of the forward without them
+_PROBE_AFTER = (4, 64)  # steps without drafts before the first probe, and most before later ones
 _SLOWER_WEIGHT, _LEAST_SECONDS = 0.1, 1e-9
 _LEAST_SLOPE = 0.25  # share of the time per row that another row takes at least, if that is not known yet
+_MOST_TOKENS, _MOST_SALTS = 2**15, 8  # of earlier answers
+_BEFORE = 4  # last tokens of its prompt that are kept before an answer
+
+
+class TextIndex:
+    """Tokens, and the places that follow each token and each pair of tokens.
+
+    Attributes
+    ----------
+    tokens : list of int
+        The text.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._latest: dict[tuple[int, ...], int] = {}
+        self._before: tuple[list[int], list[int]] = [], []
+
+    def extend(self, tokens: Several[int]) -> None:
+        """Append tokens."""
+        for token in tokens:
+            for width, before in enumerate(self._before, 1):
+                key = tuple(self.tokens[-width:])
+                before.append(self._latest.get(key, -1))
+                self._latest[key] = len(self.tokens)
+            self.tokens.append(token)
+
+    def longest(self, tail: Several[int]) -> tuple[int, int]:
+        """Of the places where the end of `tail` occurred: how many tokens are the same, at most 16, and what follows.
+
+        Places are those of the last pair, the latest 8, else of the last token. (0, 0) if there is none.
+        """
+        best, text = (0, 0), self.tokens
+        for width in (2, 1):
+            place = self._latest.get(tuple(tail[-width:]), -1)
+            for _ in range(_PLACES):
+                if place < 0:
+                    break
+                most, same = min(place, len(tail), _LONGEST), width
+                while same < most and text[place - same - 1] == tail[-same - 1]:
+                    same += 1
+                best = max(best, (same, place))
+                place = self._before[width - 1][place]
+            if best[0]:
+                break
+        return best
+
+    def following(self, place: int, most: int) -> tuple[int, ...]:
+        """The tokens from a place on, not beyond the end of an answer."""
+        tokens = self.tokens[place : place + most]
+        return tuple(tokens[: tokens.index(_END)] if _END in tokens else tokens)
 
 
 class Acceptance:
-    """The chance that full depth accepts a draft if it accepted those before it: a moving mean.
+    """The chance that a draft is accepted if those before it were: a moving mean.
 
     Parameters
     ----------
@@ -64,65 +115,55 @@ class Drafter:
 
     Parameters
     ----------
-    schedule : Schedule
-        Drafts tokens; full depth: drafts come from the text only.
     text : sequence of int
         The prompt.
-    from_text, from_layers : Acceptance
-        Of the drafts of this sequence from either source.
-    tokens : set of int
-        Tokens of all texts; those of this text are added.
+    earlier : TextIndex
+        Earlier answers.
+    common : sequence of Acceptance
+        Of all sequences, for each class of length of a match.
 
     Attributes
     ----------
     found : tuple of int
-        What the text suggests at this step.
-    runs : bool
-        Whether this step's drafts come from forwards and not from the text.
+        Drafts for this step.
     """
 
-    def __init__(
-        self, schedule: Schedule, text: Several[int], from_text: Acceptance, from_layers: Acceptance, tokens: set[int]
-    ) -> None:
-        self.schedule, self._seen = schedule, tokens
-        self._from_text, self._from_layers = from_text, from_layers
-        self._text: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}
+    def __init__(self, text: Several[int], earlier: TextIndex, common: Several[Acceptance]) -> None:
+        self._text, self._earlier, self._common = TextIndex(), earlier, common
+        self._acceptance: dict[int, Acceptance] = {}
+        self._class = 0
         self.found: tuple[int, ...] = ()
-        self.runs = False
-        self._room = 0
-        self._extend(text)
+        self._text.extend(text)
 
     def look(self, room: int) -> None:
-        """Find what the text suggests; at most `room` tokens are drafted."""
-        self._room = max(0, min(room, MOST_DRAFTS))
-        place = self._after.get(tuple(self._text[-_GRAM:]))
-        self.found = () if place is None else tuple(self._text[place : place + self._room])
+        """Find drafts, at most `room`: what followed the longest match, in the sequence's own text if both are as long.
+
+        Without room nothing is looked for.
+        """
+        self.found = ()
+        if (room := min(room, MOST_DRAFTS)) > 0:
+            pairs = [(source, *source.longest(self._text.tokens)) for source in (self._text, self._earlier)]
+            source, same, place = max(pairs, key=lambda pair: pair[1])
+            self.found = source.following(place, room) if same else ()
+            self._class = bisect.bisect(_CLASSES, same)
 
     @property
-    def room(self) -> int:
-        """Maximum number of drafts of this step's source."""
-        return self._room if self.runs else len(self.found)
+    def chance(self) -> float:
+        """That a draft of this step is accepted if those before it were."""
+        return min(self._learned().chance, 0.99)
 
-    @property
-    def acceptance(self) -> Acceptance:
-        """Of this step's source."""
-        return self._from_layers if self.runs else self._from_text
+    def learn(self, tokens: Several[int]) -> None:
+        """Learn from the new tokens of a step; what was found is judged too where it was not drafted."""
+        if judged := min(len(self.found), len(tokens)):
+            taken = next((i for i in range(judged) if self.found[i] != tokens[i]), judged)
+            self._learned().note(taken, judged)
+        self.found = ()
+        self._text.extend(tokens)
 
-    def learn(self, drafted: Several[int], tokens: Several[int]) -> None:
-        """Learn from a step's drafts and new tokens; what the text suggested is judged too."""
-        for source, said in ((self._from_text, self.found), (self._from_layers, drafted if self.runs else ())):
-            judged = min(len(said), len(tokens))
-            taken = next((i for i in range(judged) if said[i] != tokens[i]), judged)
-            source.note(taken, judged)
-        self._extend(tokens)
-
-    def _extend(self, tokens: Several[int]) -> None:
-        self._seen.update(tokens)
-        for token in tokens:
-            if len(self._text) >= _GRAM:
-                self._after[tuple(self._text[-_GRAM:])] = len(self._text)
-            self._text.append(token)
+    def _learned(self) -> Acceptance:
+        if self._class not in self._acceptance:
+            self._acceptance[self._class] = self._common[self._class].of_sequence()
+        return self._acceptance[self._class]
 
 
 class ForwardTimes:
@@ -165,112 +206,72 @@ class Planner:
 
     Attributes
     ----------
-    checks, drafts : ForwardTimes
-        Of forwards at full depth, and under schedules.
-    tokens : set of int
-        Tokens that have occurred in texts of exact sequences; drafts choose from them.
-    least_logprob : float
-        No draft follows a draft whose log-probability under the schedule is lower.
+    forwards : dict of ForwardTimes
+        Of forwards without prompts, by the mean number of layers of a token, rounded.
     """
 
-    least_logprob = math.log(0.7)
-
     def __init__(self) -> None:
-        self.checks, self.drafts = ForwardTimes(), ForwardTimes()
-        self.tokens: set[int] = set()
-        self._common: dict[Schedule | None, Acceptance] = {}
+        self.forwards: defaultdict[int, ForwardTimes] = defaultdict(ForwardTimes)
+        self._common = [Acceptance(chance) for chance in _CHANCES]
+        self._earlier: OrderedDict[str, TextIndex] = OrderedDict()
         self._idle, self._patience = 0, _PROBE_AFTER[0]
 
-    def drafter(self, schedule: Schedule, prompt: Several[int]) -> Drafter:
-        """The state of a new sequence."""
-        text = self._common.setdefault(None, Acceptance(_TEXT_PRIOR)).of_sequence()
-        layers = self._common.setdefault(schedule, Acceptance(_LAYERS_PRIOR)).of_sequence()
-        return Drafter(schedule, prompt, text, layers, self.tokens)
+    def drafter(self, prompt: Several[int], salt: str = "") -> Drafter:
+        """The state of a new sequence, which may draft from the earlier answers of the same `Request.cache_salt`."""
+        self._earlier.setdefault(salt, TextIndex())
+        self._earlier.move_to_end(salt)
+        if len(self._earlier) > _MOST_SALTS:
+            self._earlier.popitem(last=False)
+        return Drafter(prompt, self._earlier[salt], self._common)
 
-    def plan(self, rows: int, drafters: Several[Drafter]) -> list[int]:
-        """The number of drafts of each of `drafters`, after `Drafter.look`; `rows` sequences decode at this step.
+    def remember(self, prompt: Several[int], answer: Several[int], salt: str = "") -> None:
+        """Let later sequences of the same salt draft from an answer; the oldest half goes when there are too many."""
+        if (index := self._earlier.get(salt)) is None:
+            return
+        index.extend((*prompt[-_BEFORE:], *answer, _END))
+        if len(index.tokens) > _MOST_TOKENS:
+            self._earlier[salt] = half = TextIndex()
+            half.extend(index.tokens[-_MOST_TOKENS // 2 :])
 
-        Also chooses the source of each.
-        """
-        alone = self.checks(rows)
-        nothing = [0] * len(drafters)
-        if alone is None:
-            return nothing
-        best, chosen = _GAIN * rows / alone, nothing
-        if self._may_pay(rows, best):
-            for drafter in drafters:
-                self._choose_source(rows, drafter)
-            for counts in set(zip(*map(_counts, drafters), strict=True)):
-                rate = self._rate(rows, drafters, counts) if any(counts) else 0.0
-                if rate > best:
-                    best, chosen = rate, list(counts)
-        if any(count and drafter.runs for count, drafter in zip(chosen, drafters, strict=True)):
-            self._idle, self._patience = 0, _PROBE_AFTER[0]
-            return chosen
+    def looks(self, rows: int, depth: int) -> bool:
+        """Whether drafts can pay at this step, or one draft is due, to measure what may have changed."""
         self._idle += 1
-        if any(chosen) or self._idle < self._patience:
-            return chosen
-        # One draft of one sequence measures what may have changed.
-        self._idle, self._patience = 0, min(2 * self._patience, _PROBE_AFTER[1])
-        return self._probe(drafters)
+        return self._idle >= self._patience or self.least_chance(rows, depth) < math.inf
 
-    def _may_pay(self, rows: int, least: float) -> bool:
-        """Whether drafts that are all accepted, and that cost nothing, give more tokens per second than `least`."""
+    def least_chance(self, rows: int, depth: int) -> float:
+        """The chance of acceptance from which a draft can pay beside `rows` sequences that run `depth` layers.
+
+        Infinity if nothing is known of such forwards, or if drafts that are nearly always accepted would not pay.
+        """
+        seconds = self.forwards[depth]
+        if (alone := seconds(rows)) is None:
+            return math.inf
         more = (2**power for power in range(int(math.log2(MOST_DRAFTS * rows)) + 1))
-        return any(rows + count > least * (self.checks(rows + count) or 0.0) for count in more)
+        least = min(_GAIN * rows * ((seconds(rows + count) or 0.0) / alone - 1) / count for count in more)
+        return least if least < _MOST_CHANCE else math.inf
 
-    def _choose_source(self, rows: int, drafter: Drafter) -> None:
-        """Take the source that gives more tokens per second if no other sequence drafts."""
-        drafter.runs = not drafter.schedule.is_full
-        if drafter.runs and drafter.found:
-            layers, drafter.runs = self._best_rate(rows, drafter), False
-            drafter.runs = layers > self._best_rate(rows, drafter)
-
-    def _best_rate(self, rows: int, drafter: Drafter) -> float:
-        """Expected tokens per second if only this sequence drafts, with the best number of drafts."""
-        best, seconds, tokens, gain = 0.0, 0.0, float(rows), 1.0
-        draft = self._draft_seconds([drafter]) if drafter.runs else 0.0
-        for count in range(1, drafter.room + 1):
-            gain *= drafter.acceptance.chance
-            tokens, seconds = tokens + gain, seconds + draft
-            rate = tokens / ((self.checks(rows + count) or 0.0) + seconds)
-            if rate < best:
+    def plan(self, rows: int, depth: int, drafters: Several[Drafter]) -> list[int]:
+        """The number of drafts of each of `drafters`, after `Drafter.look`; `rows` sequences decode at this step."""
+        chosen, least, seconds = [0] * len(drafters), self.least_chance(rows, depth), self.forwards[depth]
+        found = [(i, d, d.chance) for i, d in enumerate(drafters) if d.found]
+        drafting = [one for one in found if one[2] >= least]
+        alone, best = seconds(rows) or math.inf, 0.0
+        for threshold, logarithm in _THRESHOLDS.items() if drafting else ():
+            if threshold < least:
                 break
-            best = rate
-        return best
-
-    def _draft_seconds(self, drafters: Several[Drafter]) -> float:
-        """Seconds of their forward; before any measurement, their share of the layers of a check."""
-        known = self.drafts(len(drafters))
-        if known is None:
-            share = max(drafter.schedule.budget(0) / drafter.schedule.num_layers for drafter in drafters)
-            known = share * (self.checks(len(drafters)) or 0.0)
-        return known
-
-    def _probe(self, drafters: Several[Drafter]) -> list[int]:
-        """One draft of the first sequence that has room for one."""
-        for drafter in drafters:
-            drafter.runs = not drafter.schedule.is_full
-        first = next((i for i, drafter in enumerate(drafters) if drafter.room), None)
-        return [int(i == first) for i in range(len(drafters))]
-
-    def _rate(self, rows: int, drafters: Several[Drafter], counts: Several[int]) -> float:
-        """Expected tokens per second."""
-        seconds = self.checks(rows + sum(counts)) or 0.0
-        tokens, running = float(rows), []
-        for drafter, count in zip(drafters, counts, strict=True):
-            chance = min(drafter.acceptance.chance, 0.99)
-            tokens += chance * (1 - chance**count) / (1 - chance)
-            running += [(drafter, count)] if drafter.runs and count else []
-        for step in range(max((count for _, count in running), default=0)):
-            seconds += self._draft_seconds([drafter for drafter, count in running if count > step])
-        return tokens / seconds
-
-
-def _counts(drafter: Drafter) -> list[int]:
-    """For each threshold, the number of drafts that are all accepted with at least this chance."""
-    chance, room = min(drafter.acceptance.chance, 0.99), drafter.room
-    if chance < _THRESHOLDS[-1]:
-        return [0] * len(_THRESHOLDS)
-    one = math.log(chance)
-    return [min(room, int(all_of_them / one)) for all_of_them in _LOGARITHMS]
+            # Drafts that are accepted, with all before them, with at least this chance.
+            counts = [min(len(d.found), int(logarithm / math.log(chance))) for _, d, chance in drafting]
+            if count := sum(counts):
+                tokens = sum(c * (1 - c**n) / (1 - c) for n, (_, _, c) in zip(counts, drafting, strict=True))
+                longer = seconds(rows + count) or math.inf
+                rate = (rows + tokens) / longer
+                if tokens * alone > _GAIN * rows * (longer - alone) and rate > best:
+                    best, chosen = rate, [0] * len(drafters)
+                    for n, (i, _, _) in zip(counts, drafting, strict=True):
+                        chosen[i] = n
+        if any(chosen):
+            self._idle, self._patience = 0, _PROBE_AFTER[0]
+        elif found and self._idle >= self._patience:
+            chosen[max(found, key=lambda one: one[2])[0]] = 1
+            self._idle, self._patience = 0, min(2 * self._patience, _PROBE_AFTER[1])
+        return chosen

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from skipdecode.engine.base import Engine, NextToken
 from skipdecode.engine.batch import Chunk, forwards, token_rows
+from skipdecode.engine.drafts import MOST_DRAFTS
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import PagedKV
@@ -52,7 +53,7 @@ class FastEngine(Engine):
     for another number of layers.
     """
 
-    drafts = scores_prompts = True
+    scores_prompts = True
 
     def __init__(
         self,
@@ -113,14 +114,13 @@ class FastEngine(Engine):
     def step(self) -> list[StepOutput]:
         """Admit sequences, then run a part of the waiting prompts, and one token of every other sequence.
 
-        That is one forward, unless schedules of several drop orders run (see `forwards`). Drafts of exact sequences run
-        before it, and are checked in it.
+        That is one forward, unless schedules of several drop orders run (see `forwards`). Drafts are checked in it.
         """
         start = time.perf_counter()
         for sequence in self._scheduler.admit(self.rows):
             self._join(sequence)
-            if sequence.drafting is not None:
-                sequence.drafter = self.planner.drafter(sequence.drafting, sequence.request.prompt)
+            if sequence.request.exact:
+                sequence.drafter = self.planner.drafter(sequence.request.prompt, sequence.request.cache_salt)
             self._prefilling.append(sequence)
         chunks, drafted = self._next_prefill(), self._draft()
         for sequence in self._decoding:
@@ -195,7 +195,7 @@ class FastEngine(Engine):
                 room -= len(tokens)
         return chunks
 
-    def _run(self, chunks: list[Chunk], *, drafting: bool = False) -> tuple[list[Sequence], Predicted]:
+    def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Predicted]:
         """One forward over the chunks: the sequences that get tokens with it, and their tokens.
 
         Rows that say a next token are those of the sequences in this order: of each one row for every token that it
@@ -210,7 +210,7 @@ class FastEngine(Engine):
         if self.fills_prompts and batch.wanted < len(batch.tokens):
             self.kv.fill()
             return due, Predicted(torch.zeros(batch.wanted, self.model.vocab_size))
-        logits = self.model.forward(batch._replace(drafting=drafting), self.kv)
+        logits = self.model.forward(batch, self.kv)
         self.stats.short_heads += isinstance(logits, Candidates)
         self.stats.head_fallbacks += self.model.fell_back
         for chunk in chunks:
@@ -246,6 +246,9 @@ class FastEngine(Engine):
             if sequence.finish_reason is not None:
                 self._decoding.remove(sequence)
                 self.kv.close(sequence.slot)
+                if sequence.drafter is not None:
+                    request = sequence.request
+                    self.planner.remember(request.prompt, sequence.output, request.cache_salt)
         return outputs
 
     def _chosen(self, due: list[Sequence], predicted: Predicted, drafted: Drafts) -> list[tuple[Sequence, NextToken]]:
@@ -266,50 +269,24 @@ class FastEngine(Engine):
             self._learn(sequence, drafts, came)
         return chosen
 
-    # ------------------------------------------------------------------ exact sequences
+    # ------------------------------------------------------------------ drafts
 
     def _draft(self) -> Drafts:
-        """Draft as many tokens of exact sequences as the planner says, from their texts or under their schedules."""
-        exact = [sequence for sequence in self._decoding if sequence.drafting is not None]
-        if not exact:
+        """Draft as many tokens of the sequences as the planner says; all tokens of a sequence run the same layers."""
+        rows, drafting = len(self._decoding), [(s, s.drafter) for s in self._decoding if s.drafter is not None]
+        if not drafting:
             return {}
-        for sequence in exact:
-            sequence.drafter.look(sequence.request.max_new_tokens - len(sequence.output) - 1)
-        counts = self.planner.plan(len(self._decoding), [sequence.drafter for sequence in exact])
-        wanted = {sequence: count for sequence, count in zip(exact, counts, strict=True) if count}
-        drafted = {
-            sequence: () if sequence.drafter.runs else sequence.drafter.found[:count]
-            for sequence, count in wanted.items()
-        }
-        samplers = {sequence: sequence.sampler.fork() for sequence in wanted if sequence.drafter.runs}
-        while chunks := [
-            self._draft_chunk(sequence, drafted[sequence])
-            for sequence in samplers
-            if len(drafted[sequence]) < wanted[sequence]
-        ]:
-            for part in forwards(chunks):
-                start = time.perf_counter()
-                due, predicted = self._run(part, drafting=True)
-                for row, sequence in enumerate(due):
-                    draft = predicted.token(row, samplers[sequence])
-                    drafted[sequence] += (draft.token,)
-                    if draft.logprob < self.planner.least_logprob:
-                        del samplers[sequence]
-                self.planner.drafts.note(len(part), time.perf_counter() - start)
-                self.stats.token_layers += sum(len(chunk.layers) for chunk in part)
-        return drafted
-
-    def _draft_chunk(self, sequence: Sequence, drafts: tuple[int, ...]) -> Chunk:
-        """The last token or draft, which runs the layers of its position under the schedule."""
-        layers = sequence.drafter.schedule.layers(len(sequence.output) - 1 + len(drafts))
-        token = drafts[-1] if drafts else sequence.output[-1]
-        return Chunk(sequence, (token,), sequence.ran + len(drafts), layers)
+        depth = round(sum(len(sequence.next_layers) for sequence in self._decoding) / rows)
+        if not self.planner.looks(rows, depth):
+            return {}
+        drafters = [sequence.look(drafter, MOST_DRAFTS) for sequence, drafter in drafting]
+        counts = self.planner.plan(rows, depth, drafters)
+        return {sequence: d.found[:count] for (sequence, d), count in zip(drafting, counts, strict=True) if count}
 
     def _learn(self, sequence: Sequence, drafts: tuple[int, ...], came: list[int]) -> None:
         """Learn from the drafts and new tokens of a sequence."""
-        if sequence.drafting is None:
-            return
-        sequence.drafter.learn(drafts, came)
+        if sequence.drafter is not None:
+            sequence.drafter.learn(came)
         if drafts:
             self.stats.drafted_tokens += len(drafts)
             self.stats.accepted_tokens += sum(map(eq, drafts, came))
@@ -329,8 +306,8 @@ class FastEngine(Engine):
         stats, depths = self.stats, [len(c.layers) for c in chunks if c.sequence.output for _ in c.tokens]
         prompts = [(len(c.tokens), len(c.sequence.prompt.run)) for c in chunks if not c.sequence.output]
         layers, prompt_layers = sum(depths), sum(tokens * depth for tokens, depth in prompts)
-        if depths and not prompts and min(depths) == self.num_layers:
-            self.planner.checks.note(len(depths), seconds)
+        if depths and not prompts:
+            self.planner.forwards[round(layers / len(depths))].note(len(depths), seconds)
         stats.prompt_tokens += sum(tokens for tokens, _ in prompts)
         stats.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
         if depths:

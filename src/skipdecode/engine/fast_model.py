@@ -112,8 +112,7 @@ class FastModel:
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor | Candidates:
         """Logits (wanted rows, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`.
 
-        With `rows.tops` the result may be `Candidates`: only the tokens that are enough for these. With
-        `rows.drafting`, tokens that are rare may have minus infinity.
+        With `rows.tops` the result may be `Candidates`: only the tokens that are enough for these.
         """
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
@@ -122,7 +121,7 @@ class FastModel:
         given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.layers, rows.bridged, before)
         self._stack_for(rows.prompt)(given)
         hidden = hidden[len(rows.tokens) - rows.wanted :]
-        return self._head.draft(hidden, self.planner.tokens) if rows.drafting else self._head(hidden, rows.tops)
+        return self._head(hidden, rows.tops)
 
     def _stack_for(self, prompt: tuple[int, ...] | None) -> NativeStack:
         """The layers with the fit's maps for prompts that run the layers `prompt`; without maps if `prompt` is None."""

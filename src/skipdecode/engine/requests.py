@@ -102,10 +102,10 @@ class Sampling(SamplingOptions):
 class Request(Options):
     """One prompt of at least one token id; a token of `stop_ids` ends the output and is part of it. Default: greedy.
 
-    A prefix cache is shared by requests of the same `cache_salt` only. An `exact` request has the tokens of full depth;
-    its schedule drafts them (see `skipdecode.engine.drafts`). With `scores_prompt`, the first output has the
-    log-probabilities of the prompt's tokens, and as many top tokens as `sampling` asks for. No token of `stop_ids` is
-    among the first `min_tokens`.
+    A prefix cache, and earlier answers, are shared by requests of the same `cache_salt` only. With `exact`, the fast
+    engine drafts where that is faster; the tokens are the same (see `skipdecode.engine.drafts`). With `scores_prompt`,
+    the first output has the log-probabilities of the prompt's tokens, and as many top tokens as `sampling` asks for. No
+    token of `stop_ids` is among the first `min_tokens`.
     """
 
     prompt: tuple[int, ...]
@@ -113,7 +113,7 @@ class Request(Options):
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
-    exact: bool = False
+    exact: bool = True
     scores_prompt: bool = False
     min_tokens: int = option("fewest tokens to generate", default=0, least=0)
 

@@ -5,7 +5,6 @@ The choice of a sequence depends on its logits and its own generator only, not o
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -74,14 +73,6 @@ class Sampler:
         """For a new sequence."""
         return cls(request.sampling, request.prompt, request.min_tokens, request.stop_ids)
 
-    def fork(self) -> Self:
-        """An independent copy, with the same random numbers to come."""
-        twin = copy.copy(self)
-        twin._grammar = None if self._grammar is None else self._grammar.deep_copy()
-        twin._output = None if self._output is None else self._output.copy()
-        twin._generator = None if self._generator is None else self._generator.clone_state()
-        return twin
-
     def takes(self, token: int) -> bool:
         """Whether the top token may be the next one; if so, it is."""
         if self._early > 0 and token in self._ends:
@@ -105,7 +96,7 @@ class Sampler:
             self._penalise(logits, self._output)
         allowed = None if self._grammar is None else self._allowed(len(logits))
         if allowed is not None:
-            logits = logits[allowed].clamp_(min=_LEAST)  # drafts may have minus infinity
+            logits = logits[allowed].clamp_(min=_LEAST)  # ends before `min_tokens` have minus infinity
         token = int(logits.argmax()) if self._generator is None else self._draw(logits, self._generator)
         token = token if allowed is None else int(allowed[token])
         if self._output is not None:

@@ -54,14 +54,12 @@ class Sequence:
     request : Request
         The user's request.
     schedule : Schedule
-        Which layers its tokens run; of an exact request, full depth.
+        Which layers its tokens run.
 
     Attributes
     ----------
-    drafting : Schedule or None
-        Under which the tokens of an exact request are drafted; None of any other.
-    drafter : Drafter
-        Of an exact request; set when the sequence is admitted.
+    drafter : Drafter or None
+        Guesses its next tokens; set when an engine that drafts admits the sequence.
     prompt : PromptLayers
         The layers of its prompt tokens.
     output : list of int
@@ -87,8 +85,7 @@ class Sequence:
     number: int
     request: Request
     schedule: Schedule
-    drafting: Schedule | None = field(init=False, default=None)
-    drafter: Drafter = field(init=False)
+    drafter: Drafter | None = field(init=False, default=None)
     prompt: PromptLayers = field(init=False)
     output: list[int] = field(init=False, default_factory=list)
     finish_reason: FinishReason | None = field(init=False, default=None)
@@ -102,8 +99,6 @@ class Sequence:
     scores: list[tuple[int, float, tuple[tuple[int, float], ...]]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.request.exact:
-            self.drafting, self.schedule = self.schedule, Schedule.full(self.schedule.num_layers)
         self._sets = _layer_sets(self.schedule)
         self.prompt = PromptLayers.of(self.schedule)
         self.layers = self.prompt.held
@@ -127,6 +122,16 @@ class Sequence:
     def next_layers(self) -> tuple[int, ...]:
         """The layers that the last output token runs when it is fed back."""
         return self._sets[min(len(self.output), len(self._sets)) - 1]
+
+    def look(self, drafter: Drafter, most: int) -> Drafter:
+        """Have the sequence's drafter find at most `most` drafts, which run the layers of the last output token."""
+        end, first = len(self._sets) - 1, len(self.output) - 1
+        most = min(most, self.request.max_new_tokens - len(self.output) - 1)
+        if first < end:
+            same = self._sets[first]
+            most = next((n for n in range(most) if self._sets[min(first + n + 1, end)] != same), most)
+        drafter.look(most)
+        return drafter
 
     def append(self, token: int) -> None:
         """Append a new token, and end the sequence if the token is its last."""

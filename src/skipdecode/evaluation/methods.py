@@ -63,7 +63,7 @@ class Method:
     beside : bool
         Another way to decode at full depth, with other weights or drafts, which is compared with the plain one.
     exact : bool
-        With drafts from the text, which full depth checks.
+        With drafts from the text and from earlier answers.
     """
 
     def __init__(
@@ -90,17 +90,23 @@ class Method:
         return self.backend.engine(self.schedule, max_rows=max_rows)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int], eos: set[int], rows: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        eos: set[int],
+        rows: int = 0,
+        cache_salt: str = "",
     ) -> Generation:
         """Greedy continuations of prompts, given as token ids, none empty.
 
         `max_new_tokens` is of every sequence or of each; tokens of `eos` end a sequence; `rows` sequences are decoded
-        together, 0 for all.
+        together, 0 for all. Drafts are from earlier answers of the same `cache_salt`.
         """
         engine, ends = self.make_engine(rows or len(prompts)), frozenset(eos)
         most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-        pairs = zip(prompts, most, strict=True)
-        decoded = engine.decode([Request(tuple(prompt), new, stop_ids=ends, exact=self.exact) for prompt, new in pairs])
+        options: dict[str, Any] = {"stop_ids": ends, "exact": self.exact, "cache_salt": cache_salt}
+        decoded = engine.decode([Request(tuple(p), new, **options) for p, new in zip(prompts, most, strict=True)])
         stats = engine.stats
         return Generation(
             [sequence.tokens for sequence in decoded],
@@ -120,7 +126,7 @@ class Method:
 
 
 def other_ways(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
-    """Full depth with drafts from the text, and all methods with W8A8 weights if the fast engine has them."""
+    """Full depth with drafts, and all methods with W8A8 weights if the fast engine has them."""
     full = Schedule.full(backend.num_layers)
     ways = [Method(backend, full, "full, exact", exact=True)]
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from secrets import token_hex
 from statistics import median
 from typing import Any
 
@@ -46,19 +47,21 @@ def time_equal_lengths(
     """
     groups = batches([len(prompt) for prompt in prompts], batch_size)
     turns = Turns(methods)
-    warm = False
+    warm, salt = False, ""
     for turn in range(ROUNDS * len(groups)):
         number = turn % len(groups)
+        if not (number and salt):
+            salt = token_hex()  # no round drafts from the answers of another, which are the same
         rows, each = [prompts[i] for i in groups[number]], [lengths[i] for i in groups[number]]
         if done := kept and kept.get(f"speed {turn}"):
             turns.add(dict(zip(methods, (Generation(**g) for g in done), strict=True)), number)
         else:
             for method in () if warm else methods:
-                method.generate(rows, max_new_tokens=_WARM_UP_TOKENS, eos=set())
+                method.generate(rows, max_new_tokens=_WARM_UP_TOKENS, eos=set(), cache_salt="warm-up")
             warm = True
 
-            def generate(method: Method, rows: Any = rows, each: Any = each) -> Generation:
-                return replace(method.generate(rows, max_new_tokens=each, eos=set()), tokens=[])
+            def generate(method: Method, rows: Any = rows, each: Any = each, salt: str = salt) -> Generation:
+                return replace(method.generate(rows, max_new_tokens=each, eos=set(), cache_salt=salt), tokens=[])
 
             found = turns.lap(generate, number)
             if kept is not None:

@@ -239,7 +239,7 @@ class LLM:
         schedule: Schedule | str | Path | None = None,
         stop: str | Sequence[str] | None = (),
         template: bool | str = True,
-        exact: bool = False,
+        exact: bool = True,
         json_schema: Mapping[str, Any] | str | None = None,
         **sampling: Any,
     ) -> Outputs:
@@ -258,8 +258,8 @@ class LLM:
         template : bool or str
             False: texts stay as they are; or a template in place of the checkpoint's or the model's (see `Prompt`).
         exact : bool
-            Give the tokens of full depth, bit for bit, also sampled ones: the schedule drafts, and full depth checks
-            the drafts, if that is faster. Needs the fast engine.
+            Let the fast engine draft tokens from the text and from earlier outputs of this object, where that is
+            faster; each draft is checked, so the tokens are the same, sampled ones too. False: one token a forward.
         json_schema : dict or str, optional
             Every text that ends by itself (`finish_reason` "eos") is JSON that this schema accepts; needs the extra
             `structured`.
@@ -378,7 +378,7 @@ class LLM:
         schedule: Schedule | str | Path | None = None,
         stop: str | Sequence[str] | None = (),
         template: bool | str = True,
-        exact: bool = False,
+        exact: bool = True,
         json_schema: Mapping[str, Any] | str | None = None,
         **sampling: Any,
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
@@ -399,7 +399,7 @@ class LLM:
             exact=exact,
         )
         asked = self.schedule_of(schedule, max_new_tokens)
-        line = None if exact else self.loaded.untuned_line([asked])
+        line = self.loaded.untuned_line([asked])
         if line is not None and asked not in self._warned:
             self._warned.add(asked)
             warnings.warn(line, UntunedScheduleWarning, stacklevel=4)

@@ -63,7 +63,7 @@ def generate_records(
     schedule: Schedule,
     sampling: Sampling,
     stop: tuple[str, ...] = (),
-    exact: bool = False,
+    exact: bool = True,
     json_schema: Any = None,
     shown: tuple[RowForm, Callable[[EncodedPrompt], str]] | None = None,
 ) -> tuple[RunStats, dict[str, Any]]:
@@ -107,7 +107,6 @@ def generate_records(
         "model": llm.loaded.name,
         "max_new_tokens": options.max_new_tokens,
         **asdict(sampling.part(SamplingOptions)),
-        **({"exact": True} if exact else {}),
         **({} if json_schema is None else {"json_schema": json_schema}),
         **({"chat_template_kwargs": llm.variables} if llm.variables else {}),
         "stop": list(stop),

@@ -46,7 +46,7 @@ class Decoding:
     stop : StopStrings
         Strings that end a text; the text is cut before them.
     exact : bool
-        Tokens of full depth, which the schedule drafts; see `skipdecode.engine.Request`.
+        Draft where that is faster; see `skipdecode.engine.Request`.
     """
 
     texts: TokenTexts
@@ -54,7 +54,7 @@ class Decoding:
     max_new_tokens: int
     ends: frozenset[int]
     stop: StopStrings = field(default_factory=StopStrings)
-    exact: bool = False
+    exact: bool = True
 
     def begin(self, prompt: EncodedPrompt) -> Generated:
         """The request of a prompt for a `TextLoop`."""
@@ -267,7 +267,8 @@ def _compared(
 
     def decode(side: Literal["schedule", "full"], batch: list[Request], tokens: int) -> EngineStats:
         engine = engines[side](len(batch))
-        engine.decode([Request(request.prompt, tokens, exact=exact and side == "schedule") for request in batch])
+        options: dict[str, Any] = {"exact": exact and side == "schedule", "cache_salt": f"compare {warm}"}
+        engine.decode([Request(request.prompt, tokens, **options) for request in batch])
         return engine.stats
 
     warm = False

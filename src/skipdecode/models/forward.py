@@ -33,7 +33,7 @@ _REFUSED_IF_SET = {
     "assistant_model": f"assisted generation is not supported: {_ROLLBACK}",
     "prompt_lookup_num_tokens": f"prompt lookup is not supported: {_ROLLBACK}",
     "assistant_early_exit": f"self-speculation is not supported: {_ROLLBACK}",
-    "exact": "exact decoding is not supported here: LLM(model).generate(prompts, exact=True) has it",
+    "exact": "drafts are not supported here: LLM(model).generate(prompts) has them",
     "use_mtp": f"multi-token prediction is not supported: {_ROLLBACK}",
     "custom_generate": "custom decoding loops are not supported: their use of the cache is unknown",
     "penalty_alpha": "contrastive search is not supported: it copies and rolls back the cache",

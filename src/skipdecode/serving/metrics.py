@@ -29,7 +29,7 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts", ("schedule",))
         self.prefix_hit_tokens = counter("prefix_hit_tokens", "Those that the prefix cache had", ("schedule",))
         self.generated_tokens = counter("generated_tokens", "New tokens", ("schedule",))
-        self.drafted_tokens = counter("drafted_tokens", "Tokens drafted for exact requests")
+        self.drafted_tokens = counter("drafted_tokens", "Tokens drafted from texts and earlier answers")
         self.accepted_tokens = counter("accepted_tokens", "Those that full depth took")
         self.verified_tokens = counter("verified_tokens", "New tokens of forwards that checked drafts")
         self.layers_run = counter("layers_run", "Layers run for new tokens", ("schedule",))

@@ -62,7 +62,7 @@ class Extension(Strict):
     )
     trace: bool = Field(default=False, description="report the number of layers of each token")
     exact: bool = Field(
-        default=False, description="the tokens of full depth: the schedule drafts, and full depth checks the drafts"
+        default=True, description="draft tokens where that is faster; each is checked, so the text is the same"
     )
     template: bool | None = Field(
         default=None,

@@ -75,9 +75,7 @@ class PluginSettings(Options):
         """The number of the schedule of a vLLM request; raises as `index`."""
         asked = (request.sampling_params and request.sampling_params.extra_args) or {}
         if "exact" in asked:
-            raise ScheduleError(
-                "exact decoding is not vLLM's: skipdecode serve has it, and vLLM its speculative_config"
-            )
+            raise ScheduleError("exact is not vLLM's: skipdecode serve has it, and vLLM its speculative_config")
         return self.index(asked.get(KEY))
 
     @classmethod

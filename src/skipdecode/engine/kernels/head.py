@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from skipdecode.engine.kernels.build import load_library
 from skipdecode.engine.kernels.memory import huge_pages
-from skipdecode.engine.kernels.native import LinearCall, NativeKernels
+from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.quantize import QuantizedWeight, in_blocks, quantize
 from skipdecode.engine.kernels.spec import LinearSpec
 
@@ -28,7 +27,6 @@ MOST_ROWS = 32
 """Maximum rows of a forward for which the copy is used; with more rows the full head is as fast."""
 MOST_WORDS = 512
 """Maximum candidates of a row; with more the row takes the full head."""
-_FIRST_TOKENS, _MORE_TOKENS = 4096, 64  # frequent tokens that drafts may be; new tokens before the copy is renewed
 _GROUP, _STEP = 64, 64  # tokens and columns that the kernel processes at once
 _CHUNK = 2**16  # weights converted at once: bounds the fp32 copies
 _LARGEST = 1e12  # maximum norm of a row; above it the kernel's bound may overflow
@@ -167,7 +165,6 @@ class NativeHead:
         # The head is read again, with the same weights, when a longer text needs more positions.
         self._short: ShortHead | None = None if before is None else before._short
         plain = not isinstance(spec.weight, QuantizedWeight) and spec.activation == "none"
-        self._part: _PartHead | None = None
         self._can = plain and kernels.finds_likeliest and spec.weight.shape[1] <= 2**15
         self.fell_back = False
 
@@ -209,38 +206,3 @@ class NativeHead:
         logits = torch.empty(1, self._logits.shape[1])
         self._linear(hidden[row : row + 1], logits, 1, False)
         return logits[0]
-
-    def draft(self, hidden: Tensor, tokens: Collection[int]) -> Tensor:
-        """Logits for drafts: tokens other than `tokens` and the first 4,096 may have minus infinity.
-
-        Only a copy of these tokens' weights is read. The copy is renewed after 64 new tokens.
-        """
-        if self._part is None or len(tokens) > self._part.asked + _MORE_TOKENS:
-            self._part = _PartHead.of(self._kernels, self._spec, tokens)
-        part, rows = self._part, len(hidden)
-        logits = torch.full((rows, self._logits.shape[1]), -math.inf)
-        if part.tokens is None:
-            part.linear(hidden, logits, rows, False)
-            return logits
-        some = torch.empty(rows, len(part.tokens))
-        part.linear(hidden, some, rows, False)
-        return logits.index_copy_(1, part.tokens, some)
-
-
-class _PartHead(NamedTuple):
-    """The head of some tokens, ascending (None: of all), made when there were `asked` tokens beside the first ones."""
-
-    linear: LinearCall
-    tokens: Tensor | None
-    asked: int
-
-    @classmethod
-    def of(cls, kernels: NativeKernels, spec: LinearSpec, tokens: Collection[int]) -> Self:
-        """Of all tokens if these are most of the vocabulary, or if the weights lie in blocks."""
-        size, weight = spec.weight.shape[0], spec.weight
-        chosen = torch.tensor(sorted({*range(min(size, _FIRST_TOKENS)), *tokens}))
-        if 2 * len(chosen) > size or (isinstance(weight, QuantizedWeight) and weight.kind == "w8a8"):
-            return cls(kernels.linear(spec), None, len(tokens))
-        some = weight.rows(chosen) if isinstance(weight, QuantizedWeight) else weight.detach()[chosen]
-        bias = None if spec.bias is None else spec.bias[chosen]
-        return cls(kernels.linear(replace(spec, weight=some, bias=bias)), chosen, len(tokens))

@@ -48,10 +48,6 @@ class QuantizedWeight:
         """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
-    def rows(self, chosen: Tensor) -> QuantizedWeight:
-        """Some of its rows; not of w8a8, whose rows lie in blocks."""
-        return QuantizedWeight(self.kind, (len(chosen), self.shape[1]), self.codes[chosen], self.scales[chosen])
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The (out, in) matrix; the products are rounded."""
         rows, columns = self.shape
