@@ -40,7 +40,13 @@ class Says(Method):
         self.words = words
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: Any, eos: set[int], rows: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: Any,
+        eos: set[int],
+        rows: int = 0,
+        cache_salt: str = "",
     ) -> Generation:
         tokenizer = byte_tokenizer()
         numbers = [int(tokenizer.decode(p).strip(":")) for p in prompts]

@@ -106,6 +106,19 @@ def test_likeliest_tokens(kind):
     assert rows[1][0].top == ()
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_earlier_answers_are_drafted_where_users_may_know_of_each_other(shared, monkeypatch):
+    always_drafts(monkeypatch, 8)
+    service = tiny_service(prefix_cache=shared)
+    asked = greedy(prompt="hello", max_tokens=40)
+    with running(service) as client:
+        accepted = [0.0]
+        for _ in range(2):
+            client.post("/v1/completions", json=asked)
+            accepted.append(metric(service, "accepted_tokens_total"))
+    assert (accepted[2] - accepted[1] > accepted[1]) == shared
+
+
 def test_drafts_change_no_text_and_are_counted(monkeypatch):
     always_drafts(monkeypatch)
     service = tiny_service()

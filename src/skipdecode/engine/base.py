@@ -41,7 +41,7 @@ class EngineStats:
     fed_tokens : int
         Generated tokens that were fed back: one per decoding sequence and step, and the accepted drafts.
     token_layers : int
-        Sum over fed tokens of the layers that they ran; drafts included.
+        Sum over fed tokens of the layers that they ran, without rejected drafts.
     short_heads, head_fallbacks : int
         Forwards whose tokens the 8-bit copy of the head decided (`skipdecode.engine.kernels.head`), and forwards that
         used the full head after it.

@@ -292,6 +292,7 @@ class FastEngine(Engine):
             self.stats.accepted_tokens += sum(map(eq, drafts, came))
             self.stats.verified_tokens += len(came)
             self.stats.fed_tokens += len(came) - 1
+            self.stats.token_layers += (len(came) - 1) * len(sequence.layers)
 
     def _fall(self, sequence: Sequence) -> None:
         """Drop the layers that the next token of a decoding sequence does not run."""
@@ -313,7 +314,7 @@ class FastEngine(Engine):
         if depths:
             stats.steps += 1
             stats.fed_tokens += len(chunks) - len(prompts)
-            stats.token_layers += layers
+            stats.token_layers += sum(len(c.layers) for c in chunks if c.sequence.output)
         pages = (
             sum(self.kv.layout.pages(sequence.ran) for sequence in self._prefilling + self._decoding) - self.kv.overlap
         )

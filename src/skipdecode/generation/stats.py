@@ -121,6 +121,8 @@ class RunStats(EngineStats):
             "prefill_s": self.prompt_seconds,
             "decode_s": self.decode_seconds,
             "decode_tokens": self.fed_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "mean_layers_per_token": self.mean_layers,
             "kv_saved_share": self.kv_saved,
             "comparison": None if self.comparison is None else self.comparison.to_dict(),
@@ -173,6 +175,11 @@ def summary_lines(stats: RunStats) -> list[str]:
             f"{layers:.1f} of {stats.num_layers} layers for a token on average "
             f"({stats.num_layers / layers:.2f}x nominal); keys and values: at most "
             f"{_bytes(stats.kv_bytes_peak)}, {stats.kv_saved or 0:.0%} saved"
+        )
+    if stats.drafted_tokens:
+        lines.append(
+            f"{_counted(stats.drafted_tokens, 'draft')}, of which {stats.accepted_tokens} were accepted: "
+            f"{stats.fed_tokens / max(1, stats.fed_tokens - stats.accepted_tokens):.2f} tokens a step of a sequence"
         )
     if stats.ended_at_once:
         good = _counted(stats.rows - stats.bad_rows, "record")

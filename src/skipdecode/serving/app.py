@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
+from secrets import token_hex
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
@@ -101,7 +102,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         service.worker.check_room(1 + encoded)
         encoded += 1
         try:
-            salt = request.state.key_holder if service.limits.prefix_per_key else ""
+            limits = service.limits
+            apart = request.state.key_holder if limits.prefix_per_key else token_hex()
+            salt = "" if limits.prefix_cache and not limits.prefix_per_key else apart
             state = await in_thread(service.preprocessor.request_state, body, request.state.arrived, salt)
         finally:
             encoded -= 1

@@ -29,11 +29,12 @@ class ServerLimits(Options):
     max_body_kib: int = option("most KiB of a request", default=1024, least=1)
     prefix_cache: bool = option(
         "keep keys and values of prompts (at most 1 GiB, beyond those of running sequences), and "
-        "reuse them for prompts with the same beginning (fast engine only)",
+        "reuse them for prompts with the same beginning (fast engine only); off: drafts are not from others' answers",
         default=True,
     )
     prefix_per_key: bool = option(
-        "a prefix cache for each API key: with a shared cache, cached_tokens and the time of an answer show the holder "
+        "a prefix cache, and earlier answers for drafts, for each API key: with shared ones, cached_tokens and the "
+        "time of an answer show the holder "
         "of one key whether a prompt of another key had the same beginning",
         default=False,
     )
