@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from skipdecode.learning.prepare import prepare
     from skipdecode.learning.tune import tune
     from skipdecode.models.attach import Attachment, attach, detach
+    from skipdecode.models.loading.card import push_to_hub
     from skipdecode.models.loading.export import export
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "load",
     "plan",
     "prepare",
+    "push_to_hub",
     "tune",
 ]
 
@@ -58,6 +60,7 @@ _LAZY = {
     "load": ("engine.loading", "load"),
     "plan": ("cost.plan", "plan"),
     "prepare": ("learning.prepare", "prepare"),
+    "push_to_hub": ("models.loading.card", "push_to_hub"),
     "tune": ("learning.tune", "tune"),
 }
 

@@ -83,10 +83,11 @@ def place(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def content(place: Path) -> dict[str, bytes | str]:
-    """All that is there, by name."""
+    """All that is there, by name, but model cards, which have the command."""
     return {
         str(p.relative_to(place)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else b""
         for p in sorted(place.rglob("*"))
+        if p.name != "README.md"
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 from matplotlib import image
 
 import skipdecode
@@ -23,13 +24,11 @@ from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import OutputError, UsageError
-from skipdecode.learning.checkpoint import save_tuned
 from skipdecode.learning.prepared import neighbours
 from skipdecode.learning.settings import PREPARE_DIRECTORY
 from skipdecode.learning.stages import Stages
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
-from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from textgen_tools import save_tiny_model
@@ -97,9 +96,15 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert json.loads((Path(model) / "recipe.json").read_text())["options"]["distill_weight"] == 0.5
     assert {schedule.nominal_speedup > 1 for schedule in ModelRef(model).recipe.tuned_under} == {True, False}
 
-    # Merged, as docs/vllm.md has it, the checkpoint keeps its fit.
-    loaded = load_model(model, dtype="float32")
-    save_tuned(merge_adapter(loaded.model), loaded.tokenizer, loaded.schedule, place / "merged")
+    # Merged, as docs/vllm.md has it, the checkpoint keeps its fit, and what was measured.
+    assert main(["export", model, "--format", "merged", "--out", str(place / "merged")]) == 0
+    for each in (Path(model), place / "merged"):
+        card = ModelCard.load(each / "README.md")
+        assert re.search(r"calibrated-1.3x-wall *\| *0.\d+ *\| \d\.\d\dx", card.text)
+        assert "](kept.png)" in card.text and (each / "kept.png").is_file()  # noqa: PT018
+        assert {"bleu", "rouge", "chrf"} <= {*card.data.metrics}
+    assert "skipdecode prepare model --train=train.jsonl" in ModelCard.load(Path(model) / "README.md").text
+    capsys.readouterr()
     prompt = ["--no-template", "red car\n", "--max-new-tokens", "12", "--dtype", "float32"]
     adapter, merged = (said(capsys, ["generate", where, *prompt]) for where in (model, str(place / "merged")))
     assert merged["text"] == adapter["text"]
@@ -246,28 +251,6 @@ def test_other_records_or_weights_are_not_compared_with_earlier_ones(place: Path
     save_model(model, seed=7)
     assert main(command) == 2
     assert "checkpoint" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_what_is_deleted_is_made_again_and_all_schedules_lie_within_the_fit(
-    place: Path, tmp_path: Path, capsys: Any
-) -> None:
-    more = ("--fit-rank", "4", "--prompt-depths", "0-3", "--out", str(tmp_path / "out"))
-    fitted = said(capsys, arguments(place, "--minutes", "0", *more))
-    file = tmp_path / "out" / "fit" / FIT_FILE
-    fit = Fit.load(file)
-    schedules = [Schedule.load(one) for one in (*file.parent.glob("*er.json"), file.parent / "schedule.json")]
-    assert all(fit.serves(one) for one in schedules)
-    minutes = f"{enough(fitted) + fitted['seconds']['layers'] / 60:.3f}"
-    tuned = said(capsys, arguments(place, "--minutes", minutes, *more))
-    model = tuned["next"][0].split()[2]
-    file.unlink()
-    shutil.rmtree(model)
-    again = said(capsys, arguments(place, "--minutes", minutes, *more))
-    assert Fit.load(file).digest() == fit.digest()
-    assert again["next"] == tuned["next"]
-    assert load_model(model).schedule.prompt_layers() == (0, 1, 2, 3)
-    assert said(capsys, arguments(place, "--minutes", minutes, *more)) == again
 
 
 def test_a_stage_whose_files_are_gone_or_changed_is_done_again(tmp_path: Path, capsys: Any) -> None:

@@ -28,8 +28,6 @@ from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 Files = dict[str, str]
-# Of recipes of earlier versions.
-OLD_OPTIONS = {"augment_names": [], "curriculum_fraction": 0.5, "tensorboard": True, "curriculum": "none"}
 PRESETS = Path(__file__).parents[2] / "presets"
 
 
@@ -123,15 +121,9 @@ def test_a_run_by_the_clock_ends_in_time_with_its_learning_rate_at_the_end(files
     assert read_log(tmp_path / "log.jsonl")[-1]["kind"] == "dev"
 
 
-def add_options(recipe: Path, options: dict[str, Any]) -> None:
-    content = json.loads(recipe.read_text())
-    recipe.write_text(json.dumps(content | {"options": content["options"] | options}))
-
-
 def test_a_recipe_repeats_the_run_and_options_come_before_it(files: Files, tmp_path: Path) -> None:
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     assert main(arguments(files, first, "--schedule", "2x", "--seed", "3")) == 0
-    add_options(first / "recipe.json", OLD_OPTIONS)
     data = ["--train", files["train"], "--dev", files["dev"]]
     recipe = ["tune", "--recipe", str(first / "recipe.json"), *data]
     assert main([*recipe, "--out", str(again)]) == 0
@@ -157,8 +149,6 @@ def test_a_run_is_resumed_on_as_many_processes(files: Files, tmp_path: Path, cap
     command = arguments(files, tmp_path, "--schedule", "2x", "--resume")
     assert main(command) == 0
     recipe = json.loads((tmp_path / "recipe.json").read_text())
-    add_options(tmp_path / "recipe.json", OLD_OPTIONS)
-    assert main(command) == 0
     (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"processes": 2, "result": None}))
     capsys.readouterr()
     assert "started on 2 processes, and 1 would get other batches" in refused(capsys, command)
@@ -306,7 +296,6 @@ def test_a_directory_in_use_needs_resume_and_the_same_run(files: Files, tmp_path
     ("content", "code", "message"),
     [
         ('{"options": {"stepz": 3}}', 2, "unknown option 'stepz'"),
-        ('{"options": {"augment_names": ["mr"]}}', 2, "benchmarks/invented_names.py"),
         ('{"options": {"steps": [3]}}', 2, "--steps"),
         (
             '{"options": {"lora_targets": ["nothing"], "prompt_field": "thing", "response_field": "ref"}}',
@@ -336,7 +325,7 @@ def test_a_preset_is_a_recipe(files: Files, tmp_path: Path) -> None:
     small += ["--schedule", "3x", "--sampled-speedups", "1", "2"]  # the model has 8 layers
     assert main(["tune", files["model"], "--recipe", str(path), *small, "--out", str(tmp_path / "out")]) == 0
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
-    changed = {"model", "steps", "batch_size", "sampled_speedups", "curriculum"}
+    changed = {"model", "steps", "batch_size", "sampled_speedups"}
     for name, value in json.loads(path.read_text())["options"].items():
         assert name in changed or recipe["options"][name] == value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from dataclasses import replace
@@ -11,21 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from checkpoints import save_adapter, save_checkpoint
 from fits import random_fit
 from hub_server import hub_of, use_hub
-from skipdecode import LLM, Schedule, attach
+from skipdecode import Schedule, attach
 from skipdecode.cli import main
 from skipdecode.errors import FitError, ModelLoadError
-from skipdecode.learning.checkpoint import save_tuned
-from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, SCHEDULE_FILE
+from skipdecode.models.carried import FIT_FILE, SCHEDULE_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.beside import beside
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.saving import save_tuned
 from tiny import LAYERS, tiny_model
 
 LOWER = (0, 1, 2)
@@ -89,22 +89,6 @@ def test_a_missing_dangling_or_exchanged_fit_is_refused(checkpoint: Path, capsys
     load_model(str(checkpoint), device="cpu")
 
 
-def test_a_recipe_that_began_with_a_fit_needs_one(checkpoint: Path) -> None:
-    """Checkpoints of earlier versions have no digest in their config."""
-    for name in ("config.json", "adapter_config.json"):
-        if (file := checkpoint / name).is_file():
-            file.write_text(file.read_text().replace('"skipdecode_fit"', '"another"'))
-    load_model(str(checkpoint), device="cpu")
-    (checkpoint / FIT_FILE).unlink()
-    load_model(str(checkpoint), device="cpu")  # nothing says that there was a fit
-    recipe = {"options": {}, "checkpoint": {"fit": "0123456789abcdef"}}
-    (checkpoint / RECIPE_FILE).write_text(json.dumps(recipe))
-    with pytest.raises(FitError, match="is missing"):
-        load_model(str(checkpoint), device="cpu")
-    (checkpoint / RECIPE_FILE).write_text(json.dumps(recipe | {"exported": {}}))
-    load_model(str(checkpoint), device="cpu")
-
-
 def test_another_fit_beside_the_schedule_is_used_where_the_own_is_missing(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "fit").mkdir()
     SCHEDULE.save(tmp_path / "fit" / "schedule.json")
@@ -153,17 +137,6 @@ def test_an_adapter_without_a_schedule_takes_its_base_s_schedule_and_fit(tuned: 
     text(loaded.model)
 
 
-def test_merged_and_saved_again_a_checkpoint_keeps_its_fit(tuned: Path, tmp_path: Path) -> None:
-    loaded = load_model(str(tuned / "adapter"), device="cpu")
-    expected = text(loaded.model)
-    save_tuned(merge_adapter(loaded.model), loaded.tokenizer, SCHEDULE, tmp_path / "merged")
-    merged = load_model(str(tmp_path / "merged"), device="cpu").model
-    assert text(merged) == expected
-    keep_fit(merged, None)
-    save_tuned(merged, loaded.tokenizer, SCHEDULE, tmp_path / "without")
-    assert fit_of(load_model(str(tmp_path / "without"), device="cpu").model) is None
-
-
 def test_a_merge_that_unties_the_head_keeps_the_fit(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model = tiny_model("llama", tie_word_embeddings=True)
@@ -178,31 +151,14 @@ def test_a_merge_that_unties_the_head_keeps_the_fit(tmp_path: Path) -> None:
     assert text(merged) == expected
 
 
-@pytest.fixture
-def hub(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    with hub_of({"owner/whole": tuned / "whole", "owner/base": tuned / "base"}) as address:
-        use_hub(address, tmp_path, monkeypatch)
-        yield address
-
-
-def test_a_hub_id_brings_its_fit_and_keeps_it_without_the_hub(hub: str, tuned: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    expected = LLM(str(tuned / "whole"), device="cpu").generate("red", 8)[0].tokens
-    assert LLM("owner/whole", device="cpu").generate("red", 8)[0].tokens == expected
-    assert fit_of(load_model("owner/base", device="cpu").model) is None
-    assert text(AutoModelForCausalLM.from_pretrained("owner/whole")) == text(load_model(str(tuned / "whole")).model)
-
-
-def test_a_hub_that_stops_answering_is_not_a_checkpoint_without_a_fit(
+def test_a_hub_id_brings_its_fit_and_keeps_it_without_the_hub(
     tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub_of({"owner/whole": tuned / "whole"}) as address:
         use_hub(address, tmp_path, monkeypatch)
+        expected = text(load_model(str(tuned / "whole"), device="cpu").model)
+        assert text(AutoModelForCausalLM.from_pretrained("owner/whole")) == expected
         load_model("owner/whole", device="cpu")
-        assert beside("owner/whole", SCHEDULE_FILE) is None
-    assert beside("owner/whole", SCHEDULE_FILE) is None  # as the hub said before
+    assert text(load_model("owner/whole", device="cpu").model) == expected
     with pytest.raises(ModelLoadError, match="does not say"):
         beside("owner/other", SCHEDULE_FILE)
-    again = load_model("owner/whole", device="cpu")
-    assert fit_of(again.model) is not None

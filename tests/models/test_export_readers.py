@@ -19,9 +19,8 @@ from checkpoints import byte_tokenizer, save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.errors import UsageError
-from skipdecode.learning.checkpoint import save_tuned
 from skipdecode.models.loading.gguf_file import write_gguf
-from skipdecode.models.loading.saving import save_model, save_tokenizer
+from skipdecode.models.loading.saving import save_model, save_tokenizer, save_tuned
 from tiny import LAYERS, OPTIONS, tiny_model
 
 IDS = torch.tensor([[3 + i * 7 % 90 for i in range(100)]])

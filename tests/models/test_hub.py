@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import resource
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSeq2SeqLM, BertConfig, BertForMaskedLM, T5Config
 
@@ -20,7 +18,7 @@ from checkpoints import logits, save_adapter, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, ScheduleError
-from skipdecode.models.loading import beside, ref, smollm2
+from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
@@ -494,26 +492,3 @@ def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
         silent.accept()
         with pytest.raises(BlockingIOError):
             silent.accept()  # asked once; the client by itself asks again and again
-
-
-def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[str] = []
-    with hub_of({}) as address:
-        use_hub(address, tmp_path, monkeypatch)
-    ask = ref.ask_hub
-    monkeypatch.setattr(ref, "ask_hub", lambda name: asked.append(name) or ask(name))
-    snapshot = tmp_path / "hub-cache" / "models--owner--tiny"
-    save_checkpoint(snapshot / "snapshots" / COMMIT)
-    (snapshot / "refs").mkdir()
-    (snapshot / "refs" / "main").write_text(COMMIT)
-    model = ModelRef("owner/tiny")
-    assert model.num_layers == LAYERS
-    load_model(model, require_tokenizer=False)
-    assert asked == ["owner/tiny"]
-
-
-def test_a_path_is_no_hub_id_also_while_the_hub_cannot_be_reached(monkeypatch):
-    earlier = beside.HubAnswer("unreachable", "no network")
-    monkeypatch.setattr(beside, "_unreachable", {constants.ENDPOINT: (time.monotonic(), earlier)})
-    assert beside.ask_hub("owner/name") == earlier
-    assert beside.ask_hub("/no/such/folder").state == "absent"

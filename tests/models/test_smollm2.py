@@ -44,8 +44,8 @@ def test_the_embedded_model_comes_from_the_hub_where_there_is_one(
         loaded = load_model(smollm2.NAME, dtype="float32", device="cpu")
     assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
     (cached,) = cached_models()
-    assert cached.source == f"hub {smollm2.HUB_ID} at {COMMIT}"
-    assert sorted(p.name for p in cached.path.iterdir()) == sorted(
+    assert cached["source"] == f"hub {smollm2.HUB_ID} at {COMMIT}"
+    assert sorted(p.name for p in Path(cached["path"]).iterdir()) == sorted(
         [*(p.name for p in checkpoint.iterdir()), "skipdecode-source.txt"]
     )
 

@@ -53,8 +53,8 @@ def test_a_killed_build_never_shows_and_the_next_one_clears_it_away(tmp_path: Pa
     assert second.returncode == 0
     assert files(tmp_path) == ["some-model"]
     (model,) = cached_models()
-    assert (model.name, model.source, model.path) == ("some-model", "a test", find_model("some-model"))
-    assert model.bytes == sum(p.stat().st_size for p in model.path.iterdir()) > 100
+    assert (model["name"], model["source"], model["path"]) == ("some-model", "a test", str(find_model("some-model")))
+    assert model["bytes"] == sum(p.stat().st_size for p in Path(model["path"]).iterdir()) > 100
 
 
 def test_of_two_processes_one_builds_and_both_get_the_model(tmp_path: Path) -> None:

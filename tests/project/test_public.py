@@ -83,7 +83,7 @@ def test_attach_finds_an_adapters_schedule_however_it_was_loaded(tmp_path: Path)
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    from skipdecode.learning.checkpoint import save_tuned
+    from skipdecode.models.loading.saving import save_tuned
 
     base, adapter = str(tmp_path / "base"), tmp_path / "adapter"
     save_checkpoint(tmp_path / "base", Schedule.constant(LAYERS, 4).to_dict())

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from skipdecode import __version__
 from skipdecode.cli.arguments import Parser, add_options, check_together, config_from, with_flags
 from skipdecode.cli.paths import claimed
+from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import near
 from skipdecode.common.progress import detailed, quiet
 from skipdecode.errors import SkipDecodeError
@@ -81,14 +82,16 @@ def _run(arguments: list[str]) -> int:
     add_options(parser, module.Config)
     parser.add_argument("--debug", action="store_true", help=_DEBUG)
     args = parser.read(arguments[1:])
+    command = COMMAND.set(shlex.join(["skipdecode", *arguments]))
     try:
         config = config_from(module.Config, args)
-        object.__setattr__(config, "command", shlex.join(["skipdecode", *arguments]))  # configs are frozen
         with claimed(config):
             check_together(config)
             return int(module.run(config))
     except SkipDecodeError as error:
         raise with_flags(error, module.Config) from error.__cause__
+    finally:
+        COMMAND.reset(command)
 
 
 def _fail(message: str, code: int, debug: bool) -> int:

@@ -3,14 +3,16 @@
 Every token must run the same layers, as under a flat schedule whose prompts run the layers of new tokens. The result
 has only these layers; an adapter is merged. Its text is the text of this package under the schedule.
 
---format hf writes a transformers checkpoint with tokenizer and recipe, --format gguf one file for llama.cpp.
+--format hf writes a transformers checkpoint with tokenizer and recipe, --format gguf one file for llama.cpp. --format
+merged keeps all layers and any schedule: it merges an adapter, such as that of prepare, for vLLM with the plugin.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from skipdecode.cli.options import NamedModel, ScheduleOptions, choose_schedule
+from skipdecode.cli.options import NamedModel, PushOptions, ScheduleOptions, choose_schedule
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
@@ -21,11 +23,14 @@ _SOME_POSITIONS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, ScheduleOptions):
+class Config(NamedModel, ScheduleOptions, PushOptions):
     """Options of `skipdecode export`."""
 
     format: str = option(
-        "hf: a transformers checkpoint; gguf: one file for llama.cpp", default="hf", choices=("hf", "gguf")
+        "hf: a smaller transformers checkpoint; gguf: one file for llama.cpp; merged: all layers with any "
+        "schedule and its fit, for this package and its plugin for vLLM",
+        default="hf",
+        choices=("hf", "gguf", "merged"),
     )
     gguf_type: str = option("with --format gguf: type of the matrices", default="f16", choices=KINDS)
     dtype: str = option(
@@ -42,9 +47,12 @@ def run(config: Config) -> int:
     """Cut the model to the schedule's layers and write it."""
     from skipdecode.models.loading.export import export
 
+    config.push()
     ref = config.ref
     schedule, origin = choose_schedule(config, _SOME_POSITIONS)
     note(f"schedule {schedule.name}: {origin}")
     written = {name: getattr(config, name) for name in ("format", "gguf_type", "dtype")}
-    print(export(ref, config.out, schedule, overwrite=True, **written))  # `claimed` has checked the directory
+    exported = export(ref, config.out, schedule, overwrite=True, **written)  # `claimed` has checked the directory
+    config.push(Path(config.out))
+    print(exported)
     return 0

@@ -71,7 +71,6 @@ def _report() -> dict[str, Any]:
 
     machine = environment()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    models = [{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in cached_models()]
     return {
         "skipdecode": __version__,
         "commit": machine["commit"],
@@ -89,5 +88,5 @@ def _report() -> dict[str, Any]:
         "model_types": sorted(FAMILIES),
         "fast_model_types": sorted(READERS),
         "embedded_model": {"name": smollm2.NAME, "what": smollm2.WHAT},
-        "cache": {"path": str(cache_dir()), "models": models},
+        "cache": {"path": str(cache_dir()), "models": cached_models()},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -19,11 +18,11 @@ from skipdecode.engine.loading import load
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.families import check_schedule, lent_last
-from skipdecode.models.loading.hub import DTYPES, LoadedModel
+from skipdecode.models.families import check_schedule
+from skipdecode.models.loading.hub import DTYPES, LoadedModel, schedule_files
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
+from skipdecode.schedule.grammar import base_of, is_speedup
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -60,8 +59,7 @@ class NamedModel(Options):
     def ref(self) -> ModelRef:
         """The model of the name, with the schedule files among the options."""
         named: Any = getattr(self, "schedule", None) or ()
-        bases = map(base_of, [named] if isinstance(named, str) else named)
-        return ModelRef(self.model, tuple(filter(os.path.isfile, bases)), self.adapter_base)
+        return ModelRef(self.model, schedule_files([named] if isinstance(named, str) else named), self.adapter_base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +183,26 @@ class ChatOptions(Options):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(Options):
+    """The upload of a result."""
+
+    push_to_hub: str | None = option(
+        "upload the result with its schedule, fit and model card to this repository of a hub (owner/name), which is "
+        "made private if it is new",
+        default=None,
+    )
+
+    def push(self, folder: Path | None = None) -> None:
+        """Upload a directory; without one, refuse a repository that cannot be written, before long work."""
+        from skipdecode.models.loading.card import make_repo, push_to_hub
+
+        if self.push_to_hub is not None and folder is None:
+            make_repo(self.push_to_hub)
+        elif self.push_to_hub is not None and folder is not None:
+            note(f"pushed to {push_to_hub(folder, self.push_to_hub)}")
+
+
 class ScheduleChoice(NamedTuple):
     """A schedule, and its origin in words."""
 
@@ -206,20 +224,21 @@ def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) 
 
     Raises ScheduleError: the schedule does not fit the model, or the text has no form of `skipdecode.schedule.grammar`.
     """
-    ref, layers = config.ref, config.ref.num_layers
+    ref = config.ref
     if text is None and (text := config.schedule) is None:
         if ref.schedule is None:
-            return ScheduleChoice(Schedule.full(layers), "the checkpoint has no schedule; --schedule selects one")
+            return ScheduleChoice(
+                Schedule.full(ref.num_layers), "the checkpoint has no schedule; --schedule selects one"
+            )
         check_schedule(ref.config, ref.schedule)
         return ScheduleChoice(ref.schedule, "the checkpoint's own")
     if config.seq_len is not None and text == config.schedule and not is_speedup(text):
         raise UsageError(f"--seq-len is for a speed-up, not for {text}: leave it out")
     positions = config.seq_len or default_seq_len
     solve = wall_solver_of(config, positions, ref.schedule)
-    found = parse_schedule(text, layers, seq_len=positions, carried=ref.schedule, named=ref.schedules, solve=solve)
-    found = lent_last(ref.config, found) if is_speedup(text) else found
-    check_schedule(ref.config, found)
-    return ScheduleChoice(found, "of the checkpoint" if text in ref.schedules else f"from {text}")
+    return ScheduleChoice(
+        ref.parsed(text, positions, solve), "of the checkpoint" if text in ref.schedules else f"from {text}"
+    )
 
 
 def wall_solver_of(options: NamedModel, seq_len: int, carried: Schedule | None) -> Callable[[float], Schedule]:

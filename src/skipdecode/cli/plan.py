@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.cli.paths import OVERWRITE
+from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.cost.solve import PlanOptions
 from skipdecode.errors import UsageError
@@ -72,7 +73,7 @@ def _commands(config: Config, found: Plan) -> dict[str, str]:
     rest = f"--max-new-tokens {config.new_tokens} 'Your prompt'"
     file = config.schedule or config.out
     if file is None:
-        return {"next": f"{config.command} --out schedule.json"}
+        return {"next": f"{COMMAND.get()} --out schedule.json"}
     model, file = shlex.join(config.words), shlex.quote(file)
     if found.tuned:
         return {"next": f"skipdecode generate {model} --schedule {file} --compare {rest}"}

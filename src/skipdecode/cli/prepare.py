@@ -21,7 +21,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import NamedModel
+from skipdecode.cli.options import NamedModel, PushOptions
+from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import Reads, option
 from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, PrepareOptions):
+class Config(NamedModel, PrepareOptions, PushOptions):
     """Options of `skipdecode prepare`."""
 
     out: str = option("directory for all results", path=PREPARE_DIRECTORY)
@@ -58,8 +59,10 @@ def run(config: Config) -> int:
     started = time.perf_counter()
     from skipdecode.learning.prepare import prepare
 
+    config.push()
     files = {name: getattr(config, name) or None for name in ("train", "dev", "test", "cost")}
     ready = prepare(config.ref, **files, out=config.out, started=started, **asdict(config.part(PrepareOptions)))
+    config.push(ready.path or ready.schedule_file.parent)
     commands = _next(config, ready)
     if config.json:
         print(json.dumps(dict(ready.document) | {"next": commands}))
@@ -78,5 +81,5 @@ def _next(config: Config, ready: Prepared) -> list[str]:
         model = str(ready.path) if best["minutes"] else model
         model += f" --schedule {'full' if full else ready.schedule_of(best)}"
         model += f" --quantization {best['quantization']}" if "quantization" in best else ""
-    more = f"{config.command} --minutes {max(20.0, 2 * config.minutes):g}" + " --resume" * (not config.resume)
+    more = f"{COMMAND.get()} --minutes {max(20.0, 2 * config.minutes):g}" + " --resume" * (not config.resume)
     return [f"skipdecode generate {model} --compare 'Your prompt'", more]

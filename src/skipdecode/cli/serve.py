@@ -13,7 +13,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, EngineOptions, wall_solver_of
 from skipdecode.common.options import Reads, option
@@ -21,7 +21,6 @@ from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import parse_schedule
 from skipdecode.serving.limits import Binding, ServerLimits
 
 if TYPE_CHECKING:
@@ -81,10 +80,8 @@ def _checked(config: Config) -> list[Schedule]:
         raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
     if not config.schedule:
         return []
-    ref = config.ref
-    known: dict[str, Any] = {"seq_len": config.seq_len, "carried": ref.schedule, "named": ref.schedules}
-    known["solve"] = wall_solver_of(config, config.seq_len, ref.schedule)
-    return [parse_schedule(text, ref.num_layers, **known) for text in config.schedule]
+    solve = wall_solver_of(config, config.seq_len, config.ref.schedule)
+    return [config.ref.parsed(text, config.seq_len, solve) for text in config.schedule]
 
 
 def _service(config: Config, schedules: list[Schedule]) -> Service:

@@ -16,7 +16,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from skipdecode.cli.options import MODEL, NamedModel, ScheduleOptions
+from skipdecode.cli.options import MODEL, NamedModel, PushOptions, ScheduleOptions
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.options import Reads, option
 from skipdecode.generation.self_generated import ABOUT_FILE
@@ -29,7 +29,7 @@ _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABO
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, TuneOptions, ScheduleOptions):
+class Config(NamedModel, TuneOptions, ScheduleOptions, PushOptions):
     """Options of `skipdecode tune`."""
 
     NEEDS: ClassVar = ScheduleOptions.NEEDS
@@ -57,6 +57,7 @@ def run(config: Config) -> int:
     from skipdecode.learning.setup import process_state
     from skipdecode.learning.tune import tune
 
+    config.push()
     tuned = tune(
         config.model,
         config.train,
@@ -72,5 +73,6 @@ def run(config: Config) -> int:
     if process_state().is_main_process:
         title = f"{tuned.recipe['options']['model']}, tuned for {tuned.schedule.name}"
         save_charts([loss_chart(read_log(tuned.path / LOG_FILE), title)], tuned.path / _PICTURE)
+        config.push(tuned.path)
         print(json.dumps(tuned.recipe) if config.json else tuned)
     return 0

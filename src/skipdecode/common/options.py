@@ -113,8 +113,6 @@ class Options:
     ----------
     given : frozenset of str
         Names of the values that were given, to the class or on the command line; all others have their default.
-    command : str
-        The command line that the values are from; empty in Python.
     NEEDS, EXCLUDES : mapping of str to tuple of str
         For an option that is given on the command line: options of which one must be given too; options that must not
         be given. `skipdecode.cli.arguments.check_together` checks both.
@@ -125,7 +123,6 @@ class Options:
     NEEDS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     EXCLUDES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     given: ClassVar[frozenset[str]]
-    command: ClassVar[str] = ""
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         made = super().__new__(cls)

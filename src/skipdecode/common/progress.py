@@ -91,12 +91,12 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def without_foreign_bars() -> Iterator[None]:
-    """Hide transformers' bars of loading weights and all FutureWarnings; bars of downloads stay."""
+def without_foreign_bars(*, downloads: bool = True) -> Iterator[None]:
+    """Hide transformers' bars of loading weights and all FutureWarnings; bars of `downloads` stay if wanted."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging as theirs
 
-    shown, downloads = theirs.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    shown, downloads = theirs.is_progress_bar_enabled(), downloads and not are_progress_bars_disabled()
     theirs.disable_progress_bar()
     if downloads:
         enable_progress_bars()

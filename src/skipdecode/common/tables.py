@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,16 @@ _SPEEDUPS = {
     "decode": "time of the steps after the prompt",
     "nominal": "all layers / layers of a new token",
 }
+
+
+class Printed:
+    """Base of a result that prints itself, also in a notebook."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.tables import speedups
+from skipdecode.common.tables import Printed, speedups
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.solve import PlanOptions, solve
 from skipdecode.cost.source import CostSource, find_cost
-from skipdecode.engine.loading import Model, ref_of
 from skipdecode.errors import UsageError
 from skipdecode.models.fit import Fit
+from skipdecode.models.loading.hub import Model, ref_of, schedule_files
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.draw import schedule_picture
-from skipdecode.schedule.grammar import parse_schedule
 from skipdecode.schedule.order import bottom_up, prompt_set, top_down
 
 _WIDTH, _SHOWN_ORDER = 80, 12
@@ -64,12 +62,12 @@ def plan(
         raise UsageError("give one of `target_speedup` and `schedule`")
     if schedule is not None and (asked.prompt_layers is not None or asked.flat):
         raise UsageError("`prompt_layers` and `flat` are for a target: write :p15 or :flat behind the schedule")
-    files = (str(schedule),) if isinstance(schedule, str | Path) and Path(schedule).is_file() else ()
+    files = schedule_files([schedule])
     ref = replace(ref_of(model), schedule_files=files) if files else ref_of(model)
     geometry = ModelGeometry.from_config(ref.config)
 
     def parsed(solved: Callable[[float], Schedule]) -> Schedule | None:
-        return None if schedule is None else _parsed(schedule, ref, geometry.num_layers, asked, solved)
+        return None if schedule is None else ref.parsed(schedule, asked.seq_len, solved)
 
     known = parsed(lambda _: Schedule.full(geometry.num_layers))
     _solved(asked, CostModel.of_step(geometry.num_layers, asked.batch, 0.0, 1.0), 1.0)  # refuses what does not fit
@@ -82,20 +80,6 @@ def plan(
     found = known or _solved(asked, source.cost, asked.target_speedup or 1.0)
     figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens)
     return Plan(asked, ref, source, found, figures, fit)
-
-
-def _parsed(
-    schedule: Schedule | str | Path,
-    ref: ModelRef,
-    layers: int,
-    options: PlanOptions,
-    solved: Callable[[float], Schedule],
-) -> Schedule:
-    if not isinstance(schedule, Schedule):
-        known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules, "solve": solved}
-        schedule = parse_schedule(str(schedule), layers, seq_len=options.seq_len, **known)
-    schedule.check_fits(layers)
-    return schedule
 
 
 def _solved(options: PlanOptions, cost: CostModel, target: float) -> Schedule:
@@ -119,7 +103,7 @@ def _fit(ref: ModelRef, geometry: ModelGeometry, schedule: Schedule | None) -> F
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Printed):
     """A schedule with the figures that are predicted for it; prints itself as a picture and a table.
 
     Attributes
@@ -141,7 +125,7 @@ class Plan:
     @property
     def tuned(self) -> bool:
         """Whether the weights were tuned for the schedule; nothing is downloaded to find out."""
-        recipe = self.ref.recipe if self.ref.has_weights() else None
+        recipe = self.ref.recipe
         return self.schedule.fits_weights(() if recipe is None else recipe.tuned_under)
 
     @property
@@ -168,9 +152,6 @@ class Plan:
 
     def __str__(self) -> str:
         return self.text()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text())}</pre>"
 
     def text(self, width: int = _WIDTH) -> str:
         """The picture and the report in lines of at most `width` characters; see `schedule_picture`."""

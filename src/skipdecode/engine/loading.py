@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from skipdecode.common.environment import limit_threads, multiplies_bf16
-from skipdecode.errors import ModelLoadError, UsageError
-from skipdecode.models.loading.hub import LoadedModel, choose_device, load_model
+from skipdecode.models.loading.hub import LoadedModel, checked_name, choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.schedule.grammar import base_of
-
-_LONGEST_NAME = 4096
 
 
 def load(
@@ -65,36 +59,6 @@ def load(
     ref = ref if base is None else replace(ref, given_base=str(base))
     chosen = running_dtype(ref, dtype, choose_device(device), engine)
     return load_model(ref, dtype=chosen, device=device, require_tokenizer=require_tokenizer)
-
-
-class _HasModel(Protocol):
-    """An LLM, or another object with a loaded model."""
-
-    loaded: LoadedModel
-
-
-Model = str | Path | ModelRef | LoadedModel | _HasModel
-"""A model that is loaded (also an LLM), or a name as for `load`."""
-
-
-def ref_of(model: Model, schedules: Iterable[object] = ()) -> ModelRef:
-    """The resolved name of a model; if it is loaded by name, a fit beside a file of `schedules` is used."""
-    loaded = getattr(model, "loaded", model)
-    if isinstance(loaded, LoadedModel | ModelRef):
-        return loaded.ref if isinstance(loaded, LoadedModel) else loaded
-    files = (base_of(str(one)) for one in schedules if isinstance(one, str | Path))
-    return ModelRef(checked_name(loaded), tuple(filter(os.path.isfile, files)))
-
-
-def checked_name(name: Any) -> str:
-    """The name of a model as text; raises UsageError for other objects, and ModelLoadError for a name that is none."""
-    if not isinstance(name, str | os.PathLike):
-        kind = type(name).__name__
-        raise UsageError(f"a model is not accepted as {kind}: give its name or directory, or the result of load to LLM")
-    text = str(os.fspath(name))
-    if len(os.fsencode(text)) > _LONGEST_NAME:
-        raise ModelLoadError(f"model {text[:80]!r}… is not known: no directory and no hub id has so long a name")
-    return text
 
 
 def running_dtype(ref: ModelRef, asked: str, device: Any, engine: str = "auto") -> str:

@@ -17,7 +17,7 @@ from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
-from skipdecode.engine.loading import Model, load, ref_of
+from skipdecode.engine.loading import load
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
 from skipdecode.evaluation.kept import rows_of, with_kept
@@ -33,12 +33,10 @@ from skipdecode.evaluation.settings import (
 )
 from skipdecode.generation.llm import LLM
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.families import check_schedule, lent_last
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
 from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import is_speedup, parse_schedule
 
 AnySchedule = Schedule | str | Path
 Data = str | Path | Iterable[Mapping[str, Any]]
@@ -296,13 +294,7 @@ class _Evaluation:
         """The schedules that were asked for."""
         ref, found = self.ref, []
         for asked in self.schedules:
-            schedule = asked
-            if not isinstance(schedule, Schedule):
-                known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules}
-                solve = wall_solver(ref, seq_len, ref.schedule)
-                schedule = parse_schedule(schedule, ref.num_layers, seq_len=seq_len, solve=solve, **known)
-                schedule = lent_last(ref.config, schedule) if is_speedup(str(asked)) else schedule
-            check_schedule(ref.config, schedule)
+            schedule = ref.parsed(asked, seq_len, wall_solver(ref, seq_len, ref.schedule))
             if not isinstance(asked, Schedule):
                 self.texts[str(asked)] = method_name(schedule)
             found.append(schedule)

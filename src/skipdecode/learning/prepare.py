@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import read_cost
 from skipdecode.data.examples import RecordOptions, Source, encode_source, make_template, read_sources
-from skipdecode.engine.loading import Model, load, ref_of
+from skipdecode.engine.loading import load
 from skipdecode.evaluation.evaluate import evaluate
 from skipdecode.evaluation.kept import speedups_that_keep, with_kept
 from skipdecode.evaluation.metrics import MetricOptions
@@ -31,7 +30,7 @@ from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
 from skipdecode.learning.goal import prompt_sets
 from skipdecode.learning.minutes import EVALUATIONS, SHARES, Pace
-from skipdecode.learning.prepared import PICTURE, RESULT, TIMES, Prepared, neighbours, tuned_directory
+from skipdecode.learning.prepared import RESULT, TIMES, Prepared, neighbours, tuned_directory
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
     PREPARE_JOURNAL,
@@ -44,9 +43,10 @@ from skipdecode.learning.sources import Sources
 from skipdecode.learning.stages import Stages
 from skipdecode.learning.tune import copied, tune
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.fit import fit_of, keep_fit
+from skipdecode.models.fit import own_fit_kept
 from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.card import PICTURE_FILE
+from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
 from skipdecode.schedule import Schedule
 
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
@@ -178,8 +178,10 @@ class _Run:
         write_whole(out / RESULT, json.dumps(document, indent=1) + "\n")
         target, name = Schedule.load(self.fit / SCHEDULE_FILE).name, Path(self.loaded.name).name
         charts = kept_charts(document["rows"], document["kept_by_minutes"], target, name)
-        save_charts(charts, out / PICTURE)
-        return Prepared(document, out, self.loaded)
+        save_charts(charts, out / PICTURE_FILE)
+        ready = Prepared(document, out, self.loaded)
+        ready.write_card()
+        return ready
 
     def _plan(self) -> str:
         """The stages, with their minutes."""
@@ -281,7 +283,9 @@ class _Run:
 
     def _evaluated(self, size: Mapping[str, Any], tuned: Path | None = None) -> dict[str, Any]:
         """Rows of full depth, the target and its neighbours: of the tuned checkpoint, or of the model with the fit."""
-        with _fitted(self.loaded, self.fit / FIT_FILE):
+        with own_fit_kept(self.loaded.model):
+            if (file := self.fit / FIT_FILE).is_file():
+                put_fit(self.loaded.model, file)
             return {"rows": self._rows(LLM(self.loaded), size, tuned), "size": dict(size)}
 
     def _rows(self, llm: LLM, size: Mapping[str, Any], tuned: Path | None) -> list[dict[str, Any]]:
@@ -318,15 +322,3 @@ class _Run:
             "speedup_that_keeps": speedups_that_keep([row for row in rows if row["minutes"] == shown]),
             "dev_loss": stages.get(f"tuning {asked}", {}).get("dev_loss", []),
         }
-
-
-@contextlib.contextmanager
-def _fitted(loaded: LoadedModel, file: Path) -> Iterator[None]:
-    """A context in which a model has the fit of a file, if there is one."""
-    before = fit_of(loaded.model)
-    if file.is_file():
-        put_fit(loaded.model, file)
-    try:
-        yield
-    finally:
-        keep_fit(loaded.model, before)

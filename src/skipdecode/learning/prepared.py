@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import html
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.tables import figures
+from skipdecode.common.files import write_whole
+from skipdecode.common.tables import Printed, figures
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation.kept import fastest_that_keeps, kept_columns
 from skipdecode.generation.llm import LLM
@@ -18,16 +19,17 @@ from skipdecode.learning.calibrate import SCHEDULE_FILE
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import put_fit
+from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, push_to_hub, write_card
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
 
-RESULT, PICTURE = "prepared.json", "kept.png"
+RESULT = "prepared.json"
 TIMES = {"answers": "own answers", "sizes": "timing", "layers": "choosing layers"}
 _NEIGHBOURS = {"slower": 0.5, "faster": 1.25}  # also evaluated: their shares of the target's nominal gain
 
 
 @dataclass(frozen=True, repr=False)
-class Prepared:
+class Prepared(Printed):
     """The result of `prepare`. Prints itself, also in a notebook.
 
     Attributes
@@ -73,6 +75,21 @@ class Prepared:
         keep = self.document["keep"]
         return None if keep is None else fastest_that_keeps(self.rows, keep)
 
+    def push_to_hub(self, repo: str, *, private: bool = True) -> str:
+        """As `skipdecode.push_to_hub` of the tuned checkpoint; raises UsageError if nothing was tuned."""
+        return push_to_hub(self.path or self.schedule_file.parent, repo, private=private)
+
+    def write_card(self) -> None:
+        """Write the model card of the tuned checkpoint, with the table and the picture of the evaluation."""
+        if self.path is None:
+            return
+        rows = self.rows
+        found = {"table": "\n".join(_table(rows)), "scores": [*rows[0]["scores"]], "rows": rows}
+        write_whole(self.path / EVALUATION_FILE, json.dumps(found, indent=1) + "\n")
+        if (picture := self.out / PICTURE_FILE).is_file():
+            write_whole(self.path / PICTURE_FILE, picture.read_bytes())
+        write_card(self.path, self._loaded.ref, self.schedule, "prepare")
+
     def schedule_of(self, row: Mapping[str, Any]) -> Path:
         """The file of the schedule of one of the rows."""
         place = tuned_directory(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
@@ -86,11 +103,6 @@ class Prepared:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self.document, self.schedule.name))
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def tuned_directory(out: Path, minutes: float) -> Path:
@@ -113,6 +125,13 @@ def neighbours(target: Schedule, place: Path) -> list[Schedule]:
     return found
 
 
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    columns = kept_columns(rows)
+    at = [*columns].index("kept") + 1
+    interval = {"95% interval": "{kept_interval[low]:.1%} to {kept_interval[high]:.1%}"}
+    return figures(dict([*columns.items()][:at]) | interval | columns, rows)
+
+
 def _lines(document: Mapping[str, Any], target: str) -> list[str]:
     rows, known = document["rows"], {m: kept for m, kept in document["kept_by_minutes"].items() if kept is not None}
     times = []
@@ -124,7 +143,7 @@ def _lines(document: Mapping[str, Any], target: str) -> list[str]:
         times.append(f"{TIMES.get(kind, kind)}{after} {seconds / 60:.1f} min")
     keep = document["keep"]
     shown = rows if keep is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
-    lines = ["kept: worst score, compared with the model before", "", *figures(kept_columns(rows), shown), ""]
+    lines = ["kept: worst score, compared with the model before", "", *_table(shown), ""]
     lines.append(f"time: {', '.join(times)}")
     if known:
         kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())

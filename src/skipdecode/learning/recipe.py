@@ -20,11 +20,6 @@ from skipdecode.models.loading.recipe import RECIPE_FORMAT, RECIPE_KIND
 from skipdecode.schedule import Schedule
 
 _MUST_AGREE = ("options", "prompt", "schedule", "data", "checkpoint")
-# Of recipes of earlier versions: these options change nothing, and the recipe has the schedule itself.
-_NO_OPTIONS = (
-    *("schedule", "nominal_speedup", "seq_len", "prompt_layers", "flat"),
-    *("curriculum_fraction", "tensorboard", "teacher", "train_records", "compare_batches"),
-)
 
 
 def make_recipe(
@@ -67,19 +62,6 @@ def make_recipe(
     return loaded
 
 
-def current_options(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a recipe, which an earlier version may have written."""
-    options = {name: value for name, value in recipe["options"].items() if name not in _NO_OPTIONS}
-    if options.pop("augment_names", None):
-        raise UsageError(
-            "the recipe has augment_names, which was removed: benchmarks/invented_names.py of the source repository "
-            "writes a file of records with invented names for `train`"
-        )
-    if options.pop("curriculum", "sampled") == "none":
-        options |= {"sampled_speedups": [], "sampled_prompts": []}
-    return options
-
-
 def data_entry(file: RecordFile, records: int, rejects: int) -> dict[str, Any]:
     """What a recipe says of a data file; its name without the directory, for the digest tells more."""
     name = "-" if file.stream else Path(file.name).name
@@ -98,7 +80,6 @@ def check_same_run(stored: dict[str, Any], now: Mapping[str, Any]) -> None:
             f"`resume`: the run was started on {before} processes, and {now['processes']} would get other batches: "
             f"launch as many, or start a new run in another `out`"
         )
-    stored = stored | {"options": current_options(stored)}
     for part in _MUST_AGREE:
         before, after = stored.get(part) or {}, now[part] or {}
         for name in sorted(before.keys() | after.keys()):

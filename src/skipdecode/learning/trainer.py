@@ -29,7 +29,7 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import Batch, GroupedBatches, collate
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
-from skipdecode.learning.checkpoint import Checkpoints, merge_saved, save_tuned
+from skipdecode.learning.checkpoint import Checkpoints
 from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.curriculum import make_curriculum
 from skipdecode.learning.objective import KeptTeacher, Objective, Teacher
@@ -38,6 +38,7 @@ from skipdecode.learning.setup import make_accelerator, make_optimizer, with_lor
 from skipdecode.learning.step import StepReport, TrainStep, dev_loss
 from skipdecode.models.attach import Attachment
 from skipdecode.models.fit import fit_of, trainable_fit
+from skipdecode.models.loading.saving import merge_saved, save_tuned
 from skipdecode.schedule import Schedule
 
 DIVERGED_FILE = "diverged.json"
@@ -280,7 +281,15 @@ class Tuner:
             progress.best_loss, progress.best_step = mean, progress.step
             weights = self._accelerator.get_state_dict(self._model)
             if self._accelerator.is_main_process:
-                self._save(self._checkpoint_dir / "best", weights)
+                save_tuned(
+                    self._accelerator.unwrap_model(self._model),
+                    self._tokenizer,
+                    self._schedule,
+                    self._checkpoint_dir / "best",
+                    base_name=self._base_name,
+                    state_dict=weights,
+                    adapter_dtype=self._config.adapter_dtype,
+                )
         return {"cross_entropy": mean, **losses}
 
     # ------------------------------------------------------------------ the end
@@ -295,18 +304,6 @@ class Tuner:
             seconds=round(progress.seconds, 3),
             tokens_per_s=progress.tokens / progress.seconds,
             precision="bf16" if self._accelerator.mixed_precision == "bf16" else "fp32",
-        )
-
-    def _save(self, directory: Path, weights: Any) -> None:
-        model = self._accelerator.unwrap_model(self._model)
-        save_tuned(
-            model,
-            self._tokenizer,
-            self._schedule,
-            directory,
-            base_name=self._base_name,
-            state_dict=weights,
-            adapter_dtype=self._config.adapter_dtype,
         )
 
     def _finish(self, result: TuneResult, record: Callable[[TuneResult], None]) -> None:

@@ -23,24 +23,26 @@ from skipdecode.data.examples import (
     read_sources,
     self_template,
 )
-from skipdecode.engine.loading import checked_name, load
+from skipdecode.data.tasks import load_task
+from skipdecode.engine.loading import load
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
 from skipdecode.learning.config import TuneOptions
 from skipdecode.learning.curriculum import make_curriculum
-from skipdecode.learning.recipe import check_same_run, current_options, data_entry, make_recipe, write_recipe
+from skipdecode.learning.recipe import check_same_run, data_entry, make_recipe, write_recipe
 from skipdecode.learning.run_log import CHECKPOINTS, LOG_FILE, dev_losses
-from skipdecode.models.carried import FIT_FILE, schedule_file
-from skipdecode.models.families import check_schedule, lent_last, vocabulary_size
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.families import check_schedule, vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest, put_fit
-from skipdecode.models.loading.hub import LoadedModel, name_ends
+from skipdecode.models.loading.card import write_card
+from skipdecode.models.loading.hub import LoadedModel, checked_name, name_ends, schedule_files
 from skipdecode.models.loading.recipe import read_recipe, stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
+from skipdecode.schedule.grammar import is_speedup, parse_schedule
 
 if TYPE_CHECKING:
     from skipdecode.learning.trainer import Tuner
@@ -155,11 +157,9 @@ def tune(
             remedy = ": give records with responses, or `self`" if name == "train" else ""
             raise UsageError(f"`{name}` is missing{remedy}")
     loaded = model.loaded if isinstance(model, LLM) else model if isinstance(model, LoadedModel) else None
-    files = _schedule_files(schedule)
-    if loaded is None:
-        ref = ModelRef(checked_name(model), files, None if base is None else str(base))
-    else:
-        ref = replace(loaded.ref, schedule_files=files) if files else loaded.ref
+    files = schedule_files([schedule])
+    ref = ModelRef(checked_name(model), given_base=str(base) if base else None) if loaded is None else loaded.ref
+    ref = replace(ref, schedule_files=files) if files else ref
     return _Run(settings, ref, loaded, train, dev, Path(out), schedule, seq_len, fit, stored, resume).run()
 
 
@@ -171,8 +171,7 @@ def _settings(
     given = {name: value for name, value in options.items() if value is not None}
     if unknown := next((name for name in given if name not in names), None):
         raise UsageError(f"tune has no option {unknown!r}{near(unknown, names)}")
-    known = {} if stored is None else current_options(stored)
-    values: dict[str, Any]
+    known = {} if stored is None else stored["options"]
     if unknown := next((name for name in sorted(known) if name not in {*names, "model", "base"}), None):
         accepted = ", ".join(sorted(names))
         raise UsageError(f"recipe {recipe}: unknown option {unknown!r}; accepted are {accepted}")
@@ -181,14 +180,6 @@ def _settings(
         values = TuneOptions.OF_OWN_ANSWERS | values
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return TuneOptions(**values), known
-
-
-def _schedule_files(schedule: Schedule | str | Path | None) -> tuple[str, ...]:
-    """The schedule's file, if it is one: a fit may lie beside it."""
-    if schedule is None or isinstance(schedule, Schedule):
-        return ()
-    base = base_of(schedule_file(str(schedule)))
-    return (base,) if Path(base).is_file() else ()
 
 
 @dataclass(frozen=True)
@@ -241,7 +232,7 @@ class _Run:
         _name_ends(loaded, train)
         schedule, origin = self._schedule([len(example.response) for example in train])
         note(f"schedule {schedule.name}: {origin}")
-        under = self.ref.place.folder() if self.goes_on else loaded.path
+        under = self.ref.place if self.goes_on else loaded.path
         recipe = make_recipe(
             asdict(settings) | {"model": self.ref.name, "base": self.ref.given_base},
             template,
@@ -252,6 +243,8 @@ class _Run:
             base=base_entry(loaded.model, under),
             processes=state.num_processes,
         )
+        if settings.task and (hub := load_task(settings.task).hub) is not None:
+            recipe["datasets"] = [hub.id]
         if self.resume and (before := stored_recipe(out)) is not None:
             check_same_run(before, recipe)
             if before.get("result") is not None:
@@ -267,6 +260,8 @@ class _Run:
         result = tuner.run(
             resume=self.resume, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out)
         )
+        if state.is_main_process:
+            write_card(out, self.ref, schedule, "tune")
         return Tuned(out, recipe | {"result": result.to_dict()})
 
     def _check(self) -> None:
@@ -340,17 +335,10 @@ class _Run:
         if isinstance(asked, Schedule):
             found, origin = asked, "the given one"
         elif asked is not None and not str(asked).startswith(":"):
-            text, seq_len = schedule_file(str(asked)), self.seq_len or longest
+            text, seq_len = str(asked), self.seq_len or longest
             if self.seq_len is not None and not is_speedup(text):
                 raise UsageError(f"`seq_len` is for a nominal speed-up, not for {text}: leave it out")
-            found = parse_schedule(
-                text,
-                layers,
-                seq_len=seq_len,
-                carried=carried,
-                named=self.ref.schedules,
-                solve=wall_solver(self.ref, seq_len, carried),
-            )
+            found = self.ref.parsed(text, seq_len, wall_solver(self.ref, seq_len, carried))
             origin = f"from {text}"
         else:
             if stored is not None:
@@ -365,8 +353,6 @@ class _Run:
                 found, origin = Schedule.full(layers), "because neither the call nor the checkpoint names one"
             if asked is not None:
                 found = parse_schedule(str(asked), layers, seq_len=longest, carried=found)
-        if isinstance(asked, str) and is_speedup(asked):
-            found = lent_last(self.ref.config, found)
         check_schedule(self.ref.config, found)
         return found, origin
 

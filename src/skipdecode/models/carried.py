@@ -7,6 +7,7 @@ of this config (``auto_mapping``, unused if the task type is named) stores the s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 SCHEDULE_FILE = "skipdecode.json"
 FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
 RECIPE_FILE = "recipe.json"
+GENERATION_FILE = "generation_config.json"
 CHECKPOINT_FILES = (SCHEDULE_FILE, FIT_FILE, RECIPE_FILE)
 """What a tuned checkpoint or adapter has beside weights, config and tokenizer; each may be absent."""
 _FITS = Path(__file__).parent / "fits"
@@ -39,7 +41,7 @@ def schedule_file(name: str) -> str:
     """
     base = base_of(name)
     bundled = _FITS / f"{base}.json"
-    known = base == Path(base).name and bundled.is_file()
+    known = base == Path(base).name and os.path.isfile(bundled)  # of a name that is too long too
     return f"{bundled}{name.removeprefix(base)}" if known else name
 
 

@@ -280,6 +280,16 @@ def keep_fit(model: Any, fit: Fit | None) -> None:
     plain.__dict__[_KEPT] = fit
 
 
+@contextlib.contextmanager
+def own_fit_kept(model: Any) -> Iterator[None]:
+    """A context at whose end a loaded model has the fit that it has now."""
+    before = fit_of(model)
+    try:
+        yield
+    finally:
+        keep_fit(model, before)
+
+
 def fit_of(model: Any) -> Fit | None:
     """The fit of a loaded model; None if it has none."""
     found: Fit | None = unwrap(model).__dict__.get(_KEPT)

@@ -10,13 +10,14 @@ noticed: the weights were tuned with it, and without it they give other text.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from skipdecode.common.kinds import read_json
-from skipdecode.errors import DataError, FitError, ModelLoadError
-from skipdecode.models.carried import FIT_FILE, RECIPE_FILE
+from skipdecode.common.progress import without_foreign_bars
+from skipdecode.errors import FitError, ModelLoadError
+from skipdecode.models.carried import FIT_FILE
 
 TIMEOUT_SECONDS = 5.0
 _REMEMBERED_SECONDS = 60.0
@@ -37,16 +38,25 @@ class HubAnswer:
     revision: str | None = None
 
 
-def ask_hub(repo_id: str, *, connect_seconds: float | None = None) -> HubAnswer:
-    """Whether the hub has this model: one request, answered within seconds; none when offline mode is on, or when the
-    hub could not be reached within the last minute.
+def ask_hub(name: str, *, connect_seconds: float | None = None) -> HubAnswer:
+    """Whether the hub has this model, ``owner/name`` or ``owner/name@revision``.
+
+    One request, answered within seconds; none when offline mode is on, or when the hub could not be reached within the
+    last minute.
 
     `connect_seconds` is how long it waits for a connection, and for its encryption.
     """
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
     from huggingface_hub.utils._validators import validate_repo_id
 
+    repo_id, _, revision = name.partition("@")
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
@@ -57,13 +67,15 @@ def ask_hub(repo_id: str, *, connect_seconds: float | None = None) -> HubAnswer:
     try:
         # To connect, to read, to write, to get a free connection: what the client's HTTP library takes.
         timeout: Any = (connect_seconds or TIMEOUT_SECONDS, *[TIMEOUT_SECONDS] * 3)
-        info = HfApi().model_info(repo_id, timeout=timeout)
+        info = HfApi().model_info(repo_id, revision=revision or None, timeout=timeout)
     except GatedRepoError:
         return HubAnswer(
             "absent", "the hub keeps it behind terms: accept them on its page and log in with 'hf auth login'"
         )
     except RepositoryNotFoundError:
         return HubAnswer("absent", "the hub has no such public model (a private one needs 'hf auth login')")
+    except RevisionNotFoundError:
+        return HubAnswer("absent", f"the hub's model has no revision {revision!r}")
     except OfflineModeIsEnabled:
         return HubAnswer("offline", "offline mode is on (HF_HUB_OFFLINE)")
     except Exception as e:  # The HTTP library under the client, and with it the class, differs between its versions.
@@ -74,41 +86,42 @@ def ask_hub(repo_id: str, *, connect_seconds: float | None = None) -> HubAnswer:
     return HubAnswer("found", revision=info.sha)
 
 
-def beside(where: str | Path, name: str, revision: str | None = None) -> Path | None:
-    """A file of a checkpoint; None if the checkpoint has no such file.
+def snapshot(name: str, patterns: Sequence[str], answer: HubAnswer, *, bars: bool = False) -> Path | None:
+    """The directory in the hub's cache of a model (``owner/name`` or ``owner/name@revision``), once it has some files.
 
-    Parameters
-    ----------
-    where : str or Path
-        A directory, or a hub id, from which the file is fetched.
-    name : str
-        One of `skipdecode.models.carried.CHECKPOINT_FILES`.
+    `answer` is the hub's about the model. If it was not found, the cache is read as it is; None: it has no such model.
+
+    Raises ModelLoadError: files cannot be fetched.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repo, _, revision = name.partition("@")
+    asked = [*patterns] if answer.state == "found" else []
+    options: dict[str, Any] = {"revision": revision or None, "local_files_only": not asked}
+    try:
+        with without_foreign_bars(downloads=bars):
+            return Path(snapshot_download(repo, allow_patterns=asked, ignore_patterns=["*/*"], **options))
+    except Exception as e:  # also of the HTTP library under the client, whose classes differ between its versions
+        if not asked and isinstance(e, LocalEntryNotFoundError):
+            return None
+        raise ModelLoadError(f"{name} cannot be fetched from the hub: {' '.join(str(e).split())[:200]}") from e
+
+
+def beside(where: str | Path, name: str, revision: str | None = None) -> Path | None:
+    """A file of a checkpoint in a directory, or of a hub id, from which it is fetched; None if there is none.
 
     Raises ModelLoadError: the hub does not say whether there is such a file.
     """
-    if Path(where).is_dir():
-        file = Path(where) / name
-        return file if file.exists() or file.is_symlink() else None
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    answer = ask_hub(str(where))
-    if answer.state == "absent":  # another tool knows where it is
-        return None
-    if answer.state == "found":
-        try:
-            return Path(hf_hub_download(str(where), name, revision=revision))
-        except Exception as e:  # also of the HTTP library under the client, whose classes differ between its versions
-            if isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError):
-                return None
-            reason = " ".join(str(e).split())[:200] or type(e).__name__
+    if (folder := Path(where)).is_dir():
+        found: Path | None = folder
     else:
-        kept, reason = try_to_load_from_cache(str(where), name, revision=revision), answer.reason
-        if isinstance(kept, str):
-            return Path(kept)
-        if kept is not None or constants.HF_HUB_OFFLINE:  # known to be absent; or nobody can say
-            return None
-    raise ModelLoadError(f"{where}: the hub does not say whether it has {name}: {reason}; try again")
+        answer = ask_hub(known := f"{where}@{revision}" if revision else str(where))
+        found = None if answer.state == "absent" else snapshot(known, [name], answer)
+        if found is None and answer.state == "unreachable":
+            raise ModelLoadError(f"{where}: the hub does not say whether it has {name}: {answer.reason}; try again")
+    file = (found or folder) / name
+    return file if file.exists() or file.is_symlink() else None
 
 
 def fit_beside(where: str | Path, digest: str | None, revision: str | None = None) -> Path | None:
@@ -117,18 +130,9 @@ def fit_beside(where: str | Path, digest: str | None, revision: str | None = Non
     `digest` is of the config. Raises FitError if the file is missing, and ModelLoadError as `beside`.
     """
     file = beside(where, FIT_FILE, revision)
-    if file is None and (digest is not None or _tuned_with_fit(beside(where, RECIPE_FILE, revision))):
+    if file is None and digest is not None:
         raise FitError(
             f"{where} was tuned with a fit, and its {FIT_FILE} is missing: put the file back; to do without, delete "
-            f"'skipdecode_fit' from its config and its {RECIPE_FILE}"
+            "'skipdecode_fit' from its config"
         )
     return file
-
-
-def _tuned_with_fit(recipe: Path | None) -> bool:
-    """Whether a recipe says that its run began with a fit, which its checkpoint then has too."""
-    try:
-        document: Any = None if recipe is None else read_json(recipe)
-        return "exported" not in document and document["checkpoint"]["fit"] is not None
-    except (DataError, KeyError, TypeError):  # told where the recipe is read
-        return False

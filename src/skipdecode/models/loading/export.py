@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,20 +23,20 @@ from skipdecode.common.directories import RunDirectory
 from skipdecode.common.files import PARTIAL, write_whole, writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OptionError, ScheduleError, UsageError
-from skipdecode.models.carried import RECIPE_FILE, drop_schedule, schedule_file
+from skipdecode.models.carried import RECIPE_FILE, drop_schedule
 from skipdecode.models.families import decoder_layers, find_family
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, write_card
 from skipdecode.models.loading.gguf_file import KINDS, check_architecture, write_gguf
-from skipdecode.models.loading.hub import DTYPES, LoadedModel, load_model
+from skipdecode.models.loading.hub import DTYPES, LoadedModel, Model, load_model, ref_of
 from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.models.loading.saving import save_model
+from skipdecode.models.loading.saving import save_model, save_tuned
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import parse_schedule
 
 _DIRECTORY = RunDirectory("run of skipdecode export", {})
-FORMATS = ("hf", "gguf")
+FORMATS = ("hf", "gguf", "merged")
 _SOME_POSITIONS = 64  # of a speed-up; a flat schedule has no use for them
 _ONE_VALUE_A_LAYER = (
     "layer_types",
@@ -49,12 +50,6 @@ _COUNTS_FROM_BELOW = ("max_window_layers", "first_k_dense_replace", "num_dense_l
 _LISTS_OF_NUMBERS = ("moe_layers", "attn_layer_indices")
 
 
-class HasModel(Protocol):
-    """An object with a loaded model, such as `skipdecode.LLM`."""
-
-    loaded: LoadedModel
-
-
 @dataclass(frozen=True)
 class Exported:
     """What `export` has written.
@@ -65,15 +60,13 @@ class Exported:
         The directory, or the file for llama.cpp.
     schedule : Schedule
         The schedule whose text the model gives.
+    layers : tuple of int
+        The layers of the full model that are left.
     """
 
     path: Path
     schedule: Schedule
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers of the full model that are left."""
-        return self.schedule.fixed_layers or ()
+    layers: tuple[int, ...]
 
     def __str__(self) -> str:
         numbers = ", ".join(map(str, self.layers))
@@ -81,7 +74,7 @@ class Exported:
 
 
 def export(
-    model: str | Path | ModelRef | LoadedModel | HasModel,
+    model: Model,
     out: str | Path,
     schedule: Schedule | str | Path | None = None,
     *,
@@ -90,7 +83,7 @@ def export(
     dtype: str = "auto",
     overwrite: bool = False,
 ) -> Exported:
-    """Write a model under a schedule as a smaller ordinary model that other tools run; an adapter is merged.
+    """Write a model under a schedule as one that other tools run; an adapter is merged.
 
     Parameters
     ----------
@@ -100,9 +93,10 @@ def export(
         Directory for the model.
     schedule : Schedule or str, optional
         A schedule under which every token runs the same layers, or its text (`skipdecode.schedule.grammar`), such as
-        "2x:flat:pmax_exit". Default: the checkpoint's own.
-    format : {"hf", "gguf"}
-        A transformers checkpoint with tokenizer and recipe, or one file for llama.cpp.
+        "2x:flat:pmax_exit". Default: the checkpoint's own. For merged, any schedule.
+    format : {"hf", "gguf", "merged"}
+        A smaller transformers checkpoint with tokenizer and recipe, or one file for llama.cpp; or a checkpoint of all
+        layers with schedule and fit, for this package and its plugin for vLLM.
     gguf_type : str
         For gguf: type of the matrices, one of `skipdecode.models.loading.gguf_file.KINDS`.
     dtype : str
@@ -122,40 +116,29 @@ def export(
     for name, value, known in (("format", format, FORMATS), ("gguf_type", gguf_type, KINDS), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise OptionError(name, value, f"one of {', '.join(known)}")
-    ref, directory = _ref(model), Path(out)
-    chosen = _chosen(ref, schedule)
-    layers = check_exportable(chosen, ref)
+    ref, directory = ref_of(model, [schedule]), Path(out)
+    carried = ref.schedule or Schedule.full(ref.num_layers)
+    chosen = carried if schedule is None else ref.parsed(schedule, _SOME_POSITIONS)
+    layers = tuple(range(ref.num_layers)) if format == "merged" else check_exportable(chosen, ref)
     if format == "gguf":
         check_architecture(ref.config)
     _DIRECTORY.check(directory, resume=False, overwrite=overwrite)
     loaded = _loaded(ref, dtype, require_tokenizer=format == "gguf")
     if (line := loaded.untuned_line([chosen])) is not None:
         note(line)
-    cut_model(loaded.model, layers)
     directory.mkdir(parents=True, exist_ok=True)
-    if format == "gguf":
-        return Exported(save_gguf(loaded, directory, gguf_type), chosen)
-    save_checkpoint(loaded, chosen, directory)
-    return Exported(directory, chosen)
-
-
-def _ref(model: str | Path | ModelRef | LoadedModel | HasModel) -> ModelRef:
-    if isinstance(model, str | Path):
-        return ModelRef(str(model))
-    if isinstance(model, ModelRef):
-        return model
-    return (model if isinstance(model, LoadedModel) else model.loaded).ref
-
-
-def _chosen(ref: ModelRef, schedule: Schedule | str | Path | None) -> Schedule:
-    if schedule is None:
-        schedule = ref.schedule or Schedule.full(ref.num_layers)
-    if not isinstance(schedule, Schedule):
-        known: dict[str, Any] = {"carried": ref.schedule, "named": ref.schedules}
-        text = schedule_file(str(schedule))
-        schedule = parse_schedule(text, ref.num_layers, seq_len=_SOME_POSITIONS, **known)
-    schedule.check_fits(ref.num_layers)
-    return schedule
+    if format == "merged":
+        save_checkpoint(loaded, chosen, directory, whole=True)
+    else:
+        cut_model(loaded.model, layers)
+        if format == "gguf":
+            return Exported(save_gguf(loaded, directory, gguf_type), chosen, layers)
+        save_checkpoint(loaded, chosen, directory)
+    for name in (EVALUATION_FILE, PICTURE_FILE) if chosen == ref.schedule else ():
+        with suppress(FileNotFoundError):
+            shutil.copy(ref.folder / name, directory / name)
+    write_card(directory, ref, chosen, "export")
+    return Exported(directory, chosen, layers)
 
 
 def _loaded(ref: ModelRef, dtype: str, *, require_tokenizer: bool) -> LoadedModel:
@@ -185,7 +168,8 @@ def check_exportable(schedule: Schedule, ref: ModelRef) -> tuple[int, ...]:
         raise ScheduleError(
             f"schedule {schedule.name!r} {differs if schedule.is_flat else falls}, and an ordinary model runs the same "
             f"layers on every token: the nearest flat schedule runs {nearest.budgets[0]} of {nearest.num_layers} "
-            "layers; take it, for the tuning too, with :flat:pmax_exit behind the schedule's name"
+            "layers; take it, for the tuning too, with :flat:pmax_exit behind the schedule's name; or keep this one by "
+            "the format merged"
         )
     if ref.fit is not None and len(layers) < schedule.num_layers and Fit.load(ref.fit).bridges:
         raise UsageError(
@@ -224,16 +208,22 @@ def cut_model(model: Any, layers: tuple[int, ...]) -> None:
         )
 
 
-def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path) -> None:
+def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path, *, whole: bool = False) -> None:
     """Write a model that `cut_model` has cut, its tokenizer, generation config and recipe into a directory.
+
+    A `whole` one was not cut, and gets the schedule and its fit.
 
     The recipe keeps the prompt that the model was tuned on, and says what was exported; without recipe there is none.
     """
     drop_schedule(loaded.model.config)
     with _whole(directory) as partial:
-        save_model(loaded.model, loaded.tokenizer, partial, shown=directory)
+        if whole:
+            save_tuned(loaded.model, loaded.tokenizer, schedule, partial)
+        else:
+            save_model(loaded.model, loaded.tokenizer, partial, shown=directory)
         if (recipe := stored_recipe(loaded.path)) is not None:
-            recipe |= {"schedule": None, "exported": {"model": loaded.name, "schedule": schedule.to_dict()}}
+            kept = recipe["schedule"] if whole else None
+            recipe |= {"schedule": kept, "exported": {"model": loaded.name, "schedule": schedule.to_dict()}}
             write_whole(partial / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
 
 

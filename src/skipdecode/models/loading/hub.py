@@ -6,19 +6,20 @@ This module does not apply schedules; it only returns the schedule of the checkp
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
-from skipdecode.models.carried import carry, keep_tuned
+from skipdecode.models.carried import GENERATION_FILE, carry, keep_tuned, schedule_file
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.adapter import add_tokens, put_adapter
 from skipdecode.models.loading.base_weights import check_base, put_fit
 from skipdecode.models.loading.recipe import Recipe, untuned_line
-from skipdecode.models.loading.ref import ModelRef, Place, one_line, told
+from skipdecode.models.loading.ref import LOCAL, ModelRef, one_line, told
 from skipdecode.models.loading.stored import (
     StoredTensor,
     check_stored,
@@ -28,9 +29,10 @@ from skipdecode.models.loading.stored import (
     without_wrappers,
 )
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.grammar import base_of
 
-GENERATION_FILE = "generation_config.json"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+_LONGEST_NAME = 4096
 # Without one of these files, transformers either fails or makes an empty tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -94,6 +96,41 @@ class LoadedModel:
         return untuned_line(schedules, self.recipe, self.name, fit=fit_of(self.model))
 
 
+class _HasModel(Protocol):
+    """An LLM, or another object with a loaded model."""
+
+    loaded: LoadedModel
+
+
+Model = str | Path | ModelRef | LoadedModel | _HasModel
+"""A model that is loaded (also an LLM), or a name as for `load`."""
+
+
+def ref_of(model: Model, schedules: Iterable[object] = ()) -> ModelRef:
+    """The resolved name of a model; if it is loaded by name, a fit beside a file of `schedules` is used."""
+    loaded = getattr(model, "loaded", model)
+    if isinstance(loaded, LoadedModel | ModelRef):
+        return loaded.ref if isinstance(loaded, LoadedModel) else loaded
+    return ModelRef(checked_name(loaded), schedule_files(schedules))
+
+
+def schedule_files(schedules: Iterable[object]) -> tuple[str, ...]:
+    """The files among schedules, their texts and others: a fit may lie beside them."""
+    bases = (base_of(schedule_file(str(one))) for one in schedules if isinstance(one, str | Path))
+    return tuple(filter(os.path.isfile, bases))
+
+
+def checked_name(name: Any) -> str:
+    """The name of a model as text; raises UsageError for other objects, and ModelLoadError for a name that is none."""
+    if not isinstance(name, str | os.PathLike):
+        kind = type(name).__name__
+        raise UsageError(f"a model is not accepted as {kind}: give its name or directory, or the result of load to LLM")
+    text = str(os.fspath(name))
+    if len(os.fsencode(text)) > _LONGEST_NAME:
+        raise ModelLoadError(f"model {text[:80]!r}… is not known: no directory and no hub id has so long a name")
+    return text
+
+
 def load_model(
     name: str | Path | ModelRef,
     *,
@@ -105,7 +142,7 @@ def load_model(
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
-    ref = name if isinstance(name, ModelRef) else ModelRef(str(name))
+    ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
     if ref.adapter is not None and importlib.util.find_spec("peft") is None:
         raise MissingExtraError(f"the adapter {ref.name}", "peft")
     recipe, fit = ref.recipe, ref.fit
@@ -154,23 +191,13 @@ def _tokenizer(ref: ModelRef, required: bool) -> Any | None:
     """The adapter's tokenizer if it has one, else the model's; None if neither has one and it is not `required`."""
     from transformers import AutoTokenizer
 
-    own = ref.adapter is not None and _has_tokenizer(ref.adapter)
-    source = Place(str(ref.adapter), local_only=True) if own else ref.place
-    tokenizer: Any = None
-    error: Exception | None = None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.where, **source.options)
-    except (
-        Exception
-    ) as e:  # Of many classes; what it means is told below: without files a tokenizer is absent, not broken.
-        error = e
-    if not own and not _has_tokenizer(ref.place.folder()):
+    source = ref.folder if ref.adapter is not None and _has_tokenizer(ref.adapter) else ref.place
+    if not _has_tokenizer(source):
         if required:
-            raise ModelLoadError(f"{ref.name} has no tokenizer: put a tokenizer.json in its directory") from error
+            raise ModelLoadError(f"{ref.name} has no tokenizer: put a tokenizer.json in its directory")
         return None
-    if error is not None:
-        with told(source.where, "its tokenizer does not load"):
-            raise error
+    with told(ref.name, "its tokenizer does not load"):
+        tokenizer = AutoTokenizer.from_pretrained(source, **LOCAL)
     tokenizer.padding_side = "left"
     return tokenizer
 
@@ -187,7 +214,7 @@ def _complete(tokenizer: Any, model: Any, ref: ModelRef) -> None:
 
 def _config_entry(ref: ModelRef, name: str) -> Any:
     """An entry of config.json; a config object has its class's default where the file has none."""
-    stored, _ = type(ref.config).get_config_dict(ref.place.where, **ref.place.options)
+    stored, _ = type(ref.config).get_config_dict(ref.place, **LOCAL)
     return stored.get(name, (stored.get("text_config") or {}).get(name))
 
 
@@ -223,31 +250,31 @@ def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:
     """The base model's weights, each of which the checkpoint has in the right shape."""
     from transformers import AutoModelForCausalLM
 
-    place, config = ref.place, ref.config
-    with told(place.where, _not_loaded(config)), without_foreign_bars():
-        stored = stored_tensors(place)
-        check_stored(place.where, stored, ref.config)
+    where, config = ref.base, ref.config
+    with told(where, _not_loaded(config)), without_foreign_bars():
+        stored = stored_tensors(ref.place, ref.fetch)
+        check_stored(where, stored, ref.config)
         renamed = without_wrappers(stored)
         model, loading = AutoModelForCausalLM.from_pretrained(
-            place.where,
+            ref.place,
             config=config,
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             key_mapping=renamed,
-            **place.options,
+            **LOCAL,
         )
     head = model.get_output_embeddings()
     if head is not None and head.weight is not model.get_input_embeddings().weight:
         # The file has a head, whatever its config says: readers of what is saved from here must not leave it out.
         model.config.tie_word_embeddings = False
     model.to(device)
-    _check_loaded(place.where, model, stored, loading)
+    _check_loaded(where, model, stored, loading)
     if renamed is not None:
         what = (
             "language_model" if any("language" in each for each in renamed) else "_orig_mod, or another wrapper's name,"
         )
-        note(f"{place.where}: {what} is left out of the names of its weights")
+        note(f"{where}: {what} is left out of the names of its weights")
         # transformers would write the old names again.
         kept = [one for one in model._weight_conversions if not {*one.source_patterns} <= renamed.keys()]
         model._weight_conversions = kept

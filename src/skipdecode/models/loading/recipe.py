@@ -146,8 +146,6 @@ def _tuned_under(document: Mapping[str, Any], carried: Schedule | None, num_laye
     if target is None:
         return ()
     target.check_fits(num_layers)
-    if options.get("curriculum", "sampled") != "sampled":  # of earlier versions, which had default speed-ups
-        return (target,)
     beside = (_of(options, name, list) or () for name in ("sampled_speedups", "sampled_prompts"))
     return tuple(dict.fromkeys((target, *sampled_schedules(target, *beside))))
 

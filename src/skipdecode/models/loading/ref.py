@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,58 +15,37 @@ from typing import Any
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
-from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, SCHEDULE_FILE, digest_in, of_adapter, of_config
-from skipdecode.models.families import FAMILIES, layers_in
+from skipdecode.models.carried import (
+    FIT_FILE,
+    RECIPE_FILE,
+    SCHEDULE_FILE,
+    digest_in,
+    of_adapter,
+    of_config,
+    schedule_file,
+)
+from skipdecode.models.families import FAMILIES, check_schedule, layers_in, lent_last
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.beside import ask_hub, beside, fit_beside
+from skipdecode.models.loading.beside import HubAnswer, ask_hub, beside, fit_beside, snapshot
 from skipdecode.models.loading.recipe import Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
 from skipdecode.models.loading.store import add_model, find_model
 from skipdecode.models.windows import drop_unread, layer_windows
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.grammar import is_speedup, parse_schedule
 
 ADAPTER_FILE = "adapter_config.json"
 _BUNDLED = Path(__file__).parents[1] / "adapters"
 _NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{ADAPTER_FILE}")))
 _ACCEPTED = f"accepted are a local directory, a GGUF file, a hub id (owner/name), {', '.join(_NAMES)}"
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 10_000
-_HUB_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+# All that is small, and an adapter's weights; `fetch` fetches those of a whole model.
+_SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "adapter_model.*", FIT_FILE, "README.md")
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Keyword arguments for every ``from_pretrained``: files of a hub are fetched before."""
 
 _told_of_cache: set[str] = set()  # a command may resolve a name several times
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place from which transformers loads a model.
-
-    Parameters
-    ----------
-    where : str
-        A directory or a hub id.
-    local_only : bool
-        Whether transformers must not contact the hub.
-    """
-
-    where: str
-    local_only: bool
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for every ``from_pretrained``."""
-        return {"local_files_only": self.local_only, "trust_remote_code": False}
-
-    def folder(self) -> Path:
-        """The directory of the config; for a hub id whose config is loaded, the snapshot in the hub's cache."""
-        from transformers.utils import cached_file
-
-        return Path(cached_file(self.where, "config.json", local_files_only=True)).parent
 
 
 @dataclass(frozen=True)
@@ -89,7 +68,9 @@ class ModelRef:
         if self.name in _NAMES:
             return None if self.name == smollm2.NAME else _BUNDLED / self.name
         path = Path(self.name).expanduser()
-        return path if self.name and (path / ADAPTER_FILE).is_file() else None
+        if not self.name or path.exists() or self.name.endswith(".gguf"):
+            return path if self.name and (path / ADAPTER_FILE).is_file() else None
+        return folder if ((folder := self._located(self.name)) / ADAPTER_FILE).is_file() else None
 
     @cached_property
     def base(self) -> str:
@@ -107,10 +88,23 @@ class ModelRef:
         return _no_adapter(base, str(file))
 
     @cached_property
-    def place(self) -> Place:
-        """The place of the base model; the embedded model is downloaded first if necessary."""
+    def _asked(self) -> dict[str, tuple[HubAnswer, Path]]:
+        """The hub's answers by hub id, and the directories."""
+        return {}
+
+    def _located(self, name: str) -> Path:
+        """The directory of a whole model or of a hub id; what is small of the latter is fetched once."""
+        if (folder := _on_this_machine(name)) is None:
+            if name not in self._asked:
+                self._asked[name] = (answer := ask_hub(name)), _on_hub(name, answer)
+            folder = self._asked[name][1]
+        return folder
+
+    @cached_property
+    def place(self) -> Path:
+        """The directory of the base model, for a hub id its snapshot; the embedded model is downloaded first."""
         try:
-            return _located(self.base)
+            return self._located(self.base)
         except ModelLoadError as e:
             if self.adapter is None or self.given_base is not None:
                 raise
@@ -140,14 +134,25 @@ class ModelRef:
         """The recipe of the adapter or the whole model; None if there is none."""
         if self.name == smollm2.NAME and find_model(smollm2.NAME) is None:
             return None
-        where = self.place.where if self.adapter is None else self.adapter
-        file = beside(where, RECIPE_FILE)
-        return checkpoint_recipe(file or Path(where) / RECIPE_FILE, self.schedule, self.num_layers)
+        return checkpoint_recipe(self.folder / RECIPE_FILE, self.schedule, self.num_layers)
 
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The schedules of the checkpoint by name; see `named_schedules`."""
         return named_schedules(self.num_layers, self.schedule, self.recipe)
+
+    def parsed(
+        self, asked: Schedule | str | Path, seq_len: int, solve: Callable[[float], Schedule] | None = None
+    ) -> Schedule:
+        """A schedule, or that of a text, checked for this model; other arguments and errors as for `parse_schedule`."""
+        found = asked
+        if not isinstance(found, Schedule):
+            known: dict[str, Any] = {"carried": self.schedule, "named": self.schedules, "solve": solve}
+            text = schedule_file(str(asked))
+            found = parse_schedule(text, self.num_layers, seq_len=seq_len, **known)
+            found = lent_last(self.config, found) if is_speedup(text) else found
+        check_schedule(self.config, found)
+        return found
 
     @cached_property
     def fit(self) -> Path | None:
@@ -178,19 +183,19 @@ class ModelRef:
         return None if self._fitted is None else self._fitted[1]
 
     @cached_property
-    def _fitted(self) -> tuple[Path | str, str | None] | None:
+    def _fitted(self) -> tuple[Path, str | None] | None:
         """Where the checkpoint's own fit may be, and its digest: the adapter if it has a schedule, else the base."""
         if self.adapter is not None and any((self.adapter / name).exists() for name in (SCHEDULE_FILE, FIT_FILE)):
             entries = _adapter_settings(self.adapter / ADAPTER_FILE).get("auto_mapping")
             return self.adapter, digest_in(entries if isinstance(entries, dict) else {})
         if self.base == smollm2.NAME:
             return None
-        return self.place.where, digest_in(vars(self._config))
+        return self.place, digest_in(vars(self._config))
 
     @property
     def folder(self) -> Path:
         """The directory of the adapter, or of the whole model; for a hub id, its snapshot in the hub's cache."""
-        return self.place.folder() if self.adapter is None else self.adapter
+        return self.adapter or self.place
 
     @property
     def runs_in_bf16(self) -> bool:
@@ -203,20 +208,10 @@ class ModelRef:
         stored = getattr(self.config.get_text_config(decoder=True), "dtype", None)
         return str(stored).removeprefix("torch.") == "bfloat16"
 
-    def has_weights(self) -> bool:
-        """Whether the weights are on this machine, so that loading needs no download."""
-        if self.base == smollm2.NAME:
-            return find_model(smollm2.NAME) is not None
-        path = Path(self.base).expanduser()
-        if path.is_dir():
-            return any(any(path.glob(pattern)) for pattern in _WEIGHTS)
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            return any(isinstance(try_to_load_from_cache(self.base, file), str) for file in _HUB_WEIGHTS)
-        except HFValidationError:
-            return False  # No hub id at all; loading its config says so.
+    def fetch(self, files: list[str]) -> None:
+        """Have the hub's cache hold files of a whole model that was named by its hub id."""
+        if self.base in self._asked and not all((self.place / file).is_file() for file in files):
+            snapshot(self.base, files, self._asked[self.base][0], bars=True)
 
     @cached_property
     def _config(self) -> Any:
@@ -224,10 +219,10 @@ class ModelRef:
         from transformers import AutoConfig, PretrainedConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
-        where = self.place.where
+        where = self.base
         with told(where, "its config does not load"):
-            check_config_values(where, PretrainedConfig.get_config_dict(where, **self.place.options)[0])
-            config = AutoConfig.from_pretrained(where, **self.place.options)
+            check_config_values(where, PretrainedConfig.get_config_dict(self.place, **LOCAL)[0])
+            config = AutoConfig.from_pretrained(self.place, **LOCAL)
             layers_in(config)
         needed = "a decoder-only causal language model is needed"
         if config.is_encoder_decoder:
@@ -258,8 +253,8 @@ def check_config_values(where: str, values: Any) -> None:
 
 def model_files(name: str) -> list[Path]:
     """Directories and files on this machine that loading the model `name` reads, as far as the name determines them."""
-    ref = ModelRef(name)
-    if ref.adapter is None:
+    ref, local = ModelRef(name), name in _NAMES or Path(name).expanduser().exists()
+    if not local or ref.adapter is None:
         path = find_model(name) if name == smollm2.NAME else Path(name).expanduser()
         return [path] if path is not None and path.exists() else []
     try:
@@ -270,7 +265,7 @@ def model_files(name: str) -> list[Path]:
 
 def _no_adapter(base: str, where: str) -> str:
     """The name of a base model; raises ModelLoadError if it is that of an adapter."""
-    if ModelRef(base).adapter is not None:
+    if base in _NAMES[1:] or (base and (Path(base).expanduser() / ADAPTER_FILE).is_file()):
         raise ModelLoadError(f"{where} names {base} as its base, which is an adapter itself: merge that one first")
     return base
 
@@ -286,19 +281,20 @@ def _adapter_settings(file: Path) -> dict[str, Any]:
     return found
 
 
-def _located(name: str) -> Place:
+def _on_this_machine(name: str) -> Path | None:
+    """The directory of a whole model that is no hub id; None for other names."""
     if name == smollm2.NAME:
-        return Place(str(smollm2.fetch()), local_only=True)
+        return smollm2.fetch()
     path = Path(name).expanduser()
     if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelLoadError(f"{name} holds no model: a config.json or an {ADAPTER_FILE} is needed")
-        return Place(str(path), local_only=True)
+        return path
     if name.endswith(".gguf"):
-        return Place(str(_from_gguf(name)), local_only=True)
+        return _from_gguf(name)
     if name and path.exists():
         raise ModelLoadError(f"{name} is a file: {_ACCEPTED}")
-    return _locate_on_hub(name)
+    return None
 
 
 def _from_gguf(name: str) -> Path:
@@ -319,12 +315,7 @@ def _from_gguf(name: str) -> Path:
     return add_model(f"{file.stem}-{known}", lambda target: convert(file, target))
 
 
-def _locate_on_hub(name: str) -> Place:
-    from huggingface_hub import try_to_load_from_cache
-
-    answer = ask_hub(name)
-    if answer.state == "found":
-        return Place(name, local_only=False)
+def _on_hub(name: str, answer: HubAnswer) -> Path:
     folder = Path(name).parent
     beside = [str(folder / each.name) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
     meant = near(name, [*_NAMES, *beside])
@@ -332,12 +323,11 @@ def _locate_on_hub(name: str) -> Place:
         raise ModelLoadError(
             f"model {name!r}{meant} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"
         )
-    # The snapshot's directory and not the id: transformers looks for adapters on the hub even when told not to.
-    if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
+    if (found := snapshot(name, _SMALL, answer)) is not None:
         if answer.state == "unreachable" and name not in _told_of_cache:
             _told_of_cache.add(name)
             note(f"{answer.reason}: {name} is read from the hub's local cache")
-        return Place(str(Path(config).parent), local_only=True)
+        return found
     raise ModelLoadError(
         f"model {name!r}{meant} is neither a local directory nor in the hub's local cache, and {answer.reason}; "
         f"{_ACCEPTED}"
@@ -345,14 +335,14 @@ def _locate_on_hub(name: str) -> Place:
 
 
 @contextmanager
-def told(where: str, what: str) -> Iterator[None]:
-    """A context that turns any error of a library into one line; `--debug` shows the traceback."""
+def told(where: str, what: str, error: type[SkipDecodeError] = ModelLoadError) -> Iterator[None]:
+    """A context that turns any error of a library into one line of an `error`; `--debug` shows the traceback."""
     try:
         yield
     except SkipDecodeError:
         raise
     except Exception as e:
-        raise ModelLoadError(f"{where}: {_pointer(Path(where)) or f'{what}: {one_line(e)}'}") from e
+        raise error(f"{where}: {_pointer(Path(where).expanduser()) or f'{what}: {one_line(e)}'}") from e
 
 
 def _pointer(folder: Path) -> str | None:

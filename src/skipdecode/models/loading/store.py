@@ -10,8 +10,8 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -22,32 +22,14 @@ from skipdecode.errors import FetchError, WriteError
 SOURCE_FILE = "skipdecode-source.txt"
 
 
-@dataclass(frozen=True)
-class CachedModel:
-    """One model of the store.
-
-    Parameters
-    ----------
-    bytes : int
-        Size of all its files.
-    source : str
-        The origin of the weights in words; empty if it is not recorded.
-    """
-
-    name: str
-    path: Path
-    bytes: int
-    source: str
-
-
-def cached_models() -> list[CachedModel]:
-    """The models of the store by name; an empty list if there is no store."""
+def cached_models() -> list[dict[str, Any]]:
+    """The models of the store: name, path, bytes of all files, and the source of the weights in words."""
     root = _root()
-    if not root.is_dir():
-        return []
-    found = [p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith(".")]
+    found = [p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
+    sizes = (sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in found)
     return [
-        CachedModel(p.name, p, sum(f.stat().st_size for f in p.rglob("*") if f.is_file()), _source(p)) for p in found
+        {"name": p.name, "path": str(p), "bytes": size, "source": _source(p)}
+        for p, size in zip(found, sizes, strict=True)
     ]
 
 

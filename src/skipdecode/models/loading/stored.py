@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.families import FAMILIES, layers_in
-
-if TYPE_CHECKING:
-    from skipdecode.models.loading.ref import Place
 
 _FORMATS = ("model.safetensors", "pytorch_model.bin")
 _PLAIN = ("F64", "F32", "F16", "BF16")
@@ -39,22 +36,15 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def stored_tensors(place: Place) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name; files of a hub id are fetched. Empty if no file of weights is known."""
-    from transformers.utils.hub import cached_file, cached_files
-
-    def found(name: str) -> str | None:
-        options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-        file: str | None = cached_file(place.where, name, local_files_only=place.local_only, **options)
-        return file
-
+def stored_tensors(folder: Path, fetch: Callable[[list[str]], object]) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by name, once `fetch` was asked for their files. Empty if no such file is there."""
     for name in _FORMATS:
-        if (whole := found(name)) is not None:
-            return header(Path(whole))
-        if (index := found(f"{name}.index.json")) is not None:
-            parts = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-            files = cached_files(place.where, parts, local_files_only=place.local_only)  # fetched side by side
-            return {name: tensor for file in files for name, tensor in header(Path(file)).items()}
+        parts = [name]
+        if not (folder / name).is_file() and (index := folder / f"{name}.index.json").is_file():
+            parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        fetch(parts)
+        if files := [file for part in parts if (file := folder / part).is_file()]:
+            return {name: tensor for file in files for name, tensor in header(file).items()}
     return {}
 
 
