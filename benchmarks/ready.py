@@ -4,8 +4,8 @@
       --out results/ready-smollm2-135m.json
 
 Every task starts from a checkpoint at full depth, whose own minutes are listed, and learns that checkpoint's greedy
-answers. `kept` is the worst of BLEU, ROUGE-L and BERT-F on E2E, of the last two on summaries, and of instructions
-followed and 1 / perplexity ratio in chats; full depth of the same table is 1. On a shared machine, `--cpu-clock`
+answers. `kept` is the worst of BLEU, ROUGE-L and BERT-F on E2E, of the last two on summaries, and 1 / perplexity ratio
+in chats; full depth of the same table is 1. On a shared machine, `--cpu-clock`
 counts minutes of this process's CPU time, on one thread. A run that was interrupted goes on.
 """
 
@@ -53,7 +53,7 @@ TASKS = {
     "chat": Task(
         "smollm2-135m",
         1.25,
-        ("instructions", "1 / perplexity"),
+        ("1 / perplexity",),
         ["--self-records", "260", "--self-tokens", "96", "--test-records", "64"],
     ),
     "cnn_dm": Task("full-a", 1.9, SUMMARY, ["--self-records", "320", "--self-tokens", "96"]),

@@ -14,7 +14,6 @@ import pytest
 
 from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
-from skipdecode.evaluation.self_generated import followed, instructions
 from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, _cut
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
@@ -227,9 +226,8 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     model: str, tuned: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "eval"
-    asked = ["--limit", "12", "--max-new-tokens", "40", "--batch-size", "4", "--resamples", "20"]
-    call = ["eval", str(tuned), *asked, "--out", str(out)]
-    assert main(call) == 0
+    asked = ["--limit", "12", "--max-new-tokens", "40", "--batch-size", "4", "--resamples", "20", "--out", str(out)]
+    assert main(call := ["eval", str(tuned), *asked]) == 0
     printed = capsys.readouterr().out.splitlines()
     document = json.loads((out / "run.json").read_text())
     rows = {row["name"]: row for row in document["rows"]}
@@ -242,8 +240,6 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     assert full["top1_agreement"]["estimate"] > 90
     assert deep["perplexity"] > 1.2 * base["perplexity"]
     assert deep["decode_speedup"] > 0
-    for row in rows.values():
-        assert row["instructions"]["followed"] <= 1
     texts = read_rows(out / "outputs.jsonl")
     assert len(texts) == document["n"]
     assert not {row["prompt"] for row in texts} & {row["prompt"] for row in read_rows(tuned / TRAIN_FILE)}
@@ -298,32 +294,6 @@ def test_eval_without_references_refuses_what_needs_them(
 ) -> None:
     assert main(["eval", str(tuned), "--out", str(tmp_path / "eval"), *more]) == 2
     assert named in told(capsys)
-
-
-def test_every_instruction_can_be_followed_and_noise_does_not() -> None:
-    answers = {
-        "Name three fruits.": "- apple\n- pear\n- plum",
-        "Describe the sea in": "The sea is wide and blue.",
-        "What is the capital": "Paris.",
-        "Give a JSON object with the keys": '{"name": "Ann", "age": 3}',
-        "Give a JSON list": '["red", "blue", "green", "grey"]',
-        "Write two sentences about tea": "Tea is hot. I like tea.",
-        "Write a poem of two": "Rain falls on a hill\nall night\n\nMorning comes with wings\nand also light at last",
-        "Finish your answer": "They flap their wings. That is all.",
-        "Give a title for a book": "<<The Long Tide>>",
-        "Write a haiku": "old pond in the dark\na frog jumps into it now\nwater makes a sound",
-        "Answer in lower case only": "bees make honey.",
-        "Explain gravity": "Gravity is what pulls a ball down when you let it go.",
-    }
-    preface = "Sure! Of course! Here it is, as you have asked me for it, and I hope that it is of use to all:"
-    wanted = {one["prompt"]: one["checks"] for one in instructions()}
-    assert 55 <= len(wanted) <= 70
-    for start, answer in answers.items():
-        (checks,) = [checks for prompt, checks in wanted.items() if prompt.startswith(start)]
-        assert followed(answer, checks), start
-        assert not followed(f"{preface}\n\n{answer.upper()}, and so on,", checks), start
-    for noise in ("", "the the the the", "Certainly, I can help you with that, Sir!", "lorem ipsum " * 40):
-        assert sum(followed(noise, checks) for checks in wanted.values()) <= 3
 
 
 def test_a_preparation_needs_no_data(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:

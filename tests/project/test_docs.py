@@ -41,7 +41,7 @@ def is_there(dotted: str) -> bool:
         depth += 1
     try:
         found = importlib.import_module(".".join(["skipdecode", *names[:depth]]))
-    except ModuleNotFoundError as error:
+    except ImportError as error:  # of an extra too
         return not str(error.name).startswith("skipdecode")
     for name in names[depth:]:
         if not hasattr(found, name):

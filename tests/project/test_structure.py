@@ -29,7 +29,7 @@ LAYERS = [
     {"generation"},
     {"evaluation"},
     {"learning"},
-    {"serving", "vllm"},
+    {"serving", "vllm", "lm_eval"},
     {"cli"},
 ]
 # The reached values, lines rounded up to the next 250. They only fall: a feature that needs more names what leaves.
@@ -128,9 +128,10 @@ def modules_needed(path: Path, known: dict[str, Path]) -> set[str]:
 
 def test_the_house_has_few_rooms():
     rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
-    assert rooms == set(RANK) - {"errors"}
+    modules = {"errors", "lm_eval"}
+    assert rooms == set(RANK) - modules
     assert len(rooms) <= 12
-    assert len(list(SOURCE.glob("*.py"))) <= 2
+    assert {path.stem for path in SOURCE.glob("*.py")} == modules | {"__init__"}
 
 
 def lines_of(files: Iterable[Path]) -> int:

@@ -12,7 +12,7 @@ After an interruption, the same command continues.
 The second form evaluates several schedules, which share full depth; each has its own directory in OUT. All run on
 the fast engine if it supports the model, else through transformers (--engine).
 The third form, without --task and --data, needs no records: it measures the KL divergence from the base model, the base
-model's perplexity on the texts of each schedule, and the share of instructions that are followed.
+model's perplexity on the texts of each schedule.
 The fourth form compares finished runs with the first of them.
 """
 

@@ -39,12 +39,7 @@ def measure_cost(
 ) -> CostModel:
     """The cost model of a backend on this machine, for steps of `batch` sequences and of one.
 
-    Parameters
-    ----------
-    backend, prompt_len, steps
-        See `CostMeter`, whose errors this raises too.
-    repeats : int
-        Runs of each kind. The median over all of their steps counts.
+    The median over all steps of `repeats` runs of each kind counts. For the other arguments and errors see `CostMeter`.
     """
     if repeats < 1:
         raise UsageError(f"repeats={repeats} is not accepted: give 1 or more")

@@ -54,12 +54,7 @@ def find_cost(
 ) -> CostSource:
     """The cost model of a model by name on this machine, measured now (`measure_cost`) or by an earlier call.
 
-    Parameters
-    ----------
-    remeasure : bool
-        Measure even if an earlier measurement was kept.
-    engine
-        dtype, device, engine and quantization as for `skipdecode.LLM`.
+    With `remeasure`, an earlier measurement does not count. The other options are those of `skipdecode.LLM`.
 
     Raises ModelLoadError if the model is unknown or does not load, UsageError if a value is not accepted.
     """

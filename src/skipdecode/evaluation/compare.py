@@ -37,12 +37,7 @@ class Pair:
 def compare_runs(
     runs: Sequence[Run], metrics: Sequence[str] = (), *, resamples: int = 1000, seed: int = 0
 ) -> list[Pair]:
-    """Every run against the first, in each metric that both have.
-
-    Parameters
-    ----------
-    metrics : sequence of str
-        Only these metrics, which all runs must have. Default: the known metrics in common.
+    """Every run against the first, in `metrics`, which all runs must have, or else in each metric that both have.
 
     Raises DataError: the runs are on different records, were scored with different settings, or lack one of `metrics`;
     UsageError: the metric is not known.

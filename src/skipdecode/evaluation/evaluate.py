@@ -26,11 +26,7 @@ from skipdecode.evaluation.metrics import MetricOptions, check_metric, check_met
 from skipdecode.evaluation.results import EVAL_DIRECTORY, Run, check_free, is_unfinished, model_about
 from skipdecode.evaluation.run import TaskEvaluation, note_left_out
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
-from skipdecode.evaluation.settings import (
-    EvaluationOptions,
-    EvaluationSettings,
-    method_name,
-)
+from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings, method_name
 from skipdecode.generation.llm import LLM
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
@@ -116,7 +112,7 @@ def evaluate(
 
     With `data` or `task`, each schedule generates an output for each record, and references score the outputs. With
     neither, no references are needed: texts of each schedule are compared with the base model (KL divergence,
-    perplexity, instructions that are followed). Decoding speed is measured for equal work, with the schedules in turn.
+    perplexity). Decoding speed is measured for equal work, with the schedules in turn.
 
     Parameters
     ----------

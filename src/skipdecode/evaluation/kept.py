@@ -37,11 +37,10 @@ def _task_scores(run: Row) -> dict[str, Any]:
 
 
 def _self_scores(found: Row) -> dict[str, Any]:
-    worse, obeyed = found["of_base"], found.get("instructions")
+    worse = found["of_base"]
     ratio = worse["estimate"]
-    scores = {PERPLEXITY: 100 / ratio} | ({"instructions": 100 * obeyed["followed"]} if obeyed else {})
     share = {"estimate": 1 / ratio, "low": 1 / worse["high"], "high": 1 / worse["low"]}
-    return {"perplexity_ratio": ratio, "scores": scores, "shares": {PERPLEXITY: share}}
+    return {"perplexity_ratio": ratio, "scores": {PERPLEXITY: 100 / ratio}, "shares": {PERPLEXITY: share}}
 
 
 def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -24,22 +24,11 @@ _LEAST_TURNS = 8  # if there are enough records: an interrupted run keeps whole 
 
 @dataclass(frozen=True)
 class Generation:
-    """The outputs of some sequences, and their cost.
+    """The new tokens of some sequences, each with its end token if one came, and their cost.
 
-    Parameters
-    ----------
-    tokens : list of list of int
-        New tokens of each sequence; the end token, where one came, is the last.
-    prompt_seconds : float
-        Time in the forwards of prompts.
-    decode_seconds : float
-        All other time.
-    layer_tokens : int
-        Sum over the generated tokens that were fed back of the layers they ran. Finished sequences do not count.
-    fed_tokens : int
-        Generated tokens of the output that had to be fed back: all but each sequence's last.
-    positions : int
-        Decode steps, from the first new token of a batch to the last of its longest sequence.
+    `prompt_seconds` are of the forwards of prompts, `decode_seconds` all other time. `fed_tokens` are the generated
+    tokens that had to be fed back: all but each sequence's last. `layer_tokens` is the sum of the layers that they ran,
+    `positions` the number of decode steps up to the end of the longest sequence.
     """
 
     tokens: list[list[int]]
@@ -51,19 +40,10 @@ class Generation:
 
 
 class Method:
-    """Greedy decoding of a backend's model under a schedule.
+    """Greedy decoding of a backend's model under a schedule, by default full depth, with which others are compared.
 
-    Parameters
-    ----------
-    backend : Backend
-    schedule : Schedule, optional
-        Default: full depth, against which other methods are compared.
-    name : str, optional
-        Label in tables; default: the schedule's.
-    beside : bool
-        Another way to decode at full depth, with other weights or drafts, which is compared with the plain one.
-    exact : bool
-        With drafts from the text and from earlier answers.
+    `name` is the label in tables, by default the schedule's. `exact`: with drafts from the text and from earlier
+    answers. `beside`: another way to decode at full depth, which is compared with the plain one.
     """
 
     def __init__(
@@ -134,10 +114,7 @@ def other_ways(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
     except SkipDecodeError as e:
         note(f"no W8A8: {e}")
         return ways
-    ways += [
-        Method(fast, full, "full, w8a8", beside=True),
-        Method(fast, full, "full, w8a8, exact", exact=True),
-    ]
+    ways += [Method(fast, full, "full, w8a8", beside=True), Method(fast, full, "full, w8a8, exact", exact=True)]
     return ways + [Method(fast, schedule, f"{schedule.name}, w8a8") for schedule in schedules]
 
 

@@ -49,13 +49,7 @@ class MetricOptions(Options):
 
 
 class Metric(ABC):
-    """One metric.
-
-    Attributes
-    ----------
-    signature : str
-        Library, version and settings; two scores are comparable only if their signatures are equal.
-    """
+    """One metric; only scores whose `signature` (library, version, settings) is equal are comparable."""
 
     name: str
     signature: str
@@ -69,21 +63,10 @@ class Metric(ABC):
         """Raise ModelLoadError, within a second and before anything is loaded, if the metric cannot run here."""
 
     def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
-        """Statistics of each record.
+        """Statistics of each record, shape (records, k), whose sum `score` takes.
 
-        Parameters
-        ----------
-        outputs : sequence of str
-            One text per record; may be empty.
-        references : sequence of sequence of str
-            At least one text per record.
-
-        Returns
-        -------
-        ndarray, shape (records, k)
-            Rows whose sum `score` takes.
-
-        Raises DataError if the lengths differ or a record has no reference.
+        A record has one output, which may be empty, and at least one reference. Raises DataError if the lengths differ
+        or a record has no reference.
         """
         if len(outputs) != len(references):
             raise DataError(f"{len(outputs)} outputs for {len(references)} records: give one output a record")

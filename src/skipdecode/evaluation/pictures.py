@@ -143,10 +143,7 @@ def calibration_charts(calibration: Mapping[str, Any]) -> list[Chart]:
 def loss_chart(rows: Sequence[Mapping[str, Any]], title: str) -> Chart:
     """Cross-entropy by step, from a tuning log: the running mean of training steps, and each schedule on the dev set.
 
-    Parameters
-    ----------
-    rows : sequence of mapping
-        With ``kind`` ("train" or "dev"), ``step`` and ``cross_entropy``; kind dev also has losses by schedule name.
+    `rows` have ``kind`` ("train" or "dev"), ``step``, ``cross_entropy``, and of kind dev the losses by schedule name.
     """
     train, dev = ([r for r in rows if r["kind"] == kind] for kind in ("train", "dev"))
     losses = [r["cross_entropy"] for r in train]

@@ -34,15 +34,7 @@ from skipdecode.evaluation.results import (
     load_run,
     save_run,
 )
-from skipdecode.evaluation.scores import (
-    along,
-    free_running,
-    scorer_of,
-    sums,
-    table_of,
-    token_fidelity,
-    token_losses,
-)
+from skipdecode.evaluation.scores import along, free_running, scorer_of, sums, table_of, token_fidelity, token_losses
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.families import vocabulary_size

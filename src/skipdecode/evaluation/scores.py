@@ -69,16 +69,8 @@ def token_fidelity(
 ) -> list[dict[str, NDArray[np.float64]]]:
     """top1_agreement and kl at every token of each row's full-depth output, without gradients.
 
-    Parameters
-    ----------
-    model : transformers causal LM
-        With nothing attached.
-    schedule : Schedule
-        Token j of an output runs `schedule.layers(j)`, as in cached decoding.
-    prompts, full : sequence of sequence of int
-        Token ids of each prompt and of full depth's output.
-    teacher : transformers causal LM, optional
-        Whose full depth gives the expected distribution. Default: the model.
+    Token j of an output runs `schedule.layers(j)`, as in cached decoding. Nothing is attached to the models; the full
+    depth of `teacher`, by default of the model, gives the expected distribution.
     """
     batch = _batch(prompts, full, model.device)
     with torch.inference_mode(), Attachment(model, schedule) as attachment:
@@ -101,15 +93,25 @@ def token_fidelity(
         return rows
 
 
+def token_scores(
+    model: Any, schedule: Schedule, prompts: Texts, texts: Texts
+) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+    """At every token of each row's text: cross-entropy in nats, and whether the token is the most probable one.
+
+    Arguments as those of `token_fidelity`.
+    """
+    batch, found = _batch(prompts, texts, model.device), []
+    with torch.inference_mode(), Attachment(model, schedule):
+        for logits, targets, ids in zip(response_logits(model, batch), batch.targets, texts, strict=True):
+            known, wanted = _log_probabilities(logits, ids), targets[: len(ids), None]
+            losses, top = -known.gather(-1, wanted).squeeze(-1), known.argmax(-1) == wanted.squeeze(-1)
+            found.append((losses.double().cpu().numpy(), top.cpu().numpy()))
+    return found
+
+
 def token_losses(model: Any, schedule: Schedule, prompts: Texts, texts: Texts) -> list[NDArray[np.float64]]:
     """Cross-entropy at every token of each row's text, in nats; arguments as those of `token_fidelity`."""
-    batch = _batch(prompts, texts, model.device)
-    with torch.inference_mode(), Attachment(model, schedule):
-        rows = zip(response_logits(model, batch), batch.targets, texts, strict=True)
-        return [
-            -_log_probabilities(logits, ids).gather(-1, targets[: len(ids), None]).squeeze(-1).double().cpu().numpy()
-            for logits, targets, ids in rows
-        ]
+    return [losses for losses, _ in token_scores(model, schedule, prompts, texts)]
 
 
 def along(

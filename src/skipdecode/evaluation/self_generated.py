@@ -1,20 +1,16 @@
 """An evaluation without references: schedules against a base model, on texts for prompts.
 
 On the base model's texts: KL divergence and agreement of the next token. On the texts of each schedule for the same
-prompts: the base model's perplexity, next to the perplexity of its own texts. And the share of a fixed set of
-instructions that is followed, as far as code can check.
+prompts: the base model's perplexity, next to the perplexity of its own texts.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,11 +22,11 @@ from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import read_rows
 from skipdecode.common.tables import figures
 from skipdecode.data.forms import recipe_template
-from skipdecode.data.prompts import PromptEncoder, context_length, encode_prompts, prompt_room
+from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
 from skipdecode.data.records import Record, Template
 from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.opening import end_tokens
-from skipdecode.engine.requests import Request, Sampling, row_seed
+from skipdecode.engine.requests import Request, row_seed
 from skipdecode.evaluation.methods import Method, other_ways
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
@@ -42,7 +38,7 @@ from skipdecode.evaluation.results import (
     save_run,
 )
 from skipdecode.evaluation.run import note_left_out
-from skipdecode.evaluation.scores import along, ratio_score, sums, table_of, token_fidelity, token_losses
+from skipdecode.evaluation.scores import along, ratio_score, sums, token_fidelity, token_losses
 from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.generation.llm import LLM
@@ -60,42 +56,6 @@ from skipdecode.schedule import Schedule
 
 _BATCHES = 4  # decoded and kept together
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
-
-
-def _has(text: str, word: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
-
-
-def _is_json(text: str, keys: Sequence[str]) -> bool:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(found, dict) and set(found) == set(keys) if keys else isinstance(found, list)
-
-
-_CHECKS: Mapping[str, Callable[[str, Any], bool]] = {
-    "least_words": lambda text, count: len(text.split()) >= count,
-    "most_words": lambda text, count: len(text.split()) <= count,
-    "sentences": lambda text, count: len(re.findall(r"[.!?]+(?=\s|$)", text)) == count,
-    "paragraphs": lambda text, count: len(re.split(r"\n\s*\n", text)) == count,
-    "items": lambda text, count: len(re.findall(r"^\s*(?:[-*•]|\d+[.)])\s+\S", text, re.MULTILINE)) == count,
-    "has": lambda text, words: all(_has(text, word) for word in words),
-    "has_not": lambda text, words: not any(_has(text, word) for word in words),
-    "matches": lambda text, pattern: re.fullmatch(pattern, text, re.DOTALL) is not None,
-    "json": _is_json,  # an object of these keys; of none, a list
-}
-
-
-def instructions() -> list[dict[str, Any]]:
-    """The instructions of this package: each a "prompt", and the "checks" of its answer with their values."""
-    text = resources.files("skipdecode.evaluation").joinpath("instructions.json").read_text(encoding="utf-8")
-    return list(json.loads(text))
-
-
-def followed(answer: str, checks: Mapping[str, Any]) -> bool:
-    """Whether an answer passes every check; white space around it does not count."""
-    return bool(answer.strip()) and all(_CHECKS[kind](answer.strip(), value) for kind, value in checks.items())
 
 
 def _perplexity(total: Table) -> float:
@@ -146,13 +106,11 @@ class OwnTexts:
         }
         variants = list(dict.fromkeys([reference, full, *methods]))
         tokenizer: Any = base.tokenizer
-        sampling = self._generated.answers(self.options.seed)
         whole = about | {"prompts": prompts}
         check_free(out, overwrite=self.options.overwrite or is_unfinished(out, whole))
         with closing(keep_unfinished(out, whole)) as kept:
-            texts = {one: self._decoded("texts", one, prompts, sampling, kept) for one in variants}
-            obeyed = {one: self._obeyed(one, kept) for one in variants if template.chat}
-            rows = self._rows(texts, prompts, obeyed)
+            texts = {one: self._decoded(one, prompts, kept) for one in variants}
+            rows = self._rows(texts, prompts)
             lengths = [len(text) for text in texts[reference]]
             speeds = measured_speeds([full, *methods, *drafted], prompts, lengths, settings, kept)
             kept.remove()
@@ -210,19 +168,8 @@ class OwnTexts:
 
     # ------------------------------------------------------------------ measures
 
-    def _obeyed(self, method: Method, kept: KeptValues) -> Table:
-        """Whether a chat model follows each of `instructions` with greedy answers, shape (instructions, 2)."""
-        wanted = instructions()
-        records = [Record(i, i + 1, i, one["prompt"]) for i, one in enumerate(wanted)]
-        prompts = [p.token_ids for p in PromptEncoder(self.base.tokenizer, None, chat=True).encode(records)]
-        answers = self._decoded("instructions", method, prompts, Sampling(), kept)
-        texts = (self.base.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers)
-        return table_of([[followed(text, one["checks"]), 1] for one, text in zip(wanted, texts, strict=True)])
-
-    def _rows(
-        self, texts: Mapping[Method, list[list[int]]], prompts: list[list[int]], obeyed: Mapping[Method, Table]
-    ) -> list[dict[str, Any]]:
-        """The result of each method, from all their texts and the instructions that they obeyed. JSON-ready."""
+    def _rows(self, texts: Mapping[Method, list[list[int]]], prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """The result of each method, from all their texts. JSON-ready."""
         base = self._reference
         draws = {"resamples": self.options.resamples, "seed": self.options.seed}
         losses = {one: self._along(f"perplexity, {one.name}", token_losses, base, prompts, texts[one]) for one in texts}
@@ -243,22 +190,18 @@ class OwnTexts:
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
                     row[name] = asdict(interval(sums(values), score, **draws))
-            if obeyed:
-                pair = compare(obeyed[base], obeyed[one], ratio_of_sums, **draws)
-                row["instructions"] = {"followed": pair.b, "difference": asdict(pair.difference)}
             found.append(row)
         return found
 
-    def _decoded(
-        self, what: str, method: Method, prompts: list[list[int]], sampling: Sampling, kept: KeptValues
-    ) -> list[list[int]]:
+    def _decoded(self, method: Method, prompts: list[list[int]], kept: KeptValues) -> list[list[int]]:
         """New tokens of a method for prompts, the end token included; `kept` has those of an interrupted run."""
         most, size = self._generated.self_tokens, self.options.batch_size
+        sampling = self._generated.answers(self.options.seed)
         ends = end_tokens(self.base.loaded.model, self.base.tokenizer)
         rows: list[list[int]] = []
-        with progress_bar(len(prompts), "text", name=f"{what}, {method.name}") as bar:
+        with progress_bar(len(prompts), "text", name=f"texts, {method.name}") as bar:
             for start in range(0, len(prompts), _BATCHES * size):
-                key, part = f"{what} {method.name} {start}", prompts[start : start + _BATCHES * size]
+                key, part = f"texts {method.name} {start}", prompts[start : start + _BATCHES * size]
                 given = kept.get(key)
                 if given is None:
                     requests = [
@@ -290,7 +233,6 @@ _COLUMNS = {
     "same token": "{top1_agreement[estimate]:.1f}%",
     "perplexity": "{perplexity:.2f}",
     "against base": "{of_base[estimate]:.3f} [{of_base[low]:.3f}, {of_base[high]:.3f}]",
-    "instructions": "{instructions[followed]:.1%}",
 }
 _TITLE = (
     "{n} prompts. KL, same token: on the base model's texts. Perplexity: of the base model on the texts of each\n"

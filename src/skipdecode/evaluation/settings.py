@@ -23,8 +23,7 @@ class EvaluationSettings(Options):
         "most tokens of an output (default: the task's, or 256 without references)", default=None, least=1
     )
     full_depth: bool = option(
-        "run, score and show full depth too, which retention, agreement and speed refer to",
-        default=True,
+        "run, score and show full depth too, which retention, agreement and speed refer to", default=True
     )
     teacher_forced: bool = option(
         "also the loss on references, and top-1 agreement and KL on full depth's outputs; takes about as long as "

@@ -16,22 +16,10 @@ from skipdecode.schedule import Schedule
 
 @dataclass(eq=False)
 class Generated:
-    """A request and what was generated for it so far.
+    """A request, its fresh reader, and what was generated for it so far.
 
-    Parameters
-    ----------
-    request : Request
-    reader : Detokenizer
-        Fresh.
-
-    Attributes
-    ----------
-    number : int
-        Of the request in its engine; -1 before `TextLoop.submit`.
-    tokens, text : list of int, str
-        The new tokens, and the text that is certain.
-    finish_reason : {"eos", "length", "stop"} or None
-        None while the request runs.
+    `number` is that of the request in its engine, -1 before `TextLoop.submit`. `text` is the text that is certain.
+    `finish_reason` is None while the request runs.
     """
 
     request: Request
@@ -107,28 +95,15 @@ class TextLoop(Generic[G]):
 class TextStream(Iterator[str]):
     """The text of one request, in pieces; no one else uses the engine until the stream has ended.
 
-    Parameters
-    ----------
-    loop : TextLoop
-        Without requests.
-    one : Generated
-    schedule : Schedule
-        Of the request.
-    summed : callable
-        From all tokens to the statistics, called at the end.
-    failed : callable
-        Called if a step raises: the engine must not be used again.
-    turn : context manager
-        Held during each step, and while the stream is closed.
+    `loop` has no requests yet. `summed` makes the statistics from all tokens at the end; `failed` is called if a step
+    raises, after which the engine must not be used. `turn` is held during each step, and while the stream is closed.
 
     Attributes
     ----------
     text, tokens : str, list of int
         The text and tokens so far.
-    finish_reason : {"eos", "length", "stop"} or None
-        None before the end, and of a stream that was closed before it.
-    stats : RunStats or None
-        None before the end.
+    finish_reason, stats : {"eos", "length", "stop"} or None, RunStats or None
+        None before the end; of a stream that was closed before it, `finish_reason` stays None.
     """
 
     _open = False

@@ -180,20 +180,11 @@ def generate_rows(
     report: Callable[[EncodedPrompt], None] = lambda prompt: None,
     progress: Callable[[int, RunStats], None] = lambda rows, stats: None,
 ) -> RunStats:
-    """Generate all `records` and put the output in place.
+    """Generate all `rows` records, in input order and not yet known to the writer, and put the output in place.
 
-    Parameters
-    ----------
-    records : iterable of Record
-        Records that the writer does not have yet, in input order.
-    rows : int
-        The number of records.
-    window_batches : int
-        Batches of records that are taken from `records` at once.
-    report : callable
-        Called with each record that cannot be used; it is written as ``{"id", "line", "error"}``.
-    progress : callable
-        Called with the number of records that were just finished, and the statistics so far.
+    `window_batches` batches of records are taken at once. `report` is called with each record that cannot be used,
+    which is written as ``{"id", "line", "error"}``; `progress` with the number of records that were just finished, and
+    the statistics so far.
 
     Raises OutputError: a record cannot be written; WorkError: the accelerator is out of memory.
     """

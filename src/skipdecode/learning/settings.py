@@ -149,8 +149,7 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
     order_records: int = setting("records on which drop orders and prompt layers are compared", default=8, least=1)
     prompt_depths: tuple[str, ...] = option(
         "prompt layers to try: full, numbers (the lowest n or n evenly spaced ones, whichever lose less), lists such "
-        "as 0-14,20; in chats more of them keep more of the instructions (default: full, and 2/3, 1/2 and 1/3 of the "
-        "layers)",
+        "as 0-14,20 (default: full, and 2/3, 1/2 and 1/3 of the layers)",
         default=(),
     )
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)

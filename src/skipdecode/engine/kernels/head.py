@@ -42,16 +42,8 @@ class _Args(ctypes.Structure):
 class Candidates(NamedTuple):
     """The top token of each row (the first of equals), and the candidates with their logits.
 
-    Parameters
-    ----------
-    best : list of int
-    words : torch.Tensor
-        (rows, MOST_WORDS), int64: the candidates' token ids; the first `counts` of each row are valid, ascending.
-    logits : torch.Tensor
-        Shape as `words`, fp32: logits of the full head.
-    counts : list of int
-    full : callable
-        From a row to the logits of all tokens.
+    `words` are token ids, int64 of shape (rows, MOST_WORDS); the first `counts` of each row are valid, ascending.
+    `logits` are those of the full head, fp32 of the same shape. `full` gives the logits of all tokens of a row.
     """
 
     best: list[int]

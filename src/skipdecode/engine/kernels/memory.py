@@ -28,14 +28,7 @@ def huge_pages(tensor: Tensor) -> Tensor:
 
 
 class Arena:
-    """One block of huge pages that holds tensors in the order in which they are put.
-
-    Parameters
-    ----------
-    sizes : list of int
-        Bytes of the tensors.
-    device : torch.device
-    """
+    """One block of huge pages for tensors of `sizes` bytes, in the order in which they are put."""
 
     def __init__(self, sizes: list[int], device: torch.device) -> None:
         self._block = huge_pages(torch.empty(sum(map(_rounded, sizes)), dtype=torch.uint8, device=device))

@@ -100,18 +100,9 @@ class GreedyArgs(ctypes.Structure):
 class NativeKernels:
     """The kernels, built on first use for this CPU; raises KernelBuildError if that fails.
 
-    Parameters
-    ----------
-    dtype : torch.dtype
-        Dtype of the model. In products with int8 weights, activations of an fp32 model are not rounded, and
-        those of other models are rounded to bf16.
-
-    Attributes
-    ----------
-    multiplies_bytes : bool
-        Whether this CPU multiplies bytes, which w8a8 weights need (AVX512_VNNI, or AVX2 without AVX-512).
-    finds_likeliest : bool
-        Whether an 8-bit copy of a head finds the most probable tokens (AVX512_VNNI).
+    In products with int8 weights, activations of an fp32 model (`dtype`) are not rounded, others are rounded to bf16.
+    `multiplies_bytes`: this CPU multiplies bytes, which w8a8 weights need (AVX512_VNNI, or AVX2 without AVX-512).
+    `finds_likeliest`: an 8-bit copy of a head finds the most probable tokens (AVX512_VNNI).
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
