@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from checkpoints import byte_tokenizer
-from skipdecode.common.rows import read_rows
+from skipdecode.common.rows import dataset_id, read_rows
 from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import HubSource, Task, load_task, task_names
@@ -188,6 +188,7 @@ def test_a_split_of_a_dataset_is_read_as_a_file(tmp_path: Path, monkeypatch: pyt
         (f"{tmp_path}/owner/data:test", rows[1:]),
     ):
         assert [row for _, row in read_rows(name)] == wanted
+        assert dataset_id(name) == ("owner/data" if name.startswith("owner") else None)
         assert [r.prompt for r in PromptSource.open(name).records()] == [row["text"] for row in wanted]
     file = tmp_path / "owner" / "data:train"  # a file of this name is that file
     file.write_text('{"prompt": "x"}\n')

@@ -30,7 +30,7 @@ def _handler(models: dict[str, Path], new: Path | None) -> type[BaseHTTPRequestH
             for name, folder in models.items():
                 if path.startswith(f"api/models/{name}/tree/"):
                     return self._json([_entry(f) for f in sorted(folder.iterdir())])
-                if path.startswith(f"api/models/{name}"):
+                if f"{path}/".startswith(f"api/models/{name}/"):
                     return self._json({"id": name, "sha": COMMIT, "siblings": []})
                 if path.startswith(f"{name}/resolve/"):
                     return self._file(folder / path.split("/")[-1])

@@ -52,7 +52,6 @@ def run(config: Config) -> int:
     schedule, origin = choose_schedule(config, _SOME_POSITIONS)
     note(f"schedule {schedule.name}: {origin}")
     written = {name: getattr(config, name) for name in ("format", "gguf_type", "dtype")}
-    exported = export(ref, config.out, schedule, overwrite=True, **written)  # `claimed` has checked the directory
+    print(export(ref, config.out, schedule, overwrite=True, **written))  # `claimed` has checked the directory
     config.push(Path(config.out))
-    print(exported)
     return 0

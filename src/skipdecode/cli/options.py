@@ -35,7 +35,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 SCHEDULE_FILE = Reads(lambda text: (Path(base_of(text)),))
 BASE = "for an adapter: its base model, a directory or a name (default: the one that the adapter names)"
-MODEL = "directory of a model or an adapter, hub id, smollm2-135m, or its adapters e2e-smollm2-135m, chat-smollm2-135m"
+MODEL = (
+    "directory of a model or an adapter, hub id (owner/name, owner/name@REVISION), smollm2-135m, or its adapters "
+    "e2e-smollm2-135m, chat-smollm2-135m"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,12 +62,12 @@ def run(config: Config) -> int:
     config.push()
     files = {name: getattr(config, name) or None for name in ("train", "dev", "test", "cost")}
     ready = prepare(config.ref, **files, out=config.out, started=started, **asdict(config.part(PrepareOptions)))
-    config.push(ready.path or ready.schedule_file.parent)
     commands = _next(config, ready)
     if config.json:
         print(json.dumps(dict(ready.document) | {"next": commands}))
     else:
         print(ready, f"next: {commands[0]}", f"more minutes: {commands[1]}", sep="\n")
+    config.push(ready.path or ready.schedule_file.parent)
     return 0
 
 

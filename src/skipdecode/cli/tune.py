@@ -73,6 +73,6 @@ def run(config: Config) -> int:
     if process_state().is_main_process:
         title = f"{tuned.recipe['options']['model']}, tuned for {tuned.schedule.name}"
         save_charts([loss_chart(read_log(tuned.path / LOG_FILE), title)], tuned.path / _PICTURE)
-        config.push(tuned.path)
         print(json.dumps(tuned.recipe) if config.json else tuned)
+        config.push(tuned.path)
     return 0

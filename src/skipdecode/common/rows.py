@@ -38,6 +38,7 @@ _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _START_BYTES = 4096
 _MOST_LINES = 5  # of a wrong CSV record: more lines are other records, after a quote that is not closed
 _PARQUET, _GZIP, _ZSTD = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DATASET = re.compile(r"(?P<id>[^:]+)(:(?P<config>[^:/\[]+))?:(?P<split>[^:/\[]+(\[[^\]]*\])?)")
 _NOT_READ = {
     b"ARROW1": "an Arrow file: write it as Parquet or JSON lines first",
@@ -88,7 +89,7 @@ class Input:
         """
         name = "standard input" if str(path) == "-" else str(path)
         found = None if os.path.exists(name) else _DATASET.fullmatch(name)
-        if found and (os.path.isdir(found["id"]) or re.fullmatch(r"[\w.-]+/[\w.-]+", found["id"])):
+        if found and (os.path.isdir(found["id"]) or _HUB_ID.fullmatch(found["id"])):
             data = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             table = load_split(**found.groupdict()).with_format("arrow")[:]
             _pyarrow(name).parquet.write_table(table, data)
@@ -165,6 +166,12 @@ def read_rows(path: str | Path | Input) -> Iterator[tuple[int, Row]]:
     with closing(opened):
         opened.check()
         yield from opened.rows(format)
+
+
+def dataset_id(source: object) -> str | None:
+    """The hub id of a dataset that is named with a split; None for files and others."""
+    found = None if os.path.exists(str(source)) else _DATASET.fullmatch(str(source))
+    return found["id"] if found and _HUB_ID.fullmatch(found["id"]) else None
 
 
 def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:

@@ -180,7 +180,7 @@ class _Run:
         charts = kept_charts(document["rows"], document["kept_by_minutes"], target, name)
         save_charts(charts, out / PICTURE_FILE)
         ready = Prepared(document, out, self.loaded)
-        ready.write_card()
+        ready.write_card(self.sources.datasets)
         return ready
 
     def _plan(self) -> str:

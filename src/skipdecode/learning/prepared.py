@@ -79,12 +79,12 @@ class Prepared(Printed):
         """As `skipdecode.push_to_hub` of the tuned checkpoint; raises UsageError if nothing was tuned."""
         return push_to_hub(self.path or self.schedule_file.parent, repo, private=private)
 
-    def write_card(self) -> None:
-        """Write the model card of the tuned checkpoint, with the table and the picture of the evaluation."""
+    def write_card(self, datasets: Sequence[str]) -> None:
+        """Write the model card of the tuned checkpoint, with the table and picture of the evaluation."""
         if self.path is None:
             return
         rows = self.rows
-        found = {"table": "\n".join(_table(rows)), "scores": [*rows[0]["scores"]], "rows": rows}
+        found = {"table": "\n".join(_table(rows)), "scores": [*rows[0]["scores"]], "datasets": datasets, "rows": rows}
         write_whole(self.path / EVALUATION_FILE, json.dumps(found, indent=1) + "\n")
         if (picture := self.out / PICTURE_FILE).is_file():
             write_whole(self.path / PICTURE_FILE, picture.read_bytes())

@@ -11,7 +11,7 @@ from typing import Any
 
 from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.jsonl import json_line
-from skipdecode.common.rows import Input
+from skipdecode.common.rows import Input, dataset_id
 from skipdecode.data.examples import RecordFile, Source, decide_chat, held_out, make_template, read_sources
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import Task, load_task
@@ -40,6 +40,7 @@ class Sources:
             self._template = make_template(settings, sources["train"])
         elif (self._prompts is not None or settings.task) and "test" not in sources:
             raise UsageError("`test` is missing: with `prompts` or `task`, give records or prompts to evaluate on")
+        self.datasets = [one for source in sources.values() if (one := dataset_id(source))]
         self.digests = {name: _digest(name, source) for name, source in sources.items()}
         if self._prompts is not None:
             self.digests["prompts"] = self._prompts.fingerprint["sha256"]

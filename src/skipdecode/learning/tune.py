@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.common.environment import environment
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
+from skipdecode.common.rows import dataset_id
 from skipdecode.cost.source import wall_solver
 from skipdecode.data.examples import (
     Example,
@@ -243,8 +244,9 @@ class _Run:
             base=base_entry(loaded.model, under),
             processes=state.num_processes,
         )
-        if settings.task and (hub := load_task(settings.task).hub) is not None:
-            recipe["datasets"] = [hub.id]
+        hub = load_task(settings.task).hub if settings.task else None
+        if datasets := [one for one in (hub and hub.id, dataset_id(self.train)) if one]:
+            recipe["datasets"] = datasets
         if self.resume and (before := stored_recipe(out)) is not None:
             check_same_run(before, recipe)
             if before.get("result") is not None:

@@ -52,7 +52,7 @@ def write_card(folder: Path, ref: ModelRef, schedule: Schedule, maker: str) -> N
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
         tags=["skipdecode", "layer-skipping"],
-        datasets=recipe.get("datasets"),
+        datasets=sorted({*recipe.get("datasets", ()), *evaluation.get("datasets", ())}) or None,
         metrics=[*dict.fromkeys(_METRICS.get(name, name) for name in evaluation.get("scores", ()))] or None,
     )
     shown: dict[str, Any] = {"base": Path(str(data.base_model or ref.base)).name, "kind": kind, "schedule": schedule}

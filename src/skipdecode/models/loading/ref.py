@@ -41,7 +41,7 @@ _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 10_000
 # All that is small, and an adapter's weights; `fetch` fetches those of a whole model.
-_SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "adapter_model.*", FIT_FILE, "README.md")
+_SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "adapter_model.*", FIT_FILE, "README.md", "kept.png")
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Keyword arguments for every ``from_pretrained``: files of a hub are fetched before."""
 
