@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skipdecode.common.stopwatch import Stopwatch, timed
+from skipdecode.common.stopwatch import Stopwatch
 
 
 def watch_of(pieces: dict[str, list[tuple[float, float]]]) -> Stopwatch[str, float]:
@@ -49,9 +49,3 @@ def test_pieces_count_by_their_seconds_and_one_disturbed_round_not_at_all():
 def test_without_time_there_is_no_ratio():
     assert Stopwatch[str, float](("a", "b")).ratio("a", "b", same) is None
     assert watch_of({"x": [(1.0, 0.0)]}).ratio("a", "b", same) is None
-
-
-def test_timed_runs_the_work_once():
-    ran: list[int] = []
-    assert 0 <= timed(lambda: ran.append(1)) < 1
-    assert ran == [1]

@@ -325,6 +325,7 @@ def test_a_terminal_without_blocks_gets_other_characters(deep_dir, monkeypatch):
         (("--schedule", "2x", "--flat"), "--flat needs --target-speedup"),
         (("--target-speedup", "9"), "out of reach"),
         (("--target-speedup", "0.5"), "1 or more"),
+        (("--target-speedup", "nan"), "1 or more"),
         (("--target-speedup", "fast"), "--target-speedup 'fast'"),
         (("--target-speedup", "2", "--device", "toaster"), "toaster"),
         (("--schedule", "99x"), "at most 15.00"),

@@ -207,14 +207,6 @@ def test_interrupted_stream_still_gets_rows_that_waited(tmp_path: Path):
     assert "output file" in writer.resume_hint
 
 
-def test_device_is_written_directly_and_a_full_one_is_one_line():
-    writer = open_writer("/dev/full", SETTINGS)
-    with pytest.raises(OutputError, match="cannot write to /dev/full: No space left on device"):
-        writer.put(0, row(0))
-    writer.close()
-    assert not Path("/dev/full.partial").exists()
-
-
 # ---------------------------------------------------------------------- memory
 
 

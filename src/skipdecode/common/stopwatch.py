@@ -7,7 +7,6 @@ order every other time, and ratios are computed within a round before medians ar
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
@@ -17,13 +16,6 @@ from skipdecode.common.bootstrap import Interval, Table, interval, ratio_of_sums
 
 Side = TypeVar("Side", bound=Hashable)
 Lap = TypeVar("Lap")
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 class Stopwatch(Generic[Side, Lap]):
