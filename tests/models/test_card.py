@@ -50,7 +50,7 @@ def tuned(base: str, out: Path, *, adapter: bool = True) -> Path:
 
 @pytest.mark.parametrize("adapter", [True, False])
 def test_a_pushed_model_needs_nothing_else(hub: Path, tmp_path: Path, capsys: Any, adapter: bool) -> None:
-    here = tuned("owner/base", tmp_path / "tuned", adapter=adapter)
+    here = tuned("owner/base@main", tmp_path / "tuned", adapter=adapter)
     (here / "self.jsonl").write_text("{}")
     assert skipdecode.push_to_hub(here, "owner/fast").endswith("/owner/fast")
     assert '"private"' in (hub / "asked.json").read_text()

@@ -82,10 +82,12 @@ class ModelRef:
         file = self.adapter / ADAPTER_FILE
         if self.given_base is not None:
             return _no_adapter(self.given_base, "base")
-        base = _adapter_settings(file).get("base_model_name_or_path")
+        settings = _adapter_settings(file)
+        base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
         if not isinstance(base, str) or not base:
             raise ModelLoadError(f"{file} names no base model: base_model_name_or_path is needed")
-        return _no_adapter(base, str(file))
+        is_id = isinstance(revision, str) and base not in _NAMES and not Path(base).expanduser().exists()
+        return _no_adapter(f"{base}@{revision}" if is_id else base, str(file))
 
     @cached_property
     def _asked(self) -> dict[str, tuple[HubAnswer, Path]]:

@@ -94,7 +94,9 @@ def save_tuned(
         digest = Fit.load(partial / FIT_FILE).digest()  # of the numbers as the file has them
     if hasattr(model, "get_base_model"):
         if base_name is not None:
-            model.active_peft_config.base_model_name_or_path = base_name
+            name, _, revision = (base_name, "", "") if Path(base_name).exists() else base_name.partition("@")
+            model.active_peft_config.base_model_name_or_path = name
+            model.active_peft_config.revision = revision or None
         carry(model, schedule, digest)
         state = model.state_dict() if state_dict is None else state_dict
         dtype = getattr(torch, adapter_dtype)
