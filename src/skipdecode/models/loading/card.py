@@ -77,7 +77,7 @@ def _base_data(ref: ModelRef) -> dict[str, Any]:
         if (card := beside(ref.place, CARD_FILE)) is not None:
             found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     known = {name: found[name] for name in _OF_BASE if name in found}
-    return known | ({} if Path(ref.base).expanduser().exists() else {"base_model": ref.base.partition("@")[0]})
+    return known | ({} if Path(ref.base).expanduser().exists() else {"base_model": re.split("[@:]", ref.base)[0]})
 
 
 def _signed(text: str) -> str:
