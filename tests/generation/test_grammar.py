@@ -196,6 +196,22 @@ def test_batches_engines_heads_and_exact_decoding_change_nothing(model, grammars
     assert engine.stats.accepted_tokens
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_forced_tokens_take_no_step(model, grammars, schedule):
+    """The engine through transformers gives them a step each."""
+    names = {"type": "object", "required": ["identifier", "postal_code"], "additionalProperties": False}
+    schema = names | {"properties": {"identifier": {"type": "boolean"}, "postal_code": {"enum": [12345, 123]}}}
+    asked = [request(grammars.compile("json", schema), seed, sampling={"logit_bias": {}}) for seed in range(4)]
+    engines = FastEngine(model, SCHEDULES[schedule]), GatedEngine(model, SCHEDULES[schedule])
+    found = [[each.tokens for each in engine.decode(asked)] for engine in engines]
+    assert found[0] == found[1]
+    fast, gated = (engine.stats for engine in engines)
+    assert (fast.fed_tokens, fast.token_layers) == (gated.fed_tokens, gated.token_layers)
+    assert fast.steps < gated.steps * 0.8
+    short = Request(asked[0].prompt, 3, asked[0].sampling, frozenset({2}))
+    assert engines[0].decode([short])[0].tokens == found[0][0][:3]
+
+
 def test_other_grammars(model, grammars):
     engine = FastEngine(model, SCHEDULES["full"])
     cases = [

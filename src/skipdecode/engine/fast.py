@@ -125,6 +125,8 @@ class FastEngine(Engine):
         chunks, drafted = self._next_prefill(), self._draft()
         for sequence in self._decoding:
             self._fall(sequence)
+            if forced := sequence.forced_tokens:
+                drafted[sequence] = forced
             tokens = sequence.output[-1], *drafted.get(sequence, ())
             chunks.append(Chunk.following(sequence, tokens))
         outputs = [out for part in forwards(chunks) for out in self._forward(part, drafted)]

@@ -84,6 +84,10 @@ class Sampler:
         self._early -= 1
         return True
 
+    def forced_tokens(self) -> list[int]:
+        """The next tokens of which the grammar allows no others; drafts, because `pick` takes them all the same."""
+        return [] if self._grammar is None or self.failed else list(self._grammar.compute_ff_tokens())
+
     def pick(self, logits: Tensor) -> int:
         """The next token from logits (vocabulary,), fp32 on the CPU; the logits are not changed."""
         if self._bias is not None or self._output is not None or self._early > 0:

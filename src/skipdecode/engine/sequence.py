@@ -124,14 +124,24 @@ class Sequence:
         return self._sets[min(len(self.output), len(self._sets)) - 1]
 
     def look(self, drafter: Drafter, most: int) -> Drafter:
-        """Have the sequence's drafter find at most `most` drafts, which run the layers of the last output token."""
+        """Have the sequence's drafter find at most `most` drafts."""
+        drafter.look(self._room(most))
+        return drafter
+
+    @property
+    def forced_tokens(self) -> tuple[int, ...]:
+        """Drafts that the grammar leaves no choice of."""
+        tokens = self.sampler.forced_tokens()
+        return tuple(tokens[: max(0, self._room(len(tokens)))]) if tokens else ()
+
+    def _room(self, most: int) -> int:
+        """The number of drafts, at most `most`: they run the layers of the last output token."""
         end, first = len(self._sets) - 1, len(self.output) - 1
         most = min(most, self.request.max_new_tokens - len(self.output) - 1)
         if first < end:
             same = self._sets[first]
             most = next((n for n in range(most) if self._sets[min(first + n + 1, end)] != same), most)
-        drafter.look(most)
-        return drafter
+        return most
 
     def append(self, token: int) -> None:
         """Append a new token, and end the sequence if the token is its last."""
