@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick test-slow test-versions test-vllm docs browser lint format lock clean
+.PHONY: demo test quick test-slow test-versions test-vllm docs browser node lint format lock clean
 
 demo: .venv/ready
 	$(BIN)/skipdecode demo
@@ -15,7 +15,7 @@ QUICK := tests/project/test_structure.py tests/schedule tests/common/test_option
 quick: .venv/ready lint
 	$(BIN)/python -m pytest $(QUICK) -k "not test_oracle or llama- or gpt2-"
 
-test-slow: .venv/conformance browser
+test-slow: .venv/conformance .venv/npm browser
 	$(BIN)/python -m pytest -m "slow or model" -rs
 
 # The playground's tests drive a real browser. Without one, and without the right to install it, they are skipped.
@@ -24,6 +24,15 @@ browser:
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; \
 	else echo "chromium is missing: install it (Debian: apt-get install chromium), or the playground's tests are skipped"; fi
+
+# OpenAI's client for JavaScript, which a test of the server runs in node.
+.venv/npm: .venv/ready node
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv/npm openai@6.49.0; \
+	else echo "npm is missing: install it (Debian: apt-get install npm), or the test of the npm package openai is skipped"; fi
+
+node:
+	@if ! command -v npm >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends npm; fi
 
 # The README's install line with what it takes today, and the oldest versions that pyproject.toml accepts.
 test-versions:

@@ -128,6 +128,18 @@ def test_both_columns_show_what_the_api_says(
         assert max(edges) <= size[0]  # nothing sticks out
 
 
+def test_it_opens_as_the_model_is_used_and_names_the_schedule(browser: Browser, address: str, tmp_path: Path):
+    with opened(browser, address) as page:
+        expect(page.get_by_label("Chat", exact=True)).to_be_checked()
+        lead = page.locator("#lead")
+        expect(lead).to_contain_text(f"On the right two: {TWO.budgets[0]} down to {TWO.budgets[-1]} of {LAYERS} layers")
+        page.get_by_role("slider", name="Schedule").press("ArrowLeft")
+        expect(lead).to_contain_text("On the right even: 6 down to 4")
+    with serving(save_tiny_model(tmp_path, chat=False)) as (plain, _), opened(browser, plain) as page:
+        expect(page.locator("#lead")).to_have_text(f"All {LAYERS} layers for every token: this server has no schedule.")
+        expect(page.get_by_label("Completion", exact=True)).to_be_checked()
+
+
 def test_differences_are_marked_and_listed(browser: Browser, address: str):
     with opened(browser, address) as page:
         run_to_the_end(page)

@@ -140,7 +140,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    entry = service.catalog.model_entry(service.name, service.template)
+    entry = service.catalog.model_entry(service.name, service.template, chat=service.chat)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -69,8 +69,8 @@ class Catalog:
         """The name under which requests of a schedule are counted: budgets have one together."""
         return schedule.name if self.loaded.get(schedule.name) == schedule else "budget"
 
-    def model_entry(self, model: str, template: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The model, served under this name, with its schedules and the template that it was tuned on."""
+    def model_entry(self, model: str, template: Mapping[str, Any] | None = None, *, chat: bool) -> dict[str, Any]:
+        """The model, served under this name, with schedules and the template that it was tuned on; `chat`: it chats."""
         schedules = [
             {
                 "name": name,
@@ -85,6 +85,7 @@ class Catalog:
         described = {
             "num_layers": self.num_layers,
             "template": template,
+            "chat": chat,
             "default_schedule": self.default,
             "budget": {"least": self._least_budget, "most": self.num_layers, "drop_order": self._budget_order},
             "schedules": schedules,

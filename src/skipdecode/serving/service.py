@@ -9,6 +9,7 @@ from typing import Any
 
 from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.data.chats import template_fault
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
 from skipdecode.engine.kv import KVLayout
@@ -39,6 +40,7 @@ class Service:
     limits: ServerLimits
     texts: TokenTexts  # of single tokens; the event loop's
     kv_bytes_most: int  # of keys and values, within the limits
+    chat: bool  # whether there is a chat template
     template: dict[str, Any] | None = None  # that the checkpoint was tuned on
 
 
@@ -107,6 +109,7 @@ def open_service(
         limits=limits,
         texts=TokenTexts(tokenizer),
         kv_bytes_most=limits.max_rows * layout.bytes(min(longest, context or longest), num_layers),
+        chat=template_fault(tokenizer) is None,
         template=None if form.template is None else told | {"used": use_template},
     )
 

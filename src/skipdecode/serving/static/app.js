@@ -15,7 +15,8 @@ let model = null;
 let schedules = [];
 let speedups = []; // of the schedules, as format.speedups says them
 let running = null;
-let typed = { completion: EXAMPLES.completion[0][1], chat: "" };
+let typed = { completion: EXAMPLES.completion[0][1], chat: EXAMPLES.chat[0][1] };
+let connected = false; // once: what the user has chosen stays
 
 // ------------------------------------------------------------------ the server and its schedules
 
@@ -43,6 +44,11 @@ async function connect() {
   at("legend-differs").hidden = schedules.length === 0;
   at("results").hidden = false;
   setRunning(false);
+  if (!connected && model.chat && !(model.template?.used && !model.template.chat)) {
+    document.querySelector("[name=kind][value=chat]").checked = true;
+    showKind();
+  }
+  connected = true;
   showHint();
   showPlans();
 }
@@ -69,6 +75,7 @@ function showPlans() {
   full.reset(everyLayer(), "Full depth", columns);
   hideSummary();
   if (!schedule) {
+    at("lead").textContent = `${describePlan(everyLayer())}: this server has no schedule.`;
     at("schedule-name").textContent = "none";
     at("schedule-plan").textContent =
       "This server has full depth only: its model was tuned under no schedule. “skipdecode plan” finds one, “skipdecode tune” " +
@@ -84,6 +91,7 @@ function showPlans() {
   const untuned = schedule.tuned === false ? " The model was not tuned under it: its text may fall apart." : "";
   const plan = `${describePlan(schedule)}; ${format.number(schedule.mean_budget, 1)} on average.`;
   at("schedule-plan").textContent = plan + untuned;
+  at("lead").textContent = `Every layer on the left. On the right ${schedule.name}: ${describePlan(schedule)}${through}.`;
 }
 
 // ------------------------------------------------------------------ a run
