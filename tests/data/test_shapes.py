@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +49,8 @@ def _jsonl(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
 
-def _csv(path: Path) -> None:
-    path.write_text("prompt,response\n" + "".join(f"{row['prompt']},{row['response']}\n" for row in ROWS))
+def _csv(path: Path, mark: str = ",") -> None:
+    path.write_text(f"prompt{mark}response\n" + "".join(f"{row['prompt']}{mark}{row['response']}\n" for row in ROWS))
 
 
 def _gzip(path: Path) -> None:
@@ -179,6 +182,20 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
         assert load_model(tuned).recipe.chat
 
 
-def test_the_docs_name_every_shape() -> None:
+def test_the_docs_say_of_every_shape_and_file_whether_it_is_read(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "first-model.md").read_text()
-    assert all(f"| `{name}`" in page for name in KNOWN)
+    shapes = page.partition("| shape |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `([^`]+)`", shapes, re.M)) == set(KNOWN)
+    samples = FORMATS | {"x.ndjson": _jsonl, "x.tsv": lambda path: _csv(path, "\t")}
+    wrong = {"arrow": b"ARROW1", "xlsx": b"PK\x03\x04", "bz2": bz2.compress(b"{}"), "xz": lzma.compress(b"{}")}
+    known = {name.rpartition(".")[2] for name in samples}
+    rows = re.findall(r"^\| .*: (`.*`) \| (yes|no) \|", page.partition("| file |")[2].partition("\n\n")[0], re.M)
+    said = {kind: read for names, read in rows for kind in re.findall(r"`\.(\w+)`", names)}
+    assert said == dict.fromkeys(known, "yes") | dict.fromkeys(wrong, "no")
+    for name, write in samples.items():
+        write(tmp_path / name)
+        assert [row for _, row in read_rows(tmp_path / name)] == ROWS
+    for kind, content in wrong.items():
+        (tmp_path / f"x.{kind}").write_bytes(content)
+        with pytest.raises(DataError):
+            list(read_rows(tmp_path / f"x.{kind}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from skipdecode import attach
 from skipdecode.engine import Sampling
 from skipdecode.engine.requests import row_seed
 from skipdecode.errors import ModelLoadError, OptionError
+from skipdecode.serving.protocol import ChatRequest, CompletionRequest
 from skipdecode.serving.service import open_service
 from tiny import LAYERS
 
@@ -747,11 +749,28 @@ def test_health_and_metrics(client, service):
     assert metric(service, "requests_total", endpoint="other", outcome="refused") >= 1
 
 
-def metrics_table():
-    from pathlib import Path
+PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 
-    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
-    return text.partition("## Metrics")[2].partition("\n## ")[0]
+
+def metrics_table():
+    return PAGE.partition("## Metrics")[2].partition("\n## ")[0]
+
+
+def test_the_table_of_fields_is_that_of_the_requests():
+    rows = [line.split("|") for line in PAGE.partition("## Requests")[2].partition("### ")[0].splitlines()]
+    for column, kind in ((2, CompletionRequest), (3, ChatRequest)):
+        cells = [row[1] + row[column] for row in rows if len(row) > 4 and row[column].strip()]
+        named = {name.partition(".")[0] for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+        assert named == set(kind.model_fields)
+
+
+def test_the_table_of_clients_is_that_of_their_tests():
+    tests = Path(__file__).with_name("test_serve_clients.py").read_text(encoding="utf-8")
+    tested = set(re.findall(r"^def test_(openai|[a-z]+(?:_eval)?)", tests, re.M)) - {"schemathesis"}
+    rows = PAGE.partition("### Clients")[2].partition("### ")[0]
+    named = {name.removesuffix("-openai").replace("-", "_") for name in re.findall(r"^\| ([a-z][\w-]+)", rows, re.M)}
+    assert named - {"client"} == tested
+    assert ("in node" in rows) == ("def test_openai_in_node" in tests)
 
 
 def test_the_page_and_its_headers(client):
