@@ -62,17 +62,6 @@ def test_jsonl_takes_ids_and_falls_back_to_line_numbers(tmp_path: Path, suffix: 
     assert [(r.id, r.prompt) for r in source.records()] == [("a", "one"), (7, "two"), (3, "name[X]"), (4, "four")]
 
 
-def test_chat_rows_keep_their_messages(tmp_path: Path):
-    chat = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
-    source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"messages": chat}, {"prompt": chat}]))
-    assert [r.prompt for r in source.records()] == [chat, chat]
-
-
-def test_argument_prompts_may_hold_line_ends():
-    found = list(PromptSource.of_prompts(["one\ntwo", "three"]).records())
-    assert [(r.id, r.prompt) for r in found] == [(1, "one\ntwo"), (2, "three")]
-
-
 @pytest.mark.parametrize(("data", "prompts"), [(b"plain\nlines\n", ["plain", "lines"]), (b'{"prompt": "p"}\n', ["p"])])
 def test_standard_input_can_be_read_twice_and_tells_its_format(
     monkeypatch: pytest.MonkeyPatch, data: bytes, prompts: list[str]
@@ -81,30 +70,6 @@ def test_standard_input_can_be_read_twice_and_tells_its_format(
     source = PromptSource.open("-")
     for _ in range(2):
         assert [r.prompt for r in source.records()] == prompts
-
-
-def test_named_pipe_is_read_like_a_file(tmp_path: Path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    feeder = threading.Thread(target=pipe.write_bytes, args=(b"a\nb\n",))
-    feeder.start()
-    source = PromptSource.open(str(pipe))
-    feeder.join()
-    assert [r.prompt for _ in range(2) for r in source.records()] == ["a", "b", "a", "b"]
-
-
-def test_equal_standard_input_has_an_equal_fingerprint(monkeypatch: pytest.MonkeyPatch):
-    found = []
-    for data in (b"a\n", b"a\n", b"b\n"):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        found.append(PromptSource.open("-").fingerprint)
-    assert found[0] == found[1] != found[2]
-
-
-def test_a_field_is_looked_for_in_jsonl_only(tmp_path: Path):
-    path = tmp_path / "in.txt"
-    path.write_text("a\n")
-    assert [r.prompt for r in PromptSource.open(str(path)).records(PromptForm("question"))] == ["a"]
 
 
 # ---------------------------------------------------------------------- bad rows
@@ -136,12 +101,6 @@ def test_a_field_is_looked_for_in_jsonl_only(tmp_path: Path):
 )
 def test_bad_row_is_told_and_its_neighbours_are_read(tmp_path: Path, line: bytes, error: str):
     assert error in bad_row(tmp_path, line)
-
-
-def test_missing_field_names_the_field(tmp_path: Path):
-    path = write_rows(tmp_path / "in.jsonl", [{"prompt": "p"}])
-    record = next(PromptSource.open(path).records(PromptForm("question")))
-    assert record.error == "field 'question' is missing (the record has 'prompt')"
 
 
 def test_a_bad_row_without_an_id_does_not_take_that_of_another(tmp_path: Path, capsys: Any):
@@ -210,30 +169,6 @@ def test_input_without_prompts_is_refused(tmp_path: Path, data: bytes):
         PromptSource.open(str(path)).count()
 
 
-def test_rows_are_counted_with_the_bad_ones_which_are_refused_on_request(tmp_path: Path):
-    source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": ""}, {"prompt": "c"}, 4]))
-    assert source.count() == 4
-    assert [r.line for r in source.records() if r.error is not None] == [2, 4]
-    with pytest.raises(DataError, match="line 2: field 'prompt' is empty") as stopped:
-        source.count(all_usable=True)
-    assert stopped.value.line == 2
-
-
-def test_input_whose_rows_are_all_bad_is_refused(tmp_path: Path):
-    source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"prompt": ""}, {"id": 1}]))
-    with pytest.raises(DataError, match=r"no row of .*in\.jsonl can be used"):
-        source.count()
-
-
-def test_duplicate_ids_are_counted_with_an_example(tmp_path: Path):
-    ids: list[Any] = ["a", "b", "a", 1, "1", "a", None]
-    rows = [{"id": i, "prompt": "p"} for i in ids]
-    source, seen = PromptSource.open(write_rows(tmp_path / "in.jsonl", rows)), SeenIds()
-    assert [r.line for r in seen.watch(source.records())] == [*range(1, 8)]
-    found = seen.repeated(source.records())
-    assert found == "2 rows have the id of an earlier row, such as 'a' on lines 1 and 3"
-
-
 # ---------------------------------------------------------------------- encoding
 
 
@@ -243,12 +178,6 @@ def encoded(prompt: Any, **options: Any) -> Any:
 
 
 CHAT = [{"role": "user", "content": "hi"}]
-
-
-def test_prompt_that_fills_the_context_is_bad_and_one_token_less_is_not():
-    assert encoded("x" * 49).room == 1
-    assert "has 50 tokens: the model's context of 50" in encoded("x" * 50).error
-    assert encoded("x" * 500, context=None).error is None
 
 
 def test_template_troubles_stay_with_their_row():

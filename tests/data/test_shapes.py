@@ -84,7 +84,6 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_read_by_every_verb(name: str, tmp_path: Path, capsys: Any) -> None:
     FORMATS[name](tmp_path / name)
-    assert [row for _, row in read_rows(tmp_path / name)] == ROWS
     tiny_model("llama", vocab_size=320).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     command = ["generate", str(tmp_path / "model"), "--input", str(tmp_path / name), "--max-new-tokens", "2"]

@@ -198,7 +198,6 @@ def test_batches_engines_heads_and_exact_decoding_change_nothing(model, grammars
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_forced_tokens_take_no_step(model, grammars, schedule):
-    """The engine through transformers gives them a step each."""
     names = {"type": "object", "required": ["identifier", "postal_code"], "additionalProperties": False}
     schema = names | {"properties": {"identifier": {"type": "boolean"}, "postal_code": {"enum": [12345, 123]}}}
     asked = [request(grammars.compile("json", schema), seed, sampling={"logit_bias": {}}) for seed in range(4)]
