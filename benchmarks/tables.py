@@ -327,7 +327,7 @@ def chat(document: Row) -> Table:
         ("KL", kl),
         ("same token", estimate("top1_agreement", "{estimate:.1f}%")),
         perplexity,
-        ("instructions followed", "{instructions[followed]:.1%}"),
+        ("instructions followed", estimate("instructions", "{followed:.1%}")),
     ]
     others = table(document["other_prompts"]["rows"], [("other prompts: KL", kl), perplexity])
     return [one + two for one, two in zip(table(document["rows"], columns), others, strict=True)]
@@ -430,6 +430,13 @@ def exact(document: Row) -> Table:
     return table(sorted(document["rows"], key=itemgetter("task", "quantization", "batch")), columns)
 
 
+def lm_eval(document: Row) -> Table:
+    """Scores of tasks of lm-evaluation-harness, each with the difference from the first schedule of its model."""
+    form = "{0[estimate]:.1%} [{0[low]:.1%}, {0[high]:.1%}], {0[difference][estimate]:+.1%}"
+    tasks = [(n, lambda row, n=n: form.format(row["tasks"][n])) for n in document["rows"][0]["tasks"]]
+    return table(document["rows"], [("model", "{model}"), ("schedule", "{name}"), ("nominal", nominal), *tasks])
+
+
 # By name, with the kind of result, or the benchmark, that each is made from.
 TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "bench": ("bench", bench),
@@ -440,6 +447,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "ready-minutes": ("ready", ready_minutes),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),
+    "lm-eval": ("lm-eval", lm_eval),
     "names": ("unseen-names", names),
     "predictions": ("prediction", predictions),
     "products": ("product-speed", products),

