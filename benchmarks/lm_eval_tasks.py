@@ -27,28 +27,20 @@ from shared import RESULTS, script_parser, write_result
 from skipdecode.common.bootstrap import compare, interval, ratio_of_sums
 from skipdecode.lm_eval import SkipDecodeLM
 
-TEXT = {"output_type": "multiple_choice", "doc_to_choice": "{{options}}", "doc_to_target": "{{gold}}"}
-TAKEN = {"function": "take_first"}
-NUMBER = {
-    "output_type": "generate_until",
-    "doc_to_text": "{{passage}}\nQuestion: {{question}}\nAnswer:",
-    "doc_to_target": "{{gold}}",
-    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16},
-    "filter_list": [
-        {"name": "number", "filter": [{"function": "regex", "regex_pattern": r"(-?[0-9.,]*[0-9])"}, TAKEN]}
-    ],
+TEXT = {"output_type": "multiple_choice", "doc_to_choice": "{{options}}"}
+LETTER = TEXT | {"doc_to_text": "{{question}}\n{{lettered}}\nAnswer:", "doc_to_choice": [*"ABCD"]}
+FILTER = [{"function": "regex", "regex_pattern": r"(-?[0-9.,]*[0-9])"}, {"function": "take_first"}]
+NUMBER: dict[str, Any] = {"doc_to_text": "{{passage}}\nQuestion: {{question}}\nAnswer:", "num_fewshot": 4}
+NUMBER |= {
     "fewshot_split": "shown",
-    "num_fewshot": 4,
+    "output_type": "generate_until",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16},
 }
 TASKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "PIQA": ("PIQA/validation", "acc_norm", {"doc_to_text": "Question: {{question}}\nAnswer:", **TEXT}),
     "OpenBookQA": ("OpenBookQA/test", "acc_norm", {"doc_to_text": "{{question}}", **TEXT}),
-    "MMLU": (
-        "MMLU/test",
-        "acc",
-        {"doc_to_text": "{{question}}\n{{lettered}}\nAnswer:", **TEXT, "doc_to_choice": [*"ABCD"]},
-    ),
-    "ASDiv": ("ASDiv/test", "exact_match", NUMBER),
+    "MMLU": ("MMLU/test", "acc", LETTER),
+    "ASDiv": ("ASDiv/test", "exact_match", NUMBER | {"filter_list": [{"name": "number", "filter": FILTER}]}),
 }
 
 
@@ -71,8 +63,8 @@ def write_tasks(wheel: Path, folder: Path, limit: int) -> None:
                 (folder / f"{name}-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
             data = {split: str(folder / f"{name}-{split}.jsonl") for split in ("test", "shown")}
             about = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": data}, "test_split": "test"}
-            text = json.dumps(about | {"metric_list": [{"metric": metric}]} | task)  # JSON is YAML
-            (folder / f"{name}.yaml").write_text(text)
+            about |= {"metric_list": [{"metric": metric}], "doc_to_target": "{{gold}}", **task}
+            (folder / f"{name}.yaml").write_text(json.dumps(about))  # JSON is YAML
 
 
 def measured(lm: SkipDecodeLM, folder: Path) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shared import script_parser, write_result
 from torch.nn import functional
 
 from skipdecode import Schedule
-from skipdecode.common.stopwatch import Stopwatch, timed
+from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.measure import Shape, step_seconds
 from skipdecode.engine.batch import LayerRows, TokenRows
@@ -69,7 +70,7 @@ def linear_rate(fast: FastModel) -> float:
         for x, weight in zip(inputs, weights, strict=True):
             functional.linear(x, weight)
 
-    return 2 * ROWS * sum(weight.numel() for weight in weights) / min(timed(all_of_them) for _ in range(5))
+    return 2 * ROWS * sum(weight.numel() for weight in weights) / min(repeat(all_of_them, number=1, repeat=5))
 
 
 def sides_of(options: argparse.Namespace) -> tuple[Callable[[int], float], dict[Side, Callable[[], float]]]:
@@ -87,7 +88,7 @@ def sides_of(options: argparse.Namespace) -> tuple[Callable[[int], float], dict[
     for name, fast in models.items():
         for tokens in options.tokens:
             call = prompt_call(fast, tokens)
-            sides["prompt", name, tokens] = lambda call=call: min(timed(call) for _ in range(3))
+            sides["prompt", name, tokens] = lambda call=call: min(repeat(call, number=1, repeat=3))
         for batch in options.batches:
             step = Backend(loaded.get(name, model), fast), full, Shape(batch, options.prompt, 9)
             sides["decode step", name, batch] = lambda step=step: statistics.median(step_seconds(*step))

@@ -36,42 +36,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Plan:
-    """One table.
+    """One table, in the file `results` of results/, whose directories begin with `prefix`.
 
-    Parameters
-    ----------
-    prefix : str
-        Of its directories.
-    results : str
-        The table's file in results/.
-    model : str
-        What `start`, the checkpoint tuned for full depth that all others go on from, is tuned from.
-    layers : int
-        Of the model.
-    seq_len : int
-        95th percentile of the training responses' lengths, in tokens.
-    speedups : sequence of int
-        Nominal ones, rising.
-    checkpoints : mapping
-        In the order in which they are made.
-    yardstick : str
-        The checkpoint whose full depth all runs are compared with.
-    common : sequence of str
-        Options of every `skipdecode tune`.
-    evaluation : sequence of str
-        Options of every `skipdecode eval`.
-    task : str
-        Name or file.
-    start : str
-        Its name; the calibration runs on its weights.
-    calibration : sequence of str
-        Options of every `calibrate.py`; none where no schedule is learned.
-    timing : sequence of str
-        Options of the timing in batches.
-    request : bool
-        Also time requests one by one, and full depth through transformers.
-    beside : str
-        File of an earlier table in results/, whose schedules are timed in the same run and whose rows are shown too.
+    `start`, the checkpoint tuned for full depth that all others go on from, is tuned from `model`, which has `layers`;
+    the calibration runs on its weights. `seq_len`: 95th percentile of the training responses' lengths, in tokens.
+    `speedups`: nominal, rising. `checkpoints` are made in their order; all runs are compared with the full depth of the
+    checkpoint `yardstick`. `task`: name or file. `common`, `evaluation`, `calibration` and `timing`: options of every
+    `skipdecode tune`, `skipdecode eval` and `calibrate.py` (none where no schedule is learned), and of the timing in
+    batches. `request`: also time requests one by one, and full depth through transformers. `beside`: file of an earlier
+    table in results/, whose schedules are timed in the same run and whose rows are shown too.
     """
 
     prefix: str
@@ -170,10 +143,7 @@ def tuned(schedule: str, second: Sequence[str], methods: Sequence[str]) -> Check
 
 def sampled(steps: int, *speedups: int) -> list[str]:
     """One checkpoint for several speed-ups: that of its schedule and these."""
-    return [
-        *("--steps", str(steps), "--distill-weight", "0.5"),
-        *("--sampled-speedups", *map(str, speedups)),
-    ]
+    return [*("--steps", str(steps), "--distill-weight", "0.5"), *("--sampled-speedups", *map(str, speedups))]
 
 
 def full_depth(base: str, seq_len: int, steps: int) -> Checkpoint:
@@ -186,10 +156,7 @@ E2E_SEQ_LEN, E2E_MEDIAN = 41, 25
 _ALL = (2, 3, 4, 5)
 _SECOND = sampled(450, 2, 3, 4)
 # Deep cuts and full depth twice as often as 2x, each depth with full and with split prompts.
-_ANY_SPEED = [
-    *("--sampled-speedups", *"1123355", "--sampled-prompts", "10"),
-    *("--dev-records", "64"),
-]
+_ANY_SPEED = [*("--sampled-speedups", *"1123355", "--sampled-prompts", "10"), *("--dev-records", "64")]
 _ANY_METHODS = ["full", *files("learned", 2, 3, 5), *files("lower10", 2, 3, 5)]
 _TAUGHT = ["--steps", "450", "--distill-weight", "0.5"]
 _SHORT = ["--steps", "50", "--distill-weight", "0.5"]
@@ -276,11 +243,7 @@ PLANS = {
         checkpoints={
             "full-a": _E2E_START,
             "paper-b": tuned("paper-5x", _SECOND, ["full", *files("paper", *_ALL), *files("d3", 3, 5)]),
-            "cal-b": tuned(
-                "calibrated-5x",
-                _SECOND,
-                ["full", *files("calibrated", *_ALL), *files("pruned", 3, 5)],
-            ),
+            "cal-b": tuned("calibrated-5x", _SECOND, ["full", *files("calibrated", *_ALL), *files("pruned", 3, 5)]),
             "even-b": tuned("even-5x", _SECOND, [*files("even", *_ALL), *files("unified", 3, 5)]),
             "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full"]),
             "top-b": tuned("early_termination-5x", _SECOND, files("early_termination", *_ALL)),

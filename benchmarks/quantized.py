@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import httpx
@@ -32,7 +33,6 @@ from skipdecode.common.environment import environment
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.kinds import read_result
 from skipdecode.common.progress import note, progress_bar
-from skipdecode.common.stopwatch import timed
 from skipdecode.data.chats import response_ids
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
@@ -125,7 +125,7 @@ def llama_clock(url: str, pool: ThreadPoolExecutor) -> Clock:
         if found != new:
             raise SystemExit(f"llama.cpp gave {found} tokens in place of {new}")
 
-    return lambda prompts, lengths: timed(lambda: list(pool.map(ask, prompts, lengths)))
+    return lambda prompts, lengths: timeit(lambda: list(pool.map(ask, prompts, lengths)), number=1)
 
 
 @contextlib.contextmanager

@@ -86,15 +86,10 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
     if options.answers:
         more[more.index("--self-records") + 1] = str(options.answers)
         out = out.with_name(f"{out.name}-{options.answers}")
-    if options.distill_weight is not None:
-        more.append(f"--distill-weight={options.distill_weight:g}")
-        out = out.with_name(f"{out.name}-distilled-{options.distill_weight:g}")
-    if options.sampled_speedups:
-        more += ["--sampled-speedups", *options.sampled_speedups]
-        out = out.with_name("-".join([out.name, "sampled", *options.sampled_speedups]))
-    if options.prompt_depths:
-        more += ["--prompt-depths", *options.prompt_depths]
-        out = out.with_name("-".join([out.name, "prompts", *options.prompt_depths]))
+    for name, label in (("distill-weight", "distilled"), ("sampled-speedups", "sampled"), ("prompt-depths", "prompts")):
+        if given := getattr(options, name.replace("-", "_")):
+            more += [f"--{name}", *given]
+            out = out.with_name("-".join([out.name, label, *given]))
     files = []
     if task != "chat":
         files = [
@@ -146,7 +141,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="in place of the one of each task")
     parser.add_argument("--target", type=float, help="request speed-up, in place of the one of each task")
     parser.add_argument("--answers", type=int, help="prompts to answer at full depth, in place of each task's")
-    parser.add_argument("--distill-weight", type=float, help="as of prepare")
+    parser.add_argument("--distill-weight", nargs=1, help="as of prepare")
     parser.add_argument("--sampled-speedups", nargs="+", help="as of prepare")
     parser.add_argument("--prompt-depths", nargs="+", help="as of prepare")
     parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from timeit import timeit
 from typing import Any
 
 from shared import script_parser, write_result
 
 from skipdecode import LLM
-from skipdecode.common.stopwatch import Stopwatch, timed
+from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.engine import Request, Sampling
 from skipdecode.generation.grammar import Grammars
 from skipdecode.models.families import vocabulary_size
@@ -38,7 +39,7 @@ QUESTION = "Write a JSON array of people, each with name, age, city and tags, ab
 def measure(llm: LLM, rows: int, temperature: float, options: argparse.Namespace) -> dict[str, Any]:
     """CPU seconds of decode steps of `rows` sequences."""
     grammars = Grammars(llm.tokenizer, vocabulary_size(llm.loaded.model), {llm.tokenizer.eos_token_id})
-    compile_seconds = timed(lambda: grammars.compile("json", SCHEMA))
+    compile_seconds = timeit(lambda: grammars.compile("json", SCHEMA), number=1)
     prompts = llm.encode([QUESTION.format(f"town number {row}") for row in range(rows)])
     settings: dict[str, Any] = {"temperature": temperature, "seed": 1}
     watch = Stopwatch[str, float](("free", "schema"))

