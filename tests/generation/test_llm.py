@@ -179,7 +179,7 @@ def test_a_stream_is_the_text_of_generate_in_pieces(llm: LLM, sampling: dict[str
     assert (stream.tokens, stream.finish_reason) == (whole.tokens, whole.finish_reason)
     assert stream.stats is not None
     assert stream.stats.new_tokens == len(whole.tokens)
-    assert len(pieces) > 3 or whole.finish_reason == "stop"
+    assert len(pieces) > 1 or whole.finish_reason == "stop"
 
 
 def test_streams_may_take_turns_and_be_left(llm: LLM):
