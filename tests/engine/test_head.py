@@ -182,6 +182,9 @@ def test_decoding_is_that_of_the_full_head(family, dtype, monkeypatch):
     got, stats = rows_of(model, schedule, requests, 0, monkeypatch)
     assert got == want
     assert full.short_heads == full.head_fallbacks == 0
+    if family == "gemma2":  # its capped logits are those of the full head
+        assert stats.short_heads == 0
+        return
     assert stats.short_heads > NEW / 2
     assert stats.short_heads + stats.head_fallbacks == stats.steps + 1
 

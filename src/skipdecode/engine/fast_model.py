@@ -121,6 +121,9 @@ class FastModel:
         given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.layers, rows.bridged, before)
         self._stack_for(rows.prompt)(given)
         hidden = hidden[len(rows.tokens) - rows.wanted :]
+        if (cap := self._spec.logit_cap) is not None:
+            logits = self._head(hidden, None)
+            return logits.div_(cap).tanh_().mul_(cap) if isinstance(logits, Tensor) else logits
         return self._head(hidden, rows.tops)
 
     def _stack_for(self, prompt: tuple[int, ...] | None) -> NativeStack:

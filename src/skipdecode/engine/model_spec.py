@@ -33,14 +33,19 @@ class Reader:
     layers, embedding, norm, positions : str
         In the decoder: its layers, token embedding, last norm, learned positions ("": it has rotary ones).
     attention_norms, mlp_norms : tuple of str
-        In a layer: the norm of a sublayer's input and, if there is one, the norm of its output.
+        In a layer: the norm of a sublayer's input ("": none) and, if there is one, the norm of its output.
     qkv, mlp_in : tuple of str
         In a layer: one module, or the modules to be fused in this order. An MLP is gated, the gate first, if its first
         product is twice as wide as the input of its second product.
     out, mlp_out : str
         In a layer.
     attention : str
-        In a layer: the module with `head_dim`, `scaling` and perhaps `q_norm` and `k_norm`.
+        In a layer: the module with `head_dim`, `scaling`, perhaps the norms `qk_norms`, and perhaps `rotates`, whether
+        the layer rotates its heads.
+    pairs, norm_after : bool
+        Neighbouring columns of a head are rotated, not halves; heads are normed after the rotation.
+    local_rotation : bool
+        In a model with windows, only layers with a window rotate.
     gamma_offset : int
         Added to the weights of the norms.
     """
@@ -58,13 +63,42 @@ class Reader:
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
     gamma_offset: int = 0
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")
+    rotates: str = "use_rope"
+    pairs: bool = False
+    norm_after: bool = False
+    local_rotation: bool = False
 
 
+_LLAMA = Reader()
+_POST_NORMS = replace(
+    _LLAMA,
+    attention_norms=("", "post_attention_layernorm"),
+    mlp_norms=("", "post_feedforward_layernorm"),
+)
+_GEMMA2 = replace(
+    _LLAMA,
+    attention_norms=("input_layernorm", "post_attention_layernorm"),
+    mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    gamma_offset=1,
+)
 READERS: dict[str, Reader] = {
-    "gemma3_text": Reader(
-        attention_norms=("input_layernorm", "post_attention_layernorm"),
-        mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        gamma_offset=1,
+    **dict.fromkeys(
+        ("cwm", "granite", "internlm3", "iquestcoder", "llama", "ministral", "ministral3", "mistral"), _LLAMA
+    ),
+    **dict.fromkeys(("qwen2", "qwen3", "seed_oss", "smollm3"), _LLAMA),
+    **dict.fromkeys(("olmo2", "olmo3"), _POST_NORMS),
+    "arcee": replace(_LLAMA, mlp_in=("mlp.up_proj",)),
+    "ernie4_5": replace(_LLAMA, pairs=True),
+    "exaone4": replace(_POST_NORMS, local_rotation=True),
+    "gemma": replace(_LLAMA, gamma_offset=1),
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+    "glm4": Reader(
+        attention_norms=("input_layernorm", "post_self_attn_layernorm"),
+        mlp_norms=("post_attention_layernorm", "post_mlp_layernorm"),
+        mlp_in=("mlp.gate_up_proj",),
+        pairs=True,
     ),
     "gpt2": Reader(
         body="transformer",
@@ -80,9 +114,7 @@ READERS: dict[str, Reader] = {
         mlp_in=("mlp.c_fc",),
         mlp_out="mlp.c_proj",
     ),
-    "granite": Reader(),
-    "llama": Reader(),
-    "mistral": Reader(),
+    "hunyuan_v1_dense": replace(_LLAMA, qk_norms=("query_layernorm", "key_layernorm"), norm_after=True),
     "opt": Reader(
         body="model.decoder",
         norm="final_layer_norm",
@@ -94,15 +126,14 @@ READERS: dict[str, Reader] = {
         mlp_out="fc2",
     ),
     "phi3": Reader(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",)),
-    "qwen2": Reader(),
-    "qwen3": Reader(),
+    "starcoder2": replace(_LLAMA, mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj"),
 }
 _ACTIVATION_NAMES = ("hidden_activation", "hidden_act", "activation_function")
 _ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS["relu2"] = "relu_squared"
 _GATES: dict[str, Prologue] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
 # The other config settings that the fast path computes.
-_COVERED: dict[str, bool | None] = {"do_layer_norm_before": True, "use_bidirectional_attention": False}
-_COVERED |= {"_remove_final_layer_norm": False, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+_COVERED = {"do_layer_norm_before": True, "_remove_final_layer_norm": False}
 
 
 def read_model(model: Any, positions: int) -> ModelSpec:
@@ -135,6 +166,8 @@ def _read(reader: Reader, model: Any, positions: int) -> ModelSpec:
     for name, covered in _COVERED.items():
         if (found := getattr(config, name, covered)) != covered:
             raise UnfitModelError(f"its {name} of {found} has no fast path")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnfitModelError("its attention to later tokens has no fast path")
     body = attrgetter(reader.body)(model)
     embedding, weight = getattr(body, reader.embedding), getattr(body, reader.embedding).weight.detach()
     if weight.shape[1] != config.hidden_size:
@@ -145,7 +178,9 @@ def _read(reader: Reader, model: Any, positions: int) -> ModelSpec:
         raise UnfitModelError(f"its residual_multiplier of {factor} has no fast path")
     table = getattr(body, reader.positions) if reader.positions else None
     first = getattr(table, "offset", 0)
-    rotary = _rotary_tables(body, positions) if table is None else {}
+    rotary: dict[str | None, Any] = {}
+    if table is None:
+        rotary = {**_rotary_tables(body, positions), "q_scale": _query_scale(config, positions)}
     last = getattr(body, reader.norm)
     gamma = _gamma(reader, last, getattr(config, "logits_scaling", 1.0))
     scale = getattr(config, "embedding_multiplier", 1.0)
@@ -159,12 +194,13 @@ def _read(reader: Reader, model: Any, positions: int) -> ModelSpec:
         position_embedding=None if table is None else table.weight.detach(),
         position_offset=first,
         max_positions=None if table is None else table.weight.shape[0] - first,
+        logit_cap=getattr(config, "final_logit_softcapping", None),
     )
 
 
 def _read_layer(reader: Reader, layer: Any, config: Any, index: int, rotary: dict[str | None, Any]) -> LayerSpec:
-    first, *more = (getattr(layer, name) for name in reader.attention_norms)
-    second, *most = (getattr(layer, name) for name in reader.mlp_norms)
+    first, *more = (getattr(layer, name) if name else None for name in reader.attention_norms)
+    second, *most = (getattr(layer, name) if name else None for name in reader.mlp_norms)
 
     def linear(*names: str, norm: Any = None) -> LinearSpec:
         factor = getattr(config, "residual_multiplier", 1.0)
@@ -182,32 +218,39 @@ def _read_layer(reader: Reader, layer: Any, config: Any, index: int, rotary: dic
         out,
         mlp_in if gated else replace(mlp_in, activation=_ACTIVATIONS[name]),
         replace(mlp_out, prologue=_GATES[name]) if gated else mlp_out,
-        _gamma(reader, *more) if more else None,
-        _gamma(reader, *most) if most else None,
-        _eps(first),
+        _gamma(reader, more[0]) if more else None,
+        _gamma(reader, most[0]) if most else None,
+        _eps(more[0] if more else first),
     )
 
 
 def _attention(
     reader: Reader, attention: Any, config: Any, index: int, columns: int, rotary: dict[str | None, Any]
 ) -> AttentionSpec:
-    heads, dim = config.num_attention_heads, attention.head_dim
+    heads, dim, window = config.num_attention_heads, attention.head_dim, layer_windows(config)[index] or 0
     types = getattr(config, "layer_types", None)
     cos, sin = rotary.get(types[index] if types else None) or rotary.get(None, (None, None))
-    if cos is not None and 2 * cos.shape[1] != dim:
-        raise UnfitModelError("it rotates only a part of each head")
-    q, k = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    local = reader.local_rotation and getattr(config, "sliding_window", None) is not None and not window
+    if local or not getattr(attention, reader.rotates, True):
+        cos = sin = None
+    q, k = (getattr(attention, name, None) for name in reader.qk_norms)
+    q_gamma, k_gamma = _gamma(reader, q), _gamma(reader, k)
+    wide = q_gamma is not None and q_gamma.numel() != dim
     return AttentionSpec(
         heads=heads,
         kv_heads=(columns // dim - heads) // 2,
         head_dim=dim,
         scale=attention.scaling,
-        window=layer_windows(config)[index] or 0,
+        window=window,
         cos=cos,
         sin=sin,
-        q_gamma=_gamma(reader, q),
-        k_gamma=_gamma(reader, k),
+        q_gamma=q_gamma,
+        k_gamma=k_gamma,
         eps=0.0 if q is None else _eps(q),
+        pairs=reader.pairs,
+        norm="wide" if wide else "after" if reader.norm_after else "before",
+        q_scale=rotary.get("q_scale"),
+        cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
     )
 
 
@@ -225,6 +268,15 @@ def _rotary_tables(body: Any, positions: int) -> dict[str | None, tuple[Tensor, 
         half = cos.shape[-1] // 2
         tables[layer_type] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
     return tables
+
+
+def _query_scale(config: Any, positions: int) -> Tensor | None:
+    """Factors of the queries that grow with the position (Llama 4, Ministral 3); None if they are 1."""
+    found = getattr(config, "rope_parameters", None) or {}
+    if not (beta := found.get("llama_4_scaling_beta")):
+        return None
+    turns: Tensor = torch.floor(torch.arange(positions) / found["original_max_position_embeddings"])
+    return turns.log1p().mul(beta) + 1
 
 
 def _gamma(reader: Reader, norm: Any, divisor: float = 1.0) -> Tensor | None:

@@ -7,7 +7,9 @@
 
 enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kW8A8 = 3 };
 enum Prologue : int32_t { kNone = 0, kRmsNorm = 1, kLayerNorm = 2, kSwiGlu = 3, kGeGluTanh = 4 };
-enum Activation : int32_t { kIdentity = 0, kRelu = 1, kGeluTanh = 2 };
+enum Activation : int32_t { kIdentity = 0, kRelu = 1, kGeluTanh = 2, kReluSquared = 3 };
+
+enum QueryNorm : int32_t { kBeforeRotation = 0, kAfterRotation = 1, kWide = 2 };
 
 extern "C" {
 // With kSwiGlu and kGeGluTanh, x holds 2k columns: gate, then up.
@@ -32,13 +34,15 @@ struct AttentionArgs {
   const int32_t* table;      // [slots, table_width]: page ids of this layer
   const int32_t* slots;      // [n]
   const int32_t* positions;  // [n]
-  const float* cos;          // [positions, dim / 2] or null: no rotary positions
+  const float* cos;          // [positions, rotated / 2] or null: no rotary positions
   const float* sin;
-  const float* q_gamma;  // [dim] or null: RMSNorm of each query head
+  const float* q_gamma;  // [dim] or null: RMSNorm of each query head; [heads * dim] with kWide: of all heads together
   const float* k_gamma;
+  const float* q_scale;  // [positions] or null: factors of queries
   int64_t n, heads, kv_heads, dim, page_tokens, table_width, window;  // window 0: every earlier token
-  float scale, eps;
-  int32_t dtype, padding;
+  int64_t rotated;                                                    // first columns of a head that are rotated
+  float scale, eps, cap;                                              // cap: of the scores, cap * tanh(score / cap); 0: none
+  int32_t dtype, norm, pairs;  // norm: a QueryNorm; pairs: neighbours are rotated against each other, not halves
 };
 
 struct LayerArgs {

@@ -32,7 +32,8 @@ from skipdecode.engine.kernels.spec import (
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTIZED = {"int8": 2, "w8a8": 3}
 _PROLOGUES = {"none": 0, "rms_norm": 1, "layer_norm": 2, "swiglu": 3, "geglu_tanh": 4}
-_ACTIVATIONS = {"none": 0, "relu": 1, "gelu_tanh": 2}
+_ACTIVATIONS = {"none": 0, "relu": 1, "gelu_tanh": 2, "relu_squared": 3}
+_QUERY_NORMS = {"before": 0, "after": 1, "wide": 2}
 
 
 # Activations, results, rows, and whether to add to the existing results.
@@ -62,10 +63,10 @@ class AttentionArgs(ctypes.Structure):
     """Attention; see kernels.h for its fields."""
 
     _fields_ = _fields(
-        (_POINTER, "qkv out pages table slots positions cos sin q_gamma k_gamma"),
-        (_INT64, "n heads kv_heads dim page_tokens table_width window"),
-        (_FLOAT, "scale eps"),
-        (_INT32, "dtype padding"),
+        (_POINTER, "qkv out pages table slots positions cos sin q_gamma k_gamma q_scale"),
+        (_INT64, "n heads kv_heads dim page_tokens table_width window rotated"),
+        (_FLOAT, "scale eps cap"),
+        (_INT32, "dtype norm pairs"),
     )
 
 
@@ -232,13 +233,14 @@ def _norm_args(gamma: torch.Tensor, eps: float, keep: list[Any]) -> LinearArgs:
 
 
 def _attention_args(spec: AttentionSpec, keep: list[Any]) -> AttentionArgs:
-    tensors = (spec.cos, spec.sin, spec.q_gamma, spec.k_gamma)
+    tensors = (spec.cos, spec.sin, spec.q_gamma, spec.k_gamma, spec.q_scale)
     made = [None if t is None else t.detach().float().contiguous() for t in tensors]
     keep += made
-    cos, sin, q_gamma, k_gamma = (None if t is None else t.data_ptr() for t in made)
+    cos, sin, q_gamma, k_gamma, q_scale = (None if t is None else t.data_ptr() for t in made)
     return AttentionArgs(
-        cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, heads=spec.heads, kv_heads=spec.kv_heads,
-        dim=spec.head_dim, window=spec.window, scale=spec.scale, eps=spec.eps,
+        cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, q_scale=q_scale, heads=spec.heads, kv_heads=spec.kv_heads,
+        dim=spec.head_dim, window=spec.window, rotated=0 if spec.cos is None else 2 * spec.cos.shape[1],
+        scale=spec.scale, eps=spec.eps, cap=spec.cap, norm=_QUERY_NORMS[spec.norm], pairs=spec.pairs,
     )  # fmt: skip
 
 

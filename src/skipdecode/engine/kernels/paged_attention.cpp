@@ -25,16 +25,23 @@ INLINE T* page_of(const AttentionArgs& a, Place p, int64_t position, int64_t kin
   return (T*)a.pages + rows * a.page_tokens * a.dim;
 }
 
-void rotate(const AttentionArgs& a, float* x, const float* gamma, int64_t position) {
-  const int64_t half = a.dim / 2;
-  if (gamma) {
-    float square = 0;
-    for (int64_t i = 0; i < a.dim; i++) square += x[i] * x[i];
-    const float scale = 1.0f / std::sqrt(square / a.dim + a.eps);
-    for (int64_t i = 0; i < a.dim; i++) x[i] = gamma[i] * (x[i] * scale);
-  }
+void norm(const AttentionArgs& a, float* x, const float* gamma, int64_t columns) {
+  float square = 0;
+  for (int64_t i = 0; i < columns; i++) square += x[i] * x[i];
+  const float scale = 1.0f / std::sqrt(square / columns + a.eps);
+  for (int64_t i = 0; i < columns; i++) x[i] = gamma[i] * (x[i] * scale);
+}
+
+void turn_head(const AttentionArgs& a, float* x, int64_t position) {
   if (!a.cos) return;
+  const int64_t half = a.rotated / 2;
   const float *__restrict c = a.cos + position * half, *__restrict s = a.sin + position * half;
+  for (int64_t i = 0; a.pairs && i < half; i++) {
+    const float first = x[2 * i], second = x[2 * i + 1];
+    x[2 * i] = first * c[i] - second * s[i];
+    x[2 * i + 1] = second * c[i] + first * s[i];
+  }
+  if (a.pairs) return;
   float *__restrict low = x, *__restrict high = x + half;
   for (int64_t i = 0; i < half; i++) {
     const float first = low[i], second = high[i];
@@ -43,15 +50,31 @@ void rotate(const AttentionArgs& a, float* x, const float* gamma, int64_t positi
   }
 }
 
+// Norms and rotates `heads` heads at `position`.
+void rotate(const AttentionArgs& a, float* x, int64_t heads, const float* gamma, int64_t position) {
+  if (gamma && a.norm == kWide) norm(a, x, gamma, heads * a.dim);
+  for (int64_t h = 0; h < heads; h++, x += a.dim) {
+    if (gamma && a.norm == kBeforeRotation) norm(a, x, gamma, a.dim);
+    turn_head(a, x, position);
+    if (gamma && a.norm == kAfterRotation) norm(a, x, gamma, a.dim);
+  }
+}
+
+// Scores from products with keys.
+INLINE vf scaled(const AttentionArgs& a, vf product) {
+  const vf score = product * a.scale;
+  return a.cap ? a.cap * tanh_of(score / a.cap) : score;
+}
+
 template <class T>
 void append(const AttentionArgs& a, int64_t row) {
   const Place p{a.slots[row], a.positions[row]};
   float* x = a.qkv + row * (a.heads + 2 * a.kv_heads) * a.dim;
-  for (int64_t h = 0; h < a.heads; h++) rotate(a, x + h * a.dim, a.q_gamma, p.position);
+  rotate(a, x, a.heads, a.q_gamma, p.position);
+  for (int64_t i = 0; a.q_scale && i < a.heads * a.dim; i++) x[i] *= a.q_scale[p.position];
+  rotate(a, x + a.heads * a.dim, a.kv_heads, a.k_gamma, p.position);
   for (int64_t h = 0; h < a.kv_heads; h++) {
-    float* k = x + (a.heads + h) * a.dim;
-    const float* v = k + a.kv_heads * a.dim;
-    rotate(a, k, a.k_gamma, p.position);
+    const float *k = x + (a.heads + h) * a.dim, *v = k + a.kv_heads * a.dim;
     const int64_t at = p.position % a.page_tokens * a.dim;
     T* to_k = page_of<T>(a, p, p.position, 0, h) + at;
     T* to_v = page_of<T>(a, p, p.position, 1, h) + at;
@@ -102,7 +125,8 @@ struct Query {
 
 // Scores of `count` keys that lie one after another, LANES at a time.
 template <class T>
-INLINE void score(float* scores, const float* q, const T* k, int64_t count, int64_t dim, int64_t whole, float scale) {
+INLINE void score(const AttentionArgs& a, float* scores, const float* q, const T* k, int64_t count, int64_t whole) {
+  const int64_t dim = a.dim;
   for (int64_t t = 0; t < count; t += LANES) {
     const int64_t here = std::min<int64_t>(LANES, count - t);
     vf products[LANES];
@@ -112,7 +136,7 @@ INLINE void score(float* scores, const float* q, const T* k, int64_t count, int6
     if (whole < dim)
       for (int64_t j = 0; j < here; j++)
         for (int64_t i = whole; i < dim; i++) s[j] += q[i] * widen(k[(t + j) * dim + i]);
-    store(scores + t, s * scale);
+    store(scores + t, scaled(a, s));
   }
 }
 
@@ -220,7 +244,7 @@ void attend(const AttentionArgs& a, int64_t row, int64_t first, int64_t heads, s
   const float* from = a.qkv + (row * (a.heads + 2 * a.kv_heads) + first) * dim;
   for (int64_t g = 0; g < heads; g++) Query<T>::pack(from + g * dim, q + g * width, dim, whole);
   each_page<T>(a, p, 0, head, begin, end, [&](int64_t t, int64_t here, const T* k) {
-    for (int64_t g = 0; g < heads; g++) score(scores + g * stride + t - begin, q + g * width, k, here, dim, whole, a.scale);
+    for (int64_t g = 0; g < heads; g++) score(a, scores + g * stride + t - begin, q + g * width, k, here, whole);
   });
   for (int64_t g = 0; g < heads; g++) softmax(scores + g * stride, count);
   each_page<T>(a, p, 1, head, begin, end, [&](int64_t t, int64_t here, const T* v) {
@@ -298,7 +322,7 @@ struct Run {
   __attribute__((noinline)) static void score(float* scores, int64_t stride, const float* q, const float* k, const AttentionArgs& a) {
     vf found[2 * N];
     sums<N, 4>(k, a.dim / 2 * kPairs * 16, q, a.dim, a.dim / 32, found);
-    for (int i = 0; i < N; i++) store(scores + i * stride, found[2 * i] * a.scale), store(scores + i * stride + 16, found[2 * i + 1] * a.scale);
+    for (int i = 0; i < N; i++) store(scores + i * stride, scaled(a, found[2 * i])), store(scores + i * stride + 16, scaled(a, found[2 * i + 1]));
   }
 
   // G heads at a time add what they take of a page's values.

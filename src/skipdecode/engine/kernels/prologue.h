@@ -6,7 +6,6 @@
 
 #include "weights.h"
 
-INLINE vf tanh_of(vf x) { return 1.0f - 2.0f / (exp_fast(2.0f * x) + 1.0f); }
 INLINE vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x))); }
 INLINE vf silu(vf x) { return x / (1.0f + exp_fast(-x)); }
 
@@ -86,6 +85,7 @@ INLINE void write(const LinearArgs& a, float* y, int64_t n, int64_t count, vf v)
   if (a.bias) v += load_some(a.bias + n, count);
   if (a.activation == kRelu) v = v > 0 ? v : vf{};
   else if (a.activation == kGeluTanh) v = gelu_tanh(v);
+  else if (a.activation == kReluSquared) v = v > 0 ? v * v : vf{};
   if (a.accumulate) v += load_some(y + n, count);
   store_some(y + n, count, v);
 }

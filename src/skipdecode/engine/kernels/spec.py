@@ -13,7 +13,7 @@ from skipdecode.engine.kernels.quantize import QuantizedWeight
 from skipdecode.errors import FitError, UnfitModelError
 
 Prologue = Literal["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"]
-Activation = Literal["none", "relu", "gelu_tanh"]
+Activation = Literal["none", "relu", "relu_squared", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,19 @@ class AttentionSpec:
     window : int
         Number of latest tokens that a row attends to, with its own; 0 means all.
     cos, sin : torch.Tensor, optional
-        (positions, head_dim / 2), fp32: rotary positions (halves rotated against each other). None: no rotation.
+        (positions, rotated columns / 2), fp32: rotary positions of the first columns of a head. None: no rotation.
+    pairs : bool
+        Neighbouring columns are rotated against each other, not halves.
     q_gamma, k_gamma : torch.Tensor, optional
-        (head_dim,): RMSNorm of each query and key head, before the rotation.
+        RMSNorm of queries and keys: of each head (head_dim,), or of all heads together (heads * head_dim,).
+    norm : str
+        Of each head before or after the rotation, or ("wide") of all heads together before it.
     eps : float
         Added to that norm's mean of squares.
+    q_scale : torch.Tensor, optional
+        (positions,): factors of the queries.
+    cap : float
+        Scores become cap * tanh(score / cap); 0: they stay.
     """
 
     heads: int
@@ -80,6 +88,10 @@ class AttentionSpec:
     q_gamma: torch.Tensor | None = None
     k_gamma: torch.Tensor | None = None
     eps: float = 0.0
+    pairs: bool = False
+    norm: Literal["before", "after", "wide"] = "before"
+    q_scale: torch.Tensor | None = None
+    cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,8 @@ class ModelSpec:
         Row of position 0.
     max_positions : int, optional
         Number of learned positions.
+    logit_cap : float, optional
+        Logits become cap * tanh(logit / cap).
     """
 
     layers: list[LayerSpec]
@@ -152,6 +166,7 @@ class ModelSpec:
     position_embedding: torch.Tensor | None = None
     position_offset: int = 0
     max_positions: int | None = None
+    logit_cap: float | None = None
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """New hidden states (rows, hidden) of tokens (rows,) at positions (rows,)."""
@@ -220,7 +235,12 @@ def check_layers(layers: Sequence[LayerSpec]) -> None:
             if (found := tuple(getattr(layer, name).weight.shape)) != shape:
                 raise UnfitModelError(f"{name} of layer {number} is of shape {found}, the fast path needs {shape}")
         vectors = [(layer.out_gamma, width), (layer.mlp_gamma, width)]
-        vectors += [(attention.q_gamma, attention.head_dim), (attention.k_gamma, attention.head_dim)]
+        sizes = (
+            (heads, attention.kv_heads * attention.head_dim) if attention.norm == "wide" else 2 * [attention.head_dim]
+        )
+        vectors += zip((attention.q_gamma, attention.k_gamma), sizes, strict=True)
+        if attention.cos is not None and 2 * attention.cos.shape[1] > attention.head_dim:
+            raise UnfitModelError(f"attention of layer {number} rotates more columns than a head has")
         if any(vector is not None and vector.numel() != size for vector, size in vectors):
             raise UnfitModelError(f"a norm of layer {number} has another size than its layer")
         if wanted["qkv"][0] != layers[0].qkv.weight.shape[0] or heads != layers[0].out.weight.shape[1]:

@@ -201,3 +201,5 @@ INLINE vf exp_fast(vf x) {
   y = y * (vf)((n + 127) << 23);
   return tiny ? vf{} : y;
 }
+
+INLINE vf tanh_of(vf x) { return 1.0f - 2.0f / (exp_fast(2.0f * x) + 1.0f); }
