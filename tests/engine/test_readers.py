@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_tools import FAST
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import open_model
-from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import UnfitModelError
 from tiny import LAYERS, tiny_model
 
@@ -58,7 +58,7 @@ def decode(engine: FastEngine, prompts: list[tuple[int, ...]]) -> list[list[Any]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("family", sorted(READERS))
+@pytest.mark.parametrize("family", FAST)
 def test_batches_rows_alone_prompts_in_parts_and_second_turns_are_the_oracles(family: str, schedule: Schedule) -> None:
     model = uneven_model(family)
     fast = open_model(model)

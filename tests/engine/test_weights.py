@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
+from engine_tools import FAST
 from kernel_reference import kernels_or_skip
 from skipdecode.engine.fast_model import open_model
-from skipdecode.engine.model_spec import READERS
 from tiny import tiny_model
 
 
@@ -18,7 +18,7 @@ def with_kernels() -> None:
     kernels_or_skip()
 
 
-@pytest.mark.parametrize("family", sorted(READERS))
+@pytest.mark.parametrize("family", FAST)
 def test_parameters_keep_their_values_and_the_model_its_function(family):
     model = tiny_model(family)
     before, ids = copy.deepcopy(model.state_dict()), torch.arange(3, 20)[None]

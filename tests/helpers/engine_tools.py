@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from skipdecode.engine import Engine, Request, Sampling
 from skipdecode.engine.drafts import Planner
+from skipdecode.engine.model_spec import READERS
+
+# Every family of the fast engine; those whose reading is another's, in the slow suite.
+_ALIKE = {
+    "arcee",
+    "cwm",
+    "gemma",
+    "internlm3",
+    "iquestcoder",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "olmo3",
+    "qwen2",
+    "seed_oss",
+    "starcoder2",
+}
+FAST = [pytest.param(each, marks=pytest.mark.slow) if each in _ALIKE else each for each in sorted(READERS)]
 
 
 def decode(
