@@ -130,5 +130,5 @@ def test_drafts_change_no_text_and_are_counted(monkeypatch):
         )
     assert exact["choices"] == full["choices"]
     assert exact["skipdecode"]["layers_run"] == full["skipdecode"]["layers_run"]
-    counts = [metric(service, f"{name}_tokens_total") for name in ("drafted", "accepted", "verified")]
-    assert counts[0] > 0 <= counts[1] < counts[2] <= 40
+    counts = [metric(service, f"{name}_tokens_total") for name in ("drafted", "accepted")]
+    assert 0 <= counts[1] <= counts[0] > 0

@@ -45,9 +45,8 @@ class EngineStats:
     short_heads, head_fallbacks : int
         Forwards whose tokens the 8-bit copy of the head decided (`skipdecode.engine.kernels.head`), and forwards that
         used the full head after it.
-    drafted_tokens, accepted_tokens, verified_tokens : int
-        Drafted tokens, accepted drafts, and new tokens of steps that checked drafts (each check
-        gives one token more than it accepts).
+    drafted_tokens, accepted_tokens : int
+        Drafts, and those that were accepted.
     kv_bytes_peak, kv_bytes_full_peak : int
         Peak bytes of keys and values, and the peak of the same sequences at full depth.
     """
@@ -64,7 +63,6 @@ class EngineStats:
     head_fallbacks: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    verified_tokens: int = 0
     kv_bytes_peak: int = 0
     kv_bytes_full_peak: int = 0
 

@@ -292,7 +292,6 @@ class FastEngine(Engine):
         if drafts:
             self.stats.drafted_tokens += len(drafts)
             self.stats.accepted_tokens += sum(map(eq, drafts, came))
-            self.stats.verified_tokens += len(came)
             self.stats.fed_tokens += len(came) - 1
             self.stats.token_layers += (len(came) - 1) * len(sequence.layers)
 

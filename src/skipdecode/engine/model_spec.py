@@ -40,8 +40,7 @@ class Reader:
     out, mlp_out : str
         In a layer.
     attention : str
-        In a layer: the module with `head_dim`, `scaling`, perhaps the norms `qk_norms`, and perhaps `rotates`, whether
-        the layer rotates its heads.
+        In a layer: the module with `head_dim`, `scaling`, perhaps the norms `qk_norms`, and perhaps `use_rope`.
     pairs, norm_after : bool
         Neighbouring columns of a head are rotated, not halves; heads are normed after the rotation.
     local_rotation : bool
@@ -64,7 +63,6 @@ class Reader:
     mlp_out: str = "mlp.down_proj"
     gamma_offset: int = 0
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
-    rotates: str = "use_rope"
     pairs: bool = False
     norm_after: bool = False
     local_rotation: bool = False
@@ -72,16 +70,25 @@ class Reader:
 
 _LLAMA = Reader()
 _POST_NORMS = replace(
-    _LLAMA,
-    attention_norms=("", "post_attention_layernorm"),
-    mlp_norms=("", "post_feedforward_layernorm"),
+    _LLAMA, attention_norms=("", "post_attention_layernorm"), mlp_norms=("", "post_feedforward_layernorm")
 )
-_GEMMA2 = replace(
-    _LLAMA,
-    attention_norms=("input_layernorm", "post_attention_layernorm"),
+_GEMMA2 = Reader(
+    attention_norms=("input_layernorm", "post_attention_layernorm"), gamma_offset=1,
     mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    gamma_offset=1,
-)
+)  # fmt: skip
+_GLM4 = Reader(
+    attention_norms=("input_layernorm", "post_self_attn_layernorm"), mlp_in=("mlp.gate_up_proj",), pairs=True,
+    mlp_norms=("post_attention_layernorm", "post_mlp_layernorm"),
+)  # fmt: skip
+_GPT2 = Reader(
+    body="transformer", layers="h", embedding="wte", norm="ln_f", positions="wpe", attention="attn",
+    attention_norms=("ln_1",), qkv=("attn.c_attn",), out="attn.c_proj", mlp_norms=("ln_2",), mlp_in=("mlp.c_fc",),
+    mlp_out="mlp.c_proj",
+)  # fmt: skip
+_OPT = Reader(
+    body="model.decoder", norm="final_layer_norm", positions="embed_positions", out="self_attn.out_proj",
+    attention_norms=("self_attn_layer_norm",), mlp_norms=("final_layer_norm",), mlp_in=("fc1",), mlp_out="fc2",
+)  # fmt: skip
 READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("cwm", "granite", "internlm3", "iquestcoder", "llama", "ministral", "ministral3", "mistral"), _LLAMA
@@ -94,43 +101,16 @@ READERS: dict[str, Reader] = {
     "gemma": replace(_LLAMA, gamma_offset=1),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
-    "glm4": Reader(
-        attention_norms=("input_layernorm", "post_self_attn_layernorm"),
-        mlp_norms=("post_attention_layernorm", "post_mlp_layernorm"),
-        mlp_in=("mlp.gate_up_proj",),
-        pairs=True,
-    ),
-    "gpt2": Reader(
-        body="transformer",
-        layers="h",
-        embedding="wte",
-        norm="ln_f",
-        positions="wpe",
-        attention="attn",
-        attention_norms=("ln_1",),
-        qkv=("attn.c_attn",),
-        out="attn.c_proj",
-        mlp_norms=("ln_2",),
-        mlp_in=("mlp.c_fc",),
-        mlp_out="mlp.c_proj",
-    ),
+    "glm4": _GLM4,
+    "gpt2": _GPT2,
     "hunyuan_v1_dense": replace(_LLAMA, qk_norms=("query_layernorm", "key_layernorm"), norm_after=True),
-    "opt": Reader(
-        body="model.decoder",
-        norm="final_layer_norm",
-        positions="embed_positions",
-        attention_norms=("self_attn_layer_norm",),
-        out="self_attn.out_proj",
-        mlp_norms=("final_layer_norm",),
-        mlp_in=("fc1",),
-        mlp_out="fc2",
-    ),
+    "opt": _OPT,
     "phi3": Reader(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",)),
     "starcoder2": replace(_LLAMA, mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj"),
 }
 _ACTIVATION_NAMES = ("hidden_activation", "hidden_act", "activation_function")
-_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_ACTIVATIONS["relu2"] = "relu_squared"
+_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "relu2": "relu_squared"}
+_ACTIVATIONS |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _GATES: dict[str, Prologue] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
 # The other config settings that the fast path computes.
 _COVERED = {"do_layer_norm_before": True, "_remove_final_layer_norm": False}
@@ -231,27 +211,17 @@ def _attention(
     types = getattr(config, "layer_types", None)
     cos, sin = rotary.get(types[index] if types else None) or rotary.get(None, (None, None))
     local = reader.local_rotation and getattr(config, "sliding_window", None) is not None and not window
-    if local or not getattr(attention, reader.rotates, True):
+    if local or not getattr(attention, "use_rope", True):
         cos = sin = None
     q, k = (getattr(attention, name, None) for name in reader.qk_norms)
     q_gamma, k_gamma = _gamma(reader, q), _gamma(reader, k)
     wide = q_gamma is not None and q_gamma.numel() != dim
     return AttentionSpec(
-        heads=heads,
-        kv_heads=(columns // dim - heads) // 2,
-        head_dim=dim,
-        scale=attention.scaling,
-        window=window,
-        cos=cos,
-        sin=sin,
-        q_gamma=q_gamma,
-        k_gamma=k_gamma,
-        eps=0.0 if q is None else _eps(q),
-        pairs=reader.pairs,
-        norm="wide" if wide else "after" if reader.norm_after else "before",
-        q_scale=rotary.get("q_scale"),
+        heads=heads, kv_heads=(columns // dim - heads) // 2, head_dim=dim, scale=attention.scaling, window=window,
+        cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, eps=0.0 if q is None else _eps(q), pairs=reader.pairs,
+        norm="wide" if wide else "after" if reader.norm_after else "before", q_scale=rotary.get("q_scale"),
         cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
-    )
+    )  # fmt: skip
 
 
 def _rotary_tables(body: Any, positions: int) -> dict[str | None, tuple[Tensor, Tensor]]:

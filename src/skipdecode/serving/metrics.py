@@ -31,7 +31,6 @@ class Metrics:
         self.generated_tokens = counter("generated_tokens", "New tokens", ("schedule",))
         self.drafted_tokens = counter("drafted_tokens", "Tokens drafted from texts and earlier answers")
         self.accepted_tokens = counter("accepted_tokens", "Those that full depth took")
-        self.verified_tokens = counter("verified_tokens", "New tokens of forwards that checked drafts")
         self.layers_run = counter("layers_run", "Layers run for new tokens", ("schedule",))
         self.layers_full = counter("layers_full", "Layers that full depth would run for them", ("schedule",))
         self.first_token_seconds = histogram(

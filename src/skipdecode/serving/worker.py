@@ -221,7 +221,7 @@ class ModelWorker:
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(time.perf_counter() - start)
         stats, texts.engine.stats = texts.engine.stats, EngineStats()
-        for name in ("drafted_tokens", "accepted_tokens", "verified_tokens"):
+        for name in ("drafted_tokens", "accepted_tokens"):
             getattr(self._metrics, name).inc(getattr(stats, name))
         if outputs:
             self._metrics.step_depth.observe(sum(out.layers for _, out in outputs) / len(outputs))
