@@ -249,5 +249,5 @@ def test_estimates_follow_what_is_seen():
     assert times(5) == 7.0
     common = Acceptance(0.7)
     for _ in range(50):
-        common.of_sequence().note(0, 4)
-    assert common.of_sequence().chance < 0.1
+        Acceptance(common=common).note(0, 4)
+    assert Acceptance(common=common).chance < 0.1

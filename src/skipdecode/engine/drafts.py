@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence as Several
 
 MOST_DRAFTS = 8
@@ -86,20 +86,11 @@ class TextIndex:
 class Acceptance:
     """The chance that a draft is accepted if those before it were: a moving mean.
 
-    Parameters
-    ----------
-    chance : float
-        Initial value.
-    common : Acceptance, optional
-        Of all sequences; learns too.
+    It begins as `chance`, or as that of all sequences, `common`, which learns too.
     """
 
-    def __init__(self, chance: float, common: Acceptance | None = None) -> None:
-        self.chance, self._common, self._seen = chance, common, _PRIOR_WEIGHT
-
-    def of_sequence(self) -> Acceptance:
-        """The acceptance of a new sequence, if this is that of all sequences."""
-        return Acceptance(self.chance, self)
+    def __init__(self, chance: float = 0.0, common: Acceptance | None = None) -> None:
+        self.chance, self._common, self._seen = common.chance if common else chance, common, _PRIOR_WEIGHT
 
     def note(self, taken: int, drafted: int) -> None:
         """Learn that the first `taken` of `drafted` tokens were accepted; those after the next were not judged."""
@@ -111,21 +102,9 @@ class Acceptance:
 
 
 class Drafter:
-    """The drafting state of one sequence.
+    """The drafting state of one sequence: its text, first the prompt, and the drafts that were `found` for a step.
 
-    Parameters
-    ----------
-    text : sequence of int
-        The prompt.
-    earlier : TextIndex
-        Earlier answers.
-    common : sequence of Acceptance
-        Of all sequences, for each class of length of a match.
-
-    Attributes
-    ----------
-    found : tuple of int
-        Drafts for this step.
+    `earlier` are earlier answers; `common` is the acceptance of all sequences, for each class of length of a match.
     """
 
     def __init__(self, text: Several[int], earlier: TextIndex, common: Several[Acceptance]) -> None:
@@ -162,7 +141,7 @@ class Drafter:
 
     def _learned(self) -> Acceptance:
         if self._class not in self._acceptance:
-            self._acceptance[self._class] = self._common[self._class].of_sequence()
+            self._acceptance[self._class] = Acceptance(common=self._common[self._class])
         return self._acceptance[self._class]
 
 
@@ -213,16 +192,14 @@ class Planner:
     def __init__(self) -> None:
         self.forwards: defaultdict[int, ForwardTimes] = defaultdict(ForwardTimes)
         self._common = [Acceptance(chance) for chance in _CHANCES]
-        self._earlier: OrderedDict[str, TextIndex] = OrderedDict()
+        self._earlier: dict[str, TextIndex] = {}
         self._idle, self._patience = 0, _PROBE_AFTER[0]
 
     def drafter(self, prompt: Several[int], salt: str = "") -> Drafter:
         """The state of a new sequence, which may draft from the earlier answers of the same `Request.cache_salt`."""
-        self._earlier.setdefault(salt, TextIndex())
-        self._earlier.move_to_end(salt)
-        if len(self._earlier) > _MOST_SALTS:
-            self._earlier.popitem(last=False)
-        return Drafter(prompt, self._earlier[salt], self._common)
+        if salt not in self._earlier and len(self._earlier) == _MOST_SALTS:
+            del self._earlier[next(iter(self._earlier))]
+        return Drafter(prompt, self._earlier.setdefault(salt, TextIndex()), self._common)
 
     def remember(self, prompt: Several[int], answer: Several[int], salt: str = "") -> None:
         """Let later sequences of the same salt draft from an answer; the oldest half goes when there are too many."""

@@ -252,13 +252,9 @@ def greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     logits : torch.Tensor
         (rows, vocabulary), fp32.
     """
-    if logits.device.type == "cpu" and logits.is_contiguous() and load_library.cache_info().currsize:
-        return _native_greedy(logits)
-    best, index = logits.max(dim=-1)
-    return index.tolist(), (best - logits.logsumexp(-1)).tolist()
-
-
-def _native_greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    if not (logits.device.type == "cpu" and logits.is_contiguous() and load_library.cache_info().currsize):
+        best, index = logits.max(dim=-1)
+        return index.tolist(), (best - logits.logsumexp(-1)).tolist()
     rows, vocabulary = logits.shape
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     args = GreedyArgs(
