@@ -6,7 +6,8 @@ import argparse
 import json
 import shlex
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from skipdecode.data.tasks import load_task
 
 TASKS = Path(__file__).parent / "tasks"
 RESULTS = Path(__file__).parents[1] / "results"
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def script_parser(

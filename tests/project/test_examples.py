@@ -13,6 +13,7 @@ from torch.nn import functional
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.models.loading.hub import load_model
+from textgen_tools import save_tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -63,6 +64,13 @@ def test_the_example_trains_under_the_schedule_and_saves_it(name: str, tmp_path:
     tuned = load_model(str(tmp_path / "out"), require_tokenizer=False)
     assert tuned.schedule == schedule
     assert loss_under(schedule, tuned.model, texts) < losses[0]
+
+
+@pytest.mark.slow
+def test_the_example_of_structured_output_gets_what_it_asks_for(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    structured = example("structured_output")
+    assert structured.main(save_tiny_model(tmp_path / "model", context=600), "2x:flat").wind in range(4)
 
 
 def test_the_example_in_python_goes_the_whole_way(tmp_path: Path, capsys: Any) -> None:
