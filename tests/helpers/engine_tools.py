@@ -9,8 +9,9 @@ import pytest
 from skipdecode.engine import Engine, Request, Sampling
 from skipdecode.engine.drafts import Planner
 from skipdecode.engine.model_spec import READERS
+from tiny import LATER, OPTIONS
 
-# Every family of the fast engine; those whose reading is another's, in the slow suite.
+# Every family of the fast engine that this transformers has; those whose reading is another's, in the slow suite.
 _ALIKE = {
     "arcee",
     "cwm",
@@ -25,7 +26,10 @@ _ALIKE = {
     "seed_oss",
     "starcoder2",
 }
-FAST = [pytest.param(each, marks=pytest.mark.slow) if each in _ALIKE else each for each in sorted(READERS)]
+FAST = [
+    pytest.param(each, marks=pytest.mark.slow) if each in _ALIKE else each
+    for each in sorted(READERS.keys() & {*OPTIONS, *LATER})
+]
 
 
 def decode(
