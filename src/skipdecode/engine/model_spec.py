@@ -95,6 +95,9 @@ READERS: dict[str, Reader] = {
     ),
     **dict.fromkeys(("qwen2", "qwen3", "seed_oss", "smollm3"), _LLAMA),
     **dict.fromkeys(("olmo2", "olmo3"), _POST_NORMS),
+    "apertus": replace(
+        _LLAMA, attention_norms=("attention_layernorm",), mlp_norms=("feedforward_layernorm",), mlp_in=("mlp.up_proj",)
+    ),
     "arcee": replace(_LLAMA, mlp_in=("mlp.up_proj",)),
     "ernie4_5": replace(_LLAMA, pairs=True),
     "exaone4": replace(_POST_NORMS, local_rotation=True),
@@ -109,7 +112,7 @@ READERS: dict[str, Reader] = {
     "starcoder2": replace(_LLAMA, mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj"),
 }
 _ACTIVATION_NAMES = ("hidden_activation", "hidden_act", "activation_function")
-_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "relu2": "relu_squared"}
+_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "relu2": "relu_squared", "xielu": "xielu"}
 _ACTIVATIONS |= {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _GATES: dict[str, Prologue] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
 # The other config settings that the fast path computes.
@@ -196,12 +199,20 @@ def _read_layer(reader: Reader, layer: Any, config: Any, index: int, rotary: dic
         qkv,
         _attention(reader, attrgetter(reader.attention)(layer), config, index, qkv.weight.shape[0], rotary),
         out,
-        mlp_in if gated else replace(mlp_in, activation=_ACTIVATIONS[name]),
+        mlp_in if gated else replace(mlp_in, activation=_ACTIVATIONS[name], constants=_constants(name, layer)),
         replace(mlp_out, prologue=_GATES[name]) if gated else mlp_out,
         _gamma(reader, more[0]) if more else None,
         _gamma(reader, most[0]) if most else None,
         _eps(more[0] if more else first),
     )
+
+
+def _constants(activation: str, layer: Any) -> tuple[float, float, float]:
+    if activation != "xielu":
+        return 0.0, 0.0, 0.0
+    act = layer.mlp.act_fn
+    positive, negative = nn.functional.softplus(torch.cat((act.alpha_p, act.alpha_n)))
+    return positive.item(), (act.beta + negative).item(), act.beta.item()
 
 
 def _attention(

@@ -7,7 +7,7 @@
 
 enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kW8A8 = 3 };
 enum Prologue : int32_t { kNone = 0, kRmsNorm = 1, kLayerNorm = 2, kSwiGlu = 3, kGeGluTanh = 4 };
-enum Activation : int32_t { kIdentity = 0, kRelu = 1, kGeluTanh = 2, kReluSquared = 3 };
+enum Activation : int32_t { kIdentity = 0, kRelu = 1, kGeluTanh = 2, kReluSquared = 3, kXielu = 4 };
 
 enum QueryNorm : int32_t { kBeforeRotation = 0, kAfterRotation = 1, kWide = 2 };
 
@@ -25,6 +25,7 @@ struct LinearArgs {
   int32_t dtype, prologue, activation, accumulate;  // accumulate: y += instead of y =
   float eps;
   int32_t round;  // activations meet the weights as bf16, where the CPU multiplies bf16
+  float constants[3];  // xIELU: factors of the positive and the negative branch, and beta
 };
 
 struct AttentionArgs {

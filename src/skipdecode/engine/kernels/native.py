@@ -32,7 +32,7 @@ from skipdecode.engine.kernels.spec import (
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTIZED = {"int8": 2, "w8a8": 3}
 _PROLOGUES = {"none": 0, "rms_norm": 1, "layer_norm": 2, "swiglu": 3, "geglu_tanh": 4}
-_ACTIVATIONS = {"none": 0, "relu": 1, "gelu_tanh": 2, "relu_squared": 3}
+_ACTIVATIONS = {"none": 0, "relu": 1, "gelu_tanh": 2, "relu_squared": 3, "xielu": 4}
 _QUERY_NORMS = {"before": 0, "after": 1, "wide": 2}
 
 
@@ -56,6 +56,7 @@ class LinearArgs(ctypes.Structure):
         (_INT32, "dtype prologue activation accumulate"),
         (_FLOAT, "eps"),
         (_INT32, "round"),
+        (_FLOAT * 3, "constants"),
     )
 
 
@@ -179,7 +180,7 @@ class NativeKernels:
         return LinearArgs(
             w=codes.data_ptr(), scales=scales, bias=bias, gamma=gamma, beta=beta, n=weight.shape[0], k=weight.shape[1],
             ldw=codes.shape[1] * codes.element_size(), dtype=kind, prologue=_PROLOGUES[spec.prologue],
-            activation=_ACTIVATIONS[spec.activation], eps=spec.eps, round=self._round,
+            activation=_ACTIVATIONS[spec.activation], eps=spec.eps, round=self._round, constants=spec.constants,
         )  # fmt: skip
 
 

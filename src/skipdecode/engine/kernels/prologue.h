@@ -7,6 +7,9 @@
 #include "weights.h"
 
 INLINE vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x))); }
+INLINE vf xielu(vf x, const float* c) {
+  return c[2] * x + (x > 0 ? c[0] * x * x : c[1] * (exp_fast(x) - 1.0f - x));
+}
 INLINE vf silu(vf x) { return x / (1.0f + exp_fast(-x)); }
 
 struct Stats { float mean, scale; };
@@ -86,6 +89,7 @@ INLINE void write(const LinearArgs& a, float* y, int64_t n, int64_t count, vf v)
   if (a.activation == kRelu) v = v > 0 ? v : vf{};
   else if (a.activation == kGeluTanh) v = gelu_tanh(v);
   else if (a.activation == kReluSquared) v = v > 0 ? v * v : vf{};
+  else if (a.activation == kXielu) v = xielu(v, a.constants);
   if (a.accumulate) v += load_some(y + n, count);
   store_some(y + n, count, v);
 }

@@ -13,7 +13,7 @@ from skipdecode.engine.kernels.quantize import QuantizedWeight
 from skipdecode.errors import FitError, UnfitModelError
 
 Prologue = Literal["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"]
-Activation = Literal["none", "relu", "relu_squared", "gelu_tanh"]
+Activation = Literal["none", "relu", "relu_squared", "gelu_tanh", "xielu"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class LinearSpec:
         (in,): scale and shift of the norm.
     eps : float
         Added to the norm's mean of squares.
-    activation : str
-        Applied to the result.
+    activation, constants : str, tuple of float
+        Applied to the result; of xIELU, the factors of its positive and negative branch, and beta.
     """
 
     weight: torch.Tensor | QuantizedWeight
@@ -43,6 +43,7 @@ class LinearSpec:
     beta: torch.Tensor | None = None
     eps: float = 0.0
     activation: Activation = "none"
+    constants: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def nbytes(self) -> int:
