@@ -70,8 +70,7 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.batch_size = _AUTO_ROWS if str(batch_size).startswith("auto") else int(batch_size)
-        if str(device).startswith("cuda") and not torch.cuda.is_available():
-            device = None
+        device = None if str(device).startswith("cuda") and not torch.cuda.is_available() else device
         self.llm = LLM(pretrained, schedule, device=device, max_rows=self.batch_size, **options)
         self.schedule = self.llm.schedule_of(None, max_gen_toks)
         self.tokenizer, self._device = self.llm.tokenizer, self.llm.backend.model.device
@@ -95,8 +94,6 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         about: dict[str, Any] = {"engine": self.llm.backend.name, "schedule": self.schedule.to_dict()}
         about["nominal_speedup"] = self.schedule.nominal_speedup
         return {"model_dtype": self.llm.backend.weights, "skipdecode": about}
-
-    # ------------------------------------------------------------------ texts that are generated
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The text of each request up to a stop string; requests with the same options are decoded together."""
@@ -135,8 +132,6 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
     def _tell_cut(self) -> None:
         said = f"a context that does not fit into {self.max_length} tokens loses its beginning (said once)"
         warning_once(logging.getLogger(__name__), said)
-
-    # ------------------------------------------------------------------ texts that are scored
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, in windows of `max_length` that each begin at position 0."""
@@ -202,6 +197,9 @@ class _Only:
 
     def compute_bitmask(self) -> bytes:
         return (1 << self._tokens[self._at]).to_bytes(-(-self._size // 8), "little")
+
+    def compute_ff_tokens(self) -> list[int]:
+        return []  # each token's own log-probability is wanted
 
     def consume_token(self, token: int) -> None:
         self._at += 1
