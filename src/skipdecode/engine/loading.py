@@ -38,21 +38,9 @@ def load(
     base : str or Path, optional
         For an adapter: the name of its base model. Default: the one that its directory names.
 
-    Raises
-    ------
-    FitError
-        If a fit is broken, or for another model.
-    ModelLoadError
-        If the name is unknown, the hub is needed and not reachable, the files are broken or incomplete, or the model is
-        not a decoder-only causal LM.
-    MissingExtraError
-        If peft is needed and not installed.
-    ScheduleError
-        If the schedule of the checkpoint is invalid or for another number of layers.
-    DataError
-        If recipe.json is broken.
-    UsageError
-        If `dtype` or `device` is not accepted, if there are several fits, or if a model with a `base` is no adapter.
+    Raises ModelLoadError (unknown name, hub not reachable, files broken or incomplete, no decoder-only causal LM),
+    ScheduleError or FitError (a schedule or fit that is broken or for another model), MissingExtraError (no peft),
+    DataError (broken recipe.json), UsageError (`dtype`, `device`, several fits, a `base` for a model without adapter).
     """
     limit_threads()
     ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))

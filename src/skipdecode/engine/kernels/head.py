@@ -66,10 +66,8 @@ class ShortHead:
     ----------
     bounded : bool
         Whether the bounds hold: not for weights that are not finite or above 10^12.
-    nbytes : int
-        Bytes of the copy, which a step reads.
-    version : int
-        See `_version`.
+    nbytes, version : int
+        Bytes of the copy, which a step reads; see `_version`.
     """
 
     def __init__(self, kernels: NativeKernels, spec: LinearSpec) -> None:
