@@ -57,9 +57,10 @@ def test_cached_models_are_listed_with_their_size(capsys: pytest.CaptureFixture[
     ("family", "changes", "engine", "alone"),
     [
         ("llama", {}, "fast", True),
+        ("apertus", {}, "fast", True),
         ("gpt2", {}, "fast", False),
         ("bloom", {}, "transformers (no fast path for model type 'bloom'", False),
-        ("gemma3_text", {"final_logit_softcapping": 30.0}, "transformers (its final_logit_softcapping of 30.0", True),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "transformers (its attention to later tokens", True),
     ],
 )
 def test_a_model_has_its_engine_and_what_prompts_compute_in_layers_that_they_do_not_run(

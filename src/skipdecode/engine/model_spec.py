@@ -208,7 +208,7 @@ def _read_layer(reader: Reader, layer: Any, config: Any, index: int, rotary: dic
 
 
 def _constants(activation: str, layer: Any) -> tuple[float, float, float]:
-    if activation != "xielu":
+    if activation != "xielu" or layer.mlp.act_fn.alpha_p.is_meta:  # `info` makes a model without values
         return 0.0, 0.0, 0.0
     act = layer.mlp.act_fn
     positive, negative = nn.functional.softplus(torch.cat((act.alpha_p, act.alpha_n)))
