@@ -430,7 +430,7 @@ for name in "sched_getaffinity geteuid getloadavg statvfs mkfifo".split():
     vars(os).pop(name, None)
 import skipdecode.generation.llm
 for module in pkgutil.walk_packages(skipdecode.__path__, "skipdecode."):
-    if not module.name.startswith("skipdecode.vllm") and not module.name.endswith("__main__"):
+    if not module.name.startswith(("skipdecode.vllm", "skipdecode.lm_eval")) and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from contextlib import closing
 from pathlib import Path
