@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from machine import measure_products, step_flops
-from shared import script_parser, timed, write_result
+from shared import script_parser, write_result
 from torch.nn import functional
 
 from skipdecode import Schedule

@@ -25,7 +25,7 @@ import httpx
 import torch
 from peers import CLI, SPLITS, add_places, checkpoint_of, gguf_of, llama_server, serving, vllm_settings
 from quality_table import NEEDED, retained
-from shared import call, config_of, e2e_prompts, script_parser, timed, write_result
+from shared import call, config_of, e2e_prompts, script_parser, write_result
 from speed import Generated
 
 from skipdecode import Schedule

@@ -14,7 +14,7 @@ import time
 from timeit import timeit
 from typing import Any
 
-from shared import script_parser, timed, write_result
+from shared import script_parser, write_result
 
 from skipdecode import LLM
 from skipdecode.common.stopwatch import Stopwatch

@@ -90,7 +90,8 @@ class Acceptance:
     """
 
     def __init__(self, chance: float = 0.0, common: Acceptance | None = None) -> None:
-        self.chance, self._common, self._seen = common.chance if common else chance, common, _PRIOR_WEIGHT
+        self.chance: float = common.chance if common else chance
+        self._common, self._seen = common, _PRIOR_WEIGHT
 
     def note(self, taken: int, drafted: int) -> None:
         """Learn that the first `taken` of `drafted` tokens were accepted; those after the next were not judged."""
