@@ -414,13 +414,13 @@ def ready(document: Row) -> Table:
 
 
 def exact(document: Row) -> Table:
-    """Exact decoding against plain full depth, with transformers' own drafts at batch 1."""
+    """Drafts against one token a step at full depth, with transformers' own drafts at batch 1."""
     columns: list[Column] = [
         ("task", "{task}"),
         ("weights", lambda row: {"none": "bf16"}.get(row["quantization"], row["quantization"])),
         ("batch", "{batch}"),
         ("request, x full depth", times("request_speedup")),
-        ("drafts of a check", "{gamma:.1f}"),
+        ("drafts a step", "{gamma:.1f}"),
         ("accepted", given("acceptance", ".0%")),
         *(
             (f"{name}, x full depth", lambda row, n=name: f"{row['others'][n]:.2f}x" if row["others"] else "-")
