@@ -130,14 +130,14 @@ class Engine(ABC):
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
         """Queue requests; returns their numbers, which continue those of earlier requests.
 
+        Raises ScheduleError: the schedule is for another number of layers, or the engine runs at full depth only;
+        UsageError: a request can never run on this engine.
+
         Parameters
         ----------
         requests : iterable of Request
         schedule : Schedule, optional
             The schedule of these requests, in place of the engine's.
-
-        Raises ScheduleError: the schedule is for another number of layers, or the engine runs at full depth only;
-        UsageError: a request can never run on this engine.
         """
         return [sequence.number for sequence in self._sequences(requests, schedule)]
 

@@ -30,6 +30,9 @@ class FastEngine(Engine):
 
     Sequences of any age and schedule share a step, and prompts join it in chunks.
 
+    Raises UnfitModelError: the model has no fast path, or the kernels cannot run here; ScheduleError: the schedule is
+    for another number of layers.
+
     Parameters
     ----------
     model : PreTrainedModel or FastModel
@@ -48,9 +51,6 @@ class FastEngine(Engine):
     prefix_cache : bool
         Keep keys and values of prompts, and reuse them for prompts with the same beginning and the same prompt layers
         (`skipdecode.engine.prefix`). The output does not change.
-
-    Raises UnfitModelError: the model has no fast path, or the kernels cannot run here; ScheduleError: the schedule is
-    for another number of layers.
     """
 
     scores_prompts = True

@@ -22,6 +22,10 @@ def load(
 ) -> LoadedModel:
     """A causal LM by name, with its tokenizer, its schedule and its fit.
 
+    Raises ModelLoadError (unknown name, hub not reachable, files broken or incomplete, no decoder-only causal LM),
+    ScheduleError or FitError (a schedule or fit that is broken or for another model), MissingExtraError (no peft),
+    DataError (broken recipe.json), UsageError (`dtype`, `device`, several fits, a `base` for a model without adapter).
+
     Parameters
     ----------
     name : str, Path or ModelRef
@@ -37,10 +41,6 @@ def load(
         Whether a checkpoint without tokenizer is an error. If not, `LoadedModel.tokenizer` is None.
     base : str or Path, optional
         For an adapter: the name of its base model. Default: the one that its directory names.
-
-    Raises ModelLoadError (unknown name, hub not reachable, files broken or incomplete, no decoder-only causal LM),
-    ScheduleError or FitError (a schedule or fit that is broken or for another model), MissingExtraError (no peft),
-    DataError (broken recipe.json), UsageError (`dtype`, `device`, several fits, a `base` for a model without adapter).
     """
     limit_threads()
     ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))

@@ -111,6 +111,8 @@ class LLM:
     Calls can have different schedules and share the weights. Calls of several threads, also of another LLM of the same
     loaded model, wait for each other; a stream takes its turn at each piece.
 
+    Raises SkipDecodeError: the model cannot be loaded, the engine does not support it, or the schedule does not fit it.
+
     Parameters
     ----------
     model : str, Path or LoadedModel
@@ -141,8 +143,6 @@ class LLM:
         Opens engines of the model.
     stats : RunStats or None
         The statistics of the last finished call.
-
-    Raises SkipDecodeError: the model cannot be loaded, the engine does not support it, or the schedule does not fit it.
     """
 
     def __init__(
@@ -199,14 +199,14 @@ class LLM:
     def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
         """The schedule of a call with this argument.
 
+        Raises ScheduleError: the schedule is unknown, or is for another number of layers.
+
         Parameters
         ----------
         asked : Schedule, str or None
             A schedule, or its text (`skipdecode.schedule.grammar`), such as "2x:p15"; a speed-up without a schedule of
             the checkpoint falls over `max_new_tokens` positions. None: the schedule of the LLM, by default the
             checkpoint's, else full depth.
-
-        Raises ScheduleError: the schedule is unknown, or is for another number of layers.
         """
         asked, carried = self._schedule if asked is None else asked, self.loaded.schedule
         if asked is None:
@@ -234,6 +234,9 @@ class LLM:
     ) -> Outputs:
         """Generate a text for each prompt, in batches of `max_rows`; greedy unless a temperature is given.
 
+        Raises DataError: a prompt cannot be used (`index` is its position; nothing is generated); UsageError,
+        ScheduleError: a value is not accepted; GrammarError: a schema cannot be enforced.
+
         Parameters
         ----------
         prompts : a prompt, or a list of prompts
@@ -255,9 +258,6 @@ class LLM:
         **sampling
             Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, … The random numbers of a prompt
             depend on the seed and its index in the list, not on its batch.
-
-        Raises DataError: a prompt cannot be used (`index` is its position; nothing is generated); UsageError,
-        ScheduleError: a value is not accepted; GrammarError: a schema cannot be enforced.
 
         Warns
         -----
