@@ -27,6 +27,7 @@ _PRIOR_WEIGHT, _LEAST_RATE = 2, 0.05
 _THRESHOLDS = {threshold: math.log(threshold) for threshold in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)}
 _MOST_CHANCE = 0.75  # drafts that need more are not tried
 _GAIN = 1.2  # tokens per second of the drafts alone, over those of the forward without them
+_MOST_ROWS = 16  # sequences beside which nothing is drafted: a token more costs what a token costs (0.94 to 1.0 at 32)
 _PROBE_AFTER = (4, 64)  # steps without drafts before the first probe, and most before later ones
 _SLOWER_WEIGHT, _LEAST_SECONDS = 0.1, 1e-9
 _LEAST_SLOPE = 0.25  # share of the time per row that another row takes at least, if that is not known yet
@@ -214,7 +215,7 @@ class Planner:
     def looks(self, rows: int, depth: int) -> bool:
         """Whether drafts can pay at this step, or one draft is due, to measure what may have changed."""
         self._idle += 1
-        return self._idle >= self._patience or self.least_chance(rows, depth) < math.inf
+        return rows <= _MOST_ROWS and (self._idle >= self._patience or self.least_chance(rows, depth) < math.inf)
 
     def least_chance(self, rows: int, depth: int) -> float:
         """The chance of acceptance from which a draft can pay beside `rows` sequences that run `depth` layers.
