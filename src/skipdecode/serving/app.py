@@ -103,8 +103,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         encoded += 1
         try:
             limits = service.limits
-            apart = request.state.key_holder if limits.prefix_per_key else token_hex()
-            salt = "" if limits.prefix_cache and not limits.prefix_per_key else apart
+            shared = "" if limits.prefix_cache else token_hex()
+            salt = request.state.key_holder if limits.prefix_per_key else shared
             state = await in_thread(service.preprocessor.request_state, body, request.state.arrived, salt)
         finally:
             encoded -= 1

@@ -34,8 +34,7 @@ class ServerLimits(Options):
     )
     prefix_per_key: bool = option(
         "a prefix cache, and earlier answers for drafts, for each API key: with shared ones, cached_tokens and the "
-        "time of an answer show the holder "
-        "of one key whether a prompt of another key had the same beginning",
+        "time of an answer show the holder of one key whether a prompt of another key had the same beginning",
         default=False,
     )
     max_unread_tokens: int = 2048
