@@ -2,7 +2,7 @@
 
     python benchmarks/calibrate.py MODEL --data train.jsonl --task e2e --nominal-speedup 2 --out learned
 
-Writes schedule.json, its fit, calibration.json and calibration.png to --out; a killed run continues.
+Writes schedule.json, its fit and calibration.json to --out; a killed run continues.
 """
 
 from __future__ import annotations

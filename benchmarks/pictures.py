@@ -6,13 +6,15 @@ python benchmarks/pictures.py
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tables import compared_targets
 
 from skipdecode.common.kinds import read_result
-from skipdecode.evaluation.pictures import Chart, Point, Series, calibration_charts, charts_png
+from skipdecode.evaluation.pictures import Chart, Point, Series, charts_png
+from skipdecode.schedule import Schedule
 
 ROOT = Path(__file__).parents[1]
 IMAGES, RESULTS = ROOT / "docs" / "img", ROOT / "results"
@@ -55,6 +57,22 @@ def minutes_png(result: dict[str, Any]) -> bytes:
         title = f"{task}, {speeds[0]:.1f}x to {speeds[-1]:.1f}x"
         charts.append(Chart(series, "minutes of preparation", "kept of full depth, %", title, level=full))
     return charts_png(charts, columns=2)
+
+
+def calibration_charts(calibration: Mapping[str, Any]) -> list[Chart]:
+    """Importance of layers with the drop order, and loss of a greedy search; from a document of `calibrate`."""
+    schedule = Schedule.from_dict(calibration["schedule"])
+    label, importance = "block influence", dict(enumerate(calibration["block_influence"]))
+    if rounds := calibration["rounds"]:
+        label = "loss added by skipping only this layer"
+        importance = {int(layer): loss - rounds[0]["base"] for layer, loss in rounds[0]["losses"].items()}
+    ranks = {layer: str(rank) for rank, layer in enumerate(schedule.drop_order, start=1)}
+    points = [Point(layer, value, (0.0, value), ranks.get(layer, "")) for layer, value in importance.items()]
+    losses = [Point(i, found["base"]) for i, found in enumerate(rounds)]
+    return [
+        Chart([Series("a layer, with its place in the drop order", points, "o")], "layer", label, schedule.name),
+        Chart([Series("search", losses, "-")], "layers skipped", "loss per response token", "greedy search"),
+    ]
 
 
 def main() -> int:

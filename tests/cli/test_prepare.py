@@ -24,6 +24,7 @@ from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import OutputError, UsageError
+from skipdecode.generation.self_generated import TEST_FILE, TRAIN_FILE
 from skipdecode.learning.prepared import neighbours
 from skipdecode.learning.settings import PREPARE_DIRECTORY
 from skipdecode.learning.stages import Stages
@@ -31,7 +32,7 @@ from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
-from textgen_tools import save_tiny_model
+from textgen_tools import read_rows, save_tiny_model
 from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
@@ -171,17 +172,28 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
         call(seed=1)
 
 
-def test_own_answers_need_prompts_alone(place: Path, tmp_path: Path) -> None:
-    prompts = [f"{row['colour']} {row['thing']} {n}" for n, row in enumerate(records(24))]
+@pytest.mark.parametrize("task", [False, True])
+def test_own_answers_need_prompts_alone(place: Path, tmp_path: Path, task: bool) -> None:
+    rows = [{"prompt": f"{row['colour']} {row['thing']} {n}", "ref": row["ref"]} for n, row in enumerate(records(24))]
+    form = {"name": "t", "prompt": "{prompt}", "references": ["ref"], "metrics": ["chrf"], "max_new_tokens": 9}
+    (tmp_path / "task.yaml").write_text(json.dumps(form))
+    prompts: Any = write_jsonl(tmp_path / "rows.jsonl", rows) if task else [row["prompt"] for row in rows]
     cost = CostModel.of_step(LAYERS, 16, 0.001, 0.002)
-    options = {"self_tokens": 100, "minutes": 0, "fit": False, "test": prompts[:3], "cost": cost}
+    options = {"self_tokens": 100, "minutes": 0, "fit": False, "cost": cost, "target_speedup": 1.3}
+    options |= {"task": str(tmp_path / "task.yaml")} if task else {}
     model = save_tiny_model(tmp_path / "model", context=512)
-    ready, again = (
-        skipdecode.prepare(model, prompts=prompts, out=tmp_path / "out", target_speedup=1.3, **options)
-        for _ in range(2)
-    )
+    ready, again = (skipdecode.prepare(model, prompts=prompts, out=tmp_path / "out", **options) for _ in range(2))
     assert "time: own answers" in str(ready)
     assert again.document == ready.document
+    learned, tested = (
+        {row["prompt"]: row for row in read_rows(tmp_path / "out" / "answers" / name)}
+        for name in (TRAIN_FILE, TEST_FILE)
+    )
+    assert len(learned) + len(tested) == len(rows)
+    assert len(tested) >= len(rows) / 2
+    assert not learned.keys() & tested.keys()
+    assert [*ready.rows[0]["scores"]] == ["chrf" if task else "1 / perplexity"]
+    assert not task or all(tested[row["prompt"]]["ref"] == [row["ref"]] for row in rows if row["prompt"] in tested)
 
 
 @pytest.mark.parametrize(

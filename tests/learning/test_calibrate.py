@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib import image
 
 import skipdecode
 from products import in_turn
@@ -292,7 +291,6 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     assert not schedule.is_flat
     assert {a - b for a, b in pairwise(schedule.budgets)} <= {0, 1}
     assert result.losses["calibrated-1.6x-wall"] == min(ours)
-    assert image.imread(tmp_path / "calibration.png").shape[2] == 4
     assert "100%" not in capsys.readouterr().err
 
 
@@ -307,8 +305,6 @@ def test_block_influence_measures_less_and_the_table_is_for_people(files: Files,
     assert "held out" in result._repr_html_()
     document = result.document
     assert document["rounds"] == []
-    height, width, _ = image.imread(tmp_path / "calibration.png").shape
-    assert width < 2 * height  # no panel for a search that was not made
     influence = document["block_influence"]
     assert document["order"] == sorted(document["order"], key=lambda layer: influence[layer])
 

@@ -44,7 +44,7 @@ class Config(NamedModel, PrepareOptions, PushOptions):
     )
     test: str = option(
         "JSONL or CSV file of records to evaluate on (default: --dev); with --self and no --task: file of prompts "
-        "(default: sampled prompts)",
+        "(default: some of the prompts, which are held out)",
         default="",
         path=Reads(),
     )

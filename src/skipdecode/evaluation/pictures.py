@@ -1,4 +1,4 @@
-"""Pictures as PNG: losses of a tuning, a calibration, what schedules keep. With matplotlib (extra `plot`)."""
+"""Pictures as PNG: losses of a tuning, what schedules keep. With matplotlib (extra `plot`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError
 from skipdecode.evaluation.kept import Row, measured
-from skipdecode.schedule import Schedule
 
 # Okabe and Ito's colours, a little darker: colour-blind readers can distinguish them, also on white paper.
 _COLORS = ("#0b6fae", "#c8501e", "#0a8f6a", "#a8508a", "#a37a00", "#3d97c4", "#6b5bb5", "#5a6673")
@@ -116,25 +115,6 @@ def _draw(axes: Any, chart: Chart, styles: Mapping[str, tuple[str, str]]) -> Non
             axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=7)
     axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel, title=chart.title)
     axes.margins(x=0.06, y=0.1)
-
-
-# ---------------------------------------------------------------------- calibration
-
-
-def calibration_charts(calibration: Mapping[str, Any]) -> list[Chart]:
-    """Importance of layers with the drop order, and loss of a greedy search; from a document of `calibrate`."""
-    schedule = Schedule.from_dict(calibration["schedule"])
-    label, importance = "block influence", dict(enumerate(calibration["block_influence"]))
-    if rounds := calibration["rounds"]:
-        label = "loss added by skipping only this layer"
-        importance = {int(layer): loss - rounds[0]["base"] for layer, loss in rounds[0]["losses"].items()}
-    ranks = {layer: str(rank) for rank, layer in enumerate(schedule.drop_order, start=1)}
-    points = [Point(layer, value, (0.0, value), ranks.get(layer, "")) for layer, value in importance.items()]
-    losses = [Point(i, found["base"]) for i, found in enumerate(rounds)]
-    return [
-        Chart([Series("a layer, with its place in the drop order", points, "o")], "layer", label, schedule.name),
-        Chart([Series("search", losses, "-")], "layers skipped", "loss per response token", "greedy search"),
-    ]
 
 
 # ---------------------------------------------------------------------- tuning

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from skipdecode.engine.base import Engine
     from skipdecode.models.loading.hub import LoadedModel
 
-TRAIN_FILE, DEV_FILE = "self.jsonl", "self-dev.jsonl"
+TRAIN_FILE, DEV_FILE, TEST_FILE = "self.jsonl", "self-dev.jsonl", "self-test.jsonl"
 ABOUT_FILE, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"
 _DRAWN = 1000
 _PROMPT_TOKENS = 128
@@ -160,11 +160,12 @@ class SelfGeneratedData:
         values = [self.template.values_of_text(text) for _, text in self._kept("prompts", rows, seen, 1)]
         return [Record(i, i + 1, i + 1, self.template.render(v), None, v) for i, v in enumerate(values)]
 
-    def write_records(self, held_out: int) -> dict[str, Any]:
+    def write_records(self, held_out: int, tested: int = 0) -> dict[str, Any]:
         """Write TRAIN_FILE and DEV_FILE, records of the template's fields and response, unless they exist.
 
-        A tenth of the records, `held_out` at most and evenly distributed, goes to DEV_FILE. Returns the settings and
-        the number of records, JSON-ready. Raises DataError if fewer than two are left.
+        A tenth of the records, `held_out` at most and evenly distributed, goes to DEV_FILE. With `tested`, the prompts
+        without a record in TRAIN_FILE go to TEST_FILE; up to half of the records are held out to make them so many.
+        Returns the settings and the number of records, JSON-ready. Raises DataError if fewer than two are left.
         """
         about = self._begun()
         if "kept" in about:
@@ -177,11 +178,17 @@ class SelfGeneratedData:
         kept = self._kept("answers", map(_cut, rows), set(), 2)
         field = self.template.responses[0]
         lines = [json_line({"id": records[i].line, **records[i].values, field: text}) for i, text in kept]
-        dev = max(1, min(held_out, len(lines) // _DEV_SHARE))
+        least = min(tested - (len(records) - len(kept)), len(lines) // 2)
+        dev = max(1, least, min(held_out, len(lines) // _DEV_SHARE))
         places = {i * len(lines) // dev for i in range(dev)}
         for file, held in ((DEV_FILE, True), (TRAIN_FILE, False)):
             part = [line for i, line in enumerate(lines) if (i in places) is held]
             write_whole(self.directory / file, b"".join(part))
+        if tested:
+            learned = {i for place, (i, _) in enumerate(kept) if place not in places}
+            others = [one for i, one in enumerate(records) if i not in learned]
+            asked: list[dict[str, Any]] = [{"prompt": one.prompt, "id": one.line, **one.values} for one in others]
+            write_whole(self.directory / TEST_FILE, b"".join(map(json_line, asked)))
         about |= {"prompts": len(rows), "kept": len(kept)}
         write_whole(self.directory / ABOUT_FILE, json.dumps(about) + "\n")
         for file in (_PROMPTS, _ANSWERS):
@@ -344,11 +351,12 @@ def own_answers(
     *,
     seed: int,
     held_out: int,
+    tested: int = 0,
     seconds: float | None = None,
 ) -> tuple[Template, dict[str, Any]]:
     """Write the model's answers at full depth to `out`, unless they exist; their template, and the settings.
 
-    See `SelfGeneratedData.write_records`, which names the two files. `seconds`: the time that drawing and answering may
+    See `SelfGeneratedData.write_records`, which names the files. `seconds`: the time that drawing and answering may
     take; default: all prompts are answered.
     """
     from skipdecode.engine.opening import open_engines
@@ -357,4 +365,4 @@ def own_answers(
     engines = open_engines(loaded.model, "auto", note)
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad
     made = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about, seconds)
-    return template, made.write_records(held_out)
+    return template, made.write_records(held_out, tested)

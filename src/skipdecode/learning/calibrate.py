@@ -26,7 +26,6 @@ from skipdecode.data.batches import batches_of
 from skipdecode.data.examples import Example, Source, encode_source, make_template, read_sources
 from skipdecode.engine.loading import load
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.pictures import calibration_charts, save_charts
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.goal import check_layers, set_goal
 from skipdecode.learning.search import search_model
@@ -40,7 +39,7 @@ from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
 from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"
-_REPORT, _PICTURE = "calibration.json", "calibration.png"
+_REPORT = "calibration.json"
 _TOKENS_A_COLUMN, _SHOWN_ORDER = 4, 12
 _COLUMNS = {
     "schedule": "{name}",
@@ -63,7 +62,7 @@ class Calibrated(Printed):
     document : mapping
         All measurements, JSON-ready, as in calibration.json.
     path : Path or None
-        The directory with schedule.json, the fit, calibration.json and calibration.png.
+        The directory with schedule.json, the fit and calibration.json.
     """
 
     schedule: Schedule
@@ -120,8 +119,8 @@ def calibrate(
     data : str, Path or list of mapping
         Records with prompt and response: a JSONL or CSV file, or a list.
     out : str or Path, optional
-        Directory for schedule.json, the fit, calibration.json and calibration.png. An interrupted call continues from
-        the measurements that it has.
+        Directory for schedule.json, the fit and calibration.json. An interrupted call continues from the
+        measurements that it has.
     cost : CostModel, str or Path, optional
         Cost of a step, also as the file of skipdecode plan --json. Default: measured, as by `skipdecode.plan`.
     **options
@@ -188,7 +187,6 @@ def calibrate(
         if found.fit is not None:
             found.fit.save(place / FIT_FILE)
         write_whole(place / _REPORT, json.dumps(document, indent=1) + "\n")
-        save_charts(calibration_charts(document), place / _PICTURE)
     return Calibrated(found.schedule, found.fit, document, None if out is None else place)
 
 

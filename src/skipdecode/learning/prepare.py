@@ -84,7 +84,8 @@ def prepare(
         Without `dev`, every tenth record of `train` is held out. Without both, the model learns its own answers to
         `prompts` at full depth.
     test : str, Path or list of mapping, optional
-        Records to evaluate on. Default: `dev`. For own answers without a task: a file of prompts; default: drawn.
+        Records to evaluate on. Default: `dev`. For own answers without a task: a file of prompts. Default: prompts
+        that are not learned from.
     prompts : str, Path or list of str, optional
         For own answers: a file of prompts, or prompts. Default: the model draws them, by its chat template.
     cost : CostModel, str or Path, optional
@@ -135,7 +136,7 @@ class _Run:
             Schedule.from_speedup(layers, speedup, _SOME_POSITIONS)
         if isinstance(cost, str | Path):
             read_cost(cost)
-        self.sources = Sources(settings, sources)
+        self.sources = Sources(settings, sources, out)
         loaded = getattr(model, "loaded", model)
         # All stages share this model: `calibrate` and `tune` copy its weights where they need another type or change
         # them. A tuned checkpoint is loaded from its files, and a first measurement of costs loads its own.
@@ -153,10 +154,10 @@ class _Run:
         with closing(Stages(out / PREPARE_JOURNAL, kept, _OUTPUTS)) as stages:
             note(self._plan())
             if settings.self:
-                seconds, place = 60 * SHARES["answers"] * settings.minutes or None, out / "answers"
-                data = stages.run("answers", lambda: self.sources.answers(place, self.loaded, seconds))
+                seconds = 60 * SHARES["answers"] * settings.minutes or None
+                data = stages.run("answers", lambda: self.sources.answers(self.loaded, seconds))
             else:
-                data = self.sources.given(out, self.loaded)
+                data = self.sources.given(self.loaded)
             sizes = stages.run("sizes", lambda: self._sizes(data)) if settings.minutes else {}
             layers = stages.run("layers", lambda: self._chosen(data, sizes), place=self.fit)
             self.__dict__.pop("_precise", None)  # its memory is for the tuning

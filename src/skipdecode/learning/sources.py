@@ -11,35 +11,39 @@ from typing import Any
 
 from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.jsonl import json_line
-from skipdecode.common.rows import Input, dataset_id
+from skipdecode.common.progress import note
+from skipdecode.common.rows import Input, dataset_id, read_rows
 from skipdecode.data.examples import RecordFile, Source, decide_chat, held_out, make_template, read_sources
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.errors import UsageError
-from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
+from skipdecode.generation.self_generated import DEV_FILE, TEST_FILE, TRAIN_FILE, open_prompts, own_answers
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.models.loading.hub import LoadedModel
 
 _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _HELD_OUT = 256  # of the model's own answers, at most
+_TESTED = 48  # prompts that are not learned from, at least, if there are twice as many
 
 
 class Sources:
-    """The sources by name: train, dev, test.
+    """The sources by name: train, dev, test, and the directory of the run, where records are written.
 
     Raises UsageError, DataError: records are missing or cannot be used, as the stages would after minutes of work.
     """
 
-    def __init__(self, settings: PrepareOptions, sources: Mapping[str, Source]) -> None:
-        self._settings, self._sources = settings, dict(sources)
+    def __init__(self, settings: PrepareOptions, sources: Mapping[str, Source], out: Path) -> None:
+        self._settings, self._sources, self._out = settings, dict(sources), out
         self._rewritten: dict[str, RecordFile] = {}
         self._prompts = open_prompts(settings)
         if not settings.self:
             if "train" not in sources:
                 raise UsageError("`train` is missing: give records with responses, or `self`")
             self._template = make_template(settings, sources["train"])
-        elif (self._prompts is not None or settings.task) and "test" not in sources:
-            raise UsageError("`test` is missing: with `prompts` or `task`, give records or prompts to evaluate on")
+        elif settings.task and self._prompts is None and "test" not in sources:
+            raise UsageError(
+                "`test` is missing: with `task`, give records to evaluate on, or `prompts` with references"
+            )
         self.datasets = [one for source in sources.values() if (one := dataset_id(source))]
         self.digests = {name: _digest(name, source) for name, source in sources.items()}
         if self._prompts is not None:
@@ -47,7 +51,8 @@ class Sources:
         self._check()
 
     def _check(self) -> None:
-        settings, test, whole = self._settings, self.test, False
+        settings, whole = self._settings, False
+        test = self._sources.get("test") or self._sources.get("dev") or settings.prompts
         if settings.self and not settings.task:
             if isinstance(test, str | Path):
                 open_prompts(replace(settings, prompts=str(test)))
@@ -66,7 +71,7 @@ class Sources:
     @property
     def test(self) -> Any:
         """The records or prompts to evaluate on."""
-        return self._sources.get("test") or self._sources.get("dev")
+        return self._sources.get("test") or self._sources.get("dev") or self._out / "answers" / TEST_FILE
 
     def task(self, most: int) -> Task:
         """The task, or the records' prompt and response; `most` is the maximum number of new tokens."""
@@ -77,26 +82,36 @@ class Sources:
         metrics = ("bleu", "rougeL", "chrf")
         return Task(name="records", **form, chat=bool(template.chat), metrics=metrics, max_new_tokens=most)
 
-    def given(self, out: Path, loaded: LoadedModel) -> dict[str, Any]:
-        """The records and their form: as they are, or, of a known shape or with a part held out, as files in `out`."""
+    def given(self, loaded: LoadedModel) -> dict[str, Any]:
+        """The records and their form: as they are, or, of a known shape or with a part held out, as files."""
         form, template = {name: getattr(self._settings, name) for name in _FORM}, self._template
         for name, file in self._rewritten.items():
             rows = (
                 {"id": one.id, **(one.values or {"prompt": one.prompt}), template.responses[0]: one.references[0]}
                 for one in file.records
             )
-            place = self._sources[name] = out / "records" / f"{name}.jsonl"
+            place = self._sources[name] = self._out / "records" / f"{name}.jsonl"
             write_whole(place, b"".join(map(json_line, rows)))
         if template.shape is not None:
             decide_chat(template, loaded)
             form |= {"prompt_field": "prompt", "response_field": "response", "chat": template.chat}
         return {"train": self._sources["train"], "dev": self._sources["dev"], "form": form}
 
-    def answers(self, place: Path, loaded: LoadedModel, seconds: float | None) -> dict[str, Any]:
+    def answers(self, loaded: LoadedModel, seconds: float | None) -> dict[str, Any]:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
-        settings = self._settings
+        settings, place, held_out = self._settings, self._out / "answers", "test" not in self._sources
         sizes: dict[str, Any] = {"seed": settings.seed, "held_out": _HELD_OUT, "seconds": seconds}
+        sizes["tested"] = held_out * min(_TESTED, settings.test_records)
         template, _ = own_answers(loaded, settings, settings, self._prompts, place, **sizes)
+        if held_out:
+            rows = [row for _, row in read_rows(place / TEST_FILE) if isinstance(row, dict)]
+            if settings.task:  # the same prompts, with their references
+                task = self.task(1)
+                tested, field = set(map(task.template().render, rows)), task.references[0]
+                found = load_records(task, settings.prompts, skip_bad=settings.skips_bad).items
+                rows = [{**one.values, field: list(one.references)} for one in found if one.prompt in tested]
+                write_whole(place / TEST_FILE, b"".join(map(json_line, rows)))
+            note(f"no `test`: {len(rows)} prompts that are not learned from are held out for the evaluation")
         form: dict[str, Any] = {"task": settings.task}
         if not settings.task:
             form = {"prompt_template": template.prompt, "response_field": template.responses[0], "chat": template.chat}
