@@ -132,14 +132,6 @@ def test_rows_at_the_end_of_the_context_get_the_tokens_there_is_room_for(tmp_pat
     assert [r["new_tokens"] for r in read_rows(out)] == [3, 8, 1]
 
 
-def test_duplicate_ids_are_told_and_kept(capsys: Any, tmp_path: Path, model_dir: str):
-    rows = [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}]
-    out = tmp_path / "out.jsonl"
-    assert generate(model_dir, "--input", write_rows(tmp_path / "in.jsonl", rows), "--output", str(out)) == 0
-    assert "such as 'a' on lines 1 and 2" in capsys.readouterr().err
-    assert [r["id"] for r in read_rows(out)] == ["a", "a"]
-
-
 def test_prompts_are_chats_if_the_model_has_a_chat_template(capsysbinary: Any, tmp_path: Path, model_dir: str):
     def prompt(directory: str, *arguments: str) -> str:
         assert generate(directory, *arguments, "--include-prompt") == 0

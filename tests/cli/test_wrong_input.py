@@ -33,7 +33,6 @@ WRONG = {
     "generate hollow '--order of layers' --top-k -1": "--top-k -1",
     "generate hollow --top-k -1 -- --order": "--top-k -1",
     "tune hollow --no-train-fit": "an option of skipdecode.tune in Python",
-    "plan hollow --target-speedup 2 --phase decod": "'decode'",
     "plan hollow --schedule 2x --dtype bf16": "'bfloat16'",
     "plan smolm2-135m --schedule 2x": "'smollm2-135m'",
     "generate hollo x": "'hollow'",

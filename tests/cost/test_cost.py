@@ -99,10 +99,11 @@ def test_kv_bytes_are_those_of_a_real_cache(family, name, prompt):
     plan = replace(SCHEDULES[name], prompt=prompt)
     model = shared_model(family)
     ids = torch.randint(3, 100, (3, 7))
-    with attach(model, plan) as attachment:
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    with attach(model, plan):
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     geometry = ModelGeometry.from_config(model.config, 4)
-    assert geometry.kv_bytes_held(plan, 7, 6, batch=3) == attachment.last_run.kv_bytes
+    assert geometry.kv_bytes_held(plan, 7, 6, batch=3) == out.past_key_values.kv_bytes()
 
 
 @pytest.mark.parametrize("family", [each for each in ("lfm2", "mamba2", "gemma4_text") if each in LATER])
@@ -273,7 +274,7 @@ def test_wrong_numbers_are_refused():
 
 
 def test_the_decay_is_the_papers():
-    schedule = solve(smollm2(), 2.0, 64, phase="decode")
+    schedule = solve(smollm2(), 2.0, 64, prompt="full", prompt_len=1)
     mean = schedule.mean_budget()
     assert schedule.budgets[0] == pytest.approx(mean * 4 / 3, abs=1)
     assert schedule.budgets[-1] == pytest.approx(mean * 2 / 3, abs=1)
@@ -283,14 +284,14 @@ def test_the_decay_is_the_papers():
 @given(costs, st.floats(0, 1), st.integers(1, 20), st.booleans(), st.integers(0, 2))
 def test_solved_budgets_reach_the_target_with_the_most_layers(cost, share, seq_len, flat, warmup):
     warmup = min(warmup, cost.num_layers - 1)
-    bound = cost.speedup(Schedule.constant(cost.num_layers, warmup + 1, warmup_layers=0), 8, seq_len + 1)
+    bound = cost.request_speedup(Schedule.constant(cost.num_layers, warmup + 1, warmup_layers=0), 8, seq_len + 1)
     target = 1 + share * (bound - 1) * 0.999
-    schedule = solve(cost, target, seq_len, phase="decode", flat=flat, warmup_layers=warmup, prompt_len=8)
-    assert cost.speedup(schedule, 8, seq_len + 1) >= target
+    schedule = solve(cost, target, seq_len, prompt="full", flat=flat, warmup_layers=warmup, prompt_len=8)
+    assert cost.request_speedup(schedule, 8, seq_len + 1) >= target
     more = tuple(min(cost.num_layers, b + 1) for b in schedule.budgets)
     if more != schedule.budgets:
         deeper = Schedule(cost.num_layers, schedule.drop_order, more, warmup)
-        assert cost.speedup(deeper, 8, seq_len + 1) < target
+        assert cost.request_speedup(deeper, 8, seq_len + 1) < target
 
 
 prompt_costs = st.tuples(st.floats(1, 600), st.floats(0.01, 100), st.floats(0, 1)).map(
@@ -318,25 +319,26 @@ def test_prompts_stay_full_where_giving_up_their_layers_saves_nothing():
 def test_a_target_out_of_reach_says_the_bound_and_why():
     cost = smollm2(batch=1)
     with pytest.raises(TargetError) as error:
-        solve(cost, 5, 64, phase="decode")
+        solve(cost, 5, 64, prompt="full")
     text = str(error.value)
-    bound = cost.speedup(Schedule.constant(30, 2), 64, 65)
-    share = 64 * cost.step.fixed_seconds / cost.sequence_seconds(Schedule.full(30), 64, 65)
-    assert f"the bound is {int(bound * 100) / 100:.2f}x" in text
-    assert f"{share:.0%} of a full step" in text
+    least = Schedule.constant(30, 2)
+    bound = cost.request_speedup(least, 64, 65)
+    share = 64 * cost.step.fixed_seconds / cost.request_seconds(least, 64, 65)
+    assert f"the bound of the whole request is {int(bound * 100) / 100:.2f}x" in text
+    assert f"outside the layers {share:.0%}" in text
     assert "with 2 of 30 layers" in text
-    assert solve(cost, bound * 0.9999, 64, phase="decode").budgets[-1] == 2
+    assert solve(cost, bound * 0.9999, 64, prompt="full").budgets[-1] == 2
     with pytest.raises(TargetError):
-        solve(cost, bound * 1.0001, 64, phase="decode")
+        solve(cost, bound * 1.0001, 64, prompt="full")
 
 
 def test_an_order_that_keeps_layers_limits_the_budget():
     cost = smollm2()
     order = (10, 11, 12, 13)
-    schedule = solve(cost, 1.05, 16, phase="decode", drop_order=order)
+    schedule = solve(cost, 1.05, 16, prompt="full", prompt_len=1, drop_order=order)
     assert schedule.drop_order == order
-    with pytest.raises(TargetError, match="with 26 of 30 layers, the fewest, the bound"):
-        solve(cost, 2, 16, phase="decode", drop_order=order)
+    with pytest.raises(TargetError, match="with 26 of 30 layers, the fewest, and 30 for prompts, the bound"):
+        solve(cost, 2, 16, prompt="full", prompt_len=1, drop_order=order)
 
 
 # ---------------------------------------------------------------------- measuring

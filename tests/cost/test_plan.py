@@ -153,9 +153,6 @@ def test_prompt_layers_are_the_users(deep_dir, capsys):
         schedule = Schedule.from_dict(document["schedule"])
         assert len(schedule.prompt_layers()) == run
         assert document["figures"]["request_speedup"] >= 1.5
-    decode = json.loads(plan(capsys, deep_dir, "--target-speedup", "1.5", "--phase", "decode", "--json"))
-    assert decode["figures"]["request_speedup"] < 1.5 <= decode["figures"]["decode_speedup"] < 1.53
-    assert (decode["phase"], decode["schedule"]["prompt"]) == ("decode", "full")
     nominal = (deep_dir, "--schedule", "2x:pmax_exit", "--json")
     assert json.loads(plan(capsys, *nominal))["schedule"]["prompt"] == "max_exit"
 
@@ -329,8 +326,6 @@ def test_a_terminal_without_blocks_gets_other_characters(deep_dir, monkeypatch):
         (("--target-speedup", "fast"), "--target-speedup 'fast'"),
         (("--target-speedup", "2", "--device", "toaster"), "toaster"),
         (("--schedule", "99x"), "at most 15.00"),
-        (("--schedule", "2x", "--phase", "decode"), "--phase"),
-        (("--target-speedup", "2", "--phase", "prompt"), "--phase"),
         (("--target-speedup", "2", "--prompt-layers", "31"), "31"),
         (("--target-speedup", "2", "--prompt-layers", "some"), "some"),
         (("--target-speedup", "2", "--prompt-layers", "5-9"), "warm"),

@@ -201,8 +201,8 @@ def test_a_layer_that_a_bridge_replaces_goes_first_where_fits_are_made(tmp_path:
 
 
 def test_the_time_of_a_fit_is_part_of_the_target() -> None:
-    settings, cost = CalibrationSettings(target_speedup=1.6, phase="decode"), request_cost()
-    sizes: Any = (cost, 8, [20] * 8, LAYERS)
+    settings, cost = CalibrationSettings(target_speedup=1.6, prompt_depths=("full",)), request_cost()
+    sizes: Any = (cost, 1, [20] * 8, LAYERS)
     bare, fitted = set_goal(settings, *sizes), set_goal(settings, *sizes, replace(cost, bridge_share=0.3))
     schedules = [goal.schedule(range(1, LAYERS - 1), "full") for goal in (bare, fitted)]
     assert schedules[1].mean_budget() < schedules[0].mean_budget()
@@ -240,19 +240,6 @@ def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: 
     assert all(v["request_speedup"] >= target - 1e-9 for v in found.verdicts[1:])
     assert found.verdicts[-1]["measured"] == min(v["measured"] for v in found.verdicts if v["name"][:5] == "calib")
     assert len(measured) == pytest.approx(trials(settings, goal, False)[0] * meter.batches, rel=0.15)
-
-
-def test_the_phase_of_decode_knows_nothing_of_prompts(files: Files) -> None:
-    found = []
-    for seconds in (1e-3, 1e3):
-        cost = replace(CostModel.of_step(LAYERS, 2, 1.0, 1.0), prompts=(PromptCost(1, seconds, seconds),))
-        options = {"target_speedup": 2, "phase": "decode", "fit": False, "method": "block-influence"}
-        found.append(learned(files, cost=cost, **options))
-    assert found[0].schedule == found[1].schedule
-    assert found[0].schedule.prompt == "full"
-    slow, fast = (each.document["verdicts"] for each in found)
-    assert [v["decode_speedup"] for v in slow] == [v["speedup"] for v in fast]
-    assert fast[-1]["request_speedup"] < 1.01
 
 
 @pytest.mark.slow
@@ -364,7 +351,6 @@ def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path) -> None
         ({"nominal_speedup": 0.5}, OptionError, "nominal_speedup"),
         ({"nominal_speedup": float("nan")}, OptionError, "nominal_speedup"),
         ({"nominal_speedup": 20}, ScheduleError, "at most 4.00 is possible"),
-        ({"target_speedup": 8, "phase": "decode", "fit": False}, TargetError, "the bound is 3.00x"),
         (
             {"target_speedup": 8, "fit": False},
             TargetError,
@@ -374,8 +360,6 @@ def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path) -> None
         ({"target_speedup": 2, "prompt_depths": ("1-3",)}, ScheduleError, "leaves out layer 0"),
         ({"target_speedup": 2, "prompt_depths": ("max_exit",)}, UsageError, "max_exit"),
         ({"nominal_speedup": 2, "prompt_depths": ("4",)}, UsageError, "`prompt_depths` belongs to `target_speedup`"),
-        ({"target_speedup": 2, "phase": "decode", "prompt_depths": ("4",)}, UsageError, "`prompt_depths` belongs to"),
-        ({"nominal_speedup": 2, "phase": "decode"}, UsageError, "phase"),
         ({"nominal_speedup": 2, "cost": "cost.json"}, UsageError, "`cost` is for a `target_speedup`"),
         ({"target_speedup": 2, "cost": CostModel.of_step(9, 1, 0.0, 1.0)}, UsageError, "9 layers"),
         ({"nominal_speedup": 2, "records": 0}, OptionError, "records"),

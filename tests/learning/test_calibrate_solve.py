@@ -87,7 +87,6 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     assert steep.workload.speedup(steep.paper) >= 2.6
     assert len(steep.paper.prompt_layers()) == 4
     assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [{4}, {5}]
-    assert depths(goal(2.0, phase="decode")) == [{12}]
     with pytest.raises(TargetError, match="whole request"):
         goal(5.0)
 
@@ -115,16 +114,11 @@ def test_goals(tmp_path):
     goal = set_goal(CalibrationSettings(target_speedup=2.0), COST, 10, [20] * 4, LAYERS)
     assert goal.workload.speedup(goal.paper) >= 2
     assert goal.workload.speedup(goal.even) >= 2
-    decode = set_goal(CalibrationSettings(target_speedup=2.0, phase="decode"), COST, 10, [20] * 4, LAYERS)
-    assert decode.workload.seconds(decode.even) == decode.workload.seconds(decode.paper)
     nominal = set_goal(CalibrationSettings(nominal_speedup=2.0), None, 10, [20] * 4, LAYERS)
     assert nominal.paper.budgets == Schedule.from_speedup(LAYERS, 2, 20).budgets
-    for phase in ("decode", "request"):
-        streamed = CalibrationSettings(target_speedup=2.0, flat=True, phase=phase)
-        flat = set_goal(streamed, COST, 10, [20] * 4, LAYERS)
-        assert flat.paper.is_flat
-        assert flat.least <= flat.paper.budgets[0]
-        assert flat.least == flat.paper.budgets[0] or phase == "request"
+    flat = set_goal(CalibrationSettings(target_speedup=2.0, flat=True), COST, 10, [20] * 4, LAYERS)
+    assert flat.paper.is_flat
+    assert flat.least <= flat.paper.budgets[0]
     with pytest.raises(TargetError, match=r"at batch 4.*2 of 12 layers.*the bound of the whole request is 3\.\d+x"):
         set_goal(CalibrationSettings(target_speedup=9.0), COST, 10, [20] * 4, LAYERS)
     with pytest.raises(TargetError, match=r"with 8 of 12 layers, the fewest that `least`"):

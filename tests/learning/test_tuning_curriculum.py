@@ -9,31 +9,30 @@ import pytest
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.learning.config import TuneConfig
-from skipdecode.learning.curriculum import make_curriculum
 
 TARGET = Schedule.from_speedup(12, 3, 20)
 
 
 def test_without_a_curriculum_every_step_runs_the_target() -> None:
-    curriculum = make_curriculum(TARGET, TuneConfig())
+    curriculum = TuneConfig().curriculum(TARGET)
     assert curriculum.goals == (TARGET,)
     assert {curriculum.schedule_at(step) for step in range(5)} == {TARGET}
 
 
 def test_sampling_draws_each_speed_up_and_repeats_itself() -> None:
     config = TuneConfig(sampled_speedups=(1, 2, 3), seed=5)
-    curriculum = make_curriculum(TARGET, config)
+    curriculum = config.curriculum(TARGET)
     assert [round(s.nominal_speedup) for s in curriculum.goals] == [3, 1, 2]  # the target once, although 3 is named
     drawn = [curriculum.schedule_at(step) for step in range(300)]
-    assert drawn == [make_curriculum(TARGET, config).schedule_at(step) for step in range(300)]
+    assert drawn == [config.curriculum(TARGET).schedule_at(step) for step in range(300)]
     assert all(60 < drawn.count(goal) < 140 for goal in curriculum.goals)
-    reseeded = make_curriculum(TARGET, replace(config, seed=6))
+    reseeded = replace(config, seed=6).curriculum(TARGET)
     assert drawn[:20] != [reseeded.schedule_at(step) for step in range(20)]
 
 
 def test_what_is_named_twice_is_drawn_twice_as_often_and_prompts_are_sampled_too() -> None:
     config = TuneConfig(sampled_speedups=(1, 2, 3, 3), sampled_prompts=("4", "full"))
-    curriculum = make_curriculum(TARGET, config)
+    curriculum = config.curriculum(TARGET)
     shapes = [(round(s.nominal_speedup), len(s.prompt_layers())) for s in curriculum.goals]
     assert shapes == [(3, 12), (1, 12), (2, 12), (3, 4), (2, 4)]  # each once, and full depth has no other prompt
     drawn = [curriculum.schedule_at(step) for step in range(700)]
@@ -41,14 +40,14 @@ def test_what_is_named_twice_is_drawn_twice_as_often_and_prompts_are_sampled_too
     assert deep > 1.5 * shallow > shallow > 40 < full
     assert deep_split > 1.5 * shallow_split > 40
     with pytest.raises(ScheduleError, match="prompt layers"):
-        make_curriculum(TARGET, replace(config, sampled_prompts=("13",)))
+        replace(config, sampled_prompts=("13",)).curriculum(TARGET)
 
 
 def test_schedules_that_differ_have_names_that_differ() -> None:
     # Budgets of their own: the linear ones of the same speed-up would have the same name.
     curve = Schedule(12, Schedule.even(12, (4,)).drop_order, (7, 6, 6, 6), family="calibrated", speedup=2)
     config = TuneConfig(sampled_speedups=(1, 2, 2, 3), sampled_prompts=("4",))
-    curriculum = make_curriculum(curve, config)
+    curriculum = config.curriculum(curve)
     assert curriculum.target == curriculum.goals[0] == curve
     names = [goal.name for goal in curriculum.goals]
     assert names[:4] == ["calibrated-2x", "full", "calibrated-sampled-2x", "calibrated-3x"]
@@ -59,7 +58,7 @@ def test_schedules_that_differ_have_names_that_differ() -> None:
 def test_the_nominal_speed_up_of_the_target_is_the_target_whatever_its_budgets() -> None:
     floored = Schedule(12, Schedule.even(12, (4,)).drop_order, (9, 5, 5, 5), family="calibrated")
     config = TuneConfig(sampled_speedups=(1, 3, *[floored.nominal_speedup] * 2))
-    curriculum = make_curriculum(floored, config)
+    curriculum = config.curriculum(floored)
     drawn = [curriculum.schedule_at(step) for step in range(400)]
     assert len(curriculum.goals) == 3
     assert 160 < drawn.count(floored) < 240  # two of four
@@ -67,7 +66,7 @@ def test_the_nominal_speed_up_of_the_target_is_the_target_whatever_its_budgets()
 
 def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other() -> None:
     even = Schedule.even(12, TARGET.budgets)
-    curriculum = make_curriculum(even, TuneConfig(sampled_speedups=(2,)))
+    curriculum = TuneConfig(sampled_speedups=(2,)).curriculum(even)
     steep, flat = curriculum.goals
     assert flat.drop_order == even.drop_order
     assert all(set(steep.layers(i)) <= set(flat.layers(i)) for i in range(25))
@@ -75,20 +74,20 @@ def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other()
 
 def test_sampled_schedules_keep_the_targets_prompts_but_full_depth_is_full() -> None:
     target = TARGET.with_prompt((0, 1, 2, 3))
-    goals = make_curriculum(target, TuneConfig(sampled_speedups=(1, 2))).goals
+    goals = TuneConfig(sampled_speedups=(1, 2)).curriculum(target).goals
     assert [len(s.prompt_layers()) for s in goals] == [4, 12, 4]
 
 
 def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
     flat = replace(Schedule.constant(12, 4), name="", family="pruned", speedup=3)
-    curriculum = make_curriculum(flat, TuneConfig(sampled_speedups=(2,)))
+    curriculum = TuneConfig(sampled_speedups=(2,)).curriculum(flat)
     assert [(s.name, s.budgets) for s in curriculum.goals] == [("pruned-3x", (4,)), ("pruned-2x", (6,))]
     with pytest.raises(ScheduleError, match="no drop order to sample 2x from: give a schedule that skips layers"):
-        make_curriculum(Schedule.full(12), TuneConfig(sampled_speedups=(2,)))
+        TuneConfig(sampled_speedups=(2,)).curriculum(Schedule.full(12))
 
 
 def test_speed_ups_that_are_the_targets_add_nothing() -> None:
-    assert make_curriculum(Schedule.full(12), TuneConfig(sampled_speedups=(1,))).goals == (Schedule.full(12),)
+    assert TuneConfig(sampled_speedups=(1,)).curriculum(Schedule.full(12)).goals == (Schedule.full(12),)
 
 
 def test_learning_rate_rises_then_falls_to_almost_nothing() -> None:

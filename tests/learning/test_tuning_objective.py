@@ -113,32 +113,31 @@ def test_the_frozen_copy_teaches_what_the_model_was() -> None:
         torch.testing.assert_close(Teacher(attachment, model, copy=copy).logits(BATCH), before)
 
 
-def test_distillation_is_the_forward_divergence_at_the_temperature() -> None:
-    model, warmth, weight = lora_model(), 2.0, 0.25
+def test_distillation_is_the_forward_divergence() -> None:
+    model, weight = lora_model(), 0.25
     base = tiny_model("llama")
     with attach(model, SCHEDULE) as attachment:
-        losses = Objective(Teacher(attachment, model, adapter=model), weight, warmth)(model, BATCH)
+        losses = Objective(Teacher(attachment, model, adapter=model), weight)(model, BATCH)
         student = response_logits(model, BATCH).detach()
-    teacher = (full_depth(base) / warmth).softmax(-1)
-    terms = teacher * (teacher.log() - (student / warmth).softmax(-1).log())
-    expected = terms.sum(-1)[BATCH.targets != IGNORE].sum().item() * warmth**2
+    teacher = full_depth(base).softmax(-1)
+    terms = teacher * (teacher.log() - student.softmax(-1).log())
+    expected = terms.sum(-1)[BATCH.targets != IGNORE].sum().item()
     assert losses.kl.item() == pytest.approx(expected, rel=1e-4)
     mixed = 0.75 * losses.cross_entropy.item() + 0.25 * expected
     assert losses.total.item() == pytest.approx(mixed, rel=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
-def test_the_gradient_is_that_of_the_formula(weight: float, temperature: float) -> None:
+def test_the_gradient_is_that_of_the_formula(weight: float) -> None:
     torch.manual_seed(0)
     student, teacher = torch.randn(2, 70, VOCAB).unbind()
     targets = torch.randint(VOCAB, (70,)).where(torch.rand(70) < 0.8, IGNORE)
     student.requires_grad_()
     cross_entropy = functional.cross_entropy(student, targets, ignore_index=IGNORE, reduction="sum")
-    cold, warm = ((x / temperature).log_softmax(-1)[targets != IGNORE] for x in (student, teacher))
-    kl = (warm.exp() * (warm - cold)).sum() * temperature**2
+    guess, wanted = (x.log_softmax(-1)[targets != IGNORE] for x in (student, teacher))
+    kl = (wanted.exp() * (wanted - guess)).sum()
     (expected,) = torch.autograd.grad((1 - weight) * cross_entropy + weight * kl, student)
-    total, *parts = token_losses(student, targets, teacher, weight, temperature)
+    total, *parts = token_losses(student, targets, teacher, weight)
     assert not any(part.requires_grad for part in parts)
     (gradient,) = torch.autograd.grad(total * 3, student, retain_graph=True)
     torch.testing.assert_close(gradient, expected * 3)
@@ -191,13 +190,13 @@ def test_a_teacher_that_keeps_all_words_teaches_as_one_that_runs_and_runs_once()
     model, calls = tiny_model("llama"), []
     with attach(model, SCHEDULE) as attachment:
         teacher = Teacher(attachment, model)
-        kept = KeptTeacher(teacher, VOCAB, 2.0)
+        kept = KeptTeacher(teacher, VOCAB)
         runs = teacher.logits
         teacher.logits = lambda batch: calls.append(batch) or runs(batch)  # type: ignore[method-assign]
-        wanted = Objective(teacher, 1.0, 2.0)(model, BATCH)
+        wanted = Objective(teacher, 1.0)(model, BATCH)
         calls.clear()
         for batch in (BATCH, batch_of((7, 12), (3, 5), (5, 1))):  # the second time from what is kept
-            found = Objective(kept, 1.0, 2.0)(model, batch)
+            found = Objective(kept, 1.0)(model, batch)
             assert found.kl.item() == pytest.approx(wanted.kl.item(), rel=2e-3)
         assert len(calls) == 1
 

@@ -22,7 +22,6 @@ from skipdecode.data.batches import GroupedBatches, collate
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError, OutputError
 from skipdecode.learning.config import TuneConfig
-from skipdecode.learning.curriculum import make_curriculum
 from skipdecode.learning.objective import Objective
 from skipdecode.learning.run_log import read_log
 from skipdecode.learning.trainer import Tuner
@@ -322,7 +321,7 @@ def test_the_log_counts_real_tokens_and_follows_the_curriculum(tmp_path: Path) -
     # 6 steps of 2 batches of 4: the 24 records, twice.
     assert sum(row["tokens"] for row in rows) == result.tokens == 2 * sum(map(len, TRAIN))
     assert result.tokens_per_s == pytest.approx(result.tokens / result.seconds, rel=0.01)
-    curriculum = make_curriculum(TARGET, TuneConfig(**(BASICS | changes)))
+    curriculum = TuneConfig(**(BASICS | changes)).curriculum(TARGET)
     drawn = [curriculum.schedule_at(step) for step in range(6)]
     assert len(set(drawn)) > 1
     assert [(row["schedule"], row["mean_budget"]) for row in rows] == [(s.name, s.mean_budget()) for s in drawn]

@@ -113,7 +113,7 @@ def test_layers_run_and_keys_stored_are_the_schedules():
     for prompt in ("full", "max_exit"):
         schedule = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8, prompt=prompt)
         calls[:] = [0] * LAYERS
-        with attach(model, schedule) as attachment:
+        with attach(model, schedule):
             out = generate(model, max_new_tokens=15, return_dict_in_generate=True)
         # The last of 15 tokens is never fed back.
         expected = [
@@ -121,13 +121,10 @@ def test_layers_run_and_keys_stored_are_the_schedules():
             for layer in range(LAYERS)
         ]
         assert calls == expected
-        cache, stats = out.past_key_values, attachment.last_run
+        cache = out.past_key_values
         assert [cache.tokens_held(layer) for layer in range(LAYERS)] == expected
         per_token = 3 * 2 * 2 * 8 * 4  # rows, keys and values, heads, head size, bytes
-        assert stats.kv_bytes == cache.kv_bytes() == sum(expected) * per_token
-        assert stats.kv_bytes_full == LAYERS * 23 * per_token
-        assert stats.kv_bytes_saved == stats.kv_bytes_full - stats.kv_bytes > 0
-        assert (stats.token_layers, stats.token_layers_full, stats.forwards) == (sum(expected), LAYERS * 23, 15)
+        assert cache.kv_bytes() == sum(expected) * per_token < cache.kv_bytes_full() == LAYERS * 23 * per_token
 
 
 @both

@@ -18,7 +18,7 @@ const asked = { model: "tiny", messages, temperature: 0 };
   const demanded = { ...asked, tools: [tool], tool_choice: "required", max_tokens: 300 };
   const called = await tools.chat.completions.create(demanded);
   found.call = called.choices[0].message.tool_calls[0].function;
-  const extra = { skipdecode: { budget: 3, trace: true } };
+  const extra = { skipdecode: { schedule: "nested", trace: true } };
   found.schedule = (await plain.chat.completions.create({ ...asked, max_tokens: 2, ...extra })).skipdecode.schedule;
   const refused = plain.chat.completions.create({ ...asked, bad_words: ["a"] });
   found.refused = await refused.catch((error) => [error.status, error.code, error.param]);

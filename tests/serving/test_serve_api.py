@@ -109,7 +109,6 @@ def test_the_summary_adds_up(client):
 
 def test_schedules_mixed_in_one_batch_change_nothing(client):
     asked = [(p, s) for p in PROMPTS for s in ({"schedule": name} for name in SCHEDULES)]
-    asked += [(p, {"budget": 3}) for p in PROMPTS]
 
     def answer(case):
         body = greedy(prompt=case[0], max_tokens=NEW, skipdecode=case[1])
@@ -385,7 +384,6 @@ def test_models(client):
         name: list(schedule.budgets) for name, schedule in SCHEDULES.items()
     }
     assert all(s["prompt_layers"] == list(SCHEDULES[s["name"]].prompt_layers()) for s in found["schedules"])
-    assert found["budget"] == {"least": 2, "most": LAYERS, "drop_order": list(NESTED.drop_order)}
 
 
 def test_a_carried_schedule_is_the_default():
@@ -395,16 +393,6 @@ def test_a_carried_schedule_is_the_default():
         answer = post(client, COMPLETIONS, body)
         assert answer["choices"][0]["text"] == offline(PROMPTS[0], NEW, NESTED)[1]
         assert answer["skipdecode"]["schedule"] == "nested"
-
-
-def test_budgets(client):
-    body = greedy(prompt=PROMPTS[0], max_tokens=6)
-    trace = post(client, COMPLETIONS, body | {"skipdecode": {"budget": 3, "trace": True}})
-    assert [t["layers"] for t in trace["choices"][0]["skipdecode"]["tokens"]] == [LAYERS] + [3] * 5
-    assert trace["skipdecode"]["schedule"] == "budget-3"
-    most = post(client, COMPLETIONS, body | {"skipdecode": {"budget": 99}})
-    assert most["skipdecode"]["schedule"] == f"budget-{LAYERS}"
-    assert most["choices"] == post(client, COMPLETIONS, body)["choices"]
 
 
 def test_tokenize(client):
@@ -505,12 +493,9 @@ REFUSED = [
         "stream_options.continuous_usage_stats",
         "invalid_value",
     ),
-    (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 5, "speedup": 3}}, "skipdecode.speedup", "unknown_field"),
-    (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 5, "max_loss": 0.1}}, "skipdecode.max_loss", "unknown_field"),
+    (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 5}}, "skipdecode.budget", "unknown_field"),
     (COMPLETIONS, PROMPT | {"skipdecode": {"schedule": "x" * 10_000}}, "skipdecode.schedule", "invalid_value"),
     (COMPLETIONS, PROMPT | {"skipdecode": {"schedule": "../x"}}, "skipdecode.schedule", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 1}}, "skipdecode.budget", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 3, "schedule": "full"}}, "skipdecode", "invalid_value"),
     (CHAT, {"messages": []}, "messages", "invalid_value"),
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "invalid_value"),
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages", "invalid_value"),  # the template refuses it

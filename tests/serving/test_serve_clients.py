@@ -24,7 +24,7 @@ import torch
 from pydantic import BaseModel
 
 from checkpoints import HERMES, byte_tokenizer
-from serve_tools import is_idle, offline, running, tiny_served_model, tiny_service, until
+from serve_tools import NESTED, is_idle, offline, running, tiny_served_model, tiny_service, until
 from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.service import open_service
 
@@ -96,7 +96,7 @@ def test_openai_in_node(url, tools_url):
     assert (found["models"], found["usage"]["completion_tokens"]) == (["tiny"], NEW)
     for said in (found["parsed"], json.loads(found["call"]["arguments"])):
         assert said["day"] in ("today", "tomorrow")
-    assert (found["call"]["name"], found["schedule"]) == ("weather", "budget-3")
+    assert (found["call"]["name"], found["schedule"]) == ("weather", "nested")
     assert found["refused"] == [400, "unsupported_field", "bad_words"]
 
 
@@ -143,10 +143,10 @@ def test_openai_stop_and_extension(openai_client):
     cut = create(model="tiny", prompt="hello", max_tokens=NEW, temperature=0, stop=[stop])
     assert cut.choices[0].text == TEXT[: TEXT.index(stop)]
     assert cut.choices[0].finish_reason == "stop"
-    extra = {"skipdecode": {"budget": 3, "trace": True}}
+    extra = {"skipdecode": {"schedule": "nested", "trace": True}}
     traced = create(model="tiny", prompt="hello", max_tokens=4, temperature=0, logit_bias=BIAS, extra_body=extra)
-    assert [t["layers"] for t in traced.choices[0].skipdecode["tokens"]] == [8, 3, 3, 3]
-    assert traced.skipdecode["schedule"] == "budget-3"
+    assert [t["layers"] for t in traced.choices[0].skipdecode["tokens"]] == [8, *map(NESTED.budget, range(3))]
+    assert traced.skipdecode["schedule"] == "nested"
 
 
 def test_openai_models(openai_client):
@@ -198,7 +198,7 @@ def test_openai_structured_output_and_tools(openai_client, tools_url):
     parse = openai_client.chat.completions.parse
     found = parse(model="tiny", messages=HELLO, response_format=Answer, max_tokens=90).choices[0]
     assert isinstance(found.message.parsed, Answer)
-    extra = {"guided_choice": ["yes", "no"]}
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}}
     (choice,) = openai_client.completions.create(model="tiny", prompt="a", extra_body=extra).choices
     assert choice.text in ("yes", "no")
     with openai.OpenAI(base_url=tools_url, api_key="none", max_retries=0) as client:
@@ -267,7 +267,7 @@ def test_langchain(url, tools_url):
     assert len(several.generations[0]) == 2
     logprobs = chat.bind(logprobs=True).invoke("hello").response_metadata["logprobs"]
     assert len(logprobs["content"]) == NEW
-    schedule = langchain.ChatOpenAI(max_tokens=NEW, extra_body={"skipdecode": {"budget": 3}}, **to)
+    schedule = langchain.ChatOpenAI(max_tokens=NEW, extra_body={"skipdecode": {"schedule": "nested"}}, **to)
     assert schedule.invoke("hello").content != CHAT_TEXT
     assert langchain.OpenAI(max_tokens=NEW, **to).invoke("hello") == TEXT
     assert langchain.ChatOpenAI(presence_penalty=1.0, max_tokens=2, **to).invoke("hello").usage_metadata

@@ -77,17 +77,14 @@ def test_a_schema_holds_whole_streamed_and_beside_others(client):
     ("fields", "fits"),
     [
         ({"response_format": {"type": "json_object"}}, {"type": "object"}),
-        ({"guided_json": SCHEMA}, SCHEMA),
-        ({"guided_json": json.dumps(SCHEMA)}, SCHEMA),
         ({"structured_outputs": {"json": SCHEMA}}, SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, SCHEMA),
         ({"structured_outputs": {"json_object": True}}, {"type": "object"}),
-        ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
         ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
-        ({"guided_choice": ["yes", "no"]}, "yes|no"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
-        ({"guided_grammar": 'root ::= "a" [bc] "d"'}, "a[bc]d"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" [bc] "d"'}}, "a[bc]d"),
         ({"structured_outputs": {"grammar": 'start: "a" /[bc]/'}}, "a[bc]"),
-        ({"response_format": {"type": "text"}, "guided_json": None}, None),
+        ({"response_format": {"type": "text"}, "structured_outputs": None}, None),
     ],
     ids=json.dumps,
 )
@@ -107,15 +104,18 @@ def test_every_field_says_what_a_text_has_to_fit(client, fields, fits):
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"not": {}}}}}},
             "response_format.json_schema.schema.items",
         ),
-        ({"guided_json": {"properties": {"a": {"format": "spelling"}}}}, "guided_json.properties.a"),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_regex": "(?=a)"}, "guided_regex"),
-        ({"guided_choice": []}, "guided_choice"),
+        (
+            {"structured_outputs": {"json": {"properties": {"a": {"format": "spelling"}}}}},
+            "structured_outputs.json.properties.a",
+        ),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": "a b"}}, "structured_outputs.grammar"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
     ],
     ids=json.dumps,
 )
@@ -127,7 +127,7 @@ def test_refusals_name_the_place(client, fields, param):
 
 def test_a_grammar_that_can_go_no_further_fails_its_request_alone(client):
     x = str(byte_tokenizer()("x", add_special_tokens=False).input_ids[0])
-    hard = chat(guided_grammar=AMBIGUOUS, logit_bias={x: 100, "2": -100}, max_tokens=900)
+    hard = chat(structured_outputs={"grammar": AMBIGUOUS}, logit_bias={x: 100, "2": -100}, max_tokens=900)
     with ThreadPoolExecutor(2) as pool:
         failed, fine = (
             pool.submit(post, client, CHAT, hard, 400),

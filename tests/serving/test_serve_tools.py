@@ -108,7 +108,7 @@ def test_tools_are_in_the_prompt_unless_none_may_be_called(clients):
         ("qwen", {"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
         ("qwen", {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "invalid_value"),
         ("qwen", {"tool_choice": "any"}, "tool_choice.literal['none','auto','required']", "invalid_value"),
-        ("qwen", {"guided_json": WEATHER}, "tools", "invalid_value"),
+        ("qwen", {"structured_outputs": {"json": WEATHER}}, "tools", "invalid_value"),
         ("qwen", {"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "invalid_value"),
         (
             "qwen",

@@ -1,4 +1,4 @@
-"""The parts of the vLLM plugin that need no vLLM: settings, rows, stages, gates. The rest is in tests/vllm/plugin."""
+"""The parts of the vLLM plugin that need no vLLM: settings, rows, gates. The rest is in tests/vllm/plugin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.models.maps import Bridge, prompt_features
 from skipdecode.vllm.gates import LayerGates, check_projects
-from skipdecode.vllm.plugin import layers_of_stages
 from skipdecode.vllm.projection import LayerBridge
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
@@ -213,7 +212,7 @@ def test_a_layer_of_another_kind_is_refused():
         LayerGates({0: torch.nn.Linear(2, 2)})
 
 
-# ---------------------------------------------------------------------- settings and stages
+# ---------------------------------------------------------------------- settings
 
 
 def test_settings_travel_as_json():
@@ -242,15 +241,6 @@ def test_settings_without_a_schedule():
         PluginSettings.from_config(None, {"policy": "refill"})
     with pytest.raises(UsageError, match="unknown option 'speed'"):
         PluginSettings.from_config(LOADED[0].to_dict(), {"speed": 2})
-
-
-def test_stages_share_the_expected_work():
-    assert layers_of_stages(Schedule.full(LAYERS), 2) == [4, 4]
-    schedule = Schedule.constant(LAYERS, 4)  # 0, 5, 6, 7 run
-    parts = layers_of_stages(schedule, 2)
-    assert sum(parts) == LAYERS
-    assert parts == [6, 2]
-    assert layers_of_stages(schedule, LAYERS) == [1] * LAYERS
 
 
 @given(st.integers(1, 2), st.integers(9, 30), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8))

@@ -1,8 +1,8 @@
 """Find a schedule for a model and a speed target; shows it as a picture, with the speed-ups to expect.
 
-Give a wall-clock speed-up (--target-speedup, of whole requests, or with --phase decode of the steps after the prompt),
-or a schedule to assess (--schedule 2x, or a file). A fit beside that schedule or in the checkpoint is counted. Nothing
-is generated; the model's prompts and decode steps are timed, and the times are kept for later commands.
+Give a wall-clock speed-up of whole requests (--target-speedup), or a schedule to assess (--schedule 2x, or a file). A
+fit beside that schedule or in the checkpoint is counted. Nothing is generated; the model's prompts and decode steps are
+timed, and the times are kept for later commands.
 
 Three speed-ups are shown. Request: time of prompt and steps, full depth / schedule. Decode: time of the steps after the
 prompt. Nominal: all layers / layers that a new token runs. The first two are predicted for the workload of --batch,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Config(PlanOptions, EngineOptions, ScheduleOptions):
     """Options of `skipdecode plan`."""
 
-    NEEDS: ClassVar = dict.fromkeys(("phase", "flat", "prompt_layers"), ("target_speedup",))
+    NEEDS: ClassVar = dict.fromkeys(("flat", "prompt_layers"), ("target_speedup",))
     EXCLUDES: ClassVar = {"target_speedup": ("schedule",)}
 
     model: str = option(MODEL, positional=True, path=Reads(model_files))
@@ -80,7 +80,7 @@ def _commands(config: Config, found: Plan) -> dict[str, str]:
     data = "--train train.jsonl --dev dev.jsonl --prompt-field prompt --response-field response"
     tune = f"skipdecode tune {model} --schedule {file} {data} --out tuned"
     then = {"then": f"skipdecode generate tuned --compare {rest}"}
-    if config.target_speedup is None or config.phase == "decode":
+    if config.target_speedup is None:
         return {"next": tune} | then
     # With few records an order of layers that is learned on them loses less than the plan's.
     target = f"--target-speedup {config.target_speedup:g} --batch {config.batch}"

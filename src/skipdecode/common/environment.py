@@ -81,10 +81,7 @@ def cpu_model() -> str:
 def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """The number of logical processors that this process may use: by affinity, and by the CPU quota of its containers.
 
-    Parameters
-    ----------
-    groups, own : Path
-        Where Linux has the control groups, and the file that names those of this process.
+    `groups` and `own`: where Linux has the control groups, and the file that names those of this process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return int(min([cores, *(max(1, quota) for quota in _quotas(groups, own))]))

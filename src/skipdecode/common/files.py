@@ -152,12 +152,7 @@ def writing(path: Path, needed: int = 0) -> Iterator[None]:
 
     safetensors, tokenizers and torch report a full disk by errors of many classes.
 
-    Parameters
-    ----------
-    path : Path
-        The file that the error names.
-    needed : int
-        Its bytes, if they are known.
+    `path`: the file that the error names. `needed`: its bytes, if they are known.
     """
     try:
         yield

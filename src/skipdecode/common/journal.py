@@ -57,10 +57,7 @@ class Journal(Generic[Piece]):
     restart : bool
         Drop the earlier pieces.
 
-    Attributes
-    ----------
-    count : int
-        The number of pieces.
+    Attribute `count`: the number of pieces.
 
     Raises OutputError: the file cannot be written, is of a run with other settings (the message names them), or is
     being written by another process.

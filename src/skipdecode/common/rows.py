@@ -70,12 +70,7 @@ def check_streams(paths: Iterable[str]) -> None:
 class Input:
     """An open file that can be read several times, one after the other.
 
-    Parameters
-    ----------
-    name : str
-        The name in messages.
-    file : binary file
-        Seekable; closed by `close`.
+    `name`: the name in messages. `file`: seekable; closed by `close`.
     """
 
     def __init__(self, name: str, file: IO[bytes]) -> None:

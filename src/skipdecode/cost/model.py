@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import DataError, UsageError
@@ -23,7 +23,6 @@ from skipdecode.schedule import Schedule
 if TYPE_CHECKING:  # it brings torch, which costs read from files do without
     from skipdecode.cost.geometry import ModelGeometry
 
-Phase = Literal["request", "decode"]
 FORMAT = 3
 
 
@@ -221,12 +220,10 @@ class CostModel:
             )
         return sum(self.step_seconds(schedule.budget(i), prompt_len + i + 1) for i in range(new_tokens - 1))
 
-    def speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int, phase: Phase = "decode") -> float:
-        """Wall-clock speed-up over full depth: of the decode phase, or of whole requests."""
-        seconds = self.request_seconds if phase == "request" else self.sequence_seconds
-        return seconds(Schedule.full(self.num_layers), prompt_len, new_tokens) / seconds(
-            schedule, prompt_len, new_tokens
-        )
+    def speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
+        """Wall-clock speed-up of the decode phase over full depth."""
+        full = self.sequence_seconds(Schedule.full(self.num_layers), prompt_len, new_tokens)
+        return full / self.sequence_seconds(schedule, prompt_len, new_tokens)
 
     # ------------------------------------------------------------------ the whole request
 
@@ -250,7 +247,8 @@ class CostModel:
 
     def request_speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
         """Wall-clock speed-up of whole requests over full depth."""
-        return self.speedup(schedule, prompt_len, new_tokens, "request")
+        full = self.request_seconds(Schedule.full(self.num_layers), prompt_len, new_tokens)
+        return full / self.request_seconds(schedule, prompt_len, new_tokens)
 
     # ------------------------------------------------------------------ JSON
 

@@ -48,7 +48,7 @@ def plan(
     dtype, device, engine, quantization
         As for `skipdecode.LLM`.
     **options
-        Fields of `PlanOptions`: target_speedup, phase, prompt_layers, flat, seq_len, batch, prompt_len, remeasure.
+        Fields of `PlanOptions`: target_speedup, prompt_layers, flat, seq_len, batch, prompt_len, remeasure.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def plan(
 def _solved(options: PlanOptions, cost: CostModel, target: float) -> Schedule:
     """The schedule of the options under a cost."""
     layers = options.prompt_layers
-    given: dict[str, Any] = {name: getattr(options, name) for name in ("phase", "flat", "prompt_len")}
+    given: dict[str, Any] = {name: getattr(options, name) for name in ("flat", "prompt_len")}
     given["prompt"] = "auto" if layers is None else prompt_set(layers, cost.num_layers)
     return solve(cost, target, options.seq_len, **given)
 
@@ -139,7 +139,7 @@ class Plan(Printed):
         options, source = self.options, self.source
         return {
             "model": self.ref.name,
-            **{name: getattr(options, name) for name in ("batch", "prompt_len", "new_tokens", "phase")},
+            **{name: getattr(options, name) for name in ("batch", "prompt_len", "new_tokens")},
             "dtype": source.dtype,
             "weight_bytes": source.geometry.weight_bytes(),
             "fit_bytes": self.fit_bytes,
@@ -173,7 +173,7 @@ class Plan(Printed):
         prompts = f"{len(schedule.prompt_layers())} of {schedule.num_layers} layers"
         if schedule.projected:
             prompts += f", and only keys and values of {len(schedule.projected)} more that the first new token runs"
-        if options.target_speedup is not None and options.prompt_layers is None and options.phase == "request":
+        if options.target_speedup is not None and options.prompt_layers is None:
             prompts += (
                 "; rule: new tokens skip layers first, down to half depth, then prompts, if that pays, down to half "
                 "depth, then both (prompt layers can be given; prepare measures which are best)"

@@ -1,4 +1,4 @@
-"""Solves schedules for a wall-clock speed-up of requests or of decoding. Pure Python."""
+"""Solves schedules for a wall-clock speed-up of requests. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal, Self
 
 from skipdecode.common.options import Options, option
-from skipdecode.cost.model import CostModel, Phase, between
+from skipdecode.cost.model import CostModel, between
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule import order as layer_order
@@ -142,11 +142,7 @@ class PlanOptions(Options):
     """The target and the workload of a plan; each field's help text is its documentation."""
 
     target_speedup: float | None = option(
-        "wall-clock speed-up of the work that phase names; the layers are solved for it", default=None, least=1
-    )
-    phase: Phase = option(
-        "what the target is for; request: prompt and steps together; decode: the steps after the prompt",
-        default="request",
+        "wall-clock speed-up of whole requests, prompts included; the layers are solved for it", default=None, least=1
     )
     prompt_layers: str | None = option(
         "layers that prompt tokens run, in place of those that the target leaves: full, max_exit, a number n (the "
@@ -188,7 +184,6 @@ def solve(
     target_speedup: float,
     seq_len: int,
     *,
-    phase: Phase = "request",
     prompt: PromptDepth | Auto = "auto",
     flat: bool = False,
     warmup_layers: int = 1,
@@ -206,16 +201,14 @@ def solve(
     cost : CostModel
         Cost of prompts and steps, with the batch to plan for.
     target_speedup : float
-        Over full depth, 1 or more.
+        Of whole requests over full depth, 1 or more.
     seq_len, prompt_len : int
         Generation positions over which the budgets decrease, one step each; tokens of a sequence's prompt.
-    phase : {"request", "decode"}
-        What the target is for: prompt and steps together, or the steps alone.
     prompt : {"auto"} or as in `Schedule`
         Layers of prompts. auto: first new tokens skip layers, down to half depth; then prompts, which run the lowest
-        layers and project the others, down to half depth; then both. Prompts stay at full depth for the phase
-        "decode", and if half of their layers save less than a tenth of their time. In a memory-bound prompt the last
-        token, which also runs the upper layers, takes as long as all tokens.
+        layers and project the others, down to half depth; then both. Prompts stay at full depth if half of their layers
+        save less than a tenth of their time. In a memory-bound prompt the last token, which also runs the upper layers,
+        takes as long as all tokens.
     spread : float
         Strength of the decay, in [0, 1).
     drop_order : sequence of int, optional
@@ -228,7 +221,7 @@ def solve(
     order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
     name = f"{'flat' if flat else 'skipdecode'}-{target_speedup:g}x-wall"
     depths = Depths(layers, order, warmup_layers, 1 if flat else seq_len, 0.0 if flat else spread, name)
-    texts = TextCost.of_lengths(cost, prompt_len, [seq_len + 1], whole=phase == "request")
+    texts = TextCost.of_lengths(cost, prompt_len, [seq_len + 1], whole=True)
     if prompt == "auto":
         halved = texts.prompts_seconds(depths.schedule(1.0, prompt))
         prompt = prompt if halved < _PAYS * texts.prompts_seconds(Schedule.full(layers)) else "full"
@@ -250,17 +243,13 @@ def _check(target_speedup: float, spread: float, seq_len: int) -> None:
 def out_of_reach(texts: TextCost, target: float, least: Schedule, why: str = "") -> str:
     """The bound and its cause; `least` is the schedule with the fewest layers, `why` says what sets them."""
     cost = texts.cost
-    seconds = texts.seconds(least if texts.whole else Schedule.full(cost.num_layers))
+    seconds = texts.seconds(least)
     outside = sum(texts.steps) * cost.step.fixed_seconds / seconds
     bound = math.floor(texts.speedup(least) * 100) / 100  # so that a bound that is shown can be reached
-    what = f"with {least.budgets[-1]} of {cost.num_layers} layers, the fewest{why}, "
-    if texts.whole:
-        prompts = texts.prompts_seconds(least) / seconds
-        what += f"and {len(least.prompt_layers())} for prompts, the bound of the whole request is {bound:.2f}x, and "
-        what += (
-            f"of that time prompts take {prompts:.0%}, embeddings, head and all else outside the layers {outside:.0%}"
-        )
-    else:
-        what += f"the bound is {bound:.2f}x: embeddings, head and all else outside the layers take {outside:.0%} of a "
-        what += "full step and cannot be skipped"
+    prompts = texts.prompts_seconds(least) / seconds
+    what = (
+        f"with {least.budgets[-1]} of {cost.num_layers} layers, the fewest{why}, and {len(least.prompt_layers())} for "
+    )
+    what += f"prompts, the bound of the whole request is {bound:.2f}x, and of that time prompts take {prompts:.0%}, "
+    what += f"embeddings, head and all else outside the layers {outside:.0%}"
     return f"a speed-up of {target:g} is out of reach at batch {cost.batch}: {what}"

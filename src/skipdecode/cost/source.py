@@ -84,12 +84,8 @@ def wall_solver(
     The cost is the newest one that was measured for the model on this machine, with its batch and prompt length; a fit
     of the checkpoint is counted. The drop order, positions and prompts are those of `carried`, if it has a drop order.
 
-    Parameters
-    ----------
-    seq_len : int
-        Generation positions over which the depth decreases, unless `carried` has a drop order.
-    engine
-        As for `find_cost`.
+    `seq_len`: generation positions over which the depth decreases, unless `carried` has a drop order. `engine`: as for
+    `find_cost`.
     """
 
     def solved(target: float) -> Schedule:

@@ -98,12 +98,7 @@ class GroupedBatches:
 
     A batch sampler for a DataLoader. Batch number n depends on `seed` and n only, so a run goes on at any batch.
 
-    Parameters
-    ----------
-    batch_size : int
-        Records in a batch; the last batch of an epoch may hold fewer.
-    start : int
-        Number of the first batch.
+    `batch_size`: records in a batch; the last batch of an epoch may hold fewer. `start`: number of the first batch.
     """
 
     drop_last = False

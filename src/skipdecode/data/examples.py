@@ -147,12 +147,8 @@ def read_file(
 ) -> RecordFile:
     """The records of a JSONL or CSV file, a pipe or standard input (``-``), or of a list, as text.
 
-    Parameters
-    ----------
-    limit : int, optional
-        Only the first `limit` lines.
-    skip_bad : bool
-        Leave out records that cannot be used, instead of refusing the file.
+    `limit`: only the first `limit` lines. `skip_bad`: leave out records that cannot be used, instead of refusing the
+    file.
 
     Raises DataError if records cannot be used and `skip_bad` is false (all are counted, the first ones named), or none
     is left.

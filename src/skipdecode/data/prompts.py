@@ -57,10 +57,7 @@ class PromptEncoder:
     variables : mapping, optional
         Of the chat template, for every chat.
 
-    Attributes
-    ----------
-    chat : bool
-        Whether plain prompts become chats.
+    Attribute `chat`: whether plain prompts become chats.
 
     Raises UsageError: `chat` is set and the tokenizer has no chat template, or it does not use a variable;
     ModelLoadError: `chat` is set and the chat template is no valid program; `encode` raises it at the first chat.

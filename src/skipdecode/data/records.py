@@ -8,13 +8,11 @@ Text only; knows nothing about tokens and models.
 
 from __future__ import annotations
 
-import array
 import math
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from skipdecode.common.jsonl import Row, is_text, kind_of
@@ -153,39 +151,6 @@ def refuse_rejects(where: str, rejects: Sequence[Reject], *, skip_bad: bool) -> 
     """Raise DataError if records cannot be used and are not to be skipped; it counts them and names the first ones."""
     if rejects and not skip_bad:
         raise DataError(f"{where}: {reject_summary(rejects)}; mend them, or skip bad records")
-
-
-class SeenIds:
-    """Finds ids that several records have, with 8 bytes of memory per record."""
-
-    def __init__(self) -> None:
-        self._hashes = array.array("q")
-
-    def watch(self, records: Iterable[Record]) -> Iterator[Record]:
-        """The records, as they come."""
-        for record in records:
-            if record.has_id or record.error is None:
-                self._hashes.append(_id_hash(record))
-            yield record
-
-    def repeated(self, again: Iterable[Record]) -> str:
-        """The number of records with the id of an earlier one, with an example; empty if there are none.
-
-        `again` are the same records, read only for the example.
-        """
-        import numpy as np
-
-        ordered = np.sort(np.frombuffer(self._hashes, dtype=np.int64)) if self._hashes else np.empty(0, np.int64)
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if not len(twice):
-            return ""
-        first, second = islice((record for record in again if _id_hash(record) == twice[0]), 2)
-        example = f"such as {first.id!r} on lines {first.line} and {second.line}"
-        return f"{len(twice)} rows have the id of an earlier row, {example}"
-
-
-def _id_hash(record: Record) -> int:
-    return hash((type(record.id).__name__, record.id))
 
 
 # ---------------------------------------------------------------------- from the fields of a row to its prompt

@@ -141,12 +141,8 @@ def load_records(
 
     Records with an empty prompt or no reference are always left out, and named by line.
 
-    Parameters
-    ----------
-    skip_bad : bool
-        Leave out records that cannot be read, instead of refusing the file.
-    limit : int, optional
-        Only the first records; errors after them are not reported.
+    `skip_bad`: leave out records that cannot be read, instead of refusing the file. `limit`: only the first records;
+    errors after them are not reported.
 
     Raises DataError: a line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice
     (all unless `skip_bad`, all counted), a file that cannot be opened, or no record left to score.

@@ -30,10 +30,7 @@ class StopStrings(tuple[str, ...]):
 class StopSearch:
     """The search for stop strings in one text that comes in parts.
 
-    Attributes
-    ----------
-    held : str
-        The longest end of the text that may begin a stop string.
+    Attribute `held`: the longest end of the text that may begin a stop string.
     """
 
     def __init__(self, stops: StopStrings) -> None:

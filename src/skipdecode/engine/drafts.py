@@ -38,10 +38,7 @@ _BEFORE = 4  # last tokens of its prompt that are kept before an answer
 class TextIndex:
     """Tokens, and the places that follow each token and each pair of tokens.
 
-    Attributes
-    ----------
-    tokens : list of int
-        The text.
+    Attribute `tokens`: the text.
     """
 
     def __init__(self) -> None:

@@ -34,10 +34,7 @@ class Backend:
     name : str, optional
         Default: the engines' name, "fast" (with quantized weights "fast-int8" and the like) or "transformers".
 
-    Attributes
-    ----------
-    weights, arithmetic : str
-        Type in which the engines read the weights, and type in which they multiply.
+    Attributes `weights` and `arithmetic`: type in which the engines read the weights, and type in which they multiply.
     """
 
     def __init__(self, model: Any, fast: FastModel | None = None, name: str | None = None) -> None:

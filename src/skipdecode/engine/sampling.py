@@ -32,13 +32,9 @@ class Sampler:
     The repetition penalty sees prompt and output, as in transformers; frequency and presence penalty see the output
     alone, as at OpenAI.
 
-    Attributes
-    ----------
-    top : int
-        The number of top tokens whose logits are enough for the choice: 1 if greedy, k for top-k; 0: all tokens. A
-        greedy choice that the grammar does not allow needs all tokens too.
-    failed : bool
-        Whether the grammar allows no token, or takes too much work.
+    Attributes `top`: the number of top tokens whose logits are enough for the choice: 1 if greedy, k for top-k; 0: all
+    tokens. A greedy choice that the grammar does not allow needs all tokens too. `failed`: whether the grammar allows
+    no token, or takes too much work.
     """
 
     def __init__(
@@ -175,10 +171,7 @@ def _nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 class Predicted:
     """The predictions of a forward: gives the next token after each wanted row to the sampler of its sequence.
 
-    Parameters
-    ----------
-    logits : torch.Tensor or Candidates
-        (rows, vocabulary), fp32; or the tokens that are enough for the `Sampler.top` of each row.
+    `logits`: (rows, vocabulary), fp32; or the tokens that are enough for the `Sampler.top` of each row.
     """
 
     def __init__(self, logits: Tensor | Candidates) -> None:

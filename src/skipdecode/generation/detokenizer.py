@@ -111,17 +111,10 @@ class Detokenizer:
     The text is what the tokenizer's `decode` gives for all tokens, with one exception: in byte-fallback tokenizers, an
     invalid byte makes `decode` drop the complete characters beside it too; here they stay.
 
-    Parameters
-    ----------
-    stops : StopStrings
-        The text ends before the first of them, or before a special token with the name of one of them.
-    stop_tokens : collection of int
-        The text ends before any of these tokens, special or not.
+    `stops`: the text ends before the first of them, or before a special token with the name of one of them.
+    `stop_tokens`: the text ends before any of these tokens, special or not.
 
-    Attributes
-    ----------
-    stopped : bool
-        Whether a stop string was found; no token may follow.
+    Attribute `stopped`: whether a stop string was found; no token may follow.
     """
 
     def __init__(self, texts: TokenTexts, stops: StopStrings, stop_tokens: Collection[int] = ()) -> None:

@@ -70,10 +70,7 @@ class _Row(NamedTuple):
 class FileWriter:
     """Writes finished records, in any order, to a regular file; every index from 0 on must come once.
 
-    Attributes
-    ----------
-    rows_before, bad_before : int
-        Records of an earlier run, and how many of them are errors.
+    Attributes `rows_before` and `bad_before`: records of an earlier run, and how many of them are errors.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:

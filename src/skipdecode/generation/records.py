@@ -13,7 +13,6 @@ from skipdecode.common.options import Options, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
-from skipdecode.data.records import SeenIds
 from skipdecode.data.source import PromptSource
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Sampling, SamplingOptions
@@ -148,13 +147,12 @@ def generate_records(
 
 
 def _run(source: PromptSource, form: PromptForm, job: Job, writer: RowWriter, rows: int, *, quiet: bool) -> RunStats:
-    """`generate_rows` with a progress bar, and notes of what is resumed and of ids that several records have."""
+    """`generate_rows` with a progress bar, and a note of what is resumed."""
     from skipdecode.generation.run import generate_rows
     from skipdecode.generation.stats import BadRows
 
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} records were finished by an earlier run; continuing")
-    ids = SeenIds()
     # `quiet`: on a terminal, the text shows the progress.
     with progress_bar(rows, "record", done=writer.rows_before, shown=not quiet) as bar:
 
@@ -162,9 +160,5 @@ def _run(source: PromptSource, form: PromptForm, job: Job, writer: RowWriter, ro
             bar.set_postfix_str(f"{stats.tokens_per_s:.0f} tokens/s", refresh=False)
             bar.update(ended)
 
-        # The ids of all records are read, also of those that an earlier run finished.
-        records = (r for r in ids.watch(source.records(form)) if not writer.is_done(r.index))
-        stats = generate_rows(records, job, writer, rows - writer.rows_before, report=BadRows().add, progress=progress)
-    if repeated := ids.repeated(source.records(form)):
-        note(f"{repeated}; an output is generated for each")
-    return stats
+        records = (r for r in source.records(form) if not writer.is_done(r.index))
+        return generate_rows(records, job, writer, rows - writer.rows_before, report=BadRows().add, progress=progress)

@@ -1,8 +1,9 @@
-"""Settings of tuning. The help texts are also those of the command line and say what each value does."""
+"""Settings of tuning, and the schedules of its steps. The help texts are also those of the command line."""
 
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -10,6 +11,8 @@ from skipdecode.common.options import Options, option, setting
 from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
 from skipdecode.generation.self_generated import SelfGeneratedOptions
+from skipdecode.models.loading.recipe import sampled_schedules
+from skipdecode.schedule import Schedule
 
 DEFAULT_LORA_RANK = 16
 
@@ -79,11 +82,6 @@ class TuneConfig(Options):
         least=0,
         most=1,
     )
-    temperature: float = setting(
-        "temperature of both distributions in the distillation term",
-        default=1.0,
-        above=0,
-    )
     teacher_top_k: int = setting(
         "top-k tokens of full depth that are kept for each position, so that full depth runs once for each record; 0: "
         "all tokens, computed at each step",
@@ -127,6 +125,29 @@ class TuneConfig(Options):
             return self.learning_rate * (step + 1) / warmup
         done = (step - warmup) / max(1, steps - warmup)
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+    def curriculum(self, target: Schedule) -> Curriculum:
+        """The schedules of a run for a target; raises ScheduleError if its order does not allow one."""
+        return Curriculum(target, sampled_schedules(target, self.sampled_speedups, self.sampled_prompts), self.seed)
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Each step the target or one of the others, drawn from (`seed`, step); twice as often where it is there twice."""
+
+    target: Schedule
+    others: tuple[Schedule, ...]
+    seed: int
+
+    @property
+    def goals(self) -> tuple[Schedule, ...]:
+        """Schedules that the tuned model is for, the target first; the dev loss is their mean."""
+        return tuple(dict.fromkeys((self.target, *self.others)))
+
+    def schedule_at(self, step: int) -> Schedule:
+        """The schedule of optimizer step `step` (0-based): a function of the step, so a resumed run repeats it."""
+        # A generator of its own per step: no state to save, and no other draw shifts it.
+        return random.Random(f"{self.seed}/{step}").choice((self.target, *self.others))
 
 
 @dataclass(frozen=True, kw_only=True)

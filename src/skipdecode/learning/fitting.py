@@ -48,12 +48,7 @@ class Fitter:
 
     Memory grows with the tokens of `batches` x hidden_size x (depths + 1), the states before and behind one layer.
 
-    Parameters
-    ----------
-    model : transformers causal LM
-        Fitted at full depth, whatever is attached.
-    batches : sequence of Batch
-        Texts at full depth: prompts and answers, aligned.
+    `model`: fitted at full depth, whatever is attached. `batches`: texts at full depth: prompts and answers, aligned.
     """
 
     model: Any

@@ -95,12 +95,7 @@ def set_goal(
 ) -> Goal:
     """The goal for texts of these lengths (generated tokens, end token included).
 
-    Parameters
-    ----------
-    cost : CostModel or None
-        Needed for a wall-clock target.
-    fitted : CostModel, optional
-        The cost with the fit that the schedule gets.
+    `cost`: needed for a wall-clock target. `fitted`: the cost with the fit that the schedule gets.
 
     Raises TargetError: no schedule that keeps warm-up layers, last layer and `least` reaches the target; UsageError:
     `least` or `warmup_layers` does not fit the model.

@@ -1,11 +1,10 @@
 """What a training step minimises: cross-entropy on the response under the schedule, and self-distillation.
 
-    loss = (1 - w) * CE + w * T^2 * KL(teacher || student),    both summed over response tokens
+    loss = (1 - w) * CE + w * KL(teacher || student),    both summed over response tokens
 
 The teacher is the model before tuning at full depth, without gradients and without dropout: with LoRA the model with
 its adapter off, so there is no second copy; with all weights tuned a frozen copy, which costs the model's memory once
 more.
-Temperature as in Hinton et al., arXiv 1503.02531: T^2 keeps the gradient's size.
 
 A teacher that does not change is asked once for each record. Its top-k tokens are kept with their log-probabilities in
 half precision. The KL is then of the top-k tokens and of all other tokens as one.
@@ -104,16 +103,11 @@ class Taught(NamedTuple):
 class KeptTeacher:
     """The distributions of a teacher that does not change, computed when a record occurs first, and kept.
 
-    Parameters
-    ----------
-    top_k : int
-        Number of tokens that are kept for each response token, with 6 bytes each.
-    temperature : float
-        Divides the logits.
+    `top_k`: number of tokens that are kept for each response token, with 6 bytes each.
     """
 
-    def __init__(self, teacher: Teacher, top_k: int, temperature: float = 1.0) -> None:
-        self._teacher, self._top_k, self._temperature = teacher, top_k, temperature
+    def __init__(self, teacher: Teacher, top_k: int) -> None:
+        self._teacher, self._top_k = teacher, top_k
         self._kept: dict[tuple[int, ...], Taught] = {}
 
     def taught(self, batch: Batch) -> Taught:
@@ -130,7 +124,7 @@ class KeptTeacher:
         return Taught(values.to(device).flatten(0, 1), tokens.to(device).flatten(0, 1).long())
 
     def _top(self, logits: Tensor) -> Taught:
-        parts = [functional.log_softmax(part.float() / self._temperature, -1) for part in torch.split(logits, _TOKENS)]
+        parts = [functional.log_softmax(part.float(), -1) for part in torch.split(logits, _TOKENS)]
         values, tokens = zip(*(part.topk(min(self._top_k, part.shape[-1])) for part in parts), strict=True)
         return Taught(torch.cat(values).half().cpu(), torch.cat(tokens).int().cpu())
 
@@ -138,26 +132,18 @@ class KeptTeacher:
 class Objective:
     """Cross-entropy plus self-distillation of one batch.
 
-    Parameters
-    ----------
-    teacher : Teacher, KeptTeacher or None
-        Asked only when `weight` is above 0.
-    weight, temperature : float
-        w and T of the module's text.
+    `teacher`: asked only when `weight` is above 0. `weight`: w of the module's text.
     """
 
-    def __init__(
-        self, teacher: Teacher | KeptTeacher | None = None, weight: float = 0.0, temperature: float = 1.0
-    ) -> None:
+    def __init__(self, teacher: Teacher | KeptTeacher | None = None, weight: float = 0.0) -> None:
         self._teacher = teacher if weight > 0 else None
         self._weight = weight
-        self._temperature = temperature
 
     def __call__(self, model: Any, batch: Batch) -> Losses:
         """Losses of a batch under the schedule that is attached."""
         student = response_logits(model, batch).flatten(0, 1)
         teacher = None if self._teacher is None else self._teacher.taught(batch)
-        sums = token_losses(student, batch.targets.flatten(), teacher, self._weight, self._temperature)
+        sums = token_losses(student, batch.targets.flatten(), teacher, self._weight)
         return Losses(*sums, batch.response_tokens)
 
 
@@ -173,13 +159,9 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def token_losses(
-    student: Tensor,
-    targets: Tensor,
-    teacher: Tensor | Taught | None = None,
-    weight: float = 0.0,
-    temperature: float = 1.0,
+    student: Tensor, targets: Tensor, teacher: Tensor | Taught | None = None, weight: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the tokens that count: (1 - weight) * CE + weight * T^2 * KL, which has a gradient; CE; T^2 * KL.
+    """Sums over the tokens that count: (1 - weight) * CE + weight * KL, which has a gradient; CE; KL.
 
     Parameters
     ----------
@@ -190,17 +172,15 @@ def token_losses(
         (tokens,), `IGNORE` where a token does not count.
     weight : float
         Share of KL(teacher || student), 0 to 1.
-    temperature : float
-        T, which divides the logits of both distributions.
     """
-    total, cross_entropy, kl = _TokenLosses.apply(student, targets, teacher, weight, temperature)  # type: ignore[no-untyped-call]
+    total, cross_entropy, kl = _TokenLosses.apply(student, targets, teacher, weight)  # type: ignore[no-untyped-call]
     return total, cross_entropy, kl
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, targets: Tensor, teacher: Tensor | Taught | None, weight: float, temperature: float
+        ctx: Any, student: Tensor, targets: Tensor, teacher: Tensor | Taught | None, weight: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None
         sums = torch.zeros(3, device=student.device)
@@ -210,7 +190,7 @@ class _TokenLosses(torch.autograd.Function):
                 logits = student[part].detach().requires_grad_(gradient is not None)
                 taught = Taught(*(t[part] for t in teacher)) if isinstance(teacher, Taught) else teacher
                 taught = taught[part] if isinstance(taught, Tensor) else taught
-                losses = _part(logits, targets[part], taught, weight, temperature)
+                losses = _part(logits, targets[part], taught, weight)
             if gradient is not None:
                 (gradient[part],) = torch.autograd.grad(losses[0], logits)
             sums += torch.stack(losses).detach()
@@ -226,26 +206,24 @@ class _TokenLosses(torch.autograd.Function):
             raise RuntimeError("the gradient of token_losses was given away by an earlier backward pass")
         # It is as large as the logits, so it is scaled in place, and not held any longer.
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient.mul_(outer[0]), None, None, None, None
+        return gradient.mul_(outer[0]), None, None, None
 
 
 def _part(
-    student: Tensor, targets: Tensor, teacher: Tensor | Taught | None, weight: float, temperature: float
+    student: Tensor, targets: Tensor, teacher: Tensor | Taught | None, weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`token_losses` at once."""
     counted = targets != IGNORE
-    logits = student[counted].float()
-    log_probabilities = functional.log_softmax(logits, dim=-1)
-    cross_entropy = functional.nll_loss(log_probabilities, targets[counted], reduction="sum")
+    guess = functional.log_softmax(student[counted].float(), dim=-1)
+    cross_entropy = functional.nll_loss(guess, targets[counted], reduction="sum")
     if teacher is None:
         return cross_entropy, cross_entropy, torch.zeros_like(cross_entropy)
-    guess = log_probabilities if temperature == 1 else functional.log_softmax(logits / temperature, dim=-1)
     if isinstance(teacher, Tensor):
-        wanted = functional.log_softmax(teacher[counted].float() / temperature, dim=-1)
+        wanted = functional.log_softmax(teacher[counted].float(), dim=-1)
     else:
         wanted = _with_rest(teacher.log_probabilities[counted].float())
         guess = _with_rest(guess.gather(1, teacher.top_tokens[counted]))
-    kl = functional.kl_div(guess, wanted, reduction="sum", log_target=True) * temperature**2
+    kl = functional.kl_div(guess, wanted, reduction="sum", log_target=True)
     return (1 - weight) * cross_entropy + weight * kl, cross_entropy, kl
 
 

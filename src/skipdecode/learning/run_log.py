@@ -15,10 +15,8 @@ CHECKPOINTS, LOG_FILE = "checkpoints", "log.jsonl"
 class RunLog:
     """Writes a line that says what the file is, then rows of kind "train" and "dev".
 
-    Parameters
-    ----------
-    keep_steps : int
-        Rows of later steps are dropped: those that a killed run wrote after its last checkpoint, and that come again.
+    `keep_steps`: rows of later steps are dropped: those that a killed run wrote after its last checkpoint, and that
+    come again.
     """
 
     def __init__(self, directory: Path, *, keep_steps: int) -> None:

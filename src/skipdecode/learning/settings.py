@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.options import Options, option, setting
-from skipdecode.cost.model import Phase
 from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.metrics import MetricOptions
@@ -38,17 +37,12 @@ class CalibrationSettings(Options):
     """
 
     target_speedup: float | None = option(
-        "wall-clock speed-up over full depth of the work that phase names, on texts as long as the records",
+        "wall-clock speed-up of whole requests, prompts included, on texts as long as the records",
         default=None,
         least=1,
     )
-    phase: Phase = option(
-        "request: prompts and all that follows, where prompts may run fewer layers too; decode: the steps after the "
-        "prompt, which runs at full depth",
-        default="request",
-    )
     prompt_depths: tuple[str, ...] = option(
-        "prompt layers to try for a request's target: full, numbers (the lowest n or n evenly spaced ones, whichever "
+        "prompt layers to try for `target_speedup`: full, numbers (the lowest n or n evenly spaced ones, whichever "
         "lose less), lists such as 0-14,20 (default: full, and 2/3, 1/2 and 1/3 of the layers)",
         default=(),
     )
@@ -82,15 +76,13 @@ class CalibrationSettings(Options):
         super().__post_init__()
         if (self.target_speedup is None) == (self.nominal_speedup is None):
             raise UsageError("give one target: `target_speedup` (wall-clock) or `nominal_speedup` (layers)")
-        if self.phase == "decode" and self.target_speedup is None:
-            raise UsageError("`phase` says what `target_speedup` is of: give both, or neither")
         if self.prompt_depths and not self.whole:
-            raise UsageError("`prompt_depths` belongs to `target_speedup` of whole requests: else prompts are full")
+            raise UsageError("`prompt_depths` belongs to `target_speedup`: else prompts are full")
 
     @property
     def whole(self) -> bool:
-        """Whether the target is that of whole requests, prompts included."""
-        return self.target_speedup is not None and self.phase == "request"
+        """Whether the target is for whole requests, prompts included."""
+        return self.target_speedup is not None
 
 
 @dataclass(frozen=True, kw_only=True)

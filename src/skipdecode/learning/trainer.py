@@ -31,7 +31,6 @@ from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
 from skipdecode.learning.checkpoint import Checkpoints
 from skipdecode.learning.config import TuneConfig
-from skipdecode.learning.curriculum import make_curriculum
 from skipdecode.learning.objective import KeptTeacher, Objective, Teacher
 from skipdecode.learning.run_log import CHECKPOINTS, RunLog
 from skipdecode.learning.setup import make_accelerator, make_optimizer, with_lora
@@ -104,7 +103,7 @@ class Tuner:
         self._tokenizer, self._train, self._dev, self._config = tokenizer, train, dev, config
         self._schedule, self._out, self._base_name = schedule, out, base_name
         self._checkpoint_dir = out / CHECKPOINTS
-        self._curriculum = make_curriculum(schedule, config)
+        self._curriculum = config.curriculum(schedule)
         self._accelerator = make_accelerator(config, schedule, fitted=config.train_fit and fit_of(model) is not None)
         self._set_up(model)
         self._dev_batches = [
@@ -166,8 +165,8 @@ class Tuner:
         teacher = Teacher(self._attachment, bare, adapter=self._adapter, copy=frozen, arithmetic=arithmetic)
         sharded = self._accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         kept = config.teacher_top_k > 0 and not sharded
-        said = KeptTeacher(teacher, config.teacher_top_k, config.temperature) if kept else teacher
-        objective = Objective(said, config.distill_weight, config.temperature)
+        said = KeptTeacher(teacher, config.teacher_top_k) if kept else teacher
+        objective = Objective(said, config.distill_weight)
         self._step = TrainStep(self._accelerator, self._model, optimizer, objective, config.clip)
         self._checkpoints = Checkpoints(self._accelerator, self._checkpoint_dir, self._adapter)
 

@@ -30,7 +30,6 @@ from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
 from skipdecode.learning.config import TuneOptions
-from skipdecode.learning.curriculum import make_curriculum
 from skipdecode.learning.recipe import check_same_run, data_entry, make_recipe, write_recipe
 from skipdecode.learning.run_log import CHECKPOINTS, LOG_FILE, dev_losses
 from skipdecode.models.carried import FIT_FILE
@@ -220,7 +219,7 @@ class _Run:
             with state.main_process_first():  # other processes use its result
                 loaded = self.given or load(self.ref)
                 # Refused before texts are generated.
-                make_curriculum(self._schedule([settings.self_tokens])[0], settings)
+                settings.curriculum(self._schedule([settings.self_tokens])[0])
                 template, made["self"] = own_answers(
                     loaded, settings, settings, prompts, out, seed=settings.seed, held_out=settings.dev_records or 0
                 )

@@ -31,7 +31,6 @@ from skipdecode.models.forward import (
     CallArguments,
     ForwardSlot,
     GenerationOptions,
-    GenerationStats,
     foreign_cache,
 )
 from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
@@ -129,11 +128,6 @@ class Attachment:
         Once for each kind: a forward of the third form while prompts run full depth, except at the start of a loop that
         passes `use_cache=True`; a second turn on a cache whose tokens run other layers than in a fresh cache; and a
         call of a part of the model, such as its decoder, which runs full depth.
-
-    Attributes
-    ----------
-    last_run : GenerationStats or None
-        Statistics of the last `generate` call.
     """
 
     def __init__(self, model: Any, schedule: Schedule | str | None = None, fit: Fit | None = None) -> None:
@@ -145,7 +139,6 @@ class Attachment:
                 f"a schedule is attached to this {type(self._model).__name__} already: assign attachment.schedule "
                 "to change it, or detach first"
             )
-        self.last_run: GenerationStats | None = None
         self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts)
         self._gate_state.lenders = lenders(self._model.config.get_text_config(decoder=True))
         self._schedule = Schedule.full(len(self._layers))
@@ -160,7 +153,6 @@ class Attachment:
         self._latest: SkipCache | None = None
         self._paused = False
         self._warned: set[str] = set()
-        self._counts = (0, 0, 0)
         self._install()
 
     def __enter__(self) -> Attachment:
@@ -356,8 +348,6 @@ class Attachment:
             if key is not None:
                 self._step_plans[key] = plan
         self._gate_state.plan = plan
-        forwards, run, full = self._counts
-        self._counts = (forwards + 1, run + plan.token_layers, full + plan.columns * len(plan.layers))
 
     # ------------------------------------------------------------------ generate
 
@@ -380,27 +370,21 @@ class Attachment:
                 "cache; call model.eval() first"
             )
         prompt = options.prompt_columns(inputs) or 1
-        self._counts = (0, 0, 0)
         kwargs.pop("cache_implementation", None)
         if not options.uses_cache():
             with self._prompt_of(prompt):
-                result = plain(**kwargs)
-            held = (0, 0)
-        else:
-            cache = kwargs[name] = kwargs.get(name) or self.new_cache()
-            if name == "cache_params" and cache.length:
-                raise UnsupportedFeatureError(
-                    "a second turn on a used cache is not supported for this model: transformers' generate reads the "
-                    "whole text again, on top of the states; leave the cache out"
-                )
-            if cache.fed is None:
-                cache.prompt_length = prompt
-            with self._prompt_of(prompt):
-                result = plain(**kwargs)
-            cache = self._latest or cache  # generate may have begun a new one on the way
-            cache.begin_response()
-            held = cache.kv_bytes(), cache.kv_bytes_full()
-        self.last_run = GenerationStats(*self._counts, *held)
+                return plain(**kwargs)
+        cache = kwargs[name] = kwargs.get(name) or self.new_cache()
+        if name == "cache_params" and cache.length:
+            raise UnsupportedFeatureError(
+                "a second turn on a used cache is not supported for this model: transformers' generate reads the "
+                "whole text again, on top of the states; leave the cache out"
+            )
+        if cache.fed is None:
+            cache.prompt_length = prompt
+        with self._prompt_of(prompt):
+            result = plain(**kwargs)
+        (self._latest or cache).begin_response()  # generate may have begun a new one on the way
         return result
 
     @contextlib.contextmanager

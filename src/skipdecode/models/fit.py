@@ -119,13 +119,8 @@ class Fit(nn.Module):
     def check_sizes(self, width: int, keys: Sequence[int | None], name: object = "the fit") -> None:
         """Raise FitError unless the fit is for a model of these sizes.
 
-        Parameters
-        ----------
-        width : int
-            Columns of a state.
-        keys : sequence of int or None
-            For each layer the columns of a token's keys and values together; None where the layer makes them and the
-            queries in one product, so that they cannot be given.
+        `width`: columns of a state. `keys`: for each layer the columns of a token's keys and values together; None
+        where the layer makes them and the queries in one product, so that they cannot be given.
         """
         if (len(keys), width) != (self.num_layers, self.hidden_size):
             raise FitError(

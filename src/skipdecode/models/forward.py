@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,32 +137,6 @@ class CallArguments:
             if isinstance(value, Tensor):
                 return value
         raise UnsupportedFeatureError("a forward under a schedule needs input_ids or inputs_embeds")
-
-
-@dataclass(frozen=True)
-class GenerationStats:
-    """Statistics of a `generate` call.
-
-    Parameters
-    ----------
-    forwards : int
-        Forward passes, the prompt's included.
-    token_layers, token_layers_full : int
-        Sum over fed columns of the layers run, and the same at full depth. All rows run the same, so one row counts.
-    kv_bytes, kv_bytes_full : int
-        Bytes of keys and values held at the end, and what full depth would hold. Zero without a cache.
-    """
-
-    forwards: int
-    token_layers: int
-    token_layers_full: int
-    kv_bytes: int
-    kv_bytes_full: int
-
-    @property
-    def kv_bytes_saved(self) -> int:
-        """Additional bytes that full depth would hold."""
-        return self.kv_bytes_full - self.kv_bytes
 
 
 class GenerationOptions:

@@ -47,12 +47,7 @@ def prompt_features(hidden: Tensor, text: Tensor | None, before: Tensor | None, 
 class Bridge(nn.Module):
     """The map that replaces a skipped layer: it adds ``up @ down @ normed(h) + bias`` to a token's state h.
 
-    Parameters
-    ----------
-    down, up : Tensor
-        (rank, hidden_size) and (hidden_size, rank); with rank 0 the bias is all.
-    bias : Tensor
-        (hidden_size,)
+    `down` and `up`: (rank, hidden_size) and (hidden_size, rank); with rank 0 the bias is all. `bias`: (hidden_size,).
     """
 
     def __init__(self, down: Tensor, up: Tensor, bias: Tensor) -> None:
@@ -68,12 +63,9 @@ class Bridge(nn.Module):
 class PromptMap(nn.Module):
     """Maps prompt tokens to keys and values of a layer that they skip, before rotary positions and a norm of keys.
 
-    Parameters
-    ----------
-    weight : Tensor
-        (keys + values, (taps + 1) * hidden_size): columns of the token's own normed state first, then of the taps.
-    bias, first : Tensor
-        (keys + values,); `first` replaces the map at the first token of a text, whose state is an outlier.
+    `weight`: (keys + values, (taps + 1) * hidden_size): columns of the token's own normed state first, then of the
+    taps. `bias` and `first`: (keys + values,); `first` replaces the map at the first token of a text, whose state is an
+    outlier.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor, first: Tensor) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,11 +63,6 @@ class StepPlan:
 
     columns: int
     layers: tuple[LayerPlan, ...]
-
-    @cached_property
-    def token_layers(self) -> int:
-        """Sum over layers of the number of columns that run the layer."""
-        return sum(layer.count - layer.start for layer in self.layers)
 
     @classmethod
     def of_columns(cls, schedule: Schedule, positions: list[int]) -> StepPlan:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from skipdecode.schedule import Schedule
-from skipdecode.schedule import order as layer_order
 from skipdecode.serving.errors import invalid
 
 _TOLD = ("seq_len", "warmup_layers", "budgets", "drop_order")  # of a schedule, to clients
@@ -50,24 +49,14 @@ class Catalog:
         self.default = "full" if carried is None else self._add(carried)
         for schedule in others:
             self._add(schedule)
-        orders = [s.drop_order for s in (self.loaded[self.default], *self.loaded.values()) if s.drop_order]
-        # In which budgets of requests drop layers.
-        self._budget_order = orders[0] if orders else layer_order.bottom_up(num_layers, min(1, num_layers))
-        self._least_budget = max(1, num_layers - len(self._budget_order))
 
-    def find(self, name: str | None, budget: int | None) -> Schedule:
+    def find(self, name: str | None) -> Schedule:
         """The schedule that a request asks for; raises ApiError if there is none."""
-        if budget is not None:
-            return self._constant(min(budget, self.num_layers))
         name = self.default if name is None else name
         if name not in self.loaded:
             message = f"there is no schedule of this name: the server has {', '.join(self.loaded)}"
             raise invalid(message, "skipdecode.schedule")
         return self.loaded[name]
-
-    def label(self, schedule: Schedule) -> str:
-        """The name under which requests of a schedule are counted: budgets have one together."""
-        return schedule.name if self.loaded.get(schedule.name) == schedule else "budget"
 
     def model_entry(self, model: str, template: Mapping[str, Any] | None = None, *, chat: bool) -> dict[str, Any]:
         """The model, served under this name, with schedules and the template that it was tuned on; `chat`: it chats."""
@@ -87,17 +76,10 @@ class Catalog:
             "template": template,
             "chat": chat,
             "default_schedule": self.default,
-            "budget": {"least": self._least_budget, "most": self.num_layers, "drop_order": self._budget_order},
             "schedules": schedules,
         }
         about = {"object": "model", "created": int(time.time()), "owned_by": "skipdecode"}
         return {"id": model, **about, "skipdecode": described}
-
-    def _constant(self, budget: int) -> Schedule:
-        if budget < self._least_budget:
-            message = f"a budget of {budget} layers is not accepted: give {self._least_budget} to {self.num_layers}"
-            raise invalid(message, "skipdecode.budget")
-        return Schedule(self.num_layers, self._budget_order, (budget,), warmup_layers=0, name=f"budget-{budget}")
 
     def _add(self, schedule: Schedule) -> str:
         schedule.check_fits(self.num_layers)

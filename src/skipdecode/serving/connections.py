@@ -22,12 +22,8 @@ def bounded_protocol(most_connections: int, request_seconds: float) -> Callable[
     A connection waits from its start, and from the end of each answer, until the next request is whole. A connection
     that waits too long is closed, and so is the connection that has waited longest if a new one is one too many.
 
-    Parameters
-    ----------
-    most_connections : int
-        Open connections at most; if none of them waits, uvicorn answers a request on a further one with 503.
-    request_seconds : float
-        Most seconds without a request, and most seconds from its first byte to its last.
+    `most_connections`: open connections at most; if none of them waits, uvicorn answers a request on a further one with
+    503. `request_seconds`: most seconds without a request, and most seconds from its first byte to its last.
     """
     waiting: dict[_Bounded, None] = {}  # the longest wait first
 

@@ -12,10 +12,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 class Metrics:
     """All counters of one server, in a registry of their own.
 
-    Parameters
-    ----------
-    num_layers : int
-        Of the model; the depth histogram has a bucket for each layer up to 64, else 64 buckets.
+    `num_layers`: of the model; the depth histogram has a bucket for each layer up to 64, else 64 buckets.
     """
 
     def __init__(self, num_layers: int) -> None:

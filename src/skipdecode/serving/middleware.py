@@ -40,10 +40,7 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 class ApiKeys:
     """The keys that are accepted; with none, everybody is.
 
-    Parameters
-    ----------
-    hashes : iterable of str
-        SHA-256 of the keys, as 64 hexadecimal digits.
+    `hashes`: SHA-256 of the keys, as 64 hexadecimal digits.
     """
 
     def __init__(self, hashes: tuple[str, ...] = ()) -> None:

@@ -101,10 +101,9 @@ class Preprocessor:
             except ApiError as e:
                 e.detail = (f"prompt[{index}]: " if len(sources) > 1 else "") + e.detail
                 raise
-        schedule = self._catalog.find(asked.schedule, asked.budget)
+        schedule = self._catalog.find(asked.schedule)
         state = RequestState(
             schedule=schedule,
-            label=self._catalog.label(schedule),
             prompt_tokens=sum(map(len, prompts)),
             trace=asked.trace,
             arrived=arrived,

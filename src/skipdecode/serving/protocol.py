@@ -57,9 +57,6 @@ class Extension(Strict):
     """Which layers run, and whether the client wants to know."""
 
     schedule: str | None = Field(default=None, description="one of the names of /v1/models")
-    budget: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="a constant number of layers after the prompt; at most all layers run"
-    )
     trace: bool = Field(default=False, description="report the number of layers of each token")
     exact: bool = Field(
         default=True, description="draft tokens where that is faster; each is checked, so the text is the same"
@@ -69,12 +66,6 @@ class Extension(Strict):
         description="put a completion's text into the template that the checkpoint was tuned on, or leave it as it is "
         "(default: the server's, see /v1/models)",
     )
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> Extension:
-        if self.schedule is not None and self.budget is not None:
-            raise invalid("schedule and budget both say which layers run: give one of them", "skipdecode")
-        return self
 
 
 class StreamOptions(Strict):
@@ -99,18 +90,14 @@ class ResponseFormat(Strict):
     json_schema: _JsonSchema | None = None
 
 
-Schema = dict[str, Any] | Text
-Choices = Annotated[list[Text], Field(min_length=1)]
-
-
 class StructuredOutputs(Strict):
     """vLLM's: one of these."""
 
     neutral: ClassVar[Neutral] = {"disable_fallback": (False, True), "disable_any_whitespace": (False,)}
-    json_schema: Annotated[Schema | None, Field(alias="json")] = None
+    json_schema: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None
     json_object: bool = False
     regex: Text | None = None
-    choice: Choices | None = None
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
     grammar: Text | None = None
 
 
@@ -137,10 +124,6 @@ class _GenerationFields(Strict):
     logit_bias: dict[BiasKey, Bias] = Field({}, max_length=1000)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: Text | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Text | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str | None = Field(None, description=_UNUSED)
@@ -181,10 +164,6 @@ class _GenerationFields(Strict):
             "structured_outputs.regex": ("regex", them.regex),
             "structured_outputs.choice": ("choice", them.choice),
             "structured_outputs.grammar": ("grammar", them.grammar),
-            "guided_json": ("json", self.guided_json),
-            "guided_regex": ("regex", self.guided_regex),
-            "guided_choice": ("choice", self.guided_choice),
-            "guided_grammar": ("grammar", self.guided_grammar),
         }
         given = [(name, *grammar) for name, grammar in named.items() if grammar[1] is not None]
         if len(given) > 1:

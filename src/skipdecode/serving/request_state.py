@@ -91,7 +91,6 @@ class RequestState:
     """
 
     schedule: Schedule
-    label: str  # of the schedule, in the metrics
     prompt_tokens: int  # of all prompts, each counted once
     trace: bool  # whether the client wants the layers of each token
     arrived: float

@@ -22,12 +22,7 @@ from skipdecode.serving.tools import CallReader
 class ResponseBuilder(ABC):
     """Makes the answer to one request. Two shapes, one interface.
 
-    Parameters
-    ----------
-    model : str
-        The model's name as clients see it.
-    texts : TokenTexts
-        Names and bytes of tokens, for log-probabilities.
+    `model`: the model's name as clients see it. `texts`: names and bytes of tokens, for log-probabilities.
     """
 
     prefix: ClassVar[str]

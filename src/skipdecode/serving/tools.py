@@ -79,10 +79,7 @@ _LLAMA = CallForm("parameters", "", "", re.compile(r"\A\s*(?=\{)"))
 class CallReader:
     """Finds the calls in a text that comes in parts. What is no call of one of the tools stays text.
 
-    Attributes
-    ----------
-    count : int
-        Calls so far.
+    Attribute `count`: calls so far.
     """
 
     def __init__(self, form: CallForm, names: Iterable[str], most: int | None) -> None:

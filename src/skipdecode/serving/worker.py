@@ -240,8 +240,8 @@ class ModelWorker:
         state = choice.state
         if not output.position and choice.copy == 0:
             state.cached_tokens += output.cached
-            self._metrics.prompt_tokens.labels(state.label).inc(len(choice.request.prompt))
-            self._metrics.prefix_hit_tokens.labels(state.label).inc(output.cached)
+            self._metrics.prompt_tokens.labels(state.schedule.name).inc(len(choice.request.prompt))
+            self._metrics.prefix_hit_tokens.labels(state.schedule.name).inc(output.cached)
         fed = len(choice.request.prompt) + output.position
         choice.layers_run += output.layers
         choice.kv_bytes = self._layout.bytes(fed, output.layers)
@@ -265,7 +265,7 @@ class ModelWorker:
 
     def _count(self, choice: Choice) -> None:
         """Add up the counters of a choice that leaves the batch."""
-        label = choice.state.label
+        label = choice.state.schedule.name
         self._metrics.generated_tokens.labels(label).inc(len(choice.tokens))
         self._metrics.layers_run.labels(label).inc(choice.layers_run)
         self._metrics.layers_full.labels(label).inc(len(choice.tokens) * self._num_layers)

@@ -42,19 +42,11 @@ Fact = tuple[str, str, Any]
 class LayerPieces:
     """The pieces of one model.
 
-    Parameters
-    ----------
-    vllm_config : VllmConfig or None
-        Names the backend and its options. Where vLLM compiles its own graph, once, layers are compiled too.
-    axis : int
-        Axis of a layer's inputs that counts rows.
+    `vllm_config`: names the backend and its options. Where vLLM compiles its own graph, once, layers are compiled too.
+    `axis`: axis of a layer's inputs that counts rows.
 
-    Attributes
-    ----------
-    eager : bool
-        Whether layers for which there is no piece yet run eagerly.
-    makes_blocks : bool
-        Whether a block for which there is no piece yet is compiled.
+    Attributes `eager`: whether layers for which there is no piece yet run eagerly. `makes_blocks`: whether a block for
+    which there is no piece yet is compiled.
     """
 
     def __init__(self, vllm_config: Any, axis: int) -> None:

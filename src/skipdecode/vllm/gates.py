@@ -33,12 +33,8 @@ from skipdecode.vllm.taps import TapMemory, TapRows
 class Architecture:
     """Where a vLLM model keeps what the plugin needs.
 
-    Parameters
-    ----------
-    layers : str
-        Attribute path from the model to its list of decoder layers.
-    norm : str or None
-        Attribute of a layer: the norm in front of its attention. None: the layer cannot project keys and values alone.
+    `layers`: attribute path from the model to its list of decoder layers. `norm`: attribute of a layer: the norm in
+    front of its attention. None: the layer cannot project keys and values alone.
     """
 
     layers: str = "model.layers"

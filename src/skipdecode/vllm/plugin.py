@@ -15,7 +15,6 @@ from typing import Any
 from packaging.version import Version
 
 from skipdecode.errors import RefusedEngineError, SkipDecodeError, UnsupportedFeatureError
-from skipdecode.schedule import Schedule
 from skipdecode.vllm.gates import check_architecture, check_projects
 from skipdecode.vllm.projection import checkpoint_fit
 from skipdecode.vllm.settings import KEY, PluginSettings
@@ -28,12 +27,6 @@ _SCHEDULERS = {
     False: "skipdecode.vllm.scheduler.SkipScheduler",
     True: "skipdecode.vllm.scheduler.SkipAsyncScheduler",
 }
-_PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
-"""Where vLLM reads the number of layers of each pipeline stage."""
-
-_PROMPT_SHARE = 0.05
-"""Work of a layer on a prompt token, next to that on a generated one: prompts are computed many at a time."""
-
 _set_by_us: dict[str, str] = {}
 
 
@@ -137,13 +130,11 @@ def _change(config: Any, settings: PluginSettings) -> None:
     parallel.worker_cls = _WORKER
     if config.speculative_config is not None:
         scheduling.async_scheduling = False
-    stages = parallel.pipeline_parallel_size
-    synchronous = scheduling.async_scheduling is False or current_platform.is_cpu() or stages > 1
+    pipelined = parallel.pipeline_parallel_size > 1
+    synchronous = scheduling.async_scheduling is False or current_platform.is_cpu() or pipelined
     if synchronous:
         scheduling.async_scheduling = False
     scheduling.scheduler_cls = _SCHEDULERS[not synchronous]
-    if stages > 1:
-        _set_environment(_PARTITION_VARIABLE, ",".join(map(str, layers_of_stages(settings.schedules[0], stages))))
     _check_requests()
 
 
@@ -211,36 +202,3 @@ def _admit(request: Any, settings: PluginSettings) -> None:
         # tokens took bridges shows in all of them.
         own = f"skipdecode prompt layers {depth} {schedule.projected}{' bridged' if bridged else ''}"
         request.cache_salt = f"{request.cache_salt or ''}|{own}"
-
-
-# ---------------------------------------------------------------------- pipeline stages
-
-
-def layers_of_stages(schedule: Schedule, stages: int) -> list[int]:
-    """Layers of each of `stages` pipeline stages, so that the busiest stage has as little decode work as possible.
-
-    A layer's work: the share of the listed generation positions that run it. Each stage gets a layer or more.
-    """
-    run = [0] * schedule.num_layers
-    for position in range(schedule.seq_len):
-        for layer in schedule.layers(position):
-            run[layer] += 1
-    # A layer that is hardly run may still take the prompts.
-    prompt = set(schedule.prompt_layers())
-    work = [r / schedule.seq_len + (_PROMPT_SHARE if layer in prompt else 0.0) for layer, r in enumerate(run)]
-    return _fewest(work, stages)
-
-
-def _fewest(work: list[float], stages: int) -> list[int]:
-    """Cut `work` into parts so that the largest sum is least; of equals the one with the earliest cuts."""
-
-    @functools.cache
-    def best(end: int, parts: int) -> tuple[float, tuple[int, ...]]:
-        """The largest sum of the first `end` values in so many parts, and where these end."""
-        if parts == 1:
-            return sum(work[:end]), (end,)
-        before = ((cut, *best(cut, parts - 1)) for cut in range(parts - 1, end))
-        return min((max(largest, sum(work[cut:end])), (*cuts, end)) for cut, largest, cuts in before)
-
-    ends = best(len(work), stages)[1]
-    return [end - start for start, end in zip((0, *ends), ends, strict=False)]

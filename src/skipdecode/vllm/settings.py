@@ -22,10 +22,7 @@ _FULL = "full"  # a schedule that is always loaded
 class PluginSettings(Options):
     """The settings of the plugin; the help text of a field documents it.
 
-    Parameters
-    ----------
-    schedules : tuple of Schedule
-        The first schedule serves requests that name no schedule.
+    `schedules`: the first schedule serves requests that name no schedule.
 
     Raises UsageError, ScheduleError if a value is out of range, a name is given twice, or the schedules are for
     different numbers of layers.

@@ -115,12 +115,7 @@ class StepRows:
 class LayerLimits:
     """From where to where, counted from its prompt's end, a text runs each layer: all that a step needs to know.
 
-    Parameters
-    ----------
-    schedules : sequence of Schedule
-        They are numbered in this order.
-    bridged : collection of int
-        Layers that have a bridge.
+    `schedules`: they are numbered in this order. `bridged`: layers that have a bridge.
     """
 
     def __init__(self, schedules: Sequence[Schedule], bridged: Collection[int] = ()) -> None:

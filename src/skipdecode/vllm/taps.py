@@ -25,13 +25,8 @@ from skipdecode.vllm.step_rows import StepBatch
 class TapRows:
     """Where a step finds the states before its rows, and which it keeps.
 
-    Parameters
-    ----------
-    rows, places : array of int
-        (taps, num_rows): the row of the token that many tokens before, or its place in the memory; -1 where it is not
-        there.
-    kept, kept_at : array of int
-        Rows whose states later steps may need, and their places.
+    `rows` and `places`: (taps, num_rows): the row of the token that many tokens before, or its place in the memory; -1
+    where it is not there. `kept` and `kept_at`: rows whose states later steps may need, and their places.
     """
 
     rows: NDArray[np.int64]

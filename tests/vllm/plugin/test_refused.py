@@ -147,11 +147,11 @@ def test_drafts_of_another_model(tuned: Path, plain: Path):
     assert "speculative decoding other than ngram" in refusal(tuned, speculative_config=drafts)
 
 
-def test_stages_split_by_expected_work(tuned: Path, plain: Path):
-    config_of(tuned, pipeline_parallel_size=2, distributed_executor_backend="mp")
-    assert os.environ["VLLM_PP_LAYER_PARTITION"] == "6,2"
-    config_of(plain)  # Another engine of this process finds the environment as it was.
-    assert "VLLM_PP_LAYER_PARTITION" not in os.environ
+def test_the_environment_of_another_engine_stays(tuned: Path, plain: Path):
+    config_of(tuned)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    config_of(plain)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
 
 
 def test_backends_that_plan_into_memory_in_use_are_refused():

@@ -62,12 +62,8 @@ class ShortHead:
     spec : LinearSpec
         A head whose weight is bf16 or fp32, with nothing after the product but a bias.
 
-    Attributes
-    ----------
-    bounded : bool
-        Whether the bounds hold: not for weights that are not finite or above 10^12.
-    nbytes, version : int
-        Bytes of the copy, which a step reads; see `_version`.
+    Attributes `bounded`: whether the bounds hold: not for weights that are not finite or above 10^12. `nbytes` and
+    `version`: bytes of the copy, which a step reads; see `_version`.
     """
 
     def __init__(self, kernels: NativeKernels, spec: LinearSpec) -> None:
@@ -138,12 +134,8 @@ class NativeHead:
     more on a CPU with AVX512_VNNI. It adds half of the weight's memory (a quarter in fp32). It is
     made again after the weight was changed.
 
-    Attributes
-    ----------
-    short_from : float
-        Minimum bytes of a weight for a copy; infinity: never.
-    fell_back : bool
-        Whether the last call used the copy and then the weight.
+    Attributes `short_from`: minimum bytes of a weight for a copy; infinity: never. `fell_back`: whether the last call
+    used the copy and then the weight.
     """
 
     short_from: float = 2**23

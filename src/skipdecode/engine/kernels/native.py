@@ -248,10 +248,7 @@ def _attention_args(spec: AttentionSpec, keep: list[Any]) -> AttentionArgs:
 def greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     """The greedy token of each row (the first of equals), and its log-probability.
 
-    Parameters
-    ----------
-    logits : torch.Tensor
-        (rows, vocabulary), fp32.
+    `logits`: (rows, vocabulary), fp32.
     """
     if not (logits.device.type == "cpu" and logits.is_contiguous() and load_library.cache_info().currsize):
         best, index = logits.max(dim=-1)

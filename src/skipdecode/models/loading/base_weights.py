@@ -34,12 +34,8 @@ _OF_THE_PLACE = ("_name_or_path", "transformers_version")  # entries of a config
 def base_entry(model: Any, path: Path) -> dict[str, Any]:
     """The entry of a recipe about the weights at the start of a run; JSON-ready.
 
-    Parameters
-    ----------
-    model : transformers causal LM
-        Without an adapter.
-    path : Path
-        The directory of the model; for the embedded model it has the source of the weights.
+    `model`: without an adapter. `path`: the directory of the model; for the embedded model it has the source of the
+    weights.
     """
     source = path / SOURCE_FILE
     return {
