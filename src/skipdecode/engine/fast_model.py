@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skipdecode.common.environment import forget_weight_files
 from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.drafts import Planner
 from skipdecode.engine.kernels import native_kernels
@@ -23,7 +24,7 @@ from skipdecode.engine.kernels.native import NativeKernels, NativeStack
 from skipdecode.engine.kernels.quantize import QUANTIZATIONS, Quantization
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, StackInput
 from skipdecode.engine.kv import PagedKV
-from skipdecode.engine.model_spec import read_model
+from skipdecode.engine.model_spec import matrices, read_model
 from skipdecode.engine.prefix import PrefixKV
 from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UnfitModelError, UsageError
@@ -57,13 +58,14 @@ class FastModel:
 
     def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
         self.quantization = quantization
-        self._quantized = None if quantization is None else QuantizedWeights(quantization)
+        self._quantized = None if quantization is None else QuantizedWeights(model, quantization)
         self._kernels, self._model, self.fit = kernels, model, fit_of(model)
         if quantization is None:
             move_into_one_block(model)
         self.dtype = model.get_input_embeddings().weight.dtype
         self._positions = 2048
         self._spec = self._read(self._positions)
+        forget_weight_files()
         self.planner = Planner()
         self.num_layers = len(self._spec.layers)
         self.vocab_size = self._spec.head.weight.shape[0]
@@ -137,8 +139,7 @@ class FastModel:
         return self._mapped[prompt]
 
     def _read(self, positions: int) -> ModelSpec:
-        spec = read_model(self._model, positions)
-        return spec if self._quantized is None else self._quantized.apply(spec)
+        return read_model(self._model, positions, self._quantized)
 
     def _embed(self, rows: TokenRows) -> Tensor:
         return self._spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)
@@ -193,7 +194,7 @@ def open_model(model: Any, quantization: Quantization | None = None) -> FastMode
     """
     if quantization not in (None, *QUANTIZATIONS):
         raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")
-    read_model(model, positions=1)  # refuses what does not fit before kernels are built
+    matrices(model)  # refuses what does not fit before kernels are built
     weight = model.get_input_embeddings().weight
     kernels, reason = native_kernels(weight.device, weight.dtype)
     if kernels is None:

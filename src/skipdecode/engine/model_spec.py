@@ -6,7 +6,7 @@ is stored twice. A model that differs from its family's entry in any detail is r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
@@ -20,6 +20,8 @@ from skipdecode.engine.kernels.memory import huge_pages
 from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Prologue
 from skipdecode.errors import UnfitModelError
 from skipdecode.models.windows import layer_windows
+
+Join = Callable[[list[Tensor]], Any]
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,10 @@ _GATES: dict[str, Prologue] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tan
 _COVERED = {"do_layer_norm_before": True, "_remove_final_layer_norm": False}
 
 
-def read_model(model: Any, positions: int) -> ModelSpec:
+def read_model(model: Any, positions: int, join: Join | None = None) -> ModelSpec:
     """Read a transformers causal LM, with rotary tables for `positions` positions.
+
+    `join` makes one matrix of the rows of several; default: a tensor whose views the model's parameters become.
 
     Raises UnfitModelError if the architecture, or a detail of this model, is not supported.
     """
@@ -130,21 +134,30 @@ def read_model(model: Any, positions: int) -> ModelSpec:
     if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
         raise UnfitModelError("its parameters are on several devices or of several types")
     try:
-        return _read(READERS[kind], model, positions)
+        return _read(READERS[kind], model, positions, join or _fused)
     except AttributeError as e:
         raise UnfitModelError(f"this release of transformers has another {kind!r}: {e}") from None
 
 
-def weights_of(spec: ModelSpec) -> list[Any]:
-    """The matrices of all layers and the output embedding, in the order of a step's reads."""
-    layers = [(layer.qkv, layer.out, layer.mlp_in, layer.mlp_out) for layer in spec.layers]
-    return [linear.weight for layer in layers for linear in layer] + [spec.head.weight]
+def matrices(model: Any) -> list[list[Tensor]]:
+    """The parts of each matrix of all layers and of the output embedding, in the order of a step's reads.
+
+    Raises as `read_model`; no weight is moved but transposed ones.
+    """
+    found: list[list[Tensor]] = []
+
+    def shape(parts: list[Tensor]) -> Tensor:
+        found.append(parts)
+        return parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1], device="meta")
+
+    read_model(model, 1, shape)
+    return found
 
 
 # ---------------------------------------------------------------------- by a family's row
 
 
-def _read(reader: Reader, model: Any, positions: int) -> ModelSpec:
+def _read(reader: Reader, model: Any, positions: int, join: Join) -> ModelSpec:
     config = model.config
     for name, covered in _COVERED.items():
         if (found := getattr(config, name, covered)) != covered:
@@ -170,8 +183,8 @@ def _read(reader: Reader, model: Any, positions: int) -> ModelSpec:
     if (own := getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))) is not None:
         scale = torch.as_tensor(own, dtype=weight.dtype).item()
     return ModelSpec(
-        [_read_layer(reader, x, config, i, rotary) for i, x in enumerate(getattr(body, reader.layers))],
-        _linear([model.lm_head], last, gamma, factor),
+        [_read_layer(reader, x, config, i, rotary, join) for i, x in enumerate(getattr(body, reader.layers))],
+        _linear(join, [model.lm_head], last, gamma, factor),
         weight,
         scale / factor,
         position_embedding=None if table is None else table.weight.detach(),
@@ -181,13 +194,15 @@ def _read(reader: Reader, model: Any, positions: int) -> ModelSpec:
     )
 
 
-def _read_layer(reader: Reader, layer: Any, config: Any, index: int, rotary: dict[str | None, Any]) -> LayerSpec:
+def _read_layer(
+    reader: Reader, layer: Any, config: Any, index: int, rotary: dict[str | None, Any], join: Join
+) -> LayerSpec:
     first, *more = (getattr(layer, name) if name else None for name in reader.attention_norms)
     second, *most = (getattr(layer, name) if name else None for name in reader.mlp_norms)
 
     def linear(*names: str, norm: Any = None) -> LinearSpec:
         factor = getattr(config, "residual_multiplier", 1.0)
-        return _linear([attrgetter(name)(layer) for name in names], norm, _gamma(reader, norm), factor)
+        return _linear(join, [attrgetter(name)(layer) for name in names], norm, _gamma(reader, norm), factor)
 
     qkv, out = linear(*reader.qkv, norm=first), linear(reader.out)
     mlp_in, mlp_out = linear(*reader.mlp_in, norm=second), linear(reader.mlp_out)
@@ -274,23 +289,24 @@ def _eps(norm: Any) -> float:
 # ---------------------------------------------------------------------- weights
 
 
-def _linear(modules: Sequence[Any], norm: Any = None, gamma: Tensor | None = None, factor: float = 1.0) -> LinearSpec:
+def _linear(
+    join: Join, modules: Sequence[Any], norm: Any = None, gamma: Tensor | None = None, factor: float = 1.0
+) -> LinearSpec:
     """The modules behind a norm of what is kept over `factor`."""
     for module in modules:
         if type(module) not in (nn.Linear, Conv1D):
             raise UnfitModelError(
                 f"a {type(module).__name__} stands where a plain Linear is needed: merge or unload it"
             )
-    first = modules[0]
-    weight = _turned(first.weight) if type(first) is Conv1D else _fused([m.weight for m in modules])
+    weight = join([_turned(m.weight) if type(m) is Conv1D else m.weight for m in modules])
     biases = [m.bias for m in modules]
     bias = None
     if any(b is not None for b in biases):
-        parts = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in modules]
+        parts = [m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in modules]
         bias = torch.cat(parts)
     if norm is None:
         return LinearSpec(weight, bias)
-    gamma = weight.new_ones(weight.shape[1]) if gamma is None else gamma
+    gamma = modules[0].weight.new_ones(weight.shape[1]) if gamma is None else gamma
     kind: Prologue = "layer_norm" if isinstance(norm, nn.LayerNorm) else "rms_norm"
     beta = getattr(norm, "bias", None)
     return LinearSpec(weight, bias, kind, gamma, None if beta is None else beta.detach(), _eps(norm) / factor**2)

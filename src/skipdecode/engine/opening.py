@@ -10,6 +10,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from skipdecode.common.environment import read_in_turn
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, StepBytes, open_model
@@ -122,11 +125,16 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization
 
 
 def _merged_copy(model: Any) -> Any:
-    """A copy of the base model with a PEFT adapter added to its weights."""
+    """The base model with a PEFT adapter added to its weights; weights without an adapter are shared with `model`."""
     if unwrap(model).device.type != "cpu":  # `unwrap` refuses prompt learning, which has no weights to merge.
         return unwrap(model)  # which the fast engine refuses: no copy is made for it
+    adapted = {id(p) for module in model.modules() if hasattr(module, "base_layer") for p in module.parameters()}
+    copies = {}
+    for _, p in read_in_turn(model.named_parameters()):
+        value = p.detach().clone() if id(p) in adapted else p.detach()
+        copies[id(p)] = torch.nn.Parameter(value, requires_grad=p.requires_grad)
     try:
-        twin = copy.deepcopy(model)
+        twin = copy.deepcopy(model, copies)
     except RuntimeError as e:  # of PEFT's matrices that are views of others, such as with `ensure_weight_tying`
         raise UnfitModelError(f"its adapter cannot be copied to be merged ({one_line(e)})") from None
     try:

@@ -10,86 +10,52 @@ would cost more quality than in all layers together.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import replace
+from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from skipdecode.common.environment import return_freed_memory
 from skipdecode.engine.kernels.memory import Arena
-from skipdecode.engine.kernels.quantize import Quantization, QuantizedWeight, quantize
-from skipdecode.engine.kernels.spec import LinearSpec, ModelSpec
-from skipdecode.engine.model_spec import read_model, weights_of
-
-_KEPT = 2**25  # bytes of moved weights that malloc may keep
+from skipdecode.engine.kernels.quantize import Quantization, QuantizedWeight, quantize, room_of
+from skipdecode.engine.model_spec import matrices
 
 
 def move_into_one_block(model: Any) -> None:
-    """Move the projections and the output embedding of a model into one block; a second call does nothing."""
-    read = weights_of(read_model(model, positions=1))
-    # Transposed parameters stay, because transformers saves them only from separate memory.
-    plain = {parameter.data_ptr() for parameter in model.parameters() if parameter.is_contiguous()}
-    weights = list({weight.data_ptr(): weight for weight in read if weight.data_ptr() in plain}.values())
-    del read  # it would keep the old memory alive
-    if len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
-        return
-    parts = _parts(model, weights)
-    arena = Arena([weight.nbytes for weight in weights], weights[0].device)
-    weights.reverse()
-    freed = 0
-    while weights:
-        # pop, so that nothing keeps the old memory alive once its parameters have moved.
-        weight = weights.pop()
-        place = arena.put(weight).flatten()
-        for parameter in parts[weight.data_ptr()]:
-            begin = (parameter.data_ptr() - weight.data_ptr()) // weight.element_size()
-            parameter.data = place[begin : begin + parameter.numel()].view(parameter.shape)
-        freed += weight.nbytes
-        del weight
-        if freed > _KEPT:
-            return_freed_memory()
-            freed = 0
+    """Move the projections and the output embedding of a model into one block; a second call does nothing.
 
-
-def _parts(model: Any, weights: list[Tensor]) -> dict[int, list[Tensor]]:
-    """The parameters within each weight, by the weight's address."""
-    parts: dict[int, list[Tensor]] = {weight.data_ptr(): [] for weight in weights}
-    ends = {weight.data_ptr(): weight.data_ptr() + weight.nbytes for weight in weights}
-    starts = sorted(ends)
+    Parameters that are read as one matrix become neighbours.
+    """
+    places = defaultdict(list)
     for parameter in model.parameters():
-        address = parameter.data_ptr()
-        start = starts[max(0, bisect_right(starts, address) - 1)]
-        if start <= address < ends[start]:
-            parts[start].append(parameter)
-    return parts
+        # Transposed parameters stay, because transformers saves them only from separate memory.
+        if parameter.is_contiguous():
+            places[parameter.data_ptr()].append(parameter)
+    moved = {parts[0].data_ptr(): parts for parts in matrices(model) if all(p.data_ptr() in places for p in parts)}
+    if len({part.untyped_storage().data_ptr() for parts in moved.values() for part in parts}) == 1:
+        return
+    first = next(model.parameters())
+    arena = Arena((sum(part.nbytes for part in parts) for parts in moved.values()), first.device)
+    for parts in moved.values():
+        room = arena.take(sum(part.nbytes for part in parts)).view(first.dtype).view(-1, parts[0].shape[1])
+        for part in parts:
+            place, room = room[: len(part)].copy_(part.detach()), room[len(part) :]
+            for parameter in places[part.data_ptr()]:
+                parameter.data = place
 
 
 class QuantizedWeights:
-    """Quantised copies of one model's projections and output embedding, each made once."""
+    """Quantised copies of one model's projections and output embedding, each made once; the model keeps its own."""
 
-    def __init__(self, kind: Quantization) -> None:
+    def __init__(self, model: Any, kind: Quantization) -> None:
         self._kind = kind
         self._made: dict[int, QuantizedWeight] = {}
+        shapes = {parts[0].data_ptr(): (sum(map(len, parts)), parts[0].shape[1]) for parts in matrices(model)}
+        rooms = (size for shape in shapes.values() for size in room_of(shape, kind))
+        self._arena = Arena(rooms, next(model.parameters()).device)
 
-    def apply(self, spec: ModelSpec) -> ModelSpec:
-        """The spec with quantised weights; the model keeps its own."""
-        if not self._made:
-            self._quantize(spec)
-        linear = self._linear
-        layers = [
-            replace(x, qkv=linear(x.qkv), out=linear(x.out), mlp_in=linear(x.mlp_in), mlp_out=linear(x.mlp_out))
-            for x in spec.layers
-        ]
-        return replace(spec, layers=layers, head=linear(spec.head))
-
-    def _quantize(self, spec: ModelSpec) -> None:
-        weights = weights_of(spec)
-        made = [quantize(weight, self._kind) for weight in weights]
-        arena = Arena([size for one in made for size in (one.codes.nbytes, one.scales.nbytes)], weights[0].device)
-        for weight, one in zip(weights, made, strict=True):
-            self._made[weight.data_ptr()] = replace(one, codes=arena.put(one.codes), scales=arena.put(one.scales))
-
-    def _linear(self, spec: LinearSpec) -> LinearSpec:
-        weight = spec.weight
-        return spec if isinstance(weight, QuantizedWeight) else replace(spec, weight=self._made[weight.data_ptr()])
+    def __call__(self, parts: list[Tensor]) -> QuantizedWeight:
+        """The matrix of rows of all parts."""
+        if (place := parts[0].data_ptr()) not in self._made:
+            self._made[place] = quantize(torch.cat(parts) if len(parts) > 1 else parts[0], self._kind, self._arena.take)
+        return self._made[place]

@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from skipdecode.common.environment import KEPT, forget_weight_files, return_freed_memory
 
 _LEAST = 2**22  # smaller tensors do not profit
 _ALIGN = 4096
@@ -28,18 +31,21 @@ def huge_pages(tensor: Tensor) -> Tensor:
 
 
 class Arena:
-    """One block of huge pages for tensors of `sizes` bytes, in the order in which they are put."""
+    """One block of huge pages for tensors of `sizes` bytes, in the order in which they are taken."""
 
-    def __init__(self, sizes: list[int], device: torch.device) -> None:
+    def __init__(self, sizes: Iterable[int], device: torch.device) -> None:
         self._block = huge_pages(torch.empty(sum(map(_rounded, sizes)), dtype=torch.uint8, device=device))
-        self._used = 0
+        self._used = self._returned = 0
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy in the arena."""
+    def take(self, size: int) -> Tensor:
+        """The next `size` bytes. From time to time, what the caller freed or has read from files leaves memory."""
         begin = self._used
-        self._used += _rounded(tensor.nbytes)
-        place = self._block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return place.copy_(tensor)
+        self._used += _rounded(size)
+        if begin - self._returned > KEPT:
+            self._returned = begin
+            return_freed_memory()
+            forget_weight_files()
+        return self._block[begin : begin + size]
 
 
 def _rounded(size: int) -> int:

@@ -8,7 +8,9 @@ w8a8: the integers and scales of int8, in the order in which a CPU multiplies by
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -55,12 +57,25 @@ class QuantizedWeight:
         return (codes[:rows, :columns] * self.scales[:, None]).to(dtype)
 
 
-def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight:
-    """Quantise a (out, in) matrix; it is not changed."""
-    rows = max(1, _CHUNK // weight.shape[1])
-    codes, scales = zip(*(_int8(part.detach().float()) for part in torch.split(weight, rows)), strict=True)
-    stored = in_blocks(torch.cat(codes), _BLOCK) if kind == "w8a8" else torch.cat(codes)
-    return QuantizedWeight(kind, (weight.shape[0], weight.shape[1]), stored, torch.cat(scales))
+_new = partial(torch.empty, dtype=torch.uint8)
+
+
+def quantize(weight: Tensor, kind: Quantization, room: Callable[[int], Tensor] = _new) -> QuantizedWeight:
+    """Quantise a (out, in) matrix, which is not changed; `room` gives memory for so many bytes, of codes and scales."""
+    (count, columns), (codes, scales) = weight.shape, map(room, room_of(weight.shape, kind))
+    made = QuantizedWeight(kind, (count, columns), codes.view(-1, columns + -columns % _STEP), scales.view(torch.float))
+    rows = max(1, _CHUNK // (columns * _BLOCK)) * _BLOCK
+    for start in range(0, count, rows):
+        part, made.scales[start : start + rows] = _int8(weight[start : start + rows].detach().float())
+        part = in_blocks(part, _BLOCK) if kind == "w8a8" else part
+        made.codes[start : start + len(part)] = part
+    return made
+
+
+def room_of(shape: Sequence[int], kind: Quantization) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of a matrix."""
+    rows = shape[0] + (-shape[0] % _BLOCK if kind == "w8a8" else 0)
+    return rows * (shape[1] + -shape[1] % _STEP), 4 * shape[0]
 
 
 def _padded(weight: Tensor) -> Tensor:

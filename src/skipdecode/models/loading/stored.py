@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from skipdecode.common.environment import read_in_turn
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.families import FAMILIES, layers_in
 
@@ -206,7 +207,7 @@ def check_tensors(
     if prefix := _prefix(missing, unexpected):
         remedy = f"save it with names that do not begin with {prefix!r}"
     if not any(faults.values()):
-        faults = {"are not finite": sorted(name for name, tensor in tensors if not _is_finite(tensor))}
+        faults = {"are not finite": sorted(name for name, tensor in read_in_turn(tensors) if not _is_finite(tensor))}
         remedy = "fetch it again, or tune anew with a lower learning rate"
     told = [f"{len(n)} weights {fault}, such as {', '.join(n[:_NAMED_TENSORS])}" for fault, n in faults.items() if n]
     if told:
