@@ -83,15 +83,10 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert tuned["minutes"] == pytest.approx(float(minutes))
     assert len({row["minutes"] for row in tuned["rows"]}) == 2
     assert len(tuned["kept_by_minutes"]) == 2
-    most = max(
-        row["kept"] for row in tuned["rows"] if row["minutes"] == tuned["minutes"] and row["request_speedup"] >= 1
-    )
-    for share, speedup in tuned["speedup_that_keeps"].items():
-        assert speedup >= 1 if most >= float(share[:-1]) / 100 else speedup is None
     assert tuned["dev_loss"]
     # Beside the scores by speed-up, the target's by minutes.
     assert image.imread(place / "out" / "kept.png").shape[1] == 2 * by_speed.shape[1]
-    model = tuned["next"][0].split()[2]
+    model = tuned["use"]["model"]
     assert load_model(model).schedule.name == "calibrated-1.3x-wall"
     assert load_model(model).schedule.prompt_layers() == (0, 1, 2, 3)
     assert json.loads((Path(model) / "recipe.json").read_text())["options"]["distill_weight"] == 0.5
@@ -128,8 +123,12 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
 
 def test_the_fastest_way_that_keeps_a_share_is_recommended(place: Path, tmp_path: Path, capsys: Any) -> None:
     more = ("--keep", "0.01", "--minutes", "0", "--fit-rank", "4", "--out", str(tmp_path / "out"))
-    found = said(capsys, arguments(place, *more))
+    asked = arguments(place, *more)
+    at = asked.index("--target-speedup")
+    asked[at : at + 2] = []  # milder schedules are tried too
+    found = said(capsys, asked)
     rows = {row["name"]: row for row in found["rows"]}
+    assert "calibrated-1.5x-wall, slower" in rows
     assert rows["full, exact"]["kept"] == pytest.approx(1)
     assert rows["full, exact"]["exact"]
     assert rows["full, w8a8"]["quantization"] == "w8a8"
@@ -137,10 +136,10 @@ def test_the_fastest_way_that_keeps_a_share_is_recommended(place: Path, tmp_path
     best = max(keeping, key=lambda row: row["request_speedup"])
     assert best["request_speedup"] > 1
     command = shlex.split(found["next"][0])
-    assert ("--quantization" in command) == ("quantization" in best)
+    assert ("quantization" in found["use"]) == ("quantization" in best)
     assert main([*command[1:-2], "red hat", "--max-new-tokens", "4"]) == 0
     capsys.readouterr()
-    assert main([word for word in arguments(place, *more) if word != "--json"]) == 0
+    assert main([word for word in asked if word != "--json"]) == 0
     told = capsys.readouterr().out
     assert f"recommended to keep 1%: {best['name']}, {best['request_speedup']:.2f} times as fast" in told
 

@@ -35,7 +35,9 @@ def test_a_round_that_was_slow_for_both_sides_does_not_change_their_ratio():
     assert watch.ratio("a", "b", same) == 2
     assert watch.seconds("a", same) == 4
     assert watch.laps("b") == [1.0, 10.0, 2.0]
-    assert watch.interval("a", "b", same) is None  # one piece has no spread over pieces
+    bounds = watch.interval("a", "b", same)  # of one piece: over its rounds
+    assert bounds is not None
+    assert (bounds.low, bounds.high) == (2, 2)
 
 
 def test_pieces_count_by_their_seconds_and_one_disturbed_round_not_at_all():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib import image
 
-from skipdecode.evaluation.kept import rows_of, speedups_that_keep, with_kept
+from skipdecode.evaluation.kept import impossible, rows_of, with_kept
 from skipdecode.evaluation.pictures import Chart, Point, Series, kept_charts, save_charts
 
 
@@ -34,14 +34,10 @@ def test_a_schedule_that_shortens_prompts_alone_is_not_full_depth():
     ]
 
 
-def test_the_speed_up_that_keeps_a_share_starts_from_the_checkpoints_own_full_depth():
-    def reached(full: float) -> dict[str, float | None]:
-        before = run("full", 100, 1.0, 1.0)
-        rows = with_kept(rows_of({"runs": [before, run("full", full, 1.0, 1.0), run("a", 97, 1.5), run("b", 93, 2.0)]}))
-        return speedups_that_keep(rows[1:])
-
-    assert reached(100) == {"99%": pytest.approx(1.167), "98%": pytest.approx(1.333), "95%": pytest.approx(1.75)}
-    assert reached(80) == {"99%": None, "98%": None, "95%": pytest.approx(1.75)}
+def test_fewer_layers_in_more_time_are_told():
+    rows = with_kept(evaluated(0, run("full", 50, 1.0, 1.0), run("slower", 45, 2.86, 1.5), run("target", 40, 2.12)))
+    (told,) = impossible(rows)
+    assert "target, with fewer layers than slower, was measured 2.12x against 2.86x" in told
 
 
 def test_the_picture_has_full_depth_a_line_for_each_checkpoint_and_the_intervals_that_are_known():

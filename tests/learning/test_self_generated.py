@@ -14,7 +14,16 @@ import pytest
 
 from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
-from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, _cut
+from skipdecode.data.examples import RecordOptions
+from skipdecode.data.source import PromptSource
+from skipdecode.generation.self_generated import (
+    DEV_FILE,
+    TEST_FILE,
+    TRAIN_FILE,
+    SelfGeneratedOptions,
+    _cut,
+    own_answers,
+)
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 
@@ -131,6 +140,14 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     assert (loaded.recipe.prompt_template, loaded.recipe.chat) == ("{colour} {thing}\n", False)
     assert loaded.schedule is not None
     assert loaded.schedule.name == "skipdecode-2x"
+
+
+def test_answers_that_run_at_the_end_of_their_time_are_cut(model: str, tmp_path: Path) -> None:
+    prompts = PromptSource.of_prompts([f"say {n}" for n in range(99)])
+    options, sizes = SelfGeneratedOptions(self=True, self_tokens=400), {"held_out": 9, "tested": 48, "seconds": 0.1}
+    _, about = own_answers(load_model(model), options, RecordOptions(), prompts, tmp_path, seed=0, **sizes)
+    assert 8 <= about["prompts"] < 99
+    assert len(read_rows(tmp_path / TEST_FILE)) >= 99 - about["kept"]
 
 
 def test_answers_are_learned_as_they_were_asked_for(model: str, tmp_path: Path, capsys: Any) -> None:

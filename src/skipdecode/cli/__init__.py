@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 
 from skipdecode import __version__
-from skipdecode.cli.arguments import Parser, add_options, check_together, config_from, with_flags
+from skipdecode.cli.arguments import Parser, add_options, check_together, config_from, prepared, with_flags
 from skipdecode.cli.paths import claimed
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import near
@@ -81,7 +81,7 @@ def _run(arguments: list[str]) -> int:
     )
     add_options(parser, module.Config)
     parser.add_argument("--debug", action="store_true", help=_DEBUG)
-    args = parser.read(arguments[1:])
+    args = prepared(parser.read(arguments[1:]), module.Config)
     command = COMMAND.set(shlex.join(["skipdecode", *arguments]))
     try:
         config = config_from(module.Config, args)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from skipdecode.common.kinds import PREPARED_FILE
 from skipdecode.common.options import Kind, kinds, near
 from skipdecode.errors import OptionError, SkipDecodeError, UsageError
 
@@ -23,6 +26,15 @@ def add_options(parser: Parser, config: type) -> None:
     one_each = any(kind.many and kind.metadata["positional"] for kind in found.values())
     for field in (each for each in _own_first(config) if each.metadata["flag"]):
         _add(parser, field, found[field.name], None if one_each else "+")
+
+
+def prepared(args: argparse.Namespace, config: type) -> argparse.Namespace:
+    """The arguments; in place of a directory that `prepare` wrote, the model and the options that it recommends."""
+    file = Path(str(getattr(args, "model", ""))) / PREPARED_FILE
+    for name, value in json.loads(file.read_bytes()).get("use", {}).items() if file.is_file() else ():
+        if (kind := kinds(config).get(name)) and (name == "model" or not hasattr(args, name)):
+            setattr(args, name, [value] if kind.many else value)
+    return args
 
 
 def config_from(config: type[T], args: argparse.Namespace) -> T:

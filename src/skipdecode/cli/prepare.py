@@ -9,6 +9,7 @@
 each, the evaluations a sixth, and the tuning the rest; 0 is without tuning, and without a limit. With --self, the model
 is trained on its own answers at full depth; a checkpoint that was tuned at full depth needs no other responses.
 --keep 0.98 evaluates drafts and W8A8 weights too, and recommends the fastest way that keeps 98% of every score.
+The directory of --out is a MODEL of every verb: the fastest way that keeps the share, else the schedule.
 --resume continues an interrupted run. With another value of --minutes, it reuses answers, layers and fit, whose time
 counts again, and compares the results of both values.
 """
@@ -19,15 +20,11 @@ import json
 import shlex
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import NamedModel, PushOptions
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import Reads, option
 from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
-
-if TYPE_CHECKING:
-    from skipdecode.learning.prepared import Prepared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +59,7 @@ def run(config: Config) -> int:
     config.push()
     files = {name: getattr(config, name) or None for name in ("train", "dev", "test", "cost")}
     ready = prepare(config.ref, **files, out=config.out, started=started, **asdict(config.part(PrepareOptions)))
-    commands = _next(config, ready)
+    commands = _next(config)
     if config.json:
         print(json.dumps(dict(ready.document) | {"next": commands}))
     else:
@@ -71,15 +68,7 @@ def run(config: Config) -> int:
     return 0
 
 
-def _next(config: Config, ready: Prepared) -> list[str]:
+def _next(config: Config) -> list[str]:
     """The commands that use the result, and that go on with more minutes."""
-    best, model = ready.recommended, shlex.join(config.words)
-    if best is None:
-        model = str(ready.path) if ready.path else f"{model} --schedule {ready.schedule_file}"
-    else:
-        full = best["name"].startswith("full")
-        model = str(ready.path) if best["minutes"] else model
-        model += f" --schedule {'full' if full else ready.schedule_of(best)}"
-        model += f" --quantization {best['quantization']}" if "quantization" in best else ""
     more = f"{COMMAND.get()} --minutes {max(20.0, 2 * config.minutes):g}" + " --resume" * (not config.resume)
-    return [f"skipdecode generate {model} --compare 'Your prompt'", more]
+    return [f"skipdecode generate {shlex.quote(config.out)} --compare 'Your prompt'", more]

@@ -17,6 +17,7 @@ KINDS = (
 )  # fmt: skip
 """All kinds; "benchmark" and "quality-table" are for scripts outside the package."""
 _FORMAT = 1
+PREPARED_FILE = "prepared.json"
 
 
 def heading(kind: str, benchmark: str | None = None) -> dict[str, Any]:

@@ -64,8 +64,10 @@ class Stopwatch(Generic[Side, Lap]):
     def interval(
         self, over: Side, under: Side, clock: Callable[[Lap], float], *, resamples: int = 1000, seed: int = 0
     ) -> Interval | None:
-        """The bootstrap interval of `ratio` over the pieces; None for a single piece."""
+        """The bootstrap interval of `ratio` over the pieces, of a single piece over its rounds; None for one lap."""
         table = self._pairs(over, under, clock)
+        if table is not None and len(table) == 1:
+            table = np.asarray([(clock(a), clock(b)) for a, b in zip(self.laps(over), self.laps(under), strict=True)])
         if table is None or len(table) < 2:
             return None
         return interval(table, ratio_of_sums, resamples=resamples, seed=seed)

@@ -215,7 +215,7 @@ class _Evaluation:
         if options.full_depth and not any(method.full_depth for method in methods.values()):
             methods = {out / "full": Method(llm.backend), **methods}
         if options.ways:
-            skipping = [schedule for schedule in places.values() if not schedule.is_full]
+            skipping = [s for s in places.values() if options.ways == "all" and not s.is_full]
             methods |= {out / _folder(way.name): way for way in other_ways(llm.backend, skipping)}
         loaded = llm.loaded
         about = {

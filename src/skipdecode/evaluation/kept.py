@@ -1,15 +1,15 @@
-"""Scores that schedules keep: rows of evaluations, and the largest speed-up that keeps a share."""
+"""Scores that schedules keep: rows of evaluations, and the fastest that keeps a share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import permutations
 from typing import Any
 
 from skipdecode.evaluation.metrics import METRICS
 
-_SHARES = (0.99, 0.98, 0.95)
+_NOISE = 1.05  # of speed-ups
 PERPLEXITY = "1 / perplexity"
 _FULL_DEPTH = ("base", "full")
 Row = Mapping[str, Any]
@@ -26,8 +26,9 @@ def _speeds(found: Row) -> dict[str, Any]:
     full = found["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
     request, decode = (1.0 if full else found.get(name) for name in ("request_speedup", "decode_speedup"))
     how = found.get("config", {}).get("method", found)
-    way = {name: how[name] for name in ("quantization", "exact") if name in how}
-    return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode} | way
+    more = {name: how[name] for name in ("quantization", "exact") if name in how}
+    more |= {name: found.get(name) for name in ("nominal_speedup", "request_speedup_interval", "request_speedup_alone")}
+    return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode} | more
 
 
 def _task_scores(run: Row) -> dict[str, Any]:
@@ -66,28 +67,20 @@ def _least(row: Row, shares: Mapping[str, float]) -> dict[str, Any]:
     return {"kept": kept, "kept_interval": {"low": own["low"], "high": own["high"]} if known else None}
 
 
-def speedups_that_keep(rows: Sequence[Row]) -> dict[str, float | None]:
-    """The largest request speed-up that keeps 99%, 98% and 95%, of rows of one checkpoint; None if there is none.
-
-    Linear between measured speed-ups, from the checkpoint's own full depth on, which is the last row of full depth.
-    """
-    own = [(1.0, row["kept"]) for row in rows if row["full_depth"] and row["kept"] is not None][-1:]
-    points = [*own, *sorted((s, kept) for row, kept in measured(rows) if (s := row["request_speedup"]) > 1)]
-    return {f"{share:.0%}": _speedup_that_keeps(points, share) for share in _SHARES}
-
-
-def _speedup_that_keeps(measured: Sequence[tuple[float, float]], share: float) -> float | None:
-    found = [speedup for speedup, kept in measured if kept >= share]
-    for (slow, more), (fast, less) in pairwise(measured):
-        if more >= share > less:
-            found.append(slow + (fast - slow) * (more - share) / (more - less))
-    return round(max(found), 3) if found else None
-
-
 def fastest_that_keeps(rows: Sequence[Row], share: float) -> Row | None:
     """The row with the largest request speed-up above 1 that keeps a share; None if there is none."""
     found = [row for row, kept in measured(rows) if kept >= share and row["request_speedup"] > 1]
     return max(found, key=lambda row: row["request_speedup"], default=None)
+
+
+def impossible(rows: Sequence[Row]) -> Iterator[str]:
+    """What the rows of one checkpoint say that cannot be: fewer layers in clearly more time."""
+    for (deep, _), (fast, _) in permutations(measured(rows), 2):
+        alike = all(deep.get(name) == fast.get(name) for name in ("minutes", "quantization", "exact"))
+        speeds = fast["request_speedup"], deep["request_speedup"]
+        if alike and fast["nominal_speedup"] > deep["nominal_speedup"] and _NOISE * speeds[0] < speeds[1]:
+            less = f"{fast['name']}, with fewer layers than {deep['name']}, was measured {speeds[0]:.2f}x"
+            yield f"{less} against {speeds[1]:.2f}x: other work disturbed the measurement, repeat it"
 
 
 def kept_columns(rows: Sequence[Row]) -> dict[str, str]:
@@ -96,6 +89,8 @@ def kept_columns(rows: Sequence[Row]) -> dict[str, str]:
         "schedule": "{name}",
         "minutes": "{minutes:g}",
         "request": "{request_speedup:.2f}x",
+        "request, interval": "{request_speedup_interval[low]:.2f} to {request_speedup_interval[high]:.2f}",
+        "request, batch 1": "{request_speedup_alone:.2f}x",
         "decode": "{decode_speedup:.2f}x",
         "kept": "{kept:.1%}",
         "copied": "{copied:.1f}%",

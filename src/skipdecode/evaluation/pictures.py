@@ -149,7 +149,12 @@ def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], t
     lines = []
     for minutes in dict.fromkeys(float(row["minutes"]) for row in rows):
         found = [row for row in rows if row["minutes"] == minutes]
-        if schedules := [_point(row, 100 * kept) for row, kept in measured(found)]:
+        alone = {
+            way: [_point(row, 100 * k) for row, k in measured(found) if _has_way(row) is way] for way in (False, True)
+        }
+        if alone[True]:
+            lines.append(Series("other weights or drafts", alone[True], "o"))
+        if schedules := alone[False]:
             own = [Point(1.0, 100 * row["kept"]) for row in found if row["full_depth"]][-1:]
             lines.append(Series(f"after {minutes:g} minutes" if minutes else "not tuned", [*own, *schedules]))
     known = {minutes: 100 * share for minutes, share in by_minutes.items() if share is not None}
@@ -163,6 +168,10 @@ def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], t
         title = f"{target}, by minutes of choosing layers and tuning"
         charts.append(Chart([Series(target, after)], "minutes", _KEPT, title, level=_ALL))
     return charts
+
+
+def _has_way(row: Row) -> bool:
+    return "quantization" in row or "exact" in row
 
 
 def _point(row: Row, kept: float) -> Point:

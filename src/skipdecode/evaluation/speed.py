@@ -22,6 +22,7 @@ ROUNDS = 3
 WHAT = "outputs of the lengths of the references, all methods in turn on the same batches, medians of rounds"
 _WARM_UP_TOKENS = 4
 _LEAST_ROWS = 16
+_ALONE, _ALONE_TOKENS = 2, 64  # records that are decoded alone, once, and their most new tokens
 _SPEEDUPS: dict[str, Callable[[Generation], float]] = {
     "request_speedup": lambda g: g.prompt_seconds + g.decode_seconds,
     "decode_speedup": lambda g: g.decode_seconds,
@@ -39,8 +40,9 @@ def time_equal_lengths(
     batch_size: int,
     kept: KeptValues | None = None,
     progress: Callable[[int], None] = lambda rows: None,
+    rounds: int = ROUNDS,
 ) -> Turns:
-    """Have methods take turns on each batch, `ROUNDS` times.
+    """Have methods take turns on each batch, `rounds` times.
 
     `prompts` are token ids, `lengths` the numbers of new tokens. `kept` has turns that an earlier, interrupted run
     finished, and stores those of this run. `progress` is called with the number of sequences of each turn.
@@ -48,12 +50,13 @@ def time_equal_lengths(
     groups = batches([len(prompt) for prompt in prompts], batch_size)
     turns = Turns(methods)
     warm, salt = False, ""
-    for turn in range(ROUNDS * len(groups)):
+    for turn in range(rounds * len(groups)):
         number = turn % len(groups)
         if not (number and salt):
             salt = token_hex()  # no round drafts from the answers of another, which are the same
         rows, each = [prompts[i] for i in groups[number]], [lengths[i] for i in groups[number]]
-        if done := kept and kept.get(f"speed {turn}"):
+        key = f"speed {batch_size} {turn}"
+        if done := kept and kept.get(key):
             turns.add(dict(zip(methods, (Generation(**g) for g in done), strict=True)), number)
         else:
             for method in () if warm else methods:
@@ -65,7 +68,7 @@ def time_equal_lengths(
 
             found = turns.lap(generate, number)
             if kept is not None:
-                kept.put(f"speed {turn}", [asdict(g) for g in found.values()])
+                kept.put(key, [asdict(g) for g in found.values()])
         progress(len(rows))
     return turns
 
@@ -101,7 +104,13 @@ def measured_speeds(
     with progress_bar(ROUNDS * wanted, "record", name="speed") as bar:
         turns = time_equal_lengths(methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": ROUNDS, "new_tokens": sum(each)}
-    return {method: speed_entries(turns, method, full, settings, about) for method in methods}
+    found = {method: speed_entries(turns, method, full, settings, about) for method in methods}
+    if settings.ways and size > 1:
+        short = [min(length, _ALONE_TOKENS) for length in each[:_ALONE]]
+        alone = time_equal_lengths(methods, rows[:_ALONE], short, batch_size=1, kept=kept, rounds=1)
+        for method, entries in found.items():
+            entries["request_speedup_alone"] = alone.ratio(full, method, _SPEEDUPS["request_speedup"])
+    return found
 
 
 def speed_entries(
@@ -109,7 +118,7 @@ def speed_entries(
 ) -> dict[str, Any]:
     """The speed of a method, JSON-ready: the time of full depth for the same batches divided by the method's.
 
-    With prompts, and of decoding alone; None if no time passed. Intervals are over batches; a single batch has none.
+    With prompts, and of decoding alone; None if no time passed. Intervals are over batches, or the rounds of one.
     `about` describes the measurement.
     """
     beside = None if method is full else medians_of(turns, full)

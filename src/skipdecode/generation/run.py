@@ -5,6 +5,7 @@ Only one window of records is in memory at a time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ _COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64
 _CHECK_WINDOW = 1024
 _WARM_UP_TOKENS = 2
+_LEAST_ENDED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,15 @@ class _Run:
         self.stats.rows += len(ended)
         return len(ended)
 
+    def cut(self) -> int:
+        """End the sequences that run, as at their most tokens; returns their number."""
+        running = list(self.loop.running.values())
+        for one in running:
+            self.loop.remove(one)
+            one.finish_reason = "length"
+            self.writer.put(one.prompt.record.index, self.job.row(one.prompt, one))
+        return len(running)
+
     def _keep_for_comparison(self, one: _Row) -> None:
         batch, place = divmod(self._finished, self.job.batch_size)
         self._finished += 1
@@ -179,12 +190,13 @@ def generate_rows(
     window_batches: int = _WINDOW_BATCHES,
     report: Callable[[EncodedPrompt], None] = lambda prompt: None,
     progress: Callable[[int, RunStats], None] = lambda rows, stats: None,
+    until: float = math.inf,
 ) -> RunStats:
     """Generate all `rows` records, in input order and not yet known to the writer, and put the output in place.
 
     `window_batches` batches of records are taken at once. `report` is called with each record that cannot be used,
     which is written as ``{"id", "line", "error"}``; `progress` with the number of records that were just finished, and
-    the statistics so far.
+    the statistics so far. Behind `until`, of ``time.perf_counter()``, sequences are cut once a few have ended.
 
     Raises OutputError: a record cannot be written; WorkError: the accelerator is out of memory.
     """
@@ -205,6 +217,9 @@ def generate_rows(
             window = next(windows, None)
         if ended := run.step():
             progress(ended, stats)
+        if time.perf_counter() > until and stats.rows >= _LEAST_ENDED:
+            progress(run.cut(), stats)
+            window = None
     stats.seconds = time.perf_counter() - started
     if job.full_depth is not None:
         # Before the output is put in place, so that an interrupted comparison can be resumed.

@@ -46,7 +46,7 @@ _DRAWN = 1000
 _PROMPT_TOKENS = 128
 _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
-_ADMITS = 0.6  # of the time: rows that run then take about the rest
+_ADMITS = 0.6  # of the time: rows that run then take about the rest, and those that take more are cut
 _GRAM, _LEAST_DISTINCT = 4, 0.7
 _DEV_SHARE = 10
 _SENTENCES = re.compile(r".*(?<!\d)[.!?](?=\s)", re.DOTALL)  # a full stop after a number may belong to a list
@@ -131,7 +131,7 @@ class SelfGeneratedData:
     skip_bad : bool
         Leave out, and name, records of the file without a prompt, instead of refusing the file.
     seconds : float, optional
-        Time after which no more prompts are drawn (a third of it) or answered. Default: all are.
+        Time after which drawing prompts (a third of it) and answering end. Default: all are answered.
     """
 
     loaded: LoadedModel
@@ -286,13 +286,14 @@ class SelfGeneratedData:
             )
             with closing(open_writer(str(path), about["settings"])) as writer:
                 left = [record for record in records if not writer.is_done(record.index)]
-                batches, over = 64, math.inf
+                batches, over, until = 64, math.inf, math.inf
                 if self.seconds is not None:
-                    batches, over = 1, time.perf_counter() + _ADMITS * share * self.seconds
-                # Rows that have begun are finished: those that a limit cuts off would be the long ones.
+                    start, whole = time.perf_counter(), share * self.seconds
+                    batches, over, until = 1, start + _ADMITS * whole, start + whole
                 begun = takewhile(lambda record: time.perf_counter() < over, left)
                 with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:
                     given: dict[str, Any] = {"window_batches": batches, "progress": lambda n, _: bar.update(n)}
+                    given["until"] = until
                     generate_rows(begun, job, writer, len(left), **given)
         return [row for _, row in read_rows(path) if isinstance(row, dict)]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.common.environment import environment
+from skipdecode.common.environment import environment, multiplies_bf16
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
@@ -115,7 +115,8 @@ def calibrate(
     Parameters
     ----------
     model : LLM, LoadedModel, str or Path
-        A model that is loaded, or a name as for `skipdecode.load`. On a CPU, the arithmetic is in fp32.
+        A model that is loaded, or a name as for `skipdecode.load`. The arithmetic is in its type, and in fp32 on a CPU
+        that has no instructions for that.
     data : str, Path or list of mapping
         Records with prompt and response: a JSONL or CSV file, or a list.
     out : str or Path, optional
@@ -203,12 +204,11 @@ def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, laye
 
 @contextmanager
 def _without_fit(model: Model) -> Iterator[LoadedModel]:
-    """The model, in fp32 on a CPU, without its fit until the end: a calibration computes another."""
+    """The model, in fp32 on a CPU that emulates bf16, without its fit: a calibration computes another."""
     loaded = getattr(model, "loaded", model)
-    on_gpu = torch.cuda.is_available()
-    if not isinstance(loaded, LoadedModel):
-        loaded = load(ref_of(model), dtype="auto" if on_gpu else "float32")
-    elif loaded.model.device.type == "cpu" and loaded.model.dtype != torch.float32:
+    loaded = loaded if isinstance(loaded, LoadedModel) else load(ref_of(model))
+    device, dtype = loaded.model.device.type, loaded.model.dtype
+    if device == "cpu" and dtype != torch.float32 and not (dtype == torch.bfloat16 and multiplies_bf16(device)):
         loaded = replace(loaded, model=copied(loaded.model, torch.float32))
     with own_fit_kept(loaded.model):
         keep_fit(loaded.model, None)

@@ -19,15 +19,17 @@ _DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
 _LEAST_RECORDS, _MOST_RECORDS = 8, 64
 _TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
 _SEARCHES: tuple[dict[str, Any], ...] = (
-    {"records": 8, "fit_depths": 4, "spread_prompts": True, "baselines": True},
-    {"records": 8, "fit_depths": 2, "spread_prompts": False, "baselines": False},
-    {"records": 4, "fit_depths": 2, "spread_prompts": False, "baselines": False},
+    {"records": 8, "fit_depths": 4, "spread_prompts": True},
+    {"records": 8, "fit_depths": 2, "spread_prompts": False},
+    {"records": 4, "fit_depths": 2, "spread_prompts": False},
 )
+# `tokens` is the share of an own text's tokens: the last ones are of short texts, but never of fewer than 48.
 EVALUATIONS: tuple[dict[str, Any], ...] = (
-    {"records": 64, "neighbours": True, "speed_batches": 4},
-    {"records": 64, "neighbours": True, "speed_batches": 1},
-    {"records": 48, "neighbours": True, "speed_batches": 1},
-    {"records": 48, "neighbours": False, "speed_batches": 1},
+    {"records": 64, "neighbours": True, "speed_batches": 4, "tokens": 1.0},
+    {"records": 64, "neighbours": True, "speed_batches": 1, "tokens": 1.0},
+    {"records": 48, "neighbours": True, "speed_batches": 1, "tokens": 1.0},
+    {"records": 48, "neighbours": True, "speed_batches": 1, "tokens": 0.5},
+    {"records": 48, "neighbours": False, "speed_batches": 1, "tokens": 0.25},
 )
 _WAYS = 1.2  # times the work of the schedules: W8A8 takes half of it, drafts at full depth the rest
 _ROUNDS = 3  # in which the speed of a batch is measured
@@ -63,7 +65,7 @@ class Pace:
         found: dict[str, Any] = {}
         for found in _SEARCHES:
             sets = prompt_sets * (1 + found["spread_prompts"])
-            measured = found["records"] * self.text_tokens * (1 + sets + 4 * found["baselines"])
+            measured = found["records"] * self.text_tokens * (1 + sets)
             passes = _PRODUCTS * (1 + 0.7 * found["fit_depths"] + 0.5 * sets)
             tokens = (seconds * self.tokens_per_second - measured) / passes
             if tokens >= _TOKENS_A_COLUMN * width:
@@ -71,22 +73,21 @@ class Pace:
         return found | {"fit_tokens": max(1, round(tokens))}
 
     def evaluation(
-        self, seconds: float, per_batch: float, batch: int, most: int, speedup: float, forced: bool, ways: bool
+        self, seconds: float, per_batch: float, batch: int, most: int, speedups: Sequence[float], own: bool, ways: bool
     ) -> dict[str, Any]:
         """The size of an evaluation that takes about so many seconds, or the smallest one.
 
-        `per_batch` are seconds of a batch of requests at full depth, `speedup` is that of the target;
-        `forced`: the model reads all texts again, as without references; `ways`: other weights and drafts too.
+        `per_batch` are seconds of a batch of requests at full depth, `speedups` those of full depth, the target and its
+        neighbours; `own`: texts of the model, which it reads again; `ways`: other weights and drafts too.
         """
         found: dict[str, Any] = {}
         for found in EVALUATIONS:
-            gains = (0, 1, 0.5, 1.25) if found["neighbours"] else (0, 1)
-            work = (1 + _WAYS * ways) * sum(1 / (1 + gain * (speedup - 1)) for gain in gains)
+            sides = speedups if found["neighbours"] else speedups[:2]
             records = min(most, found["records"])
-            timed = _ROUNDS * min(found["speed_batches"], -(-records // batch))
-            took = per_batch * work * (records / batch + timed)
-            took += forced * len(gains) * records * self.text_tokens / self.tokens_per_second
-            if took <= seconds:
+            timed = _ROUNDS * min(found["speed_batches"], -(-records // batch)) + ways
+            took = per_batch * sum(1 / one for one in sides) * (1 + _WAYS * ways) * (records / batch + timed)
+            took += own * (len(sides) + ways) * records * self.text_tokens / self.tokens_per_second
+            if took * (found["tokens"] if own else 1) <= seconds:
                 break
         return found | {"records": min(most, found["records"])}
 

@@ -13,19 +13,20 @@ from typing import Any
 from skipdecode.common.files import write_whole
 from skipdecode.common.tables import Printed, figures
 from skipdecode.errors import ScheduleError
-from skipdecode.evaluation.kept import fastest_that_keeps, kept_columns
+from skipdecode.evaluation.kept import fastest_that_keeps, impossible, kept_columns
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE
 from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.carried import SCHEDULE_FILE as CARRIED_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import put_fit
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, push_to_hub, write_card
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
 
-RESULT = "prepared.json"
 TIMES = {"answers": "own answers", "sizes": "timing", "layers": "choosing layers"}
-_NEIGHBOURS = {"slower": 0.5, "faster": 1.25}  # also evaluated: their shares of the target's nominal gain
+NEIGHBOURS = {"slower": 0.5, "faster": 1.25}  # also evaluated: their shares of the target's nominal gain
+MILDER = {"slower": 0.5, "mildest": 0.2}  # where the target may be too fast to keep the share that was asked for
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,17 +58,18 @@ class Prepared(Printed):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule for the target."""
-        return Schedule.load(self.schedule_file)
+        """The schedule of the tuning; without tuning, that of the target."""
+        return Schedule.load(self.path / CARRIED_FILE if self.path else self.schedule_file)
 
     @cached_property
     def llm(self) -> LLM:
-        """The prepared model, ready to generate text with its schedule."""
-        if self.path is not None:
-            return LLM(self.path)
-        if (file := self.schedule_file.with_name(FIT_FILE)).is_file():
+        """The model, ready to generate text as `use` says."""
+        use = dict(self.use)
+        if Path(use["model"]).parent == self.out.resolve():  # tuned
+            return LLM(use.pop("model"), **use)
+        if (file := self.schedule_file.with_name(FIT_FILE)).is_file() and use["schedule"] != "full":
             put_fit(self._loaded.model, file, [self.schedule_file])
-        return LLM(self._loaded, self.schedule)
+        return LLM(self._loaded, use["schedule"], quantization=use.get("quantization", "none"))
 
     @property
     def recommended(self) -> Mapping[str, Any] | None:
@@ -93,8 +95,28 @@ class Prepared(Printed):
     def schedule_of(self, row: Mapping[str, Any]) -> Path:
         """The file of the schedule of one of the rows."""
         place = tuned_directory(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
-        near = (place / f"{name}.json" for name in _NEIGHBOURS if f", {name}" in row["name"])
-        return next(near, self.schedule_file)
+        files = (place / name for name in (CARRIED_FILE, *(f"{near}.json" for near in NEIGHBOURS | MILDER)))
+        name = row["name"].removesuffix(", w8a8")
+        return next((file for file in files if file.is_file() and Schedule.load(file).name == name), self.schedule_file)
+
+    @property
+    def use(self) -> dict[str, Any]:
+        """The model, schedule and quantization that use the result; a tuned model has its schedule.
+
+        With `keep` those of the recommended row, else the tuned model, or the model with the schedule and its fit.
+        """
+        row, ref, searched = self.recommended or {}, self._loaded.ref, self.document["keep"] is not None
+        tuned = row.get("minutes", 0) if searched else self.document["minutes"]
+        found = {"model": str(Path(ref.name).resolve()) if Path(ref.name).exists() else ref.name}
+        found |= {} if ref.given_base is None else {"base": ref.given_base}
+        if tuned:
+            found = {"model": str(tuned_directory(self.out, tuned).resolve())}
+        if searched:
+            full = row.get("name", "full").startswith("full")
+            found["schedule"] = "full" if full else str(self.schedule_of(row).resolve())
+        elif not tuned:
+            found["schedule"] = str(self.schedule_file.resolve())
+        return found | ({"quantization": row["quantization"]} if "quantization" in row else {})
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -110,11 +132,11 @@ def tuned_directory(out: Path, minutes: float) -> Path:
     return out / f"tuned-{minutes:g}"
 
 
-def neighbours(target: Schedule, place: Path) -> list[Schedule]:
-    """The target, and a slower and a faster schedule if its drop order, and the fit in `place`, allow them."""
+def neighbours(target: Schedule, place: Path, shares: Mapping[str, float] = NEIGHBOURS) -> list[Schedule]:
+    """The target, and schedules of other gains if its drop order, and the fit in `place`, allow them."""
     found = [target]
     fit = Fit.load(place / FIT_FILE) if (place / FIT_FILE).is_file() else None
-    for name, share in _NEIGHBOURS.items():
+    for name, share in shares.items():
         with contextlib.suppress(ScheduleError):
             other = target.with_speedup(1 + (target.nominal_speedup - 1) * share)
             if fit is not None and not fit.serves(other):  # no layer is skipped that has no map
@@ -144,16 +166,19 @@ def _lines(document: Mapping[str, Any], target: str) -> list[str]:
     keep = document["keep"]
     shown = rows if keep is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
     lines = ["kept: worst score, compared with the model before", "", *_table(shown), ""]
+    if keep is not None:
+        lines.append("exact: drafts from the text, which change no token; w8a8: 8-bit weights and activations")
+    lines += impossible(rows)
     lines.append(f"time: {', '.join(times)}")
     if known:
         kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
-        found = document["speedup_that_keeps"].items()
-        reach = (f"{share} at {f'{speedup:.2f}x' if speedup else 'no speed-up'}" for share, speedup in found)
-        lines += [f"{target} keeps {kept}", f"requests keep {', '.join(reach)}"]
+        lines.append(f"{target} keeps {kept}")
     else:
         lines.append("every score of full depth is 0, so there is no share to keep: tune the model at full depth first")
     if keep is not None:
         best = fastest_that_keeps(rows, keep)
+        if best is None or best["name"].startswith("full"):
+            lines.append(f"no schedule keeps {keep:.0%} at a higher speed")
         told = (
             "none is faster than full depth"
             if best is None

@@ -118,10 +118,15 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
     """Options of `skipdecode.prepare`; each field's help text is its documentation."""
 
     EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev", "base")}
+    TARGET: ClassVar = 1.5
     RATE: ClassVar = 1e-3
     FULL_RATE: ClassVar = 1e-4
 
-    target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", default=1.5, above=1)
+    target_speedup: float | None = option(
+        f"wall-clock speed-up of whole requests, prompts included (default: {TARGET:g}; with --keep also less)",
+        default=None,
+        above=1,
+    )
     keep: float | None = option(
         "share of full depth's scores to keep, such as 0.98: exact drafts and W8A8 weights are evaluated too, and the "
         "fastest way that keeps it is recommended",
