@@ -17,6 +17,7 @@ counts again, and compares the results of both values.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from dataclasses import asdict, dataclass
@@ -70,5 +71,6 @@ def run(config: Config) -> int:
 
 def _next(config: Config) -> list[str]:
     """The commands that use the result, and that go on with more minutes."""
-    more = f"{COMMAND.get()} --minutes {max(20.0, 2 * config.minutes):g}" + " --resume" * (not config.resume)
+    again = re.sub(r" --(minutes[ =]\S+|resume)", "", COMMAND.get())
+    more = f"{again} --minutes {max(20.0, 2 * config.minutes):g} --resume"
     return [f"skipdecode generate {shlex.quote(config.out)} --compare 'Your prompt'", more]

@@ -41,6 +41,7 @@ from skipdecode.schedule import Schedule
 SCHEDULE_FILE = "schedule.json"
 _REPORT = "calibration.json"
 _TOKENS_A_COLUMN, _SHOWN_ORDER = 4, 12
+_FIT_ROWS = 4  # of like answers: rows of 8 of like prompts had half as many padded columns of answers again
 _COLUMNS = {
     "schedule": "{name}",
     "speed-up": "{speedup:.2f}x",
@@ -223,7 +224,7 @@ def _fitter(loaded: LoadedModel, records: Sequence[Example], settings: Calibrate
             f"{tokens} response tokens are too few to fit maps of {width} columns: give more or longer records, or no "
             "fit"
         )
-    return Fitter(loaded.model, batches_of(records, settings.batch_size), settings)
+    return Fitter(loaded.model, batches_of(records, min(_FIT_ROWS, settings.batch_size)), settings)
 
 
 # ---------------------------------------------------------------------- records
@@ -279,4 +280,4 @@ def records_for_fit(
         taken.append(example)
         tokens += len(example.prompt) + len(example.response)
         answers += len(example.response)
-    return sorted(taken, key=lambda e: (len(e.prompt), len(e.response)))
+    return sorted(taken, key=lambda e: (len(e.response), len(e.prompt)))

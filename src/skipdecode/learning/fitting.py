@@ -125,11 +125,11 @@ class _Inputs:
         if not self.gram[1].any():
             return _RIDGES[2]
         center = self._center(self.gram[0], cross[0])
-        values, vectors = self._basis
+        values, vectors, moments = self._basis
         learned = vectors.T @ _about(self.gram[0], cross[0], center)[1]
-        moments, products = _about(self.gram[1], cross[1], center)
+        _, products = _about(self.gram[1], cross[1], center)
         # With D = 1 / (values + ridge) the solution is vectors @ D * learned, and its loss a quadratic form of D.
-        square = (learned @ learned.T) * (vectors.T @ moments @ vectors)
+        square = (learned @ learned.T) * moments
         linear = (learned * (vectors.T @ products)).sum(1)
 
         def loss(ridge: float) -> float:
@@ -139,12 +139,12 @@ class _Inputs:
         return min(_RIDGES, key=loss)
 
     @cached_property
-    def _basis(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues and eigenvectors of the inputs to learn from about their mean."""
-        gram = self.gram[0]
-        moments, _ = _about(gram, gram[:, :-1], self._center(gram, gram[:, :-1]))
-        found = torch.linalg.eigh(moments)
-        return found[0], found[1]
+    def _basis(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of the inputs to learn from about their mean; of these, the others' moments."""
+        center = self._center(self.gram[0], self.gram[0][:, :-1])
+        first, others = (_about(gram, gram[:, :-1], center)[0] for gram in self.gram)
+        values, vectors = torch.linalg.eigh(first)
+        return values, vectors, vectors.T @ others @ vectors
 
     @staticmethod
     def _center(gram: Tensor, cross: Tensor) -> tuple[Tensor, Tensor]:

@@ -175,6 +175,7 @@ class _Run:
                 enough = _MORE * (settings.minutes - left)
                 note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: `minutes` of {enough:.0f} leave a third")
             if left >= _LEAST_MINUTES:
+                note(f"{left:.1f} minutes of tuning for {aim.name}")
                 records = sizes["dev_records"]
                 run = stages.run(
                     f"tuning {minutes}", lambda: self._tuned(data, left, tuned, records, aim), place=tuned, of=of
@@ -264,9 +265,7 @@ class _Run:
         known = sorted((s for s in every if kept.get(s.name) is not None), key=lambda s: -s.nominal_speedup)
         if self.shares is NEIGHBOURS or not known:
             return every[0]
-        aim = next((s for s in known if kept[s.name] >= _WITHIN_REACH), known[-1])
-        note(f"tuning is for {aim.name}, which keeps {kept[aim.name]:.1%} before")
-        return aim
+        return next((s for s in known if kept[s.name] >= _WITHIN_REACH), known[-1])
 
     def _tuned(
         self, data: Mapping[str, Any], minutes: float, place: Path, dev_records: int, aim: Schedule
@@ -339,6 +338,7 @@ class _Run:
             "model": self.loaded.name,
             "minutes": shown,
             "keep": self.settings.keep,
+            "target": target,
             **{key: {name: stage[key] for name, stage in stages.items()} for key in ("seconds", "cpu_seconds")},
             "rows": [row for row in rows if row["minutes"] in (0.0, shown)],
             "kept_by_minutes": {row["minutes"]: row["kept"] for row in rows if row["name"] == target},

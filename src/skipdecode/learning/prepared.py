@@ -124,7 +124,7 @@ class Prepared(Printed):
         return list(self.document["rows"])
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self.document, self.schedule.name))
+        return "\n".join(_lines(self.document))
 
 
 def tuned_directory(out: Path, minutes: float) -> Path:
@@ -154,7 +154,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return figures(dict([*columns.items()][:at]) | interval | columns, rows)
 
 
-def _lines(document: Mapping[str, Any], target: str) -> list[str]:
+def _lines(document: Mapping[str, Any]) -> list[str]:
     rows, known = document["rows"], {m: kept for m, kept in document["kept_by_minutes"].items() if kept is not None}
     times = []
     for name, seconds in document["seconds"].items():
@@ -172,7 +172,7 @@ def _lines(document: Mapping[str, Any], target: str) -> list[str]:
     lines.append(f"time: {', '.join(times)}")
     if known:
         kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
-        lines.append(f"{target} keeps {kept}")
+        lines.append(f"{document['target']} keeps {kept}")
     else:
         lines.append("every score of full depth is 0, so there is no share to keep: tune the model at full depth first")
     if keep is not None:
