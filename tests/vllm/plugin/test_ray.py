@@ -51,8 +51,8 @@ def test_two_workers_generate_what_transformers_gives(checkpoint: Any, tmp_path:
     texts = ["ab" * (1 + number % 11) + chr(97 + number) for number in range(PROMPTS)]
     lines.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts), encoding="utf-8")
     command = [sys.executable, str(EXAMPLES / "ray_data_llm.py"), str(folder), str(lines), str(out), "--workers", "2"]
-    command += ["--gpus-per-worker", "0", "--cpus", "8", "--batch-size", "6", "--max-tokens", str(NEW)]
-    command += ["--engine", json.dumps(ENGINE), "--sampling", json.dumps({"ignore_eos": True})]
+    command += ["--gpus-per-worker", "0", "--cpus", "8", "--batch-size", "6", "--engine", json.dumps(ENGINE)]
+    command += ["--sampling", json.dumps({"ignore_eos": True, "max_tokens": NEW})]
     alone = environment() | {"RAY_ADDRESS": "local"}  # in no cluster that runs here, or ran and left its address
     done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-5000:]
