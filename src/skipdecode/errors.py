@@ -30,33 +30,6 @@ what was wrong, what is accepted, what to do.
 
 from __future__ import annotations
 
-__all__ = [
-    "AlreadyAttachedError",
-    "AttachError",
-    "DataError",
-    "DepthWarning",
-    "DivergedError",
-    "FetchError",
-    "FitError",
-    "GrammarError",
-    "MissingExtraError",
-    "ModelLoadError",
-    "OptionError",
-    "OutputError",
-    "RefusedEngineError",
-    "ScheduleError",
-    "SkipDecodeError",
-    "TargetError",
-    "UnfitModelError",
-    "UnsupportedFeatureError",
-    "UnsupportedModelError",
-    "UntestedVersionWarning",
-    "UntunedScheduleWarning",
-    "UsageError",
-    "WorkError",
-    "WriteError",
-]
-
 
 class SkipDecodeError(Exception):
     """Base of all errors that this package raises."""
@@ -77,14 +50,7 @@ class UsageError(SkipDecodeError):
 class OptionError(UsageError):
     """A value that an option does not accept.
 
-    Parameters
-    ----------
-    name : str
-        The field of the option.
-    value : Any
-        The given value.
-    accepted : str
-        The accepted values, in words.
+    `name` is the field of the option, `value` the given value; `accepted` are the accepted values, in words.
     """
 
     def __init__(self, name: str, value: object, accepted: str) -> None:
@@ -95,12 +61,7 @@ class OptionError(UsageError):
 class GrammarError(UsageError):
     """A JSON schema or another grammar that cannot be enforced.
 
-    Parameters
-    ----------
-    reason : str
-        Why, in one line.
-    path : str
-        JSON pointer to the part of the schema; added to the message.
+    `reason` says why, in one line; `path` is a JSON pointer to the part of the schema, and added to the message.
     """
 
     def __init__(self, reason: str, path: str = "") -> None:
@@ -190,12 +151,7 @@ class DivergedError(WorkError):
 class MissingExtraError(SkipDecodeError, ImportError):
     """An optional dependency is not installed.
 
-    Parameters
-    ----------
-    what : str
-        The feature that needs it.
-    extra : str
-        The extra of this package that installs it.
+    `what` is the feature that needs it, `extra` the extra of this package that installs it.
     """
 
     def __init__(self, what: str, extra: str) -> None:

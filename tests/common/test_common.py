@@ -43,19 +43,6 @@ def test_values_come_back_and_half_a_line_is_dropped(tmp_path: Path):
     assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [["a", [1.5, 2.0]], ["b", [0.25]]]
 
 
-@pytest.mark.parametrize("junk", ["5", '"ab"', '["a"]', "[[1], 2]", "{}", "null"])
-def test_a_line_that_is_no_pair_is_dropped_like_half_a_line(tmp_path: Path, junk: str):
-    path = tmp_path / "measured.jsonl"
-    store = opened(path)
-    store.put("a", [1.5])
-    store.close()
-    path.write_text(path.read_text() + junk + "\n")
-    again = opened(path)
-    assert (again.count, again.get("a")) == (1, [1.5])
-    again.close()
-    assert junk not in path.read_text().splitlines()
-
-
 def test_values_of_another_run_are_refused_by_what_differs_or_dropped(tmp_path: Path):
     path = tmp_path / "measured.jsonl"
     store = opened(path)

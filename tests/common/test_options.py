@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 
-from skipdecode.cli import VERBS, main
 from skipdecode.cli.arguments import add_options, config_from
-from skipdecode.common.options import Options, kinds, option
+from skipdecode.common.options import Options, option
 from skipdecode.errors import OptionError, UsageError
 
 
@@ -74,27 +72,3 @@ def test_a_command_line_makes_the_config():
     assert made == Settings(name="x y", parts=(0.1, 0.123456789), limit=0, kind="b")
     with pytest.raises(UsageError, match=r"^--share 2\.0 is not accepted: give more than 0, up to 1$"):
         parsed("x", "--share", "2")
-
-
-def bounded() -> list[tuple[str, str]]:
-    return [
-        (verb, name)
-        for verb in VERBS
-        for name, kind in kinds(importlib.import_module(f"skipdecode.cli.{verb}").Config).items()
-        if kind.metadata["flag"]
-        and kind.type in (int, float)
-        and any(kind.metadata["bounds"][least] is not None for least in ("least", "above"))
-    ]
-
-
-@pytest.mark.parametrize(("verb", "name"), bounded())
-def test_every_verb_refuses_it_before_anything_is_loaded(verb: str, name: str, capsys: Any):
-    config = importlib.import_module(f"skipdecode.cli.{verb}").Config
-    needed = [f for f in fields(config) if f.name in kinds(config) and f.default is MISSING]
-    words = [w for f in needed for w in (["/nowhere"] if f.metadata["positional"] else [f"--{f.name}", "/nowhere"])]
-    flag = "--" + name.replace("_", "-")
-    assert main([verb, *words, flag, "-1"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"skipdecode: {flag} -1")
-    assert "is not accepted: give " in told
-    assert told.count("\n") == 1

@@ -146,13 +146,6 @@ def test_files_that_are_not_read_are_refused_by_name(tmp_path: Path, name: str, 
         PromptSource.open(str(path))
 
 
-def test_scored_records_come_from_csv(tmp_path: Path):
-    data = written(tmp_path / "x.csv", 'mr,ref\n"name[A],\neatType[pub]",A is a pub.\nname[B],B.\n')
-    first, second = load_records(load_task("e2e"), data).items
-    assert (first.line, first.references, second.line) == (2, ("A is a pub.",), 4)
-    assert first.values["mr"] == "name[A],\neatType[pub]"
-
-
 def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
     model = save_tiny_model(tmp_path / "model")
     data = written(tmp_path / "in.csv", 'id,prompt\na,"x\ny"\nb,1,2\nc,z\n')

@@ -8,7 +8,7 @@ import pytest
 
 from engine_tools import decode
 from skipdecode import Schedule
-from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
+from skipdecode.engine import FastEngine, GatedEngine, Request
 from tiny import LAYERS, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
@@ -71,20 +71,3 @@ def test_checkpoint_defaults_do_not_change_what_was_asked_for(model: Any):
         assert decode(GatedEngine(model, PAPER), PROMPTS, 10) == plain
     finally:
         model.generation_config.repetition_penalty, model.generation_config.do_sample = 1.0, False
-
-
-def test_seed_fixes_a_row_in_any_batch_and_order(model: Any):
-    def rows(prompts: Any, keys: Any, seed: int = 3) -> list[list[int]]:
-        sampling = Sampling(temperature=1.0, seed=seed)
-        return decode(GatedEngine(model, PAPER), prompts, 10, sampling=sampling, keys=keys)[0]
-
-    together = rows(PROMPTS, range(4))
-    alone = [rows([prompt], [key])[0] for key, prompt in enumerate(PROMPTS)]
-    assert together == rows(PROMPTS[::-1], [3, 2, 1, 0])[::-1] == alone
-    assert rows(PROMPTS, range(4), seed=4) != together
-
-
-def test_rows_with_the_same_prompt_draw_differently(model: Any):
-    sampling = Sampling(temperature=1.0, seed=0)
-    rows, _ = decode(GatedEngine(model, PAPER, max_rows=20), [[5, 9, 33]] * 20, 4, sampling=sampling)
-    assert len({tuple(tokens) for tokens in rows}) > 10

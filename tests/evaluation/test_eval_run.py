@@ -139,15 +139,6 @@ def test_a_run_says_all_that_is_needed(skipping: Run):
         assert np.allclose(run.table(metric.name), table)
 
 
-def test_same_seed_same_result(model: Any, skipping: Run, tmp_path: Path):
-    first, second = skipping, evaluated(model, tmp_path / "b", Method(Backend(model), SCHEDULE))
-    for key in ("metrics", "config", "n", "nominal_speedup"):
-        assert first.data[key] == second.data[key], key
-    assert first.outputs == second.outputs
-    other = evaluated(model, tmp_path / "c", Method(Backend(model), SCHEDULE), seed=1)
-    assert other.data["metrics"]["kl"]["interval"] != first.data["metrics"]["kl"]["interval"]
-
-
 class Killed(Method):
     """Full depth that dies in its second batch."""
 
@@ -183,14 +174,6 @@ class Counted(Method):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         return super().generate(*args, **kwargs)
-
-
-def test_what_another_run_left_is_not_taken_over(model: Any, tmp_path: Path):
-    with pytest.raises(KeyboardInterrupt):
-        evaluated(model, tmp_path, Killed(Backend(model)))
-    counted = Counted(Backend(model))
-    evaluated(model, tmp_path, counted, max_new_tokens=5)
-    assert counted.calls == 3
 
 
 def test_full_depth_is_the_yardstick(full: Run):

@@ -406,10 +406,6 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path):
         LLM(bare)
 
 
-def test_one_call_is_enough(llm: LLM, model_dir: str):
-    assert skipdecode.generate(model_dir, TEXTS, max_new_tokens=4) == llm.generate(TEXTS, 4)
-
-
 # ---------------------------------------------------------------------- threads
 
 

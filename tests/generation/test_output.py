@@ -123,14 +123,6 @@ def test_file_of_somebody_else_is_left_alone(tmp_path: Path, content: bytes):
     assert partial.read_bytes() == content
 
 
-def test_second_run_on_the_same_output_is_refused(tmp_path: Path):
-    first = writer_for(tmp_path / "out.jsonl")
-    with pytest.raises(OutputError, match="is being written by another run"):
-        writer_for(tmp_path / "out.jsonl")
-    first.close()
-    writer_for(tmp_path / "out.jsonl").close()
-
-
 # ---------------------------------------------------------------------- outputs that cannot be
 
 

@@ -215,15 +215,6 @@ def test_a_stop_is_found_across_special_tokens():
     assert text_of(parts) == "x"
 
 
-@pytest.mark.parametrize("place", [2, 5])
-def test_a_stop_that_is_a_special_token_is_that_token(place):
-    tokens = TOKENIZER("hello").input_ids
-    tokens.insert(place, 1)
-    parts, stopped = pushed(tokens, ("never", "<s>"))
-    assert stopped
-    assert text_of(parts) == "hello"[:place]
-
-
 @pytest.mark.parametrize(
     ("stops", "text", "want"),
     [

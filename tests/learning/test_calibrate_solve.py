@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.cost.model import CostModel
-from skipdecode.cost.solve import Depths, TextCost
+from skipdecode.cost.solve import TextCost
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.learning.goal import Goal, layers_only, set_goal
 from skipdecode.learning.search import greedy_order, greedy_trials
@@ -89,25 +87,6 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [{4}, {5}]
     with pytest.raises(TargetError, match="whole request"):
         goal(5.0)
-
-
-@given(st.floats(1, 3), st.lists(st.integers(2, 30), min_size=1, max_size=8))
-@settings(max_examples=60, deadline=None)
-@pytest.mark.slow
-def test_baselines_reach_the_target_and_waste_little(target, lengths):
-    workload = TextCost.of_lengths(COST, 10, lengths)
-    limit = workload.full_seconds / target
-    order = tuple(range(1, LAYERS - 1))
-    flat = Depths(LAYERS, order, 1, 1, 0.0).within(workload, limit)
-    assert flat is not None
-    assert workload.speedup(flat) >= target - 1e-9
-    paper = Depths(LAYERS, order, 1, 20).within(workload, limit)
-    assert workload.speedup(paper) >= target - 1e-9
-    # Rounding to whole layers leaves less than two layers at each position.
-    assert (
-        workload.seconds(paper) >= limit - 2 * sum(s * COST.step_seconds(1, 40) for s in workload.steps)
-        or paper.is_full
-    )
 
 
 def test_goals(tmp_path):

@@ -121,17 +121,9 @@ def test_a_run_by_the_clock_ends_in_time_with_its_learning_rate_at_the_end(files
     assert read_log(tmp_path / "log.jsonl")[-1]["kind"] == "dev"
 
 
-def test_a_recipe_repeats_the_run_and_options_come_before_it(files: Files, tmp_path: Path) -> None:
-    first, again, other = (tmp_path / name for name in ("first", "again", "other"))
-    assert main(arguments(files, first, "--schedule", "2x", "--seed", "3")) == 0
-    data = ["--train", files["train"], "--dev", files["dev"]]
-    recipe = ["tune", "--recipe", str(first / "recipe.json"), *data]
-    assert main([*recipe, "--out", str(again)]) == 0
-    assert main([*recipe, "--out", str(other), "--seed", "0"]) == 0
-    assert curve(again) == curve(first) != curve(other)
-
-
-def test_a_recipe_brings_its_schedule(files: Files, tmp_path: Path, capsys: Any) -> None:
+def test_a_recipe_repeats_the_run_with_its_schedule_and_options_come_before_it(
+    files: Files, tmp_path: Path, capsys: Any
+) -> None:
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     file = tmp_path / "mine.json"
     file.write_text(Schedule.even(LAYERS, 3, name="mine").to_json())

@@ -198,12 +198,6 @@ def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
         assert distance["fitted"] < 0.9 * distance["skipped"], schedule.name
 
 
-def test_too_few_tokens_are_refused():
-    batch = collate([Example("1", (3, 4, 5), (6, 7))])
-    with pytest.raises(FitError, match="too few"):
-        Fitter(shared_model("llama"), [batch], FitOptions()).fit([FLAT])
-
-
 @pytest.mark.parametrize("prompt", ["full", "max_exit", LOWER, GAPS])
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text"])
 def test_gradients_of_weights_and_fit_equal_the_oracle_s(family, prompt):

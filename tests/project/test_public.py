@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import skipdecode
 from checkpoints import save_adapter, save_checkpoint
@@ -36,15 +34,6 @@ def test_the_package_schedules_and_help_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_a_schedule_is_saved_and_loaded(tmp_path: Path):
-    file = tmp_path / "new" / "schedule.json"
-    SCHEDULE.save(file)
-    assert Schedule.load(file) == Schedule.load(str(file)) == SCHEDULE
-    written = json.loads(file.read_text())
-    assert Schedule.from_dict(written) == SCHEDULE
-    assert written | {"budgets": None} == SCHEDULE.to_dict() | {"budgets": None}
-
-
 def test_what_cannot_be_loaded_or_saved_names_the_file(tmp_path: Path):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
@@ -56,13 +45,6 @@ def test_what_cannot_be_loaded_or_saved_names_the_file(tmp_path: Path):
 
 
 # ---------------------------------------------------------------------- models by name
-
-
-def test_load_gives_the_model_its_tokenizer_and_schedule(tmp_path: Path):
-    save_checkpoint(tmp_path, SCHEDULE.to_dict())
-    loaded = skipdecode.load(str(tmp_path), device="cpu", dtype="float64")
-    assert (loaded.schedule, loaded.num_layers, loaded.model.dtype) == (SCHEDULE, LAYERS, torch.float64)
-    assert loaded.tokenizer.padding_side == "left"
 
 
 def test_the_bundled_adapter_has_a_name_that_works_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

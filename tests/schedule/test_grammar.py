@@ -84,12 +84,6 @@ def test_other_texts_are_refused_in_one_line(text: str, said: str):
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_for_another_model_is_refused(tmp_path: Path):
-    Schedule.full(LAYERS + 1).save(tmp_path / "s.json")
-    with pytest.raises(ScheduleError, match=f"the model has {LAYERS}"):
-        parsed(str(tmp_path / "s.json"))
-
-
 def test_attach_takes_the_text_too():
     model = tiny_model("llama")
     ids = torch.arange(3, 15)[None]

@@ -216,14 +216,8 @@ class ScheduleChoice(NamedTuple):
 def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) -> ScheduleChoice:
     """The schedule of a text for the model of a command, else the schedule of the checkpoint, else full depth.
 
-    Parameters
-    ----------
-    config : NamedModel and ScheduleOptions
-        The options of the command.
-    default_seq_len : int
-        Positions for a speed-up without --seq-len.
-    text : str, optional
-        Default: --schedule.
+    `config`: the options of the command. `default_seq_len`: positions for a speed-up without --seq-len. `text`:
+    default: --schedule.
 
     Raises ScheduleError: the schedule does not fit the model, or the text has no form of `skipdecode.schedule.grammar`.
     """

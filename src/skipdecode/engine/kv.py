@@ -37,14 +37,8 @@ class KVLayout(NamedTuple):
 class PagedKV:
     """Pages of all sequences and layers in one tensor, and the tables of their places.
 
-    Parameters
-    ----------
-    num_layers, kv_heads, head_dim : int
-        The model's sizes.
-    dtype : torch.dtype
-        Dtype of the stored keys and values.
-    page_tokens : int
-        Tokens of a page.
+    `num_layers`, `kv_heads`, `head_dim`: the model's sizes. `dtype`: dtype of the stored keys and values.
+    `page_tokens`: tokens of a page.
 
     Attributes
     ----------

@@ -27,14 +27,8 @@ _LENGTH = attrgetter("length")
 class Scheduler:
     """A queue that admits sequences in groups of similar length.
 
-    Parameters
-    ----------
-    max_rows : int
-        Maximum number of running sequences.
-    refill_below : float
-        A new group joins when at most this share of `max_rows` is running.
-    in_order : bool
-        Admit in order of submission (a queue of users), not by length (a batch job).
+    `max_rows`: maximum number of running sequences. `refill_below`: a new group joins when at most this share of
+    `max_rows` is running. `in_order`: admit in order of submission (a queue of users), not by length (a batch job).
     """
 
     def __init__(self, max_rows: int, refill_below: float = 0.0, *, in_order: bool = False) -> None:

@@ -47,14 +47,8 @@ def _layer_sets(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 class Sequence:
     """The state of a request in an engine.
 
-    Parameters
-    ----------
-    number : int
-        Number of the request, in the order of submission.
-    request : Request
-        The user's request.
-    schedule : Schedule
-        Which layers its tokens run.
+    `number`: number of the request, in the order of submission. `request`: the user's request. `schedule`: which layers
+    its tokens run.
 
     Attributes
     ----------

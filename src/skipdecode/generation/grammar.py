@@ -31,14 +31,8 @@ _SCHEMAS = ("items", "additionalProperties", "additionalItems", "prefixItems", "
 class Grammars:
     """Compiles grammars for a tokenizer; not safe for several threads.
 
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer or None
-        None: grammars are checked, and `compile` returns None.
-    vocab_size : int
-        Tokens of the model.
-    ends : collection of int
-        Tokens that end an output.
+    `tokenizer`: None: grammars are checked, and `compile` returns None. `vocab_size`: tokens of the model. `ends`:
+    tokens that end an output.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Collection[int]) -> None:

@@ -47,14 +47,8 @@ class RunProgress:
 class Checkpoints:
     """The checkpoints of one run.
 
-    Parameters
-    ----------
-    accelerator : accelerate.Accelerator
-        Its prepared model and optimizer are what is stored.
-    directory : Path
-        Where; one directory per checkpoint, the last two are kept.
-    adapter : PeftModel or None
-        The PEFT wrapper whose adapter is stored in place of all weights.
+    `accelerator`: its prepared model and optimizer are what is stored. `directory`: where; one directory per
+    checkpoint, the last two are kept. `adapter`: the PEFT wrapper whose adapter is stored in place of all weights.
     """
 
     def __init__(self, accelerator: Any, directory: Path, adapter: Any = None) -> None:

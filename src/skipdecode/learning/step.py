@@ -38,14 +38,8 @@ class StepReport:
 class TrainStep:
     """Makes optimizer steps.
 
-    Parameters
-    ----------
-    accelerator : accelerate.Accelerator
-        Its number of accumulation steps is the number of batches of a step.
-    model, optimizer
-        Prepared by the accelerator.
-    clip : float
-        Largest norm of the gradient; 0 does not clip.
+    `accelerator`: its number of accumulation steps is the number of batches of a step. `model` and `optimizer`:
+    prepared by the accelerator. `clip`: largest norm of the gradient; 0 does not clip.
     """
 
     def __init__(self, accelerator: Any, model: Any, optimizer: Any, objective: Objective, clip: float) -> None:

@@ -20,14 +20,9 @@ def normed(hidden: Tensor) -> Tensor:
 def prompt_features(hidden: Tensor, text: Tensor | None, before: Tensor | None, taps: int) -> tuple[Tensor, Tensor]:
     """The inputs of a `PromptMap`: normed states, each with those of the `taps` columns before it.
 
-    Parameters
-    ----------
-    hidden : Tensor
-        (rows, columns, hidden_size)
-    text : Tensor or None
-        (rows, columns), bool; False marks padding, which counts as zeros. None: all columns are text.
-    before : Tensor or None
-        (rows, taps, hidden_size), normed states in front of the first column; None: zeros.
+    `hidden`: (rows, columns, hidden_size). `text`: (rows, columns), bool; False marks padding, which counts as zeros.
+    None: all columns are text. `before`: (rows, taps, hidden_size), normed states in front of the first column; None:
+    zeros.
 
     Returns
     -------

@@ -43,14 +43,8 @@ def create_app(
 ) -> ASGIApp:
     """The application; its lifespan starts and stops the service's worker.
 
-    Parameters
-    ----------
-    keys : ApiKeys, optional
-        Without any, no key is needed.
-    local_only : bool
-        See `Middleware`.
-    cors : sequence of str
-        Origins whose pages may read the answers; "*" is any.
+    `keys`: without any, no key is needed. `local_only`: see `Middleware`. `cors`: origins whose pages may read the
+    answers; "*" is any.
     """
 
     @asynccontextmanager

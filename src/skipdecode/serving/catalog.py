@@ -16,14 +16,8 @@ _TOLD = ("seq_len", "warmup_layers", "budgets", "drop_order")  # of a schedule, 
 class Catalog:
     """Schedules by name.
 
-    Parameters
-    ----------
-    carried : Schedule or None
-        The checkpoint's own: the default. Without it, that is full depth.
-    others : iterable of Schedule
-        Further schedules; two of one name get a number.
-    tuned_under : sequence of Schedule
-        What the weights were tuned under.
+    `carried`: the checkpoint's own: the default. Without it, that is full depth. `others`: further schedules; two of
+    one name get a number. `tuned_under`: what the weights were tuned under.
 
     Attributes
     ----------

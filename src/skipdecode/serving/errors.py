@@ -42,14 +42,8 @@ class ErrorResponse(ExactModel):
 class ApiError(HTTPException):
     """A request that is refused or fails.
 
-    Parameters
-    ----------
-    code : str
-        A word for programs; the list is in docs/serve.md.
-    message : str
-        For people: what was wrong and what is accepted.
-    param : str, optional
-        The field of the request that is not accepted.
+    `code`: a word for programs; the list is in docs/serve.md. `message`: for people: what was wrong and what is
+    accepted. `param`: the field of the request that is not accepted.
     """
 
     def __init__(

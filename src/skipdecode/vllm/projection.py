@@ -42,14 +42,9 @@ def checkpoint_fit(model: Any) -> Fit | None:
 class GivenKeys:
     """A fit's maps of prompts' keys and values in one layer.
 
-    Parameters
-    ----------
-    maps : tuple of (PromptMap or None)
-        One for each prompt set that some schedule has; None where the layer has none for it.
-    which : tuple of int
-        For each schedule which of the maps its prompts take; -1: the layer's own projection.
-    own : bool
-        Whether some layer projects some prompts on its own.
+    `maps`: one for each prompt set that some schedule has; None where the layer has none for it. `which`: for each
+    schedule which of the maps its prompts take; -1: the layer's own projection. `own`: whether some layer projects some
+    prompts on its own.
     """
 
     maps: tuple[PromptMap | None, ...]
