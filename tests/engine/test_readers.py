@@ -109,9 +109,11 @@ _ROPE = {"rope_theta": 1e4, "rope_type": "default"}
             {"rope_parameters": _ROPE | {"llama_4_scaling_beta": 0.9, "original_max_position_embeddings": 8}},
         ),
         ("phi3", {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}),
+        ("gemma3_text", {"attn_logit_softcapping": 0.5}),
+        ("llama", {"final_logit_softcapping": 3.0, "logits_scaling": 8.0, "residual_multiplier": 0.5}),
     ],
 )
-def test_details_of_a_model_are_read(family: str, changes: dict[str, Any]) -> None:
+def test_details_of_a_model_are_read_as_its_family_applies_them(family: str, changes: dict[str, Any]) -> None:
     model = tiny_model(family, **changes)
     for prompt, row in zip(PROMPTS, decode(FastEngine(model, SCHEDULES["nested"]), PROMPTS), strict=True):
         check_against_oracle(model, SCHEDULES["nested"], prompt, row)

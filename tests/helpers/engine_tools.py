@@ -53,7 +53,6 @@ def decode(
 
 def always_drafts(monkeypatch, count: int = 2) -> None:
     """Have all engines draft so many tokens, whether that pays or not."""
-    monkeypatch.setattr(Planner, "looks", Always.looks)
     monkeypatch.setattr(Planner, "count", count, raising=False)
     monkeypatch.setattr(Planner, "plan", Always.plan)
 
@@ -65,8 +64,5 @@ class Always(Planner):
         super().__init__()
         self.count = count
 
-    def looks(self, rows, depth):
-        return True
-
     def plan(self, rows, depth, drafters):
-        return [min(self.count, len(drafter.found)) for drafter in drafters]
+        return {drafter: min(self.count, len(drafter.found)) for drafter in drafters if drafter.found}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 
 MOST_DRAFTS = 8
@@ -119,7 +120,7 @@ class Drafter:
         Without room nothing is looked for.
         """
         self.found = ()
-        if (room := min(room, MOST_DRAFTS)) > 0:
+        if room > 0:
             pairs = [(source, *source.longest(self._text.tokens)) for source in (self._text, self._earlier)]
             source, same, place = max(pairs, key=lambda pair: pair[1])
             self.found = source.following(place, room) if same else ()
@@ -209,16 +210,8 @@ class Planner:
             self._earlier[salt] = half = TextIndex()
             half.extend(index.tokens[-_MOST_TOKENS // 2 :])
 
-    def looks(self, rows: int, depth: int) -> bool:
-        """Whether drafts can pay at this step, or one draft is due, to measure what may have changed."""
-        self._idle += 1
-        return rows <= _MOST_ROWS and (self._idle >= self._patience or self.least_chance(rows, depth) < math.inf)
-
-    def least_chance(self, rows: int, depth: int) -> float:
-        """The chance of acceptance from which a draft can pay beside `rows` sequences that run `depth` layers.
-
-        Infinity if nothing is known of such forwards, or if drafts that are nearly always accepted would not pay.
-        """
+    def _least_chance(self, rows: int, depth: int) -> float:
+        """The chance of acceptance from which a draft can pay; infinity if it cannot, or if nothing is known of it."""
         seconds = self.forwards[depth]
         if (alone := seconds(rows)) is None:
             return math.inf
@@ -226,28 +219,33 @@ class Planner:
         least = min(_GAIN * rows * ((seconds(rows + count) or 0.0) / alone - 1) / count for count in more)
         return least if least < _MOST_CHANCE else math.inf
 
-    def plan(self, rows: int, depth: int, drafters: Several[Drafter]) -> list[int]:
-        """The number of drafts of each of `drafters`, after `Drafter.look`; `rows` sequences decode at this step."""
-        chosen, least, seconds = [0] * len(drafters), self.least_chance(rows, depth), self.forwards[depth]
-        found = [(i, d, d.chance) for i, d in enumerate(drafters) if d.found]
-        drafting = [one for one in found if one[2] >= least]
+    def plan(self, rows: int, depth: int, drafters: Iterable[Drafter]) -> dict[Drafter, int]:
+        """The numbers of drafts of the drafters that draft, of those that `drafters` yields after `Drafter.look`.
+
+        `rows` sequences decode at this step, through `depth` layers. None is looked at where drafts cannot pay, but one
+        is drafted now and then, to measure what may have changed.
+        """
+        self._idle += 1
+        least, seconds, chosen = self._least_chance(rows, depth), self.forwards[depth], dict[Drafter, int]()
+        if rows > _MOST_ROWS or (least == math.inf and self._idle < self._patience):
+            return {}
+        found = [(drafter, drafter.chance) for drafter in drafters if drafter.found]
+        drafting = [one for one in found if one[1] >= least]
         alone, best = seconds(rows) or math.inf, 0.0
         for threshold, logarithm in _THRESHOLDS.items() if drafting else ():
             if threshold < least:
                 break
             # Drafts that are accepted, with all before them, with at least this chance.
-            counts = [min(len(d.found), int(logarithm / math.log(chance))) for _, d, chance in drafting]
+            counts = [min(len(d.found), int(logarithm / math.log(chance))) for d, chance in drafting]
             if count := sum(counts):
-                tokens = sum(c * (1 - c**n) / (1 - c) for n, (_, _, c) in zip(counts, drafting, strict=True))
+                tokens = sum(c * (1 - c**n) / (1 - c) for n, (_, c) in zip(counts, drafting, strict=True))
                 longer = seconds(rows + count) or math.inf
                 rate = (rows + tokens) / longer
                 if tokens * alone > _GAIN * rows * (longer - alone) and rate > best:
-                    best, chosen = rate, [0] * len(drafters)
-                    for n, (i, _, _) in zip(counts, drafting, strict=True):
-                        chosen[i] = n
-        if any(chosen):
+                    best, chosen = rate, {d: n for n, (d, _) in zip(counts, drafting, strict=True) if n}
+        if chosen:
             self._idle, self._patience = 0, _PROBE_AFTER[0]
         elif found and self._idle >= self._patience:
-            chosen[max(found, key=lambda one: one[2])[0]] = 1
+            chosen = {max(found, key=lambda one: one[1])[0]: 1}
             self._idle, self._patience = 0, min(2 * self._patience, _PROBE_AFTER[1])
         return chosen

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from skipdecode.engine.base import Engine, NextToken
 from skipdecode.engine.batch import Chunk, forwards, token_rows
-from skipdecode.engine.drafts import MOST_DRAFTS
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import PagedKV
@@ -279,11 +278,8 @@ class FastEngine(Engine):
         if not drafting:
             return {}
         depth = round(sum(len(sequence.next_layers) for sequence in self._decoding) / rows)
-        if not self.planner.looks(rows, depth):
-            return {}
-        drafters = [sequence.look(drafter, MOST_DRAFTS) for sequence, drafter in drafting]
-        counts = self.planner.plan(rows, depth, drafters)
-        return {sequence: d.found[:count] for (sequence, d), count in zip(drafting, counts, strict=True) if count}
+        counts = self.planner.plan(rows, depth, (sequence.look(drafter) for sequence, drafter in drafting))
+        return {sequence: drafter.found[: counts[drafter]] for sequence, drafter in drafting if drafter in counts}
 
     def _learn(self, sequence: Sequence, drafts: tuple[int, ...], came: list[int]) -> None:
         """Learn from the drafts and new tokens of a sequence."""

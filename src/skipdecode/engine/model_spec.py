@@ -49,6 +49,8 @@ class Reader:
         In a model with windows, only layers with a window rotate.
     gamma_offset : int
         Added to the weights of the norms.
+    settings : tuple of str
+        Settings of a config that this family applies; a config of another may name them without effect.
     """
 
     body: str = "model"
@@ -68,6 +70,11 @@ class Reader:
     pairs: bool = False
     norm_after: bool = False
     local_rotation: bool = False
+    settings: tuple[str, ...] = ()
+
+    def setting(self, config: Any, name: str, default: Any = None) -> Any:
+        """A setting's value, if the family applies it."""
+        return getattr(config, name, default) if name in self.settings else default
 
 
 _LLAMA = Reader()
@@ -77,6 +84,7 @@ _POST_NORMS = replace(
 _GEMMA2 = Reader(
     attention_norms=("input_layernorm", "post_attention_layernorm"), gamma_offset=1,
     mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    settings=("attn_logit_softcapping", "final_logit_softcapping"),
 )  # fmt: skip
 _GLM4 = Reader(
     attention_norms=("input_layernorm", "post_self_attn_layernorm"), mlp_in=("mlp.gate_up_proj",), pairs=True,
@@ -92,9 +100,7 @@ _OPT = Reader(
     attention_norms=("self_attn_layer_norm",), mlp_norms=("final_layer_norm",), mlp_in=("fc1",), mlp_out="fc2",
 )  # fmt: skip
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(
-        ("cwm", "granite", "internlm3", "iquestcoder", "llama", "ministral", "ministral3", "mistral"), _LLAMA
-    ),
+    **dict.fromkeys(("cwm", "internlm3", "iquestcoder", "llama", "ministral", "mistral"), _LLAMA),
     **dict.fromkeys(("qwen2", "qwen3", "seed_oss", "smollm3"), _LLAMA),
     **dict.fromkeys(("olmo2", "olmo3"), _POST_NORMS),
     "apertus": replace(
@@ -105,10 +111,12 @@ READERS: dict[str, Reader] = {
     "exaone4": replace(_POST_NORMS, local_rotation=True),
     "gemma": replace(_LLAMA, gamma_offset=1),
     "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, settings=("final_logit_softcapping",)),
     "glm4": _GLM4,
     "gpt2": _GPT2,
+    "granite": replace(_LLAMA, settings=("embedding_multiplier", "logits_scaling", "residual_multiplier")),
     "hunyuan_v1_dense": replace(_LLAMA, qk_norms=("query_layernorm", "key_layernorm"), norm_after=True),
+    "ministral3": replace(_LLAMA, settings=("llama_4_scaling_beta",)),
     "opt": _OPT,
     "phi3": Reader(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",)),
     "starcoder2": replace(_LLAMA, mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj"),
@@ -169,17 +177,17 @@ def _read(reader: Reader, model: Any, positions: int, join: Join) -> ModelSpec:
     if weight.shape[1] != config.hidden_size:
         raise UnfitModelError("its projected embeddings have no fast path")
     # Hidden states are kept over the factor of what is added to them: norms, which alone read them, take it out.
-    factor = getattr(config, "residual_multiplier", 1.0)
+    factor = reader.setting(config, "residual_multiplier", 1.0)
     if not factor > 0:
         raise UnfitModelError(f"its residual_multiplier of {factor} has no fast path")
     table = getattr(body, reader.positions) if reader.positions else None
     first = getattr(table, "offset", 0)
     rotary: dict[str | None, Any] = {}
     if table is None:
-        rotary = {**_rotary_tables(body, positions), "q_scale": _query_scale(config, positions)}
+        rotary = {**_rotary_tables(body, positions), "q_scale": _query_scale(reader, config, positions)}
     last = getattr(body, reader.norm)
-    gamma = _gamma(reader, last, getattr(config, "logits_scaling", 1.0))
-    scale = getattr(config, "embedding_multiplier", 1.0)
+    gamma = _gamma(reader, last, reader.setting(config, "logits_scaling", 1.0))
+    scale = reader.setting(config, "embedding_multiplier", 1.0)
     if (own := getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))) is not None:
         scale = torch.as_tensor(own, dtype=weight.dtype).item()
     return ModelSpec(
@@ -190,7 +198,7 @@ def _read(reader: Reader, model: Any, positions: int, join: Join) -> ModelSpec:
         position_embedding=None if table is None else table.weight.detach(),
         position_offset=first,
         max_positions=None if table is None else table.weight.shape[0] - first,
-        logit_cap=getattr(config, "final_logit_softcapping", None),
+        logit_cap=reader.setting(config, "final_logit_softcapping"),
     )
 
 
@@ -201,7 +209,7 @@ def _read_layer(
     second, *most = (getattr(layer, name) if name else None for name in reader.mlp_norms)
 
     def linear(*names: str, norm: Any = None) -> LinearSpec:
-        factor = getattr(config, "residual_multiplier", 1.0)
+        factor = reader.setting(config, "residual_multiplier", 1.0)
         return _linear(join, [attrgetter(name)(layer) for name in names], norm, _gamma(reader, norm), factor)
 
     qkv, out = linear(*reader.qkv, norm=first), linear(reader.out)
@@ -246,7 +254,7 @@ def _attention(
         heads=heads, kv_heads=(columns // dim - heads) // 2, head_dim=dim, scale=attention.scaling, window=window,
         cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, eps=0.0 if q is None else _eps(q), pairs=reader.pairs,
         norm="wide" if wide else "after" if reader.norm_after else "before", q_scale=rotary.get("q_scale"),
-        cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+        cap=reader.setting(config, "attn_logit_softcapping") or 0.0,
     )  # fmt: skip
 
 
@@ -266,10 +274,10 @@ def _rotary_tables(body: Any, positions: int) -> dict[str | None, tuple[Tensor, 
     return tables
 
 
-def _query_scale(config: Any, positions: int) -> Tensor | None:
-    """Factors of the queries that grow with the position (Llama 4, Ministral 3); None if they are 1."""
+def _query_scale(reader: Reader, config: Any, positions: int) -> Tensor | None:
+    """Factors of the queries that grow with the position (Ministral 3); None if they are 1."""
     found = getattr(config, "rope_parameters", None) or {}
-    if not (beta := found.get("llama_4_scaling_beta")):
+    if "llama_4_scaling_beta" not in reader.settings or not (beta := found.get("llama_4_scaling_beta")):
         return None
     turns: Tensor = torch.floor(torch.arange(positions) / found["original_max_position_embeddings"])
     return turns.log1p().mul(beta) + 1

@@ -21,8 +21,6 @@ SCHEDULE_FILE = "skipdecode.json"
 FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
 RECIPE_FILE = "recipe.json"
 GENERATION_FILE = "generation_config.json"
-CHECKPOINT_FILES = (SCHEDULE_FILE, FIT_FILE, RECIPE_FILE)
-"""What a tuned checkpoint or adapter has beside weights, config and tokenizer; each may be absent."""
 _FITS = Path(__file__).parent / "fits"
 _KEY, _FIT_KEY = "skipdecode", "skipdecode_fit"
 _TUNED = "_skipdecode_tuned_under"
