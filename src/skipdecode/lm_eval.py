@@ -21,7 +21,7 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.data.chats import render_chat, token_ids
 from skipdecode.data.prompts import prompt_room
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.errors import DataError, MissingExtraError
+from skipdecode.errors import DataError, MissingExtraError, UsageError
 from skipdecode.evaluation.scores import along, token_scores
 from skipdecode.generation.llm import LLM
 from skipdecode.models.families import vocabulary_size
@@ -94,6 +94,16 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         about: dict[str, Any] = {"engine": self.llm.backend.name, "schedule": self.schedule.to_dict()}
         about["nominal_speedup"] = self.schedule.nominal_speedup
         return {"model_dtype": self.llm.backend.weights, "skipdecode": about}
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Connect the harness's file of responses (`use_cache`), whose keys leave the model out.
+
+        Raises UsageError: the file has responses of another model or schedule.
+        """
+        super().set_cache_hook(cache_hook)
+        ours = {"model": self.llm.loaded.name, **self.get_model_info()}
+        if self.cache_hook.dbdict.setdefault("skipdecode", ours) != ours:
+            raise UsageError("the file of use_cache has responses of another model or schedule: give another path")
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The text of each request up to a stop string; requests with the same options are decoded together."""

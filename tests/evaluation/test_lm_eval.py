@@ -16,8 +16,10 @@ from tiny import tiny_model
 
 pytest.importorskip("lm_eval", reason="pip install 'skipdecode[conformance]'")
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.models.huggingface import HFLM
 
+from skipdecode.errors import UsageError
 from skipdecode.lm_eval import SkipDecodeLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -111,3 +113,12 @@ def test_tasks_of_files_on_the_command_line(folder, tmp_path):
     outputs = lm.llm.generate(chats, 8, schedule=lm.schedule, stop="\n", template=False)
     assert [sample["resps"] for sample in read["written"]] == [[[output.text]] for output in outputs]
     assert json.loads(next(tmp_path.rglob("results_*.json")).read_text())["config"]["skipdecode"]["engine"] == "fast"
+
+
+def test_kept_responses_of_another_schedule_are_refused(folder, tmp_path):
+    place = str(tmp_path / "responses.db")
+    request = asked("generate_until", ("q1:", {"until": ["\n"], "max_gen_toks": 8}))
+    assert CachingLM(model_of(folder, "2x"), place).generate_until(request)
+    with pytest.raises(UsageError, match="another model or schedule"):
+        CachingLM(model_of(folder, "full"), place)
+    CachingLM(model_of(folder, "2x"), place)
