@@ -164,15 +164,25 @@ def test_variables_reach_the_chat_template(capsysbinary: Any, monkeypatch: pytes
         assert capsysbinary.readouterr().err.decode().splitlines()[-1].count("--chat-template-kwargs") == 1
 
 
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": schema}}
+
+
 def test_lines_of_a_batch_are_answered_as_each_asks(capsys: Any, tmp_path: Path, model_dir: str):
     chat = [CHAT_TURN]
     asked = {
-        "plain": {"messages": chat, "model": "gpt", "n": 1, "stream": False, "logit_bias": {"5": 1}},
+        "plain": {"messages": chat, "model": "gpt", "n": 1, "stream": False, "logprobs": True},
         "drawn": {"messages": chat, "temperature": 0.8, "top_p": 0.9, "top_k": -1, "seed": 5, "max_tokens": 12},
         "short": {"prompt": "hi", "max_tokens": 3},
         "wrong": {"messages": chat, "temperature": "1"},
         "long": {"messages": chat, "max_completion_tokens": 0},
         "many": {"messages": chat, "n": 2},
+        "kind": {"messages": chat, "response_format": {"type": "json"}},
+        "bias": {"messages": chat, "logit_bias": {"99999": 1}},
+        "schema": {"messages": chat, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+        "never": {"messages": chat, "response_format": schema_of({"allOf": [{"type": "string", "format": "x"}]})},
+        "json": {"messages": chat, "response_format": schema_of({"enum": [12, "ab"]}), "max_tokens": 30},
+        "biased": {"messages": chat, "logit_bias": {"90": 100}, "max_tokens": 3},
     }
     llm = LLM(model_dir)
     plain = llm.generate([chat], 8)[0]
@@ -182,12 +192,16 @@ def test_lines_of_a_batch_are_answered_as_each_asks(capsys: Any, tmp_path: Path,
     options = ("--input", data, "--output", str(out), "--no-template")
     assert generate(model_dir, *options, "--output-format", "batch") == 1
     told = capsys.readouterr().err
-    assert all(f"body.{field}=" in told for field in ("temperature", "max_completion_tokens", "n"))
-    assert told.count("body.") == 4
-    assert "not in the prompts: 'body.logit_bias'" in told
+    assert all(f"body.{field}=" in told for field in ("temperature", "max_completion_tokens", "n", "response_format"))
+    assert "not in the prompts: 'body.logprobs'" in told
     found = {row["custom_id"]: row for row in read_rows(out)}
     assert list(found) == list(asked)
+    wrong = [name for name, row in found.items() if row["error"] is not None]
+    assert wrong == ["wrong", "long", "many", "kind", "bias", "schema", "never"]
     assert found["wrong"]["error"]["message"].startswith("line 4: body.temperature")
+    assert "99999" in found["bias"]["error"]["message"]
+    content = {name: found[name]["response"]["body"]["choices"][0]["message"]["content"] for name in ("json", "biased")}
+    assert (json.loads(content["json"]) in (12, "ab"), len(set(content["biased"]))) == (True, 1)
     drawn = llm.generate([chat], 12, temperature=0.8, top_p=0.9, seed=5)[0]
     for name, wanted in (("plain", plain.text), ("drawn", drawn.text), ("stopped", plain.text.split(stop)[0])):
         answer = found[name]["response"]["body"]

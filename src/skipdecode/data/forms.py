@@ -34,7 +34,7 @@ _TOGETHER = {"instruction": ("instruction", "input"), "question": ("context", "q
 """Two fields of one prompt, as Alpaca's and SQuAD's records have them."""
 _SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
 _LENGTHS = ("max_tokens", "max_completion_tokens")
-_OF_SERVERS = ("model", "n", "stop", "stream", "stream_options", "user", "metadata", "store")
+_OF_SERVERS = ("logit_bias", "response_format", "model", "n", "stop", "stream", "stream_options", "user", "metadata", "store")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -154,20 +154,38 @@ def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a body, as `Record.asked`; raises DataError for a value that is not accepted."""
     given = {name: value for name, value in body.items() if value is not None}
     drawn = {name: given[name] for name in _SAMPLING if name in given}
-    found: dict[str, Any] = {"sampling": drawn | ({"top_k": 0} if drawn.get("top_k") == -1 else {})}  # vLLM's "all"
+    drawn |= {"top_k": 0} if drawn.get("top_k") == -1 else {}  # vLLM's "all"
+    found: dict[str, Any] = {"sampling": drawn}
     try:
-        Sampling(**found["sampling"])
         for name in filter(given.__contains__, _LENGTHS):
             if (accepted := kinds(Request)["max_new_tokens"].refuses(given[name])) is not None:
                 raise OptionError(name, given[name], accepted)
             found["max_new_tokens"] = given[name]
         if given.get("n", 1) != 1:
             raise OptionError("n", given["n"], "1, or one line for each answer")
+        if isinstance(bias := given.get("logit_bias", {}), Mapping):  # JSON's names are texts
+            bias = {int(name) if str(name).isdecimal() else name: value for name, value in bias.items()}
+        drawn["logit_bias"] = bias
+        Sampling(**drawn)
+        if (schema := _schema(given.get("response_format", {"type": "text"}))) is not None:
+            found["json_schema"] = schema
         if "stop" in given:
             found["stop"] = StopStrings([given["stop"]] if isinstance(given["stop"], str) else given["stop"])
     except UsageError as e:
         raise DataError(f"body.{e}") from None
     return found
+
+
+def _schema(form: Any) -> Any:
+    """The JSON schema of OpenAI's `response_format`; None without one."""
+    kind, inner = (form.get("type"), form.get("json_schema")) if isinstance(form, Mapping) else (None, None)
+    found = {"text": None, "json_object": {"type": "object"}}
+    if kind in found:
+        return found[kind]
+    if kind != "json_schema" or not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
+        accepted = 'a type text, json_object, or {"type": "json_schema", "json_schema": {"schema": {…}}}'
+        raise OptionError("response_format", form, accepted)
+    return inner["schema"]
 
 
 def _named(row: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Collection[int]) -> None:
-        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
+        self._tokenizer, self.vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
         self._words: Any = None
         self._compiled = lru_cache(maxsize=_KEPT)(self._compile)
 
@@ -78,7 +78,7 @@ class Grammars:
             if not self._ends:
                 raise UsageError("this model has no end token, which a structured output needs")
             try:
-                self._words = LLTokenizer(_plain(self._tokenizer), self._vocab_size, self._ends)
+                self._words = LLTokenizer(_plain(self._tokenizer), self.vocab_size, self._ends)
             except (AttributeError, ValueError) as e:
                 raise UsageError(f"this tokenizer is not fit for structured output: {e}") from None
         try:

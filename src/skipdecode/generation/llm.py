@@ -182,7 +182,7 @@ class LLM:
         with self._lock:  # the projection weights may be fused
             self.backend = open_engines(self.loaded.model, engine, note, quantization)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
-        self._grammars = Grammars(self.tokenizer, vocabulary_size(self.loaded.model), self._ends)
+        self.grammars = Grammars(self.tokenizer, vocabulary_size(self.loaded.model), self._ends)
         self._engine: Engine | None = None
         self._warned: set[Schedule] = set()
         self._told: set[str] = set()
@@ -386,13 +386,14 @@ class LLM:
             ends=self._ends,
             stop=StopStrings((stop,) if isinstance(stop, str) else stop or ()),
             exact=exact,
+            grammars=self.grammars,
         )
         asked = self.schedule_of(schedule, max_new_tokens)
         line = self.loaded.untuned_line([asked])
         if line is not None and asked not in self._warned:
             self._warned.add(asked)
             warnings.warn(line, UntunedScheduleWarning, stacklevel=4)
-        encoded = self.encode(prompts, template=template)
+        encoded = how.checked(self.encode(prompts, template=template))
         for index, prompt in enumerate(encoded):
             if prompt.error is not None:
                 raise DataError(prompt.error, index=index)
@@ -402,7 +403,7 @@ class LLM:
         """Settings under which texts fit a JSON schema, if there is one; raises `GrammarError`."""
         if json_schema is None:
             return sampling
-        return replace(sampling, grammar=self._grammars.compile("json", json_schema))
+        return replace(sampling, grammar=self.grammars.compile("json", json_schema))
 
     def _idle_engine(self) -> Engine:
         """The engine of earlier calls, with their prompts in its prefix cache; a new one while a stream runs on it."""

@@ -127,6 +127,7 @@ def generate_records(
         ends=end_tokens(model, tokenizer),
         stop=StopStrings(stop),
         exact=exact,
+        grammars=llm.grammars,
         encoder=encoder,
         make_engine=lambda rows: llm.backend.engine(schedule, max_rows=rows),
         batch_size=options.batch_size,
@@ -137,7 +138,7 @@ def generate_records(
     writer = open_writer(output, settings, form=shown[0] if shown else json_line)
     try:
         if options.on_error == "stop":
-            refuse_bad_rows(source.records(form), encoder)
+            refuse_bad_rows(source.records(form), job)
         return _run(source, form, job, writer, rows, quiet=shown is not None and sys.stdout.isatty()), settings
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")

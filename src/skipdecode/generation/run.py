@@ -20,8 +20,9 @@ from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.errors import DataError, WorkError
+from skipdecode.errors import DataError, UsageError, WorkError
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
+from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop
 from skipdecode.generation.output import RowWriter
 from skipdecode.generation.stats import RunStats, SpeedComparison
@@ -49,6 +50,8 @@ class Decoding:
         Strings that end a text; the text is cut before them.
     exact : bool
         Draft where that is faster; see `skipdecode.engine.Request`.
+    grammars : Grammars, optional
+        Compiles the JSON schemas of records; without it they are not used.
     """
 
     texts: TokenTexts
@@ -57,6 +60,19 @@ class Decoding:
     ends: frozenset[int]
     stop: StopStrings = field(default_factory=StopStrings)
     exact: bool = True
+    grammars: Grammars | None = None
+
+    def checked(self, prompts: list[EncodedPrompt]) -> list[EncodedPrompt]:
+        """The prompts, each with an error if its record asks for what cannot be done."""
+        return [replace(p, error=fault) if (fault := self._fault(p)) else p for p in prompts]
+
+    def _fault(self, prompt: EncodedPrompt) -> str | None:
+        if prompt.error is None and prompt.record.asked and self.grammars is not None:
+            try:
+                self.request(prompt).check_vocabulary(self.grammars.vocab_size)
+            except UsageError as e:
+                return f"body: {e}"
+        return None
 
     def begin(self, prompt: EncodedPrompt) -> Generated:
         """The request of a prompt for a `TextLoop`."""
@@ -68,6 +84,8 @@ class Decoding:
         most = asked.get("max_new_tokens", self.max_new_tokens)
         room = most if prompt.room is None else min(most, prompt.room)
         own = asked.get("sampling") or {}
+        if "json_schema" in asked and self.grammars is not None:
+            own = {**own, "grammar": self.grammars.compile("json", asked["json_schema"])}
         sampling = replace(self.sampling, **own) if own else self.sampling
         sampling = sampling.for_row(0 if "seed" in own else prompt.record.index)  # its own seed: as in the server
         return Request(tuple(prompt.token_ids), room, sampling, self.ends, exact=self.exact)
@@ -135,7 +153,7 @@ class _Run:
 
     def take(self, window: list[Record], report: Callable[[EncodedPrompt], None]) -> int:
         """Submit a window's records, and write those that cannot be used at once; returns the number of the latter."""
-        prompts = self.job.encoder.encode(window)
+        prompts = self.job.checked(self.job.encoder.encode(window))
         bad = [prompt for prompt in prompts if prompt.error is not None]
         for prompt in bad:
             report(prompt)
@@ -250,10 +268,10 @@ def batch_line(prompt: EncodedPrompt, one: Generated | None, model: str) -> dict
     return {**named, "response": {"status_code": 200, "request_id": f"req_{number}", "body": body}, "error": None}
 
 
-def refuse_bad_rows(records: Iterable[Record], encoder: PromptEncoder) -> None:
+def refuse_bad_rows(records: Iterable[Record], job: Job) -> None:
     """Raise DataError at the first record that cannot be used, before anything is generated."""
     for window in _windows(records, _CHECK_WINDOW):
-        for prompt in encoder.encode(window):
+        for prompt in job.checked(job.encoder.encode(window)):
             if prompt.error is not None:
                 raise DataError(prompt.error, prompt.record.line)
 
