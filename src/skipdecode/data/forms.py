@@ -34,7 +34,8 @@ _TOGETHER = {"instruction": ("instruction", "input"), "question": ("context", "q
 """Two fields of one prompt, as Alpaca's and SQuAD's records have them."""
 _SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
 _LENGTHS = ("max_tokens", "max_completion_tokens")
-_OF_SERVERS = ("logit_bias", "response_format", "model", "n", "stop", "stream", "stream_options", "user", "metadata", "store")
+_READ = ("messages", "prompt", "tools", *_SAMPLING, *_LENGTHS, "logit_bias", "response_format", "stop", "n")
+_OF_SERVERS = ("model", "stream", "stream_options", "user", "metadata", "store")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -145,9 +146,8 @@ def _as_chat(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a line of OpenAI's batches as a row."""
-    own = ("messages", "prompt", "tools")
-    rest = body.keys() - {*own, *_SAMPLING, *_LENGTHS, *_OF_SERVERS}
-    return {name: body[name] for name in own if name in body} | {f"body.{name}": body[name] for name in sorted(rest)}
+    rest = body.keys() - {*_READ, *_OF_SERVERS}
+    return {name: body[name] for name in _READ[:3] if name in body} | {f"body.{x}": body[x] for x in sorted(rest)}
 
 
 def _asked(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from skipdecode.data.examples import (
     read_sources,
     self_template,
 )
-from skipdecode.data.tasks import load_task
 from skipdecode.engine.loading import load
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.generation.llm import LLM
@@ -243,9 +242,8 @@ class _Run:
             base=base_entry(loaded.model, under),
             processes=state.num_processes,
         )
-        hub = load_task(settings.task).hub if settings.task else None
-        if datasets := [one for one in (hub and hub.id, dataset_id(self.train)) if one]:
-            recipe["datasets"] = datasets
+        if dataset := dataset_id(self.train):
+            recipe["datasets"] = [dataset]
         if self.resume and (before := stored_recipe(out)) is not None:
             check_same_run(before, recipe)
             if before.get("result") is not None:
