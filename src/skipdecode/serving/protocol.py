@@ -90,14 +90,18 @@ class ResponseFormat(Strict):
     json_schema: _JsonSchema | None = None
 
 
+Schema = dict[str, Any] | Text
+Choices = Annotated[list[Text], Field(min_length=1)]
+
+
 class StructuredOutputs(Strict):
     """vLLM's: one of these."""
 
     neutral: ClassVar[Neutral] = {"disable_fallback": (False, True), "disable_any_whitespace": (False,)}
-    json_schema: Annotated[dict[str, Any] | Text | None, Field(alias="json")] = None
+    json_schema: Annotated[Schema | None, Field(alias="json")] = None
     json_object: bool = False
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    choice: Choices | None = None
     grammar: Text | None = None
 
 
@@ -124,6 +128,10 @@ class _GenerationFields(Strict):
     logit_bias: dict[BiasKey, Bias] = Field({}, max_length=1000)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str | None = Field(None, description=_UNUSED)
@@ -164,6 +172,10 @@ class _GenerationFields(Strict):
             "structured_outputs.regex": ("regex", them.regex),
             "structured_outputs.choice": ("choice", them.choice),
             "structured_outputs.grammar": ("grammar", them.grammar),
+            "guided_json": ("json", self.guided_json),
+            "guided_regex": ("regex", self.guided_regex),
+            "guided_choice": ("choice", self.guided_choice),
+            "guided_grammar": ("grammar", self.guided_grammar),
         }
         given = [(name, *grammar) for name, grammar in named.items() if grammar[1] is not None]
         if len(given) > 1:
