@@ -175,7 +175,8 @@ def _has_way(row: Row) -> bool:
 
 
 def _point(row: Row, kept: float) -> Point:
-    return Point(row["request_speedup"], kept, _bounds(row), f"{row['request_speedup']:.2f}x, {kept:.0f}%")
+    named = f"{row['name']}: " if _has_way(row) else ""
+    return Point(row["request_speedup"], kept, _bounds(row), f"{named}{row['request_speedup']:.2f}x, {kept:.0f}%")
 
 
 def _bounds(row: Row) -> tuple[float, float] | None:

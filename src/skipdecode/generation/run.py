@@ -31,7 +31,6 @@ _COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64
 _CHECK_WINDOW = 1024
 _WARM_UP_TOKENS = 2
-_LEAST_ENDED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,12 +208,13 @@ def generate_rows(
     report: Callable[[EncodedPrompt], None] = lambda prompt: None,
     progress: Callable[[int, RunStats], None] = lambda rows, stats: None,
     until: float = math.inf,
+    least: int = 0,
 ) -> RunStats:
     """Generate all `rows` records, in input order and not yet known to the writer, and put the output in place.
 
     `window_batches` batches of records are taken at once. `report` is called with each record that cannot be used,
     which is written as ``{"id", "line", "error"}``; `progress` with the number of records that were just finished, and
-    the statistics so far. Behind `until`, of ``time.perf_counter()``, sequences are cut once a few have ended.
+    the statistics so far. Behind `until`, of ``time.perf_counter()``, sequences are cut once `least` have ended.
 
     Raises OutputError: a record cannot be written; WorkError: the accelerator is out of memory.
     """
@@ -235,7 +235,7 @@ def generate_rows(
             window = next(windows, None)
         if ended := run.step():
             progress(ended, stats)
-        if time.perf_counter() > until and stats.rows >= _LEAST_ENDED:
+        if time.perf_counter() > until and stats.rows >= least:
             progress(run.cut(), stats)
             window = None
     stats.seconds = time.perf_counter() - started

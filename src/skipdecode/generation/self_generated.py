@@ -47,6 +47,7 @@ _PROMPT_TOKENS = 128
 _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
 _ADMITS = 0.6  # of the time: rows that run then take about the rest, and those that take more are cut
+_LEAST_PROMPTS, _LEAST_ANSWERS = 64, 24  # that take more than their time if it must be
 _GRAM, _LEAST_DISTINCT = 4, 0.7
 _DEV_SHARE = 10
 _SENTENCES = re.compile(r".*(?<!\d)[.!?](?=\s)", re.DOTALL)  # a full stop after a number may belong to a list
@@ -293,7 +294,7 @@ class SelfGeneratedData:
                 begun = takewhile(lambda record: time.perf_counter() < over, left)
                 with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:
                     given: dict[str, Any] = {"window_batches": batches, "progress": lambda n, _: bar.update(n)}
-                    given["until"] = until
+                    given |= {"until": until, "least": _LEAST_ANSWERS if encoder is PromptEncoder else _LEAST_PROMPTS}
                     generate_rows(begun, job, writer, len(left), **given)
         return [row for _, row in read_rows(path) if isinstance(row, dict)]
 

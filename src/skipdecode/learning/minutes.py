@@ -66,7 +66,8 @@ class Pace:
         for found in _SEARCHES:
             sets = prompt_sets * (1 + found["spread_prompts"])
             measured = found["records"] * self.text_tokens * (1 + sets)
-            passes = _PRODUCTS * (1 + 0.7 * found["fit_depths"] + 0.5 * sets)
+            # Sets of the lowest layers share full depth's states; others have states of half of the layers.
+            passes = _PRODUCTS * (1 + 0.3 * found["fit_depths"] + (0.4 if found["spread_prompts"] else 0.05) * sets)
             tokens = (seconds * self.tokens_per_second - measured) / passes
             if tokens >= _TOKENS_A_COLUMN * width:
                 break

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from skipdecode.common.files import write_whole
@@ -16,7 +17,7 @@ from skipdecode.common.kinds import PREPARED_FILE, heading
 from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
-from skipdecode.cost.source import read_cost
+from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.examples import RecordOptions, Source, encode_source, make_template, read_sources
 from skipdecode.engine.loading import load
 from skipdecode.evaluation.evaluate import evaluate
@@ -200,15 +201,20 @@ class _Run:
 
     def _sizes(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """The speed of the model on the records, and the options of `calibrate` that fit into its time."""
-        settings, loaded = self.settings, self.loaded
+        settings, loaded, start = self.settings, self.loaded, time.perf_counter()
         options = RecordOptions(**{n: value for n, value in self._shared(data).items() if n != "seed"})
         template = make_template(options)
         (file,) = read_sources({"train": data["train"]}, template, {"train": _SOME_RECORDS}, skip_bad=True).values()
-        pace = Pace.of(loaded.model, encode_source(file, "train", template, loaded, options)[0])
-        width = ModelGeometry.from_config(loaded.ref.config).hidden_size
+        examples = encode_source(file, "train", template, loaded, options)[0]
+        pace, width = Pace.of(loaded.model, examples), ModelGeometry.from_config(loaded.ref.config).hidden_size
+        length, cost = round(fmean(len(example.prompt) for example in examples)), None
+        if self.cost is None:  # here, so that what it takes is left out of the search
+            cost = find_cost(loaded.ref, batch=settings.batch, prompt_len=length).cost.to_dict()
+        seconds = 60 * SHARES["layers"] * settings.minutes - (time.perf_counter() - start)
         return {
             "pace": asdict(pace),
-            "layers": pace.search(60 * SHARES["layers"] * settings.minutes, width, len(self.prompt_sets)),
+            "cost": cost,
+            "layers": pace.search(seconds, width, len(self.prompt_sets)),
             "dev_records": pace.dev_records(60 * settings.minutes),
         }
 
@@ -244,14 +250,15 @@ class _Run:
             "records": settings.order_records,
             "target_speedup": self.target,
         }
+        cost = CostModel.from_dict(sizes["cost"]) if sizes.get("cost") else self.cost
         found = calibrate(
             self.loaded,
             data["train"],
             out=self.fit,
-            cost=self.cost,
+            cost=cost,
             **self._shared(data),
             **options | dict(sizes.get("layers", {})),
-            batch=settings.batch if self.cost is None else 1,
+            batch=settings.batch if cost is None else 1,
             held_out=0,  # the evaluation says more
             baselines=False,
             candidates=_CANDIDATES,
