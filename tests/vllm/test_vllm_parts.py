@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.models.maps import Bridge, prompt_features
-from skipdecode.vllm.gates import LayerGates, check_projects
+from skipdecode.vllm.gates import PROJECTS, LayerGates, check_projects
 from skipdecode.vllm.projection import LayerBridge
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
@@ -233,6 +235,14 @@ def test_a_schedule_that_projects_prompts_is_refused_by_name():
     for architecture, quantization in (("Olmo2ForCausalLM", None), ("LlamaForCausalLM", "fp8")):
         with pytest.raises(ScheduleError, match=f"'halves'.*{quantization or architecture}"):
             check_projects([halves], architecture, quantization)
+
+
+def test_the_page_lists_the_architectures():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    for projects, row in ((True, "yes"), (False, "no")):
+        names = re.search(rf"^\| {row} \| (.+) \|$", page, re.MULTILINE)
+        listed = [f"{name}ForCausalLM" for name in names[1].split(", ")] if names else []
+        assert listed == [name for name, known in PROJECTS.items() if known == projects]
 
 
 def test_settings_without_a_schedule():

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import ModuleList
 
 from skipdecode.errors import ScheduleError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
@@ -28,51 +27,32 @@ from skipdecode.vllm.projection import KeyProjection, LayerBridge
 from skipdecode.vllm.step_rows import ALL, NONE, StepRows
 from skipdecode.vllm.taps import TapMemory, TapRows
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """Where a vLLM model keeps what the plugin needs.
-
-    `layers`: attribute path from the model to its list of decoder layers. `norm`: attribute of a layer: the norm in
-    front of its attention. None: the layer cannot project keys and values alone.
-    """
-
-    layers: str = "model.layers"
-    norm: str | None = "input_layernorm"
-
-
-# A new architecture is an entry here, and is tested against the transformers path first
-# (tests/vllm/plugin/test_families.py).
-ARCHITECTURES = {
-    "Gemma2ForCausalLM": Architecture(),
-    "Gemma3ForCausalLM": Architecture(),
-    "GemmaForCausalLM": Architecture(),
-    "GraniteForCausalLM": Architecture(),
-    "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(),
-    "MixtralForCausalLM": Architecture(norm=None),
-    "OPTForCausalLM": Architecture("model.decoder.layers", "self_attn_layer_norm"),
-    "Olmo2ForCausalLM": Architecture(norm=None),
-    "Phi3ForCausalLM": Architecture(),
-    "Qwen2ForCausalLM": Architecture(),
-    "Qwen3ForCausalLM": Architecture(),
-    "Qwen3MoeForCausalLM": Architecture(norm=None),
+# Each is tested against the transformers path (tests/vllm/plugin/test_families.py). False: schedules that project
+# prompts are refused, for keys and values are not one product of the normed state, rotated alike in every layer.
+_NAMES = {
+    True: "Ernie4_5 Gemma Gemma2 Gemma3 Glm4 GptOss Granite GraniteMoe Llama Ministral3 Mistral Mixtral OPT Olmoe Phi3 "
+    "Qwen2 Qwen2Moe Qwen3 Qwen3Moe",
+    False: "Arcee Exaone4 Olmo2 Olmo3 SeedOss SmolLM3",
 }
+PROJECTS = {f"{name}ForCausalLM": projects for projects, names in _NAMES.items() for name in names.split()}
+"""By vLLM's architecture: whether a layer can store keys and values without running."""
 
+_LAST = ("norm", "final_layernorm", "final_layer_norm", "ln_f")  # how decoders name the norm after the last layer
 _NORM = -1  # in the place of a layer's number
 
 
-def check_architecture(architecture: str) -> None:
+def check_architecture(architecture: str, *, recurrent: bool = False) -> None:
     """Raise UnsupportedModelError unless an architecture is in the table; the message lists the table."""
-    if architecture not in ARCHITECTURES:
+    if architecture not in PROJECTS:
+        why = ", whose recurrent states vLLM's kernels for CPUs do not keep apart" if recurrent else ""
         raise UnsupportedModelError(
-            f"skipdecode has not been tested with vLLM's {architecture}: supported are {', '.join(ARCHITECTURES)}"
+            f"skipdecode has not been tested with vLLM's {architecture}{why}: supported are {', '.join(PROJECTS)}"
         )
 
 
 def check_projects(schedules: Iterable[Schedule], architecture: str, quantization: object = None) -> None:
     """Raise ScheduleError if a schedule projects what this architecture, or these weights, cannot."""
-    works = [name for name, entry in ARCHITECTURES.items() if entry.norm is not None]
+    works = [name for name, projects in PROJECTS.items() if projects]
     refusal = None
     if architecture not in works:
         refusal = f"vLLM's {architecture} cannot do here (those that can: {', '.join(works)})"
@@ -86,24 +66,25 @@ def check_projects(schedules: Iterable[Schedule], architecture: str, quantizatio
             )
 
 
-def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int, Any]:
-    """The decoder layers that this process holds, by number; the axis that counts rows; and the norm after the last."""
+def find_layers(model: Any, architecture: str, count: int) -> tuple[dict[int, Any], int, Any]:
+    """The decoder layers that this process holds, by number; the axis that counts rows; and the norm after the last.
+
+    Raises UnsupportedModelError if the model has no list of `count` decoder layers.
+    """
     check_architecture(architecture)
-    place = ARCHITECTURES[architecture].layers
-    where, _, name = place.rpartition(".")
-    try:
-        decoder = attrgetter(where)(model)
-        layers = getattr(decoder, name)
-    except AttributeError:
+    lists = (name for name, part in model.named_modules() if isinstance(part, ModuleList) and len(part) == count)
+    where, _, name = next(lists, "").rpartition(".")  # the outermost
+    if not name:
         raise UnsupportedModelError(
-            f"vLLM's {type(model).__name__} keeps its decoder layers elsewhere than in {place}: "
-            "this version of vLLM is not supported"
-        ) from None
+            f"vLLM's {type(model).__name__} has no list of {count} decoder layers: this version of vLLM, or a config "
+            "that counts other layers, is not supported"
+        )
+    decoder = model.get_submodule(where)
     # With pipeline parallelism the layers of other stages are there as placeholders without weights.
-    held = {i: layer for i, layer in enumerate(layers) if next(layer.parameters(), None) is not None}
+    held = {i: layer for i, layer in enumerate(getattr(decoder, name)) if next(layer.parameters(), None) is not None}
     through_transformers = type(model).__module__.startswith("vllm.model_executor.models.transformers")
-    norm = getattr(decoder, "norm", None) or getattr(decoder, "final_layer_norm", None)
-    return held, 1 if through_transformers else 0, norm
+    norms = (getattr(decoder, name, None) for name in _LAST)
+    return held, 1 if through_transformers else 0, next((norm for norm in norms if norm is not None), None)
 
 
 class LayerGates:

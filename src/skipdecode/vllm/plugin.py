@@ -80,7 +80,7 @@ def _activate(vllm_config: Any) -> None:
         raise SkipDecodeError(
             f"vLLM {vllm.__version__} is not supported: install one from {_OLDEST} up to before {_UP_TO}"
         )
-    check_architecture(model.architecture)
+    check_architecture(model.architecture, recurrent=model.has_inner_state)
     layers = model.hf_text_config.num_hidden_layers
     settings.schedules[0].check_fits(layers)
     check_projects(settings.schedules, model.architecture, model.quantization)

@@ -21,6 +21,8 @@ from skipdecode.models.loading.beside import fit_beside
 from skipdecode.models.maps import Bridge, PromptMap, normed
 from skipdecode.schedule import Schedule
 
+_NORMS = ("input_layernorm", "self_attn_layer_norm", "attention_layernorm", "ln_1")  # in front of attention
+
 
 def checkpoint_fit(model: Any) -> Fit | None:
     """The fit of a checkpoint (vLLM's `model_config`), in a directory or on the hub; None where there is none.
@@ -73,8 +75,6 @@ class KeyProjection(nn.Module):
     ----------
     layer : Module
         A decoder layer with its weights loaded.
-    norm : str or None
-        The attribute of the norm in front of the layer's attention (`skipdecode.vllm.gates.Architecture`).
     given : GivenKeys, optional
         Maps of a fit, which stand in for the layer's own projection of some schedules' prompts.
     shard : (int, int)
@@ -83,23 +83,23 @@ class KeyProjection(nn.Module):
     Raises UnsupportedFeatureError if the attention backend stores keys and values within attention only.
     """
 
-    def __init__(
-        self, layer: Any, norm: str | None, given: GivenKeys | None = None, shard: tuple[int, int] = (0, 1)
-    ) -> None:
+    def __init__(self, layer: Any, given: GivenKeys | None = None, shard: tuple[int, int] = (0, 1)) -> None:
         super().__init__()
-        attention = layer.self_attn
-        target = attention.attn
+        place, target = next((name, part) for name, part in layer.named_modules() if hasattr(part, "kv_cache"))
+        attention = layer.get_submodule(place.rpartition(".")[0])
         if getattr(target.attn_backend, "forward_includes_kv_cache_update", True):
             raise UnsupportedFeatureError(
                 f"schedules that project a prompt's keys and values do not work with the attention backend "
                 f"{target.attn_backend.get_name()}: choose another (--attention-backend), or set prompt='full'"
             )
-        self.norm = getattr(layer, norm) if norm and getattr(layer, "do_layer_norm_before", True) else None
+        norms = [getattr(layer, name) for name in _NORMS if hasattr(layer, name)]
+        self.norm = norms[0] if getattr(layer, "do_layer_norm_before", True) else None
         self.key_norm = getattr(attention, "k_norm", None)
         self.rotary = getattr(attention, "rotary_emb", None)
         self.shape = (-1, target.num_kv_heads, target.head_size)
         self.width = target.num_kv_heads * target.head_size
-        self.weight, self.bias = _last_rows(attention.qkv_proj, 2 * self.width)
+        fused = next(part for part in attention.children() if type(part).__name__.startswith("QKV"))
+        self.weight, self.bias = _last_rows(fused, 2 * self.width)
         self._target = [target]  # A list, for its weights are not this module's.
         self.given = None if given is None else _KeyMaps(given, self.shape, shard, self.weight)
 
@@ -127,7 +127,8 @@ class KeyProjection(nn.Module):
         keys, values = made.chunk(2, -1)  # type: ignore[union-attr]
         keys = keys.contiguous()
         if self.key_norm is not None:
-            keys = self.key_norm(keys.view(self.shape)).flatten(-2)
+            each = self.key_norm.weight.numel() == self.shape[-1]  # else over all heads at once
+            keys = self.key_norm(keys.view(self.shape) if each else keys).view(-1, self.width)
         if self.rotary is not None:
             # The keys stand for the queries too, which not every kind of rotation can do without.
             keys = self.rotary(positions, keys.clone(), keys)[1]

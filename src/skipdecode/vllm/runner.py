@@ -17,9 +17,9 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
-from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
+from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.gate import with_mixin
-from skipdecode.vllm.gates import ARCHITECTURES, LayerGates, find_layers
+from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.projection import KeyProjection, checkpoint_fit, given_keys, layer_bridges
 from skipdecode.vllm.settings import PluginSettings
@@ -111,19 +111,12 @@ class Skipping:
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""
         architecture = self._config.model_config.architecture
-        layers, axis, norm = find_layers(model, architecture)
-        if self._settings.num_layers <= max(layers):
-            raise UnsupportedModelError(
-                f"the model has {max(layers) + 1} decoder layers in vLLM, its config says {self._settings.num_layers}"
-            )
+        layers, axis, norm = find_layers(model, architecture, self._settings.num_layers)
         self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
         self.gates = LayerGates(layers, axis, self._config, norm)
         projected = {layer for s in self._settings.schedules for layer in s.projected}
-        before = ARCHITECTURES[architecture].norm
         given = given_keys(self._fit, self._settings.schedules)
-        self.gates.projections = {
-            i: KeyProjection(layers[i], before, given.get(i), _shard()) for i in projected & set(layers)
-        }
+        self.gates.projections = {i: KeyProjection(layers[i], given.get(i), _shard()) for i in projected & set(layers)}
         if self._fit is not None and self._fit.taps and given:
             self.gates.memory = TapMemory(self._fit.taps, stops_of(self._settings.schedules, list(given)))
         self.gates.bridges = layer_bridges(self._fit, layers, self._config.model_config.dtype, self._device)

@@ -9,17 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from skipdecode import Schedule, attach
 from tiny import LAYERS, VOCAB, tiny_model
 
 # vLLM's attention on a CPU takes heads of 32 and more.
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-NO_GROUPS = {"opt": {"hidden_size": 128, "word_embed_proj_dim": 128}}
+# What a type needs beyond these, or in their place; LFM2's are in the configs of its checkpoints.
+MORE: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"intermediate_size": 64},
+    "lfm2": {"conv_dim": 128, "block_dim": 128},
+    "opt": {"word_embed_proj_dim": 128},
+    "qwen2": {"use_sliding_window": False},  # vLLM runs none whose layers differ in their window
+}
 
 
 def sizes_of(model_type: str) -> dict[str, Any]:
-    return NO_GROUPS.get(model_type, SIZES)
+    config = AutoConfig.for_model(model_type)
+    return {name: value for name, value in SIZES.items() if hasattr(config, name)} | MORE.get(model_type, {})
 
 
 def save_tiny(folder: Path, schedule: Schedule | None, model_type: str = "llama", **changes: Any) -> Any:

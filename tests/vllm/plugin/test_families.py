@@ -6,29 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engines import compiled_graphs, engine, generate, pieces_of, prompts, reference, save_tiny
 from skipdecode import Schedule
-from skipdecode.vllm.gates import ARCHITECTURES
+from skipdecode.models.families import FAMILIES
+from skipdecode.vllm.gates import PROJECTS
 from tiny import LAYERS
 
-MODEL_TYPES = {
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "GemmaForCausalLM": "gemma",
-    "GraniteForCausalLM": "granite",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "OPTForCausalLM": "opt",
-    "Olmo2ForCausalLM": "olmo2",
-    "Phi3ForCausalLM": "phi3",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
-# vLLM runs no Qwen2 whose layers differ in their window.
-CHANGES: dict[str, dict[str, Any]] = {"Qwen2ForCausalLM": {"use_sliding_window": False}}
+MODEL_TYPES = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if kind in FAMILIES}
 NESTED = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="random-nested")
 FROM_THE_FIRST = Schedule.paper(
     LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=6, warmup_layers=0, name="no-warm-up"
@@ -36,20 +22,16 @@ FROM_THE_FIRST = Schedule.paper(
 SPLIT = Schedule.split(LAYERS, 4, (6, 5, 3), name="split")
 
 
-def test_the_table_is_tested():
-    assert set(MODEL_TYPES) == set(ARCHITECTURES)
-
-
 # Compiled starts take long. These differ most: no residual, layers of two kinds, through transformers, experts.
 COMPILED = ("Gemma3ForCausalLM", "MixtralForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM")
 
 
-@pytest.mark.parametrize("architecture", MODEL_TYPES)
+@pytest.mark.parametrize("architecture", PROJECTS)
 def test_family(tmp_path: Path, architecture: str):
-    model: Any = save_tiny(tmp_path, NESTED, MODEL_TYPES[architecture], **CHANGES.get(architecture, {}))
+    model: Any = save_tiny(tmp_path, NESTED, MODEL_TYPES[architecture])
     texts, new = prompts((9, 4, 17, 40)), (20, 30, 7, 16)
     # First, because vLLM changes transformers' own classes where it runs a model through them.
-    more = [FROM_THE_FIRST, SPLIT] if ARCHITECTURES[architecture].norm else [FROM_THE_FIRST]
+    more = [FROM_THE_FIRST, SPLIT] if PROJECTS[architecture] else [FROM_THE_FIRST]
     expected = {schedule.name: reference(model, schedule, texts, new) for schedule in (NESTED, *more)}
     options = {"additional_config": {"skipdecode": {"schedules": [s.to_dict() for s in more]}}}
     for eager in (True, False) if architecture in COMPILED else (True,):
