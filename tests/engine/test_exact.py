@@ -67,6 +67,15 @@ def test_tokens_are_those_without_drafts_in_every_kind_of_weights(family, quanti
     assert tokens(engine(model, SCHEDULES["falling"]), requests(True)) == want
 
 
+def test_rejected_drafts_leave_the_inputs_of_short_convolutions():
+    model, schedule = open_model(tiny_model("lfm2", num_key_value_heads=1)), SCHEDULES["falling"]
+    assert model.most_drafts == 6  # A page holds the inputs of 8 tokens.
+    want = tokens(FastEngine(model, schedule), requests(False))
+    made = engine(model, schedule, 8, max_rows=3, refill_below=1, in_order=True, prompt_tokens=9)
+    assert tokens(made, requests(True)) == want
+    assert made.stats.drafted_tokens > made.stats.accepted_tokens > 0
+
+
 def test_log_probabilities_the_likeliest_and_layers_are_those_without_drafts():
     model, schedule = open_model(tiny_model("llama")), SCHEDULES["falling"]
     made = engine(model, schedule)

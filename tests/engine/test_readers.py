@@ -16,6 +16,7 @@ from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import open_model
 from skipdecode.errors import UnfitModelError
+from skipdecode.models.families import family_of
 from tiny import LAYERS, tiny_model
 
 NEW = 12
@@ -60,6 +61,8 @@ def decode(engine: FastEngine, prompts: list[tuple[int, ...]]) -> list[list[Any]
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("family", FAST)
 def test_batches_rows_alone_prompts_in_parts_and_second_turns_are_the_oracles(family: str, schedule: Schedule) -> None:
+    if schedule.projected and family_of(family).recurrent:
+        pytest.skip("refused: see test_engine")
     model = uneven_model(family)
     fast = open_model(model)
     batch = decode(FastEngine(fast, schedule, max_rows=2, refill_below=1, prompt_tokens=7), PROMPTS)
@@ -70,7 +73,7 @@ def test_batches_rows_alone_prompts_in_parts_and_second_turns_are_the_oracles(fa
         assert [out.token for out in alone] == [out.token for out in row]
         second = (*prompt, *(out.token for out in row), 8, 9, 10)
         check_against_oracle(model, schedule, second, decode(engine, [second])[0])
-    assert engine.stats.prefix_hit_tokens > 0
+    assert (engine.stats.prefix_hit_tokens > 0) != bool(fast.rings)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral", "phi3", "qwen2"])

@@ -67,11 +67,11 @@ class FastEngine(Engine):
     ) -> None:
         self.model = model if isinstance(model, FastModel) else open_model(model)
         self.name = self.model.name
-        schedule.check_fits(self.model.num_layers)
+        self.model.check(schedule)
         super().__init__(schedule)
         self.planner = self.model.planner
         self.kv: PagedKV = self.model.new_kv(prefix_cache)
-        self._prefix_cache = prefix_cache
+        self._prefix_cache = prefix_cache and not self.model.rings
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, refill_below, in_order=in_order)
         self._prefilling: list[Sequence] = []
@@ -136,7 +136,7 @@ class FastEngine(Engine):
 
     def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
         """Refuses sequences that are too long for the model, or have tokens outside its vocabulary."""
-        schedule.check_fits(self.num_layers)
+        self.model.check(schedule)
         for sequence in new:
             self.model.ensure_positions(sequence.total_tokens)
             sequence.request.check_vocabulary(self.model.vocab_size)
@@ -278,7 +278,8 @@ class FastEngine(Engine):
         if not drafting:
             return {}
         depth = round(sum(len(sequence.next_layers) for sequence in self._decoding) / rows)
-        counts = self.planner.plan(rows, depth, (sequence.look(drafter) for sequence, drafter in drafting))
+        most = self.model.most_drafts
+        counts = self.planner.plan(rows, depth, (sequence.look(drafter, most) for sequence, drafter in drafting))
         return {sequence: drafter.found[: counts[drafter]] for sequence, drafter in drafting if drafter in counts}
 
     def _learn(self, sequence: Sequence, drafts: tuple[int, ...], came: list[int]) -> None:
@@ -315,4 +316,5 @@ class FastEngine(Engine):
         pages = (
             sum(self.kv.layout.pages(sequence.ran) for sequence in self._prefilling + self._decoding) - self.kv.overlap
         )
-        self.stats.note_kv(self.kv.bytes_held, pages * self.num_layers * self.kv.layout.page_bytes)
+        full = pages * (self.num_layers - len(self.kv.rings)) + self.rows * len(self.kv.rings)
+        self.stats.note_kv(self.kv.bytes_held, full * self.kv.layout.page_bytes)

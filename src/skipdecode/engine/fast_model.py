@@ -17,19 +17,21 @@ from torch.nn import functional
 
 from skipdecode.common.environment import forget_weight_files
 from skipdecode.engine.batch import TokenRows
-from skipdecode.engine.drafts import Planner
+from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead
 from skipdecode.engine.kernels.native import NativeKernels, NativeStack
 from skipdecode.engine.kernels.quantize import QUANTIZATIONS, Quantization
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, StackInput
-from skipdecode.engine.kv import PagedKV
+from skipdecode.engine.kv import PAGE_TOKENS, PagedKV
 from skipdecode.engine.model_spec import matrices, read_model
 from skipdecode.engine.prefix import PrefixKV
 from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UnfitModelError, UsageError
+from skipdecode.models.families import check_schedule
 from skipdecode.models.fit import Fit, fit_of
 from skipdecode.models.maps import EPSILON
+from skipdecode.schedule import Schedule
 
 
 class StepBytes(NamedTuple):
@@ -68,6 +70,9 @@ class FastModel:
         forget_weight_files()
         self.planner = Planner()
         self.num_layers = len(self._spec.layers)
+        self._attention = next(x.attention for x in self._spec.layers if x.attention.taps is None)
+        self.rings = frozenset(n for n, x in enumerate(self._spec.layers) if x.attention.taps is not None)
+        self.most_drafts = MOST_DRAFTS if not self.rings else min(MOST_DRAFTS, self._rejectable())
         self.vocab_size = self._spec.head.weight.shape[0]
         self._bind()
 
@@ -91,15 +96,31 @@ class FastModel:
         spec, embedding = self._spec, self._spec.embedding
         layers = sum(linear.nbytes for x in spec.layers for linear in (x.qkv, x.out, x.mlp_in, x.mlp_out))
         head = spec.head.nbytes - spec.head.weight.nbytes + self.head.bytes_read(rows)
-        attention = spec.layers[0].attention
+        attention = self._attention
         kv = 2 * attention.kv_heads * attention.head_dim * self.dtype.itemsize
         return StepBytes(head + rows * embedding.shape[1] * embedding.element_size(), layers / self.num_layers, kv)
 
+    def check(self, schedule: Schedule) -> None:
+        """Raise ScheduleError if the model cannot run a schedule."""
+        check_schedule(self._model.config, schedule)
+
     def new_kv(self, prefix_cache: bool = False) -> PagedKV:
         """An empty KV store with the sizes of this model."""
-        attention = self._spec.layers[0].attention
-        kind = PrefixKV if prefix_cache else PagedKV
-        return kind(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype)
+        sizes = self.num_layers, self._attention.kv_heads, self._attention.head_dim, self.dtype
+        if self.rings or not prefix_cache:
+            return PagedKV(*sizes, rings=self.rings)
+        return PrefixKV(*sizes)
+
+    def _rejectable(self) -> int:
+        """Tokens that may be taken back without a convolution's earlier inputs having left its page.
+
+        Raises UnfitModelError if a page does not hold the inputs of one output.
+        """
+        taps = next(taps for x in self._spec.layers if (taps := x.attention.taps) is not None)
+        room = 2 * self._attention.kv_heads * self._attention.head_dim * PAGE_TOKENS // taps.shape[1]
+        if (left := room - (len(taps) - 1) + 1) < 1:
+            raise UnfitModelError("its convolutions are too wide for the fast path")
+        return left
 
     def ensure_positions(self, count: int) -> None:
         """Prepare for texts of `count` tokens; raises UsageError if the model has fewer learned positions."""

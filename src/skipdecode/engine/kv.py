@@ -8,7 +8,7 @@ active tokens x layers, plus less than one page per sequence and active layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ class PagedKV:
     """Pages of all sequences and layers in one tensor, and the tables of their places.
 
     `num_layers`, `kv_heads`, `head_dim`: the model's sizes. `dtype`: dtype of the stored keys and values.
-    `page_tokens`: tokens of a page.
+    `page_tokens`: tokens of a page. `rings`: layers that keep only the latest tokens, all in one page.
 
     Attributes
     ----------
@@ -60,8 +60,9 @@ class PagedKV:
         head_dim: int,
         dtype: torch.dtype,
         page_tokens: int = PAGE_TOKENS,
+        rings: Collection[int] = (),
     ) -> None:
-        self.num_layers = num_layers
+        self.num_layers, self.rings = num_layers, rings
         self._shape = (2, kv_heads, page_tokens, head_dim)
         self.layout = KVLayout(page_tokens, math.prod(self._shape) * dtype.itemsize)
         self.pages = torch.empty((0, *self._shape), dtype=dtype)
@@ -125,7 +126,7 @@ class PagedKV:
         need, held = self.layout.pages(tokens), self._held[slot]
         for layer in layers:
             mine = held[layer]
-            while len(mine) < need:
+            while len(mine) < (1 if layer in self.rings else need):
                 page = self._take()
                 self.table[layer, slot, len(mine)] = page
                 mine.append(page)

@@ -51,6 +51,8 @@ class Reader:
         Added to the weights of the norms.
     settings : tuple of str
         Settings of a config that this family applies; a config of another may name them without effect.
+    convolution : str
+        In a layer that has it: the short convolution that stands for attention.
     """
 
     body: str = "model"
@@ -71,6 +73,7 @@ class Reader:
     norm_after: bool = False
     local_rotation: bool = False
     settings: tuple[str, ...] = ()
+    convolution: str = ""
 
     def setting(self, config: Any, name: str, default: Any = None) -> Any:
         """A setting's value, if the family applies it."""
@@ -95,6 +98,11 @@ _GPT2 = Reader(
     attention_norms=("ln_1",), qkv=("attn.c_attn",), out="attn.c_proj", mlp_norms=("ln_2",), mlp_in=("mlp.c_fc",),
     mlp_out="mlp.c_proj",
 )  # fmt: skip
+_LFM2 = Reader(
+    norm="embedding_norm", attention_norms=("operator_norm",), out="self_attn.out_proj", mlp_norms=("ffn_norm",),
+    mlp_in=("feed_forward.w1", "feed_forward.w3"), mlp_out="feed_forward.w2", qk_norms=("q_layernorm", "k_layernorm"),
+    convolution="conv",
+)  # fmt: skip
 _OPT = Reader(
     body="model.decoder", norm="final_layer_norm", positions="embed_positions", out="self_attn.out_proj",
     attention_norms=("self_attn_layer_norm",), mlp_norms=("final_layer_norm",), mlp_in=("fc1",), mlp_out="fc2",
@@ -117,6 +125,7 @@ READERS: dict[str, Reader] = {
     "granite": replace(_LLAMA, settings=("embedding_multiplier", "logits_scaling", "residual_multiplier")),
     "hunyuan_v1_dense": replace(_LLAMA, qk_norms=("query_layernorm", "key_layernorm"), norm_after=True),
     "ministral3": replace(_LLAMA, settings=("llama_4_scaling_beta",)),
+    "lfm2": _LFM2,
     "opt": _OPT,
     "phi3": Reader(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",)),
     "starcoder2": replace(_LLAMA, mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj"),
@@ -207,6 +216,9 @@ def _read_layer(
 ) -> LayerSpec:
     first, *more = (getattr(layer, name) if name else None for name in reader.attention_norms)
     second, *most = (getattr(layer, name) if name else None for name in reader.mlp_norms)
+    if convolves := bool(reader.convolution) and hasattr(layer, reader.convolution):
+        name = reader.convolution
+        reader = replace(reader, attention=name, qkv=(f"{name}.in_proj",), out=f"{name}.out_proj")
 
     def linear(*names: str, norm: Any = None) -> LinearSpec:
         factor = reader.setting(config, "residual_multiplier", 1.0)
@@ -215,12 +227,15 @@ def _read_layer(
     qkv, out = linear(*reader.qkv, norm=first), linear(reader.out)
     mlp_in, mlp_out = linear(*reader.mlp_in, norm=second), linear(reader.mlp_out)
     gated = mlp_in.weight.shape[0] == 2 * mlp_out.weight.shape[1]
-    name = next(getattr(config, n) for n in _ACTIVATION_NAMES if hasattr(config, n))
+    name = next((getattr(config, n) for n in _ACTIVATION_NAMES if hasattr(config, n)), "silu")
+    mixer = attrgetter(reader.attention)(layer)
     if name not in (_GATES if gated else _ACTIVATIONS):
         raise UnfitModelError(f"its activation {name!r} has no fast path")
     return LayerSpec(
         qkv,
-        _attention(reader, attrgetter(reader.attention)(layer), config, index, qkv.weight.shape[0], rotary),
+        _convolution(mixer.conv, config.num_attention_heads)
+        if convolves
+        else _attention(reader, mixer, config, index, qkv.weight.shape[0], rotary),
         out,
         mlp_in if gated else replace(mlp_in, activation=_ACTIVATIONS[name], constants=_constants(name, layer)),
         replace(mlp_out, prologue=_GATES[name]) if gated else mlp_out,
@@ -236,6 +251,13 @@ def _constants(activation: str, layer: Any) -> tuple[float, float, float]:
     act = layer.mlp.act_fn
     positive, negative = nn.functional.softplus(torch.cat((act.alpha_p, act.alpha_n)))
     return positive.item(), (act.beta + negative).item(), act.beta.item()
+
+
+def _convolution(module: Any, heads: int) -> AttentionSpec:
+    """A short convolution of so many groups of columns: B, C and x are as wide as queries, keys and values together."""
+    taps = module.weight.detach()[:, 0].t()
+    bias = torch.zeros_like(taps[0]) if module.bias is None else module.bias.detach()
+    return AttentionSpec(heads, heads, taps.shape[1] // heads, 1.0, taps=torch.cat((bias[None], taps)))
 
 
 def _attention(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from skipdecode.engine.drafts import MOST_DRAFTS, Drafter
+from skipdecode.engine.drafts import Drafter
 from skipdecode.engine.requests import FinishReason, Request
 from skipdecode.schedule import Schedule
 
@@ -117,9 +117,9 @@ class Sequence:
         """The layers that the last output token runs when it is fed back."""
         return self._sets[min(len(self.output), len(self._sets)) - 1]
 
-    def look(self, drafter: Drafter) -> Drafter:
-        """Have the sequence's drafter find drafts."""
-        drafter.look(self._room(MOST_DRAFTS))
+    def look(self, drafter: Drafter, most: int) -> Drafter:
+        """Have the sequence's drafter find at most so many drafts."""
+        drafter.look(self._room(most))
         return drafter
 
     @property

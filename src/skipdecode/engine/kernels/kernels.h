@@ -40,8 +40,9 @@ struct AttentionArgs {
   const float* q_gamma;  // [dim] or null: RMSNorm of each query head; [heads * dim] with kWide: of all heads together
   const float* k_gamma;
   const float* q_scale;  // [positions] or null: factors of queries
+  const float* taps;     // [1 + width, heads * dim] or null: a short convolution's bias and taps, the oldest token's first
   int64_t n, heads, kv_heads, dim, page_tokens, table_width, window;  // window 0: every earlier token
-  int64_t rotated;                                                    // first columns of a head that are rotated
+  int64_t rotated, width;                                             // first columns of a head that are rotated; taps
   float scale, eps, cap;                                              // cap: of the scores, cap * tanh(score / cap); 0: none
   int32_t dtype, norm, pairs;  // norm: a QueryNorm; pairs: neighbours are rotated against each other, not halves
 };
@@ -70,6 +71,7 @@ struct StackArgs {
   double* seconds;                           // [6] or null: added to, by phase (see stack.cpp)
   int64_t count, page_tokens, table_width, table_layer;  // table_layer: entries of one layer
   int64_t taps;                                          // states before its own that a row's features hold
+  int64_t page_size;                                     // numbers of a page
   int64_t bridged, rows;                                 // from row `bridged` on, rows take the bridges of layers that they skip
   int32_t page_dtype, padding;
 };

@@ -64,8 +64,8 @@ class AttentionArgs(ctypes.Structure):
     """Attention; see kernels.h for its fields."""
 
     _fields_ = _fields(
-        (_POINTER, "qkv out pages table slots positions cos sin q_gamma k_gamma q_scale"),
-        (_INT64, "n heads kv_heads dim page_tokens table_width window rotated"),
+        (_POINTER, "qkv out pages table slots positions cos sin q_gamma k_gamma q_scale taps"),
+        (_INT64, "n heads kv_heads dim page_tokens table_width window rotated width"),
         (_FLOAT, "scale eps cap"),
         (_INT32, "dtype norm pairs"),
     )
@@ -88,7 +88,7 @@ class StackArgs(ctypes.Structure):
     _fields_ = _fields(
         (_POINTER, "layers layer_rows before"),
         (_POINTER, "hidden qkv attended wide features pages table slots positions seconds"),
-        (_INT64, "count page_tokens table_width table_layer taps bridged rows"),
+        (_INT64, "count page_tokens table_width table_layer taps page_size bridged rows"),
         (_INT32, "page_dtype padding"),
     )
 
@@ -193,6 +193,7 @@ class NativeStack:
 
     def __init__(self, function: Any, layers: Any, keep: list[Any], taps: int) -> None:
         self._function, self._layers, self._keep = function, layers, keep
+        self._keeps = next(layer.attention for layer in layers if not layer.attention.taps)
         self._args = StackArgs(layers=ctypes.addressof(layers), count=len(layers), taps=taps)
         self._address = ctypes.addressof(self._args)
         self._rows = 0
@@ -200,9 +201,8 @@ class NativeStack:
 
     def __call__(self, given: StackInput) -> None:
         args, pages, table = self._args, given.pages, given.table
-        rows, first = given.hidden.shape[0], self._layers[0]
-        attention = first.attention
-        check_input(given, args.count, first.qkv.k, attention.kv_heads, attention.dim, args.taps)
+        rows, attention = given.hidden.shape[0], self._keeps
+        check_input(given, args.count, self._layers[0].qkv.k, attention.kv_heads, attention.dim, args.taps)
         if rows > self._rows:
             self._allocate(rows)
         layer_rows = array("i", chain.from_iterable(given.layers))
@@ -211,6 +211,7 @@ class NativeStack:
         args.hidden, args.pages, args.table = given.hidden.data_ptr(), pages.data_ptr(), table.data_ptr()
         args.slots, args.positions = given.slots.data_ptr(), given.positions.data_ptr()
         args.page_tokens, args.page_dtype = pages.shape[3], WEIGHT_DTYPES[pages.dtype]
+        args.page_size = pages.stride(0)
         args.table_layer, args.table_width = table.stride(0), table.stride(1)
         self._function(self._address)
 
@@ -221,7 +222,7 @@ class NativeStack:
         # If sublayer outputs are normed, they use the memory of queries, keys and values.
         wide = max(first.mlp_in.n, *(layer.down.n for layer in self._layers))
         features = max(layer.map.k for layer in self._layers) if self._args.taps else 0
-        widths = max(first.qkv.n, first.out.n), first.out.k, wide, features
+        widths = max(first.out.n, *(layer.qkv.n for layer in self._layers)), first.out.k, wide, features
         self._buffers = tuple(torch.empty(rows, n) for n in widths)
         addresses = (t.data_ptr() for t in self._buffers)
         self._args.qkv, self._args.attended, self._args.wide, self._args.features = addresses
@@ -234,14 +235,15 @@ def _norm_args(gamma: torch.Tensor, eps: float, keep: list[Any]) -> LinearArgs:
 
 
 def _attention_args(spec: AttentionSpec, keep: list[Any]) -> AttentionArgs:
-    tensors = (spec.cos, spec.sin, spec.q_gamma, spec.k_gamma, spec.q_scale)
+    tensors = (spec.cos, spec.sin, spec.q_gamma, spec.k_gamma, spec.q_scale, spec.taps)
     made = [None if t is None else t.detach().float().contiguous() for t in tensors]
     keep += made
-    cos, sin, q_gamma, k_gamma, q_scale = (None if t is None else t.data_ptr() for t in made)
+    cos, sin, q_gamma, k_gamma, q_scale, taps = (None if t is None else t.data_ptr() for t in made)
     return AttentionArgs(
-        cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, q_scale=q_scale, heads=spec.heads, kv_heads=spec.kv_heads,
-        dim=spec.head_dim, window=spec.window, rotated=0 if spec.cos is None else 2 * spec.cos.shape[1],
-        scale=spec.scale, eps=spec.eps, cap=spec.cap, norm=_QUERY_NORMS[spec.norm], pairs=spec.pairs,
+        cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, q_scale=q_scale, taps=taps, heads=spec.heads,
+        kv_heads=spec.kv_heads, dim=spec.head_dim, width=len(spec.taps) - 1 if spec.taps is not None else 0,
+        window=spec.window, rotated=0 if spec.cos is None else 2 * spec.cos.shape[1], scale=spec.scale, eps=spec.eps,
+        cap=spec.cap, norm=_QUERY_NORMS[spec.norm], pairs=spec.pairs,
     )  # fmt: skip
 
 

@@ -77,6 +77,9 @@ class AttentionSpec:
         (positions,): factors of the queries.
     cap : float
         Scores become cap * tanh(score / cap); 0: they stay.
+    taps : torch.Tensor, optional
+        (1 + width, heads * head_dim): a bias, and the taps of a short convolution that stands for attention, the oldest
+        token's first. Of the parts B, C and x of `qkv` it makes C * (bias + the sum of tap * B * x of a token).
     """
 
     heads: int
@@ -93,6 +96,7 @@ class AttentionSpec:
     norm: Literal["before", "after", "wide"] = "before"
     q_scale: torch.Tensor | None = None
     cap: float = 0.0
+    taps: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ def check_linear(spec: LinearSpec) -> None:
 
 def check_layers(layers: Sequence[LayerSpec]) -> None:
     """Raise UnfitModelError unless all layers are of one geometry, whose parts fit together."""
-    width = layers[0].qkv.weight.shape[1]
+    width, rows = layers[0].qkv.weight.shape[1], {x.qkv.weight.shape[0] for x in layers if x.attention.taps is None}
     for number, layer in enumerate(layers):
         attention = layer.attention
         heads = attention.heads * attention.head_dim
@@ -244,7 +248,7 @@ def check_layers(layers: Sequence[LayerSpec]) -> None:
             raise UnfitModelError(f"attention of layer {number} rotates more columns than a head has")
         if any(vector is not None and vector.numel() != size for vector, size in vectors):
             raise UnfitModelError(f"a norm of layer {number} has another size than its layer")
-        if wanted["qkv"][0] != layers[0].qkv.weight.shape[0] or heads != layers[0].out.weight.shape[1]:
+        if len(rows) != 1 or heads != layers[0].out.weight.shape[1]:
             raise UnfitModelError(f"attention of layer {number} has another number of heads than that of layer 0")
 
 

@@ -92,6 +92,30 @@ void mapped_keys_and_values(const StackArgs& s, const LayerArgs& layer, int64_t 
     if (s.positions[row] == 0) std::copy(layer.first, layer.first + layer.map.n, y + (row - from) * layer.map.ldy);
 }
 
+// A short convolution. Its inputs B * x lie in the one page of a slot, a ring; rows from `runs` on have an output. Rows of a
+// text come in order, and a thread has the same columns of all of them.
+template <class T>
+void convolve_share(const AttentionArgs& a, int64_t page_size, int64_t runs, const Team& team) {
+  const int64_t columns = a.heads * a.dim, ring = page_size / columns, lines = (columns + kLine - 1) / kLine;
+  const int64_t begin = lines * team.id / team.size * kLine, end = std::min(columns, lines * (team.id + 1) / team.size * kLine);
+  for (int64_t row = 0; row < a.n; row++) {
+    T* page = (T*)a.pages + a.table[a.slots[row] * a.table_width] * page_size;
+    const float *b = a.qkv + row * 3 * columns, *c = b + columns, *x = c + columns;
+    const int64_t position = a.positions[row];
+    T* now = page + position % ring * columns;
+    for (int64_t i = begin; i < end; i++) narrow(b[i] * x[i], now + i);
+    if (row < runs) continue;
+    float* y = a.out + row * columns;
+    std::copy(a.taps + begin, a.taps + end, y + begin);
+    for (int64_t t = std::max<int64_t>(0, a.width - 1 - position); t < a.width; t++) {
+      const T* kept = page + (position - a.width + 1 + t) % ring * columns;
+      const float* tap = a.taps + (1 + t) * columns;
+      for (int64_t i = begin; i < end; i++) y[i] += tap[i] * widen(kept[i]);
+    }
+    for (int64_t i = begin; i < end; i++) y[i] *= c[i];
+  }
+}
+
 void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock) {
   const LayerArgs& layer = s.layers[index];
   const int64_t stored = s.layer_rows[index].stored, runs = s.layer_rows[index].runs, last = s.layer_rows[index].end;
@@ -121,15 +145,17 @@ void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock
   if (runs > stored && layer.map.w) {
     mapped_keys_and_values(s, layer, stored, runs, team);
   } else if (runs > stored) {
-    const LinearArgs rest = keys_and_values(layer.qkv, layer.attention.heads * layer.attention.dim);
+    const LinearArgs rest = keys_and_values(layer.qkv, layer.attention.taps ? 0 : layer.attention.heads * layer.attention.dim);
     float* y = s.qkv + stored * rest.ldy + layer.qkv.n - rest.n;
     linear_share(with(rest, runs - stored, s.hidden + stored * rest.ldx, y, 0), team);
   }
   end(kQkv);
-  append_share(attention(stored), team);
+  const auto convolve = s.page_dtype == kFloat32 ? convolve_share<float> : convolve_share<uint16_t>;
+  if (layer.attention.taps) convolve(attention(stored), s.page_size, runs - stored, team);
+  else append_share(attention(stored), team);
   end(kAppend);
   if (!n) return;
-  attend_share(attention(runs), team);
+  if (!layer.attention.taps) attend_share(attention(runs), team);
   end(kAttend);
   add(layer.out, layer.out_norm, attended);
   end(kOut);
