@@ -27,18 +27,11 @@ _NO_LOCKS = (None, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files by which the directory of a kind of run is recognised.
+    """The files by which the directory of a kind of run is recognised."""
 
-    Parameters
-    ----------
-    run : str
-        The kind of run, in words.
-    marks : mapping of str to str
-        Patterns of file names, each with a key of the JSON object at the start of the file. One such file identifies
-        the directory of a run.
-    """
-
-    run: str
+    run: str  # the kind of run, in words
+    # Patterns of file names, each with a key of the JSON object at the start of the file. One such file identifies the
+    # directory of a run.
     marks: Mapping[str, str]
 
     def paths(self, value: str) -> tuple[Path, ...]:

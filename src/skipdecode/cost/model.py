@@ -68,39 +68,22 @@ def between(known: Sequence[tuple[float, ...]], place: float) -> Sequence[float]
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of the decode steps and prompts of a model on one machine. All layers cost the same.
+    """Seconds of the decode steps and prompts of a model on one machine. All layers cost the same."""
 
-    Parameters
-    ----------
-    num_layers : int
-        Decoder layers of the model.
-    batch : int
-        Sequences of a step to plan for.
-    steps : tuple of StepCost
-        Known costs, by increasing number of sequences.
-    prompts : tuple of PromptCost
-        Known costs, by increasing number of tokens. Empty: a prompt token, and its projection, cost as much as a
-        sequence of the largest step, which are upper bounds.
-    window, window_share : int, float
-        Tokens that sliding-window attention sees, and the share of layers that have it.
-    source : {"assumed", "measured"}
-        Origin of the costs.
-    residual : float or None
-        Measured: the largest relative distance between the fit and a measurement.
-    bridge_share, taps : float, int
-        A fit's bridge over a skipped layer, as a share of the layer's time without the cache read; and the tokens
-        before its own that a map of a prompt's keys and values sees, each of which costs one more projection. Every
-        skipped layer is taken to have a bridge. See `with_fit`.
-    """
-
-    num_layers: int
-    batch: int
-    steps: tuple[StepCost, ...]
+    num_layers: int  # decoder layers of the model
+    batch: int  # sequences of a step to plan for
+    steps: tuple[StepCost, ...]  # known costs, by increasing number of sequences
+    # Known costs, by increasing number of tokens. Empty: a prompt token, and its projection, cost as much as a sequence
+    # of the largest step, which are upper bounds.
     prompts: tuple[PromptCost, ...] = ()
+    # Tokens that sliding-window attention sees, and the share of layers that have it.
     window: int = 0
     window_share: float = 0.0
-    source: str = "assumed"
-    residual: float | None = None
+    source: str = "assumed"  # origin of the costs
+    residual: float | None = None  # measured: the largest relative distance between the fit and a measurement
+    # A fit's bridge over a skipped layer, as a share of the layer's time without the cache read; and the tokens before
+    # its own that a map of a prompt's keys and values sees, each of which costs one more projection. Every skipped
+    # layer is taken to have a bridge. See `with_fit`.
     bridge_share: float = 0.0
     taps: int = 0
 
@@ -161,7 +144,8 @@ class CostModel:
 
     def step_seconds(self, active_layers: float, kv_tokens: float = 0) -> float:
         """One step of `batch` sequences that runs `active_layers` layers, with `kv_tokens` cached tokens in each."""
-        active = active_layers * (self.step.layer_seconds + self._reads(kv_tokens))
+        reads = self.batch * self.step.kv_seconds * tokens_read(kv_tokens, self.window, self.window_share)
+        active = active_layers * (self.step.layer_seconds + reads)
         return self.step.fixed_seconds + active + self._bridges(active_layers) * self.step.layer_seconds
 
     def _bridges(self, layers_run: float) -> float:
@@ -199,10 +183,6 @@ class CostModel:
         row, least = self.steps[-1].layer_seconds / self.max_rows, self.at(1).layer_seconds
         seconds = max(row, least)
         return PromptCost(max(1.0, least / row) if row else 1.0, seconds, seconds)
-
-    def _reads(self, kv_tokens: float) -> float:
-        """The cache read of a layer."""
-        return self.batch * self.step.kv_seconds * tokens_read(kv_tokens, self.window, self.window_share)
 
     # ------------------------------------------------------------------ the decode phase
 

@@ -30,21 +30,13 @@ class TextCost:
 
     Texts differ in length, so late positions are decoded less often than early ones, and a layer that is skipped there
     saves less.
-
-    Parameters
-    ----------
-    prompt_len : int
-        Tokens of each prompt.
-    steps : tuple of float
-        Expected decode steps of a batch at generation position 0, 1, …: while any sequence of the batch goes on.
-    whole : bool
-        The time of whole requests, prompts included, instead of the decode phase alone.
     """
 
     cost: CostModel
-    prompt_len: int
+    prompt_len: int  # tokens of each prompt
+    # Expected decode steps of a batch at generation position 0, 1, …: while any sequence of the batch goes on.
     steps: tuple[float, ...]
-    whole: bool = False
+    whole: bool = False  # the time of whole requests, prompts included, instead of the decode phase alone
 
     @classmethod
     def of_lengths(cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], *, whole: bool = False) -> Self:

@@ -28,25 +28,16 @@ _POOL = 100
 
 @dataclass
 class Batch:
-    """Aligned rows.
+    """Aligned rows."""
 
-    Attributes
-    ----------
-    input_ids, attention_mask, position_ids, labels : Tensor
-        (rows, columns) of int64. Labels are `IGNORE` on prompt and padding and stand under their own token: the logits
-        of the column before predict them.
-    prompt_length : int
-        The column at which every response starts.
-    ids : tuple of str
-        What the records are called.
-    """
-
+    # (rows, columns) of int64. Labels are `IGNORE` on prompt and padding and stand under their own token: the logits of
+    # the column before predict them.
     input_ids: Tensor
     attention_mask: Tensor
     position_ids: Tensor
     labels: Tensor
-    prompt_length: int
-    ids: tuple[str, ...]
+    prompt_length: int  # the column at which every response starts
+    ids: tuple[str, ...]  # what the records are called
 
     @property
     def targets(self) -> Tensor:
@@ -109,11 +100,6 @@ class GroupedBatches:
         self._seed = seed
         self._start = start
 
-    @property
-    def epoch_batches(self) -> int:
-        """Batches that hold every record once."""
-        return -(-len(self._lengths) // self.batch_size)
-
     def epoch(self, number: int) -> list[list[int]]:
         """The batches of one epoch."""
         rng = random.Random(f"{self._seed}/{number}")
@@ -136,7 +122,7 @@ class GroupedBatches:
         return batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        number, skipped = divmod(self._start, self.epoch_batches)
+        number, skipped = divmod(self._start, -(-len(self._lengths) // self.batch_size))
         while True:
             yield from self.epoch(number)[skipped:]
             number, skipped = number + 1, 0

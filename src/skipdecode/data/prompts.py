@@ -93,14 +93,12 @@ class PromptEncoder:
         """
         found = [self._rendered(record) for record in records]
         for is_chat in (False, True):
-            rows = [n for n, p in enumerate(found) if p.error is None and self._is_chat(p.record) == is_chat]
+            chats = (self.chat or not isinstance(p.record.prompt, str) for p in found)
+            rows = [n for n, chat in enumerate(chats) if found[n].error is None and chat == is_chat]
             ids = self._token_ids([found[n].text for n in rows], is_chat) if rows else []
             for number, row in zip(rows, ids, strict=True):
                 found[number] = self._checked(records[number], *self._cut(found[number], row, most))
         return found
-
-    def _is_chat(self, record: Record) -> bool:
-        return self.chat or not isinstance(record.prompt, str)
 
     def _rendered(self, record: Record) -> EncodedPrompt:
         text, error = "", record.error

@@ -36,43 +36,24 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record.
+    """One record."""
 
-    Parameters
-    ----------
-    index, line : int
-        0-based number of the record, and 1-based line in the file.
-    id : str or int
-        Field `id` if it is there and not empty, else the line number.
-    prompt : str or list of messages
-        Text, or a chat as ``{"role": …, "content": …}`` objects. Empty if there is an error.
-    error : str, optional
-        Why the record cannot be used; the kind of error ends at the first colon.
-    values : mapping
-        The fields that a template put into the prompt, as text.
-    references : tuple of str
-        Texts that may follow the prompt, none empty; the first is the response that is learned.
-    for_chat : mapping
-        The record's `system` and `tools`, which only a chat template uses.
-    left_out : tuple of str
-        Fields of the record that are not in the prompt, where the user has not chosen the prompt's field.
-    asked : mapping
-        Settings of this record alone: `sampling` (fields of `Sampling`), `max_new_tokens`, `stop`.
-    has_id : bool
-        Whether `id` is the record's own, not the line number.
-    """
-
+    # 0-based number of the record, and 1-based line in the file.
     index: int
     line: int
-    id: str | int
-    prompt: str | list[Message]
-    error: str | None = None
-    values: Mapping[str, str] = field(default_factory=dict)
+    id: str | int  # field `id` if it is there and not empty, else the line number
+    prompt: str | list[Message]  # text, or a chat as ``{"role": …, "content": …}`` objects. Empty if there is an error.
+    error: str | None = None  # why the record cannot be used; the kind of error ends at the first colon
+    values: Mapping[str, str] = field(default_factory=dict)  # the fields that a template put into the prompt, as text
+    # Texts that may follow the prompt, none empty; the first is the response that is learned.
     references: tuple[str, ...] = ()
+    # The record's `system` and `tools`, which only a chat template uses.
     for_chat: Mapping[str, Any] = field(default_factory=dict)
+    # Fields of the record that are not in the prompt, where the user has not chosen the prompt's field.
     left_out: tuple[str, ...] = ()
+    # Settings of this record alone: `sampling` (fields of `Sampling`), `max_new_tokens`, `stop`.
     asked: Mapping[str, Any] = field(default_factory=dict)
-    has_id: bool = True
+    has_id: bool = True  # whether `id` is the record's own, not the line number
 
     @property
     def is_blank(self) -> bool:

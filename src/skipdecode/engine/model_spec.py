@@ -26,54 +26,32 @@ Join = Callable[[list[Tensor]], Any]
 
 @dataclass(frozen=True)
 class Reader:
-    """Attribute paths of a family's causal LM to the parts of a `ModelSpec`.
+    """Attribute paths of a family's causal LM to the parts of a `ModelSpec`: of the decoder, in it, and in a layer."""
 
-    Parameters
-    ----------
-    body : str
-        The decoder.
-    layers, embedding, norm, positions : str
-        In the decoder: its layers, token embedding, last norm, learned positions ("": it has rotary ones).
-    attention_norms, mlp_norms : tuple of str
-        In a layer: the norm of a sublayer's input ("": none) and, if there is one, the norm of its output.
-    qkv, mlp_in : tuple of str
-        In a layer: one module, or the modules to be fused in this order. An MLP is gated, the gate first, if its first
-        product is twice as wide as the input of its second product.
-    out, mlp_out : str
-        In a layer.
-    attention : str
-        In a layer: the module with `head_dim`, `scaling`, perhaps the norms `qk_norms`, and perhaps `use_rope`.
-    pairs, norm_after : bool
-        Neighbouring columns of a head are rotated, not halves; heads are normed after the rotation.
-    local_rotation : bool
-        In a model with windows, only layers with a window rotate.
-    gamma_offset : int
-        Added to the weights of the norms.
-    settings : tuple of str
-        Settings of a config that this family applies; a config of another may name them without effect.
-    convolution : str
-        In a layer that has it: the short convolution that stands for attention.
-    """
-
-    body: str = "model"
+    body: str = "model"  # the decoder
+    # In the decoder: its layers, token embedding, last norm, learned positions ("": it has rotary ones).
     layers: str = "layers"
     embedding: str = "embed_tokens"
     norm: str = "norm"
     positions: str = ""
+    # The module with `head_dim`, `scaling`, perhaps the norms `qk_norms`, and perhaps `use_rope`.
     attention: str = "self_attn"
+    # The norm of a sublayer's input ("": none) and, if there is one, the norm of its output.
     attention_norms: tuple[str, ...] = ("input_layernorm",)
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    out: str = "self_attn.o_proj"
     mlp_norms: tuple[str, ...] = ("post_attention_layernorm",)
+    # One module, or the modules to be fused in this order. An MLP is gated, the gate first, if its first product is
+    # twice as wide as the input of its second product.
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    out: str = "self_attn.o_proj"
     mlp_out: str = "mlp.down_proj"
-    gamma_offset: int = 0
+    gamma_offset: int = 0  # added to the weights of the norms
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
-    pairs: bool = False
-    norm_after: bool = False
-    local_rotation: bool = False
-    settings: tuple[str, ...] = ()
-    convolution: str = ""
+    pairs: bool = False  # neighbouring columns of a head are rotated, not halves
+    norm_after: bool = False  # heads are normed after the rotation
+    local_rotation: bool = False  # in a model with windows, only layers with a window rotate
+    settings: tuple[str, ...] = ()  # of a config: those that this family applies; another's may name them in vain
+    convolution: str = ""  # in a layer that has it: the short convolution that stands for attention
 
     def setting(self, config: Any, name: str, default: Any = None) -> Any:
         """A setting's value, if the family applies it."""

@@ -49,47 +49,26 @@ class Sequence:
 
     `number`: number of the request, in the order of submission. `request`: the user's request. `schedule`: which layers
     its tokens run.
-
-    Attributes
-    ----------
-    drafter : Drafter or None
-        Guesses its next tokens; set when an engine that drafts admits the sequence.
-    prompt : PromptLayers
-        The layers of its prompt tokens.
-    output : list of int
-        New tokens so far.
-    finish_reason : FinishReason or None
-        Why the sequence has ended; None while it has not.
-    sampler : Sampler
-        Chooses its tokens; set when the sequence is admitted.
-    pages : int
-        Maximum pages of keys and values that it may hold; 0 in engines without pages.
-    slot : int
-        Its place in the KV store; -1 while it waits.
-    layers : tuple of int
-        Layers that hold its keys and values, and that its latest token ran.
-    ran : int
-        Tokens of prompt and output that have run.
-    cached : int
-        Prompt tokens that came from the prefix cache and did not run.
-    scores : list
-        Log-probabilities of prompt tokens that have run, for requests that ask for them; see `StepOutput.prompt`.
     """
 
     number: int
     request: Request
     schedule: Schedule
+    # Guesses its next tokens; set when an engine that drafts admits the sequence.
     drafter: Drafter | None = field(init=False, default=None)
-    prompt: PromptLayers = field(init=False)
-    output: list[int] = field(init=False, default_factory=list)
+    prompt: PromptLayers = field(init=False)  # the layers of its prompt tokens
+    output: list[int] = field(init=False, default_factory=list)  # new tokens so far
+    # Why the sequence has ended; None while it has not.
     finish_reason: FinishReason | None = field(init=False, default=None)
-    sampler: Sampler = field(init=False)
+    sampler: Sampler = field(init=False)  # chooses its tokens; set when the sequence is admitted
+    # Maximum pages of keys and values that it may hold; 0 in engines without pages.
     pages: int = field(init=False, default=0)
-    slot: int = field(init=False, default=-1)
-    layers: tuple[int, ...] = field(init=False)
+    slot: int = field(init=False, default=-1)  # its place in the KV store; -1 while it waits
+    layers: tuple[int, ...] = field(init=False)  # layers that hold its keys and values, and that its latest token ran
     _sets: tuple[tuple[int, ...], ...] = field(init=False)
-    ran: int = field(init=False, default=0)
-    cached: int = field(init=False, default=0)
+    ran: int = field(init=False, default=0)  # tokens of prompt and output that have run
+    cached: int = field(init=False, default=0)  # prompt tokens that came from the prefix cache and did not run
+    # Log-probabilities of prompt tokens that have run, for requests that ask for them; see `StepOutput.prompt`.
     scores: list[tuple[int, float, tuple[tuple[int, float], ...]]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:

@@ -35,31 +35,15 @@ _WARM_UP_TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How a sequence is decoded, and when it ends, where its record asks for nothing else (`Record.asked`).
-
-    Parameters
-    ----------
-    sampling : Sampling
-        The seed is the job's: each sequence gets its own.
-    max_new_tokens : int
-        Most new tokens of a sequence; fewer if the context ends.
-    ends : frozenset of int
-        A sequence ends after any of these tokens.
-    stop : StopStrings
-        Strings that end a text; the text is cut before them.
-    exact : bool
-        Draft where that is faster; see `skipdecode.engine.Request`.
-    grammars : Grammars, optional
-        Compiles the JSON schemas of records; without it they are not used.
-    """
+    """How a sequence is decoded, and when it ends, where its record asks for nothing else (`Record.asked`)."""
 
     texts: TokenTexts
-    sampling: Sampling
-    max_new_tokens: int
-    ends: frozenset[int]
-    stop: StopStrings = field(default_factory=StopStrings)
-    exact: bool = True
-    grammars: Grammars | None = None
+    sampling: Sampling  # the seed is the job's: each sequence gets its own
+    max_new_tokens: int  # most new tokens of a sequence; fewer if the context ends
+    ends: frozenset[int]  # a sequence ends after any of these tokens
+    stop: StopStrings = field(default_factory=StopStrings)  # strings that end a text; the text is cut before them
+    exact: bool = True  # draft where that is faster; see `skipdecode.engine.Request`
+    grammars: Grammars | None = None  # compiles the JSON schemas of records; without it they are not used
 
     def checked(self, prompts: list[EncodedPrompt]) -> list[EncodedPrompt]:
         """The prompts, each with an error if its record asks for what cannot be done."""
@@ -96,26 +80,15 @@ class Decoding:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Decoding):
-    """How outputs for all records of an input are generated, and what they contain.
-
-    Parameters
-    ----------
-    make_engine : callable
-        From a number of sequences to an engine under the job's schedule.
-    repeat : callable, optional
-        From a prompt to what the output repeats of it.
-    full_depth : callable, optional
-        From a number of sequences to an engine at full depth, on which some batches are timed again.
-    answers_of : str, optional
-        The model's name, for output records in the form of OpenAI's batches.
-    """
+    """How outputs for all records of an input are generated, and what they contain."""
 
     encoder: PromptEncoder
-    make_engine: Callable[[int], Engine]
+    make_engine: Callable[[int], Engine]  # from a number of sequences to an engine under the job's schedule
     batch_size: int
-    repeat: Callable[[EncodedPrompt], str] | None = None
+    repeat: Callable[[EncodedPrompt], str] | None = None  # from a prompt to what the output repeats of it
+    # From a number of sequences to an engine at full depth, on which some batches are timed again.
     full_depth: Callable[[int], Engine] | None = None
-    answers_of: str | None = None
+    answers_of: str | None = None  # the model's name, for output records in the form of OpenAI's batches
 
     def row(self, prompt: EncodedPrompt, one: Generated | None = None) -> dict[str, Any]:
         """The output record of a sequence, or of a record that cannot be used."""

@@ -117,32 +117,17 @@ def default_template(tokenizer: Any, template: Template | None = None) -> Templa
 
 @dataclass(frozen=True)
 class SelfGeneratedData:
-    """Prompts and answers of a model, kept in a directory.
-
-    Parameters
-    ----------
-    make_engine : callable
-        From a number of rows to an engine of the model at full depth.
-    template : Template
-        Template of the prompts; see `default_template`.
-    seed : int
-        Of all draws.
-    source : PromptSource, optional
-        The file of prompts that the options name; without one they are drawn.
-    skip_bad : bool
-        Leave out, and name, records of the file without a prompt, instead of refusing the file.
-    seconds : float, optional
-        Time after which drawing prompts (a third of it) and answering end. Default: all are answered.
-    """
+    """Prompts and answers of a model, kept in a directory."""
 
     loaded: LoadedModel
-    make_engine: Callable[[int], Engine]
-    template: Template
+    make_engine: Callable[[int], Engine]  # from a number of rows to an engine of the model at full depth
+    template: Template  # template of the prompts; see `default_template`
     options: SelfGeneratedOptions
-    source: PromptSource | None
+    source: PromptSource | None  # the file of prompts that the options name; without one they are drawn
     directory: Path
-    seed: int
-    skip_bad: bool = False
+    seed: int  # of all draws
+    skip_bad: bool = False  # leave out, and name, records of the file without a prompt, instead of refusing the file
+    # Time after which drawing prompts (a third of it) and answering end. Default: all are answered.
     seconds: float | None = None
 
     def prompts(self, without: Iterable[str] = ()) -> list[Record]:

@@ -43,31 +43,16 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """What was learned.
+    """What was learned."""
 
-    Parameters
-    ----------
-    schedule : Schedule
-        Of the schedules in the learned order, the one whose prompt set measured best.
-    order : tuple of int
-        The learned drop order.
-    rounds : tuple of Round
-        The greedy search; empty for another method.
-    influence : tuple of float
-        The block influence of each layer.
-    verdicts : tuple of dict
-        Full depth, the paper's schedule, evenly spaced layers, the other numbers of prompt layers, and `schedule`, each
-        with its losses and speed-ups; see `_verdict`.
-    fit : Fit or None
-        The fit of `schedule`.
-    """
-
-    schedule: Schedule
-    order: tuple[int, ...]
-    rounds: tuple[Round, ...]
-    influence: tuple[float, ...]
+    schedule: Schedule  # of the schedules in the learned order, the one whose prompt set measured best
+    order: tuple[int, ...]  # the learned drop order
+    rounds: tuple[Round, ...]  # the greedy search; empty for another method
+    influence: tuple[float, ...]  # the block influence of each layer
+    # Full depth, the paper's schedule, evenly spaced layers, the other numbers of prompt layers, and `schedule`, each
+    # with its losses and speed-ups; see `_verdict`.
     verdicts: tuple[dict[str, Any], ...]
-    fit: Fit | None = None
+    fit: Fit | None = None  # the fit of `schedule`
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of every measurement."""

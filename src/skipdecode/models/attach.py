@@ -280,7 +280,8 @@ class Attachment:
         if forced:
             self._plan_teacher_forced(call, prompt_length, columns)
         else:
-            self._plan_uncached(columns)
+            prompt = columns if self._prompt_columns is None else self._prompt_columns
+            self._set_columns([max(PROMPT, i - prompt) for i in range(columns)])
         return None
 
     def _warn_of_full_depth(self) -> None:
@@ -304,10 +305,6 @@ class Attachment:
             batch, device = self._arguments.batch(call)
             positions = length_positions(prompt_length, batch, columns, device)
         self._gate_state.plan = StepPlan.of_rows(self._schedule, positions)
-
-    def _plan_uncached(self, columns: int) -> None:
-        prompt = columns if self._prompt_columns is None else self._prompt_columns
-        self._set_columns([max(PROMPT, i - prompt) for i in range(columns)])
 
     def _plan_cached(
         self, call: dict[str, Any], prompt_length: int | Tensor | None, columns: int

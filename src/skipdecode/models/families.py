@@ -16,40 +16,25 @@ from skipdecode.schedule import Schedule
 
 @dataclass(frozen=True)
 class Family:
-    """What the package must know of a model type; `tests/models/test_families.py` tests each entry on a real model.
+    """What the package must know of a model type; `tests/models/test_families.py` tests each entry on a real model."""
 
-    Parameters
-    ----------
-    layers : str
-        Attribute path from the causal LM to its list of decoder layers.
-    returns : int
-        Elements of the tuple that a layer returns, the first of which is the hidden states; 0: the hidden states alone.
-    windows : {"none", "all", "types", "cache"}
-        The layers that have the config's `sliding_window`, if it is set: none, all, or those of its `layer_types`.
-        "cache": each layer has the cache that transformers makes of the config, which may hold recurrent states.
-    needs_window : bool
-        With "types": whether the class needs a window even if no layer has one.
-    renews_keys : bool
-        Whether the class's `generate` computes the whole text anew where longrope changes to its long factors.
-    numbered : bool
-        Whether a layer depends on its number in a way that no config can express, so that others cannot be left out.
-    recurrent : bool
-        Whether layers have a recurrent state (state spaces, linear attention, convolutions) in the cache. A forward of
-        several tokens leaves padding out of it, and a forward of one token does not.
-    continues : bool
-        Whether a forward of several tokens goes on from the cached states; else only one of a single token does.
-    places : bool
-        Whether a forward without position ids counts from the length of the cache; else it counts from 0.
-    """
-
-    layers: str = "model.layers"
+    layers: str = "model.layers"  # attribute path from the causal LM to its list of decoder layers
+    # Elements of the tuple that a layer returns, the first of which is the hidden states; 0: the hidden states alone.
     returns: int = 0
+    # The layers that have the config's `sliding_window`, if it is set: none, all, or those of its `layer_types`.
+    # "cache": each layer has the cache that transformers makes of the config, which may hold recurrent states.
     windows: Literal["none", "all", "types", "cache"] = "none"
-    needs_window: bool = False
+    needs_window: bool = False  # with "types": whether the class needs a window even if no layer has one
+    # Whether the class's `generate` computes the whole text anew where longrope changes to its long factors.
     renews_keys: bool = False
+    # Whether a layer depends on its number in a way that no config can express, so that others cannot be left out.
     numbered: bool = False
+    # Whether layers have a recurrent state (state spaces, linear attention, convolutions) in the cache. A forward of
+    # several tokens leaves padding out of it, and a forward of one token does not.
     recurrent: bool = False
+    # Whether a forward of several tokens goes on from the cached states; else only one of a single token does.
     continues: bool = True
+    # Whether a forward without position ids counts from the length of the cache; else it counts from 0.
     places: bool = True
 
 

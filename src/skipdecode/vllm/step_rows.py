@@ -28,24 +28,12 @@ Selection = slice | NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The requests of a step, in the order of their rows; arrays of one value a request.
+    """The requests of a step, in the order of their rows; arrays of one value a request."""
 
-    Parameters
-    ----------
-    start : array of int
-        Tokens of the request that are in the KV cache.
-    rows : array of int
-        Tokens that this step computes.
-    prompt : array of int
-        Length of the prompt.
-    schedule : array of int
-        Number of the request's schedule.
-    """
-
-    start: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    prompt: NDArray[np.int64]
-    schedule: NDArray[np.int64]
+    start: NDArray[np.int64]  # tokens of the request that are in the KV cache
+    rows: NDArray[np.int64]  # tokens that this step computes
+    prompt: NDArray[np.int64]  # length of the prompt
+    schedule: NDArray[np.int64]  # number of the request's schedule
 
     @property
     def num_rows(self) -> int:
@@ -55,55 +43,26 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class RowSubset:
-    """The rows that a layer runs, or projects, where these are some and not all.
+    """The rows that a layer runs, or projects, where these are some and not all."""
 
-    Parameters
-    ----------
-    requests : slice or array of int
-        Requests that have such rows.
-    rows : slice or array of int
-        The rows.
-    counts : array of int
-        Rows of each of `requests`.
-    lead : array of int
-        Rows at the beginning of each of `requests` that are not among them.
-    cut : array of int
-        Rows at the end of each of `requests` that are not among them.
-    """
-
-    requests: Selection
-    rows: Selection
-    counts: NDArray[np.int64]
-    lead: NDArray[np.int64]
-    cut: NDArray[np.int64]
+    requests: Selection  # requests that have such rows
+    rows: Selection  # the rows
+    counts: NDArray[np.int64]  # rows of each of `requests`
+    lead: NDArray[np.int64]  # rows at the beginning of each of `requests` that are not among them
+    cut: NDArray[np.int64]  # rows at the end of each of `requests` that are not among them
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of every layer in one step.
+    """The rows of every layer in one step."""
 
-    Parameters
-    ----------
-    layers : tuple of int
-        The rows that each layer runs: an index into `parts`, `ALL` or `NONE`.
-    projects : tuple of int
-        The rows whose keys and values it stores without running on them, likewise.
-    parts : tuple of RowSubset
-        Different selections; layers with the same one share it.
-    num_rows : int
-        Rows of the step.
-    bridges : tuple of int
-        The rows that take a bridge over each layer, as in `layers`; empty where no row does.
-    schedules, starts : array of int and of bool, optional
-        (num_rows,) Number of each row's schedule, and whether it is the first token of its text; in a step that
-        projects.
-    """
-
-    layers: tuple[int, ...]
-    projects: tuple[int, ...]
-    parts: tuple[RowSubset, ...]
-    num_rows: int
+    layers: tuple[int, ...]  # the rows that each layer runs: an index into `parts`, `ALL` or `NONE`
+    projects: tuple[int, ...]  # the rows whose keys and values it stores without running on them, likewise
+    parts: tuple[RowSubset, ...]  # different selections; layers with the same one share it
+    num_rows: int  # rows of the step
+    # The rows that take a bridge over each layer, as in `layers`; empty where no row does.
     bridges: tuple[int, ...] = ()
+    # (num_rows,) Number of each row's schedule, and whether it is the first token of its text; in a step that projects.
     schedules: NDArray[np.int64] | None = field(default=None, compare=False)
     starts: NDArray[np.bool_] | None = field(default=None, compare=False)
 

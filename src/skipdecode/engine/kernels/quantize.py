@@ -26,24 +26,14 @@ _CHUNK = 2**22  # weights quantised at once: bounds the fp32 copies
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A quantised (out, in) matrix.
-
-    Parameters
-    ----------
-    kind : {"int8", "w8a8"}
-    shape : tuple of int
-        (out, in).
-    codes : torch.Tensor
-        uint8. int8: (out, padded in), two's complement. w8a8: (padded out, padded in), the integers plus
-        128, in blocks of 16 rows: [4 columns, row, column]. Padding rows and columns have no meaning.
-    scales : torch.Tensor
-        (out,) fp32.
-    """
+    """A quantised (out, in) matrix."""
 
     kind: Quantization
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # (out, in)
+    # uint8. int8: (out, padded in), two's complement. w8a8: (padded out, padded in), the integers plus 128, in blocks
+    # of 16 rows: [4 columns, row, column]. Padding rows and columns have no meaning.
     codes: Tensor
-    scales: Tensor
+    scales: Tensor  # (out,) fp32
 
     @property
     def nbytes(self) -> int:

@@ -18,30 +18,17 @@ Activation = Literal["none", "relu", "relu_squared", "gelu_tanh", "xielu"]
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """y = activation(prologue(x) @ weight.T + bias).
+    """y = activation(prologue(x) @ weight.T + bias)."""
 
-    Parameters
-    ----------
-    weight : torch.Tensor or QuantizedWeight
-        (out, in), contiguous rows.
-    bias : torch.Tensor, optional
-        (out,).
-    prologue : str
-        Applied to x first: a norm over its columns, or a gated activation of 2 * in columns (gate, then up).
-    gamma, beta : torch.Tensor, optional
-        (in,): scale and shift of the norm.
-    eps : float
-        Added to the norm's mean of squares.
-    activation, constants : str, tuple of float
-        Applied to the result; of xIELU, the factors of its positive and negative branch, and beta.
-    """
-
-    weight: torch.Tensor | QuantizedWeight
-    bias: torch.Tensor | None = None
+    weight: torch.Tensor | QuantizedWeight  # (out, in), contiguous rows
+    bias: torch.Tensor | None = None  # (out,)
+    # Applied to x first: a norm over its columns, or a gated activation of 2 * in columns (gate, then up).
     prologue: Prologue = "none"
+    # (in,): scale and shift of the norm.
     gamma: torch.Tensor | None = None
     beta: torch.Tensor | None = None
-    eps: float = 0.0
+    eps: float = 0.0  # added to the norm's mean of squares
+    # Applied to the result; of xIELU, the factors of its positive and negative branch, and beta.
     activation: Activation = "none"
     constants: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -53,49 +40,28 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention of token rows over paged keys and values.
+    """Attention of token rows over paged keys and values."""
 
-    Parameters
-    ----------
-    heads, kv_heads, head_dim : int
-        Query heads, key/value heads, columns of one.
-    scale : float
-        Factor of the scores.
-    window : int
-        Number of latest tokens that a row attends to, with its own; 0 means all.
-    cos, sin : torch.Tensor, optional
-        (positions, rotated columns / 2), fp32: rotary positions of the first columns of a head. None: no rotation.
-    pairs : bool
-        Neighbouring columns are rotated against each other, not halves.
-    q_gamma, k_gamma : torch.Tensor, optional
-        RMSNorm of queries and keys: of each head (head_dim,), or of all heads together (heads * head_dim,).
-    norm : str
-        Of each head before or after the rotation, or ("wide") of all heads together before it.
-    eps : float
-        Added to that norm's mean of squares.
-    q_scale : torch.Tensor, optional
-        (positions,): factors of the queries.
-    cap : float
-        Scores become cap * tanh(score / cap); 0: they stay.
-    taps : torch.Tensor, optional
-        (1 + width, heads * head_dim): a bias, and the taps of a short convolution that stands for attention, the oldest
-        token's first. Of the parts B, C and x of `qkv` it makes C * (bias + the sum of tap * B * x of a token).
-    """
-
+    # Query heads, key/value heads, columns of one.
     heads: int
     kv_heads: int
     head_dim: int
-    scale: float
-    window: int = 0
+    scale: float  # factor of the scores
+    window: int = 0  # number of latest tokens that a row attends to, with its own; 0 means all
+    # (positions, rotated columns / 2), fp32: rotary positions of the first columns of a head. None: no rotation.
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
+    # RMSNorm of queries and keys: of each head (head_dim,), or of all heads together (heads * head_dim,).
     q_gamma: torch.Tensor | None = None
     k_gamma: torch.Tensor | None = None
-    eps: float = 0.0
-    pairs: bool = False
+    eps: float = 0.0  # added to that norm's mean of squares
+    pairs: bool = False  # neighbouring columns are rotated against each other, not halves
+    # Of each head before or after the rotation, or ("wide") of all heads together before it.
     norm: Literal["before", "after", "wide"] = "before"
-    q_scale: torch.Tensor | None = None
-    cap: float = 0.0
+    q_scale: torch.Tensor | None = None  # (positions,): factors of the queries
+    cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
+    # (1 + width, heads * head_dim): a bias, and the taps of a short convolution that stands for attention, the oldest
+    # token's first. Of the parts B, C and x of `qkv` it makes C * (bias + the sum of tap * B * x of a token).
     taps: torch.Tensor | None = None
 
 
@@ -119,59 +85,29 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class FitSpec:
-    """The fitted maps that replace skipped layers; see `skipdecode.models.fit`.
+    """The fitted maps that replace skipped layers; see `skipdecode.models.fit`."""
 
-    Parameters
-    ----------
-    bridges : mapping of int to pair of LinearSpec
-        By layer: the operation `down` on normed states, and the operation `up`, whose result is added.
-    maps : mapping of int to LinearSpec
-        By layer: keys and values (key columns first) from features. The features are normed states, the token's own
-        first. Without taps the operation norms the states itself.
-    first : mapping of int to torch.Tensor
-        By layer of `maps`: keys and values at position 0, in place of the map.
-    taps : int
-        Number of preceding tokens in the features of a row.
-    """
-
+    # By layer: the operation `down` on normed states, and the operation `up`, whose result is added.
     bridges: Mapping[int, tuple[LinearSpec, LinearSpec]]
+    # By layer: keys and values (key columns first) from features. The features are normed states, the token's own
+    # first. Without taps the operation norms the states itself.
     maps: Mapping[int, LinearSpec]
-    first: Mapping[int, torch.Tensor]
-    taps: int = 0
+    first: Mapping[int, torch.Tensor]  # by layer of `maps`: keys and values at position 0, in place of the map
+    taps: int = 0  # number of preceding tokens in the features of a row
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder.
+    """A decoder."""
 
-    Parameters
-    ----------
-    layers : list of LayerSpec
-        First to last.
-    head : LinearSpec
-        Final norm and output embedding.
-    embedding : torch.Tensor
-        (vocabulary, hidden).
-    embedding_scale : float
-        Factor of the embeddings.
-    position_embedding : torch.Tensor, optional
-        (positions + offset, hidden): learned positions.
-    position_offset : int
-        Row of position 0.
-    max_positions : int, optional
-        Number of learned positions.
-    logit_cap : float, optional
-        Logits become cap * tanh(logit / cap).
-    """
-
-    layers: list[LayerSpec]
-    head: LinearSpec
-    embedding: torch.Tensor
-    embedding_scale: float = 1.0
-    position_embedding: torch.Tensor | None = None
-    position_offset: int = 0
-    max_positions: int | None = None
-    logit_cap: float | None = None
+    layers: list[LayerSpec]  # first to last
+    head: LinearSpec  # final norm and output embedding
+    embedding: torch.Tensor  # (vocabulary, hidden)
+    embedding_scale: float = 1.0  # factor of the embeddings
+    position_embedding: torch.Tensor | None = None  # (positions + offset, hidden): learned positions
+    position_offset: int = 0  # row of position 0
+    max_positions: int | None = None  # number of learned positions
+    logit_cap: float | None = None  # logits become cap * tanh(logit / cap)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """New hidden states (rows, hidden) of tokens (rows,) at positions (rows,)."""
@@ -182,32 +118,17 @@ class ModelSpec:
 
 
 class StackInput(NamedTuple):
-    """The input of a stack of layers.
+    """The input of a stack of layers."""
 
-    Parameters
-    ----------
-    hidden : torch.Tensor
-        (rows, hidden), changed in place.
-    pages : torch.Tensor
-        Keys and values: (pages, 2, kv_heads, page_tokens, head_dim).
-    table : torch.Tensor
-        (layers, slots, width), int32 on the CPU: a slot's pages in each layer, in order.
-    slots, positions : torch.Tensor
-        (rows,), int32 on the CPU.
-    layers : list of LayerRows
-    bridged : int
-        From this row on, rows take the bridges of the layers that they skip.
-    before : torch.Tensor, optional
-        (rows, taps), int32, for projected rows: the rows of the preceding tokens; -1 where there is none.
-    """
-
-    hidden: torch.Tensor
-    pages: torch.Tensor
-    table: torch.Tensor
+    hidden: torch.Tensor  # (rows, hidden), changed in place
+    pages: torch.Tensor  # keys and values: (pages, 2, kv_heads, page_tokens, head_dim)
+    table: torch.Tensor  # (layers, slots, width), int32 on the CPU: a slot's pages in each layer, in order
+    # (rows,), int32 on the CPU.
     slots: torch.Tensor
     positions: torch.Tensor
     layers: list[LayerRows]
-    bridged: int = 0
+    bridged: int = 0  # from this row on, rows take the bridges of the layers that they skip
+    # (rows, taps), int32, for projected rows: the rows of the preceding tokens; -1 where there is none.
     before: torch.Tensor | None = None
 
 

@@ -25,30 +25,17 @@ RECIPE_KIND, RECIPE_FORMAT = "recipe", 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """The facts about a checkpoint's tuning that its use needs.
+    """The facts about a checkpoint's tuning that its use needs."""
 
-    Parameters
-    ----------
-    prompt_template : str, optional
-        The prompt text with record fields in braces; None if the recipe has no template.
-    responses : tuple of str
-        Fields that may hold the response.
-    chat : bool
-        Whether the prompt was formatted with the tokenizer's chat template.
-    truncate, max_prompt_tokens
-        See `skipdecode.data.records.Template`.
-    tuned_under : tuple of Schedule
-        The schedules under which the weights were tuned, the target first.
-    base : dict, optional
-        The weights at the start of the run; see `skipdecode.models.loading.base_weights`.
-    """
-
+    # The prompt text with record fields in braces; None if the recipe has no template.
     prompt_template: str | None = None
-    responses: tuple[str, ...] = ()
-    chat: bool = False
+    responses: tuple[str, ...] = ()  # fields that may hold the response
+    chat: bool = False  # whether the prompt was formatted with the tokenizer's chat template
+    # See `skipdecode.data.records.Template`.
     truncate: str | None = None
     max_prompt_tokens: int | None = None
-    tuned_under: tuple[Schedule, ...] = ()
+    tuned_under: tuple[Schedule, ...] = ()  # the schedules under which the weights were tuned, the target first
+    # The weights at the start of the run; see `skipdecode.models.loading.base_weights`.
     base: Mapping[str, Any] | None = None
 
 
