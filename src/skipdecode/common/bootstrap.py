@@ -50,14 +50,8 @@ def ratio_of_sums(total: Table) -> float:
 def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0) -> Interval:
     """The score of one run with its bootstrap interval.
 
-    Parameters
-    ----------
-    table : ndarray, shape (records, k)
-        Statistics of each record.
-    score : callable
-        From the sum over records, shape (k,), to a score.
-    resamples, seed : int
-        Number of resamples, and their seed.
+    `table`: statistics of each record. `score`: from the sum over records, shape (k,), to a score. `resamples` and
+    `seed`: number of resamples, and their seed.
     """
     _check(table, table, resamples)
     values = np.array([score(total) for (total,) in _totals((table,), resamples, seed)])

@@ -229,15 +229,9 @@ def encode_prompts(
 ) -> tuple[Records, list[list[int]]]:
     """Token ids of the prompts of all records, and the records that have them.
 
-    Parameters
-    ----------
-    room : int, optional
-        Most tokens that the model's context leaves for a prompt.
-    vocabulary : int, optional
-        As for `PromptEncoder`.
-    skip_bad : bool
-        Leave out records whose prompt is too long, has no token or one that the model does not know, instead of
-        refusing all; the returned records name them as skipped.
+    `room`: most tokens that the model's context leaves for a prompt. `vocabulary`: as for `PromptEncoder`. `skip_bad`:
+    leave out records whose prompt is too long, has no token or one that the model does not know, instead of refusing
+    all; the returned records name them as skipped.
 
     Raises DataError if there are such prompts and `skip_bad` is false (all are counted, the first ones named), or no
     record is left.

@@ -96,10 +96,7 @@ def task_file(name_or_file: str | Path) -> list[Path]:
 def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = str) -> Task:
     """A task by name, or from a YAML file.
 
-    Parameters
-    ----------
-    check_metric : callable
-        Called with the name of each metric; raises UsageError if it is not known.
+    `check_metric`: called with the name of each metric; raises UsageError if it is not known.
 
     Raises UsageError: neither a known name nor a ``.yaml`` file; DataError: the file cannot be read or is not YAML, or
     a field is unknown, missing or not accepted; with the line number.

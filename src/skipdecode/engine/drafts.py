@@ -183,10 +183,7 @@ class ForwardTimes:
 class Planner:
     """The numbers of drafts, for all engines of a model.
 
-    Attributes
-    ----------
-    forwards : dict of ForwardTimes
-        Of forwards without prompts, by the mean number of layers of a token, rounded.
+    Attribute `forwards`: of forwards without prompts, by the mean number of layers of a token, rounded.
     """
 
     def __init__(self) -> None:

@@ -33,12 +33,8 @@ class Piece(NamedTuple):
 class TokenTexts:
     """The texts of single tokens of a tokenizer.
 
-    Attributes
-    ----------
-    special : dict of int to str
-        Tokens that are not shown in texts, with their names.
-    cleans_up : bool
-        Whether the tokenizer removes spaces from its texts.
+    Attributes `special`: tokens that are not shown in texts, with their names. `cleans_up`: whether the tokenizer
+    removes spaces from its texts.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -68,14 +68,9 @@ def generate_records(
 ) -> tuple[RunStats, dict[str, Any]]:
     """Generate for all records of a source, and write the output records in its order.
 
-    Parameters
-    ----------
-    output : str
-        A file, whose finished records outlive a kill (the same call continues), or ``-`` for standard output.
-    json_schema : dict or str, optional
-        As of `LLM.generate`.
-    shown : tuple, optional
-        For a terminal: how an output record is formatted, and what it repeats of its prompt.
+    `output`: a file, whose finished records outlive a kill (the same call continues), or ``-`` for standard output.
+    `json_schema`: as of `LLM.generate`. `shown`: for a terminal: how an output record is formatted, and what it repeats
+    of its prompt.
 
     Returns
     -------

@@ -35,14 +35,9 @@ def make_recipe(
 ) -> dict[str, Any]:
     """A recipe without result; JSON-ready.
 
-    Parameters
-    ----------
-    template : Template
-        What the options made prompts of, in full.
-    checkpoint : mapping, optional
-        Of `skipdecode.models.loading.base_weights.checkpoint_digest`.
-    base : mapping, optional
-        Of `skipdecode.models.loading.base_weights.base_entry`.
+    `template`: what the options made prompts of, in full. `checkpoint`: of
+    `skipdecode.models.loading.base_weights.checkpoint_digest`. `base`: of
+    `skipdecode.models.loading.base_weights.base_entry`.
     """
     recipe = {
         "kind": RECIPE_KIND,

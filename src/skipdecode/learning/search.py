@@ -214,14 +214,8 @@ def greedy_order(
     The first round tries every layer. Later ones try the `candidates` layers whose loss rose least when they were last
     tried; a layer that is tried and turns out worse makes room for the next, so none is out for good.
 
-    Parameters
-    ----------
-    measure : callable
-        Gives the loss of each of several sets of layers that are left out.
-    layers : sequence of int
-        Layers that may go.
-    prior : mapping of int to float
-        A cheaper ranking (block influence) that decides between equals, the lowest first.
+    `measure`: gives the loss of each of several sets of layers that are left out. `layers`: layers that may go.
+    `prior`: a cheaper ranking (block influence) that decides between equals, the lowest first.
     """
     rises = dict.fromkeys(layers, 0.0)
     base = measure([()])[0]

@@ -23,14 +23,8 @@ SHARED = ("answers", "sizes", "layers", "evaluation 0")  # their results serve a
 class Stages:
     """Finished stages by name, in a journal.
 
-    Parameters
-    ----------
-    path : Path
-        The journal.
-    settings : mapping
-        JSON-ready; all that the stages depend on.
-    outputs : sequence of str
-        Patterns of the files that a stage makes.
+    `path`: the journal. `settings`: JSON-ready; all that the stages depend on. `outputs`: patterns of the files that a
+    stage makes.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], outputs: Sequence[str] = ()) -> None:

@@ -142,14 +142,8 @@ class CallArguments:
 class GenerationOptions:
     """The options of one `generate` call from all sources.
 
-    Parameters
-    ----------
-    given : dict
-        Keyword arguments of the call, the KV cache under the model's name.
-    config : GenerationConfig, optional
-        The config object of the call.
-    model : PreTrainedModel
-        Its generation config has the options that the call leaves open.
+    `given`: keyword arguments of the call, the KV cache under the model's name. `config`: the config object of the
+    call. `model`: its generation config has the options that the call leaves open.
     """
 
     def __init__(self, given: dict[str, Any], config: Any, model: Any) -> None:

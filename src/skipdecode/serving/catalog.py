@@ -19,12 +19,8 @@ class Catalog:
     `carried`: the checkpoint's own: the default. Without it, that is full depth. `others`: further schedules; two of
     one name get a number. `tuned_under`: what the weights were tuned under.
 
-    Attributes
-    ----------
-    loaded : dict of str to Schedule
-        All schedules by name, full depth included.
-    default : str
-        Name of the schedule of requests that ask for none.
+    Attributes `loaded`: all schedules by name, full depth included. `default`: name of the schedule of requests that
+    ask for none.
 
     Raises ScheduleError: a schedule is for another number of layers.
     """

@@ -33,12 +33,8 @@ _LONGEST_RETRY = 60
 class ModelWorker:
     """Runs requests.
 
-    Parameters
-    ----------
-    make_engine : callable
-        Makes an engine: for the first choice, after the last one unless the engine keeps prompts, and after a failure.
-    layout : KVLayout
-        How the engine stores keys and values.
+    `make_engine`: makes an engine: for the first choice, after the last one unless the engine keeps prompts, and after
+    a failure. `layout`: how the engine stores keys and values.
     """
 
     def __init__(

@@ -143,12 +143,8 @@ class LayerGates:
     ) -> None:
         """Start a step; `end` must follow.
 
-        Parameters
-        ----------
-        slots : dict of int to Tensor
-            Where the rows that a layer projects are stored, by layer.
-        taps : TapRows or None
-            Where the states before each row are; see `TapMemory.begin`.
+        `slots`: where the rows that a layer projects are stored, by layer. `taps`: where the states before each row
+        are; see `TapMemory.begin`.
         """
         self.finished = False
         self.forward = _Forward(self, step, device, slots)

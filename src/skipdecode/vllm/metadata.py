@@ -38,12 +38,8 @@ _PLAIN = (*_PER_REQUEST, *_LENGTHS, *_PER_ROW, *_COMPUTED, *_CACHES, *_AS_IT_IS,
 class StepMetadata:
     """Watches the metadata builders of a runner, and builds for parts of a step.
 
-    Parameters
-    ----------
-    groups : list of list
-        The runner's `attn_groups`: for each KV cache group its attention groups.
-    layer_names : dict of int to list of str
-        Names of the attention modules inside each decoder layer, by the layer's number.
+    `groups`: the runner's `attn_groups`: for each KV cache group its attention groups. `layer_names`: names of the
+    attention modules inside each decoder layer, by the layer's number.
 
     Raises UnsupportedFeatureError if the attention backend cannot build metadata for parts of a step.
     """

@@ -71,14 +71,9 @@ def given_keys(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, Give
 class KeyProjection(nn.Module):
     """A decoder layer's way to keys and values; shares the layer's modules.
 
-    Parameters
-    ----------
-    layer : Module
-        A decoder layer with its weights loaded.
-    given : GivenKeys, optional
-        Maps of a fit, which stand in for the layer's own projection of some schedules' prompts.
-    shard : (int, int)
-        Number of this process among those that share the heads, and how many these are.
+    `layer`: a decoder layer with its weights loaded. `given`: maps of a fit, which stand in for the layer's own
+    projection of some schedules' prompts. `shard`: number of this process among those that share the heads, and how
+    many these are.
 
     Raises UnsupportedFeatureError if the attention backend stores keys and values within attention only.
     """

@@ -85,12 +85,8 @@ class PluginSettings(Options):
     def from_config(cls, carried: Any, options: Any) -> Self | None:
         """Settings from the checkpoint's schedule and the user's options; None if neither has a schedule.
 
-        Parameters
-        ----------
-        carried : dict or None
-            Value of `skipdecode` in the model's config.
-        options : dict or None
-            Value of `skipdecode` in `additional_config`: fields of this class, `schedules` as a list of dictionaries.
+        `carried`: value of `skipdecode` in the model's config. `options`: value of `skipdecode` in `additional_config`:
+        fields of this class, `schedules` as a list of dictionaries.
         """
         if not isinstance(options, dict | None):
             raise UsageError(f"skipdecode: options are a JSON object, not {type(options).__name__}")

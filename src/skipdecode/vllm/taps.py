@@ -72,12 +72,7 @@ def stops_of(schedules: Sequence[Schedule], layers: Sequence[int]) -> dict[int, 
 class TapMemory:
     """The states of a model's last prompt tokens in each block, for each stop of its prompts.
 
-    Parameters
-    ----------
-    taps : int
-        Tokens before a row that a map takes.
-    stops : dict of int to tuple of int
-        As `stops_of` gives them, for the layers with maps.
+    `taps`: tokens before a row that a map takes. `stops`: as `stops_of` gives them, for the layers with maps.
     """
 
     def __init__(self, taps: int, stops: dict[int, tuple[int, ...]]) -> None:

@@ -40,12 +40,8 @@ def save_model(
 ) -> None:
     """Write a transformers causal LM and its tokenizer, if there is one, into a directory.
 
-    Parameters
-    ----------
-    state_dict : mapping, optional
-        The weights, where they are not the model's own.
-    shown : Path
-        The directory that error messages name, where `directory` is a temporary one.
+    `state_dict`: the weights, where they are not the model's own. `shown`: the directory that error messages name,
+    where `directory` is a temporary one.
 
     Raises WriteError: the directory cannot be written, such as because the disk is full.
     """

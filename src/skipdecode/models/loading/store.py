@@ -42,10 +42,7 @@ def find_model(name: str) -> Path | None:
 def add_model(name: str, build: Callable[[Path], str]) -> Path:
     """The directory of `name`; it is built first if the store does not have it.
 
-    Parameters
-    ----------
-    build : callable
-        Fills the given empty directory and returns the source of the weights in words.
+    `build`: fills the given empty directory and returns the source of the weights in words.
 
     Raises FetchError if the store cannot be written.
     """
