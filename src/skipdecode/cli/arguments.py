@@ -34,6 +34,8 @@ def prepared(args: argparse.Namespace, config: type) -> argparse.Namespace:
     for name, value in json.loads(file.read_bytes()).get("use", {}).items() if file.is_file() else ():
         if (kind := kinds(config).get(name)) and (name == "model" or not hasattr(args, name)):
             setattr(args, name, [value] if kind.many else value)
+            if kind.many:
+                args.default = value
     return args
 
 

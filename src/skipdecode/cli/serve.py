@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, EngineOptions, wall_solver_of
-from skipdecode.common.options import Reads, option
+from skipdecode.common.options import Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.carried import schedule_file
@@ -39,6 +39,7 @@ class Config(Binding, ServerLimits, EngineOptions, ChatOptions):
         parse=schedule_file,
         path=SCHEDULE_FILE,
     )
+    default: str | None = setting("schedule of requests that name none (default: the checkpoint's own)", default=None)
     seq_len: int = option("positions over which a nominal speed-up decreases the depth", default=128, least=1)
     template: bool = option(
         "apply the template that the checkpoint was tuned on to completions, unless a request disables it; "
@@ -90,11 +91,12 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
     loaded = config.load()
     tuned_under = () if loaded.recipe is None else loaded.recipe.tuned_under
     tuned_under = tuple(schedule for schedule in tuned_under if schedule.dropped)
+    own = loaded.schedule if config.default is None else config.ref.parsed(config.default, config.seq_len)
     service = open_service(
         loaded.model,
         loaded.tokenizer,
         name=config.name or Path(config.model).name or config.model,
-        carried=loaded.schedule,
+        carried=own,
         others=(*tuned_under, *schedules),
         recipe=loaded.recipe,
         use_template=config.template,
@@ -104,8 +106,8 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         limits=config,
     )
     catalog = service.catalog
-    own = " (the checkpoint's own)" if loaded.schedule is not None else ""
-    note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{own}")
+    which = " (the checkpoint's own)" if loaded.schedule is not None and config.default is None else ""
+    note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{which}")
     if (line := loaded.untuned_line(catalog.loaded.values())) is not None:
         note(line)
     elif not tuned_under:
