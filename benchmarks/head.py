@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shared import e2e_prompts, script_parser, write_result
+from shared import TASKS, e2e_prompts, script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode import Schedule
@@ -29,21 +29,6 @@ from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kernels.native import greedy
 from skipdecode.engine.opening import end_tokens, open_fast
 from skipdecode.models.loading.hub import load_model
-
-FORMS = (
-    "Tell me about {}.",
-    "What should a beginner know about {}?",
-    "Write a short story about {}.",
-    "List five facts about {}.",
-    "Explain {} to a child.",
-    "Write a letter to a friend about {}.",
-    "What are the pros and cons of {}?",
-    "Write a poem about {}.",
-)
-TOPICS = """bread volcanoes bicycles chess rivers languages photosynthesis trains gardening jazz Rome sleep bees
-mountains money libraries whales computers tea winter swimming friendship maps vaccines football painting deserts
-cats bridges
-programming oceans rice dinosaurs museums wind running islands clocks"""
 
 
 class Compared:
@@ -67,7 +52,8 @@ class Compared:
 
 def chat_prompts(tokenizer: Any) -> list[list[int]]:
     """Token ids of prompts of a chat."""
-    turns = [[{"role": "user", "content": form.format(topic)}] for topic in TOPICS.split() for form in FORMS]
+    texts = (TASKS / "chat_prompts.txt").read_text(encoding="utf-8").splitlines()
+    turns = [[{"role": "user", "content": text}] for text in texts]
     return [tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False) for turn in turns]
 
 

@@ -64,19 +64,8 @@ class Peer(NamedTuple):
 def peers(options: argparse.Namespace, checkpoint: Path) -> dict[str, Peer]:
     """All servers."""
     name = str(checkpoint)
-    serve = [
-        *CLI,
-        "serve",
-        checkpoint,
-        "--no-template",
-        "--log-level",
-        "warning",
-        "--port",
-        PORT,
-        "--threads",
-        str(options.threads),
-    ]
-    serve += ["--schedule", options.work / f"{SPLITS[0]}.json"]
+    serve = [*CLI, "serve", checkpoint, "--no-template", "--log-level", "warning", "--port", PORT]
+    serve += ["--threads", str(options.threads), "--schedule", options.work / f"{SPLITS[0]}.json"]
 
     def ours(schedule: str, *more: str) -> Peer:
         return Peer([*serve, *more], "/health/ready", checkpoint.name, {"skipdecode": {"schedule": schedule}})

@@ -11,7 +11,7 @@ multiplies; both rates are measured in the round, because other users of a machi
 fast, fast-int8, fast-w8a8: this package's engine, with the model's weights or quantized ones; gated: transformers with
 schedules. The others run full depth: transformers, transformers-static (transformers' generate with its dynamic or its
 static cache), prompt-lookup, early-exit (transformers' drafts from the prompt, or from the first third of the layers:
-batches of one, and a speed that depends on the text). llama.cpp and vLLM: see `quantized.py`.
+batches of one, and a speed that depends on the text). llama.cpp and vLLM: see `peers.py`.
 """
 
 from __future__ import annotations

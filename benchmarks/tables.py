@@ -99,23 +99,18 @@ def products(document: Row) -> Table:
     return table(document["rows"], columns)
 
 
-def quantized(document: Row) -> Table:
-    """Request times of weights and schedules, of other engines, and the least of the scores that is kept."""
-    kept, measured = ({} if part not in document else document[part]["rows"] for part in ("quality", "times"))
-
-    def worst(row: Row) -> str:
-        shares = kept[row["name"]]["kept"] if row["name"] in kept else {}
-        metric = min(shares, key=lambda name: float(shares[name]["share"]), default=None)
-        return f"{METRICS[metric]} {share_of(shares[metric])}" if metric else "-"
-
-    def faster(batch: str) -> Callable[[Row], str]:
-        return lambda row: times("request_speedup")(row[batch]) if batch in row else "-"
-
-    rows = [{"name": name, **measured.get(name, {})} for name in dict.fromkeys((*measured, *kept))]
-    columns: list[Column] = [("weights and schedule, or engine", "{name}")]
-    for batch in dict.fromkeys(batch for found in measured.values() for batch in found):
-        columns += [(f"batch {batch}, s", estimate(batch, "{batch_seconds:.3f}")), (f"x bf16, {batch}", faster(batch))]
-    return table(rows, [*columns, ("least score kept", worst)])
+def peers(document: Row) -> Table:
+    """Tokens a second of each engine by task and batch, and the least share of texts that are those of bf16."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in document["rows"]:
+        cell = f"{row['task']}, {row['batch']}"
+        found.setdefault(row["peer"], {})[cell] = row
+    cells = list(dict.fromkeys(cell for group in found.values() for cell in group))
+    rows = [["engine", *cells, "equal texts, least"]]
+    for name, group in found.items():
+        speeds = (f"{group[cell]['tokens_per_s']:.0f}" if cell in group else "-" for cell in cells)
+        rows.append([name, *speeds, f"{min(row['equal'] for row in group.values()):.0%}"])
+    return rows
 
 
 def serve_peers(document: Row) -> Table:
@@ -452,11 +447,11 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "predictions": ("prediction", predictions),
     "products": ("product-speed", products),
     "quality": ("quality-table", quality),
-    "quantized": ("quantized", quantized),
     "requests": ("quality-table", requests),
     "exact-head": ("head", exact_head),
     "same-tokens": ("head", same_tokens),
     "serve-load": ("serve-load", serve_load),
+    "peers": ("peers", peers),
     "serve-peers": ("serve-peers", serve_peers),
     "structured": ("structured", structured),
     "vllm": ("vllm-speed", vllm),
