@@ -432,11 +432,18 @@ def lm_eval(document: Row) -> Table:
     return table(document["rows"], [("model", "{model}"), ("schedule", "{name}"), ("nominal", nominal), *tasks])
 
 
+def plain(rows: Sequence[Row]) -> Table:
+    """The fields of rows as they are."""
+    return [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
+
+
 # By name, with the kind of result, or the benchmark, that each is made from.
 TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "bench": ("bench", bench),
     "chat": ("self-generated", chat),
     "exact": ("exact", exact),
+    "families": ("families", lambda document: plain(document["rows"])),
+    "faults": ("families", lambda document: plain(document["faults"])),
     "ready": ("ready", ready),
     "start": ("ready", start),
     "ready-minutes": ("ready", ready_minutes),

@@ -40,6 +40,7 @@ def decoded(model: Any, schedule: Schedule, ids: torch.Tensor, mask: torch.Tenso
             attention_mask=mask,
             max_new_tokens=new,
             do_sample=False,
+            use_cache=True,
             output_logits=True,
             return_dict_in_generate=True,
             **options,

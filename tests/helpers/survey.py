@@ -1,14 +1,20 @@
 """Every causal LM type of the installed transformers, tiny: does it decode under schedules as the oracle says?
 
 ``python tests/helpers/survey.py [TYPE …]`` prints a line a type: its row in the table of families or the reason for
-which it has none. Types without a row are tried with the row that their model suggests.
+which it has none. Types without a row are tried with the row that their model suggests. With ``--out FILE`` it measures
+the types in the table alone, for docs/models.md.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
+import re
 import warnings
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,24 +27,114 @@ import oracle
 from every import suited
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
-from skipdecode.models.families import _REFUSED, FAMILIES, Family
-from tiny import LAYERS, SCHEDULES, ragged_prompts, tiny_model
+from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
+from skipdecode.engine.model_spec import READERS
+from skipdecode.errors import UsageError
+from skipdecode.models.families import _REFUSED, FAMILIES, Family, keys_and_values, lenders, lent_last
+from skipdecode.models.loading.export import cut_model
+from skipdecode.models.loading.gguf_file import _ARCHITECTURES
+from skipdecode.vllm.gates import ARCHITECTURES
+from tiny import LATER, LAYERS, OPTIONS, SCHEDULES, ragged_prompts, tiny_model
 
 NEW = 10
 _PARTS = ("text_config", "vision_config", "audio_config", "decoder_config", "audio_encoder_config")
 
 
-def main(types: list[str]) -> None:
-    """Try each type and print its line."""
+def main() -> None:
+    """Try each type and print its line, or measure each and write a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    for model_type in types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    if asked.out:
+        rows = [{**measured(each), **known(each)} for each in asked.types or sorted([*OPTIONS, *LATER])]
+        document = heading("benchmark", "families") | {"environment": environment(), "rows": rows, "faults": faults()}
+        asked.out.write_text(json.dumps(document, indent=1) + "\n")
+        return
+    for model_type in asked.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         row = "in the table" if model_type in FAMILIES else "no row"
         try:
             found = survey(model_type)
         except Exception as e:  # the reason is what the survey is for
             found = f"{type(e).__name__}: {' '.join(str(e).split())[:150]}"
         print(f"{model_type:26} {row:13} {found}", flush=True)
+
+
+def measured(model_type: str) -> dict[str, Any]:
+    """A line of docs/models.md: what the tiny model of a type shows."""
+    model, exported = tiny_model(model_type), 0
+    layers, names = layer_path(model)[0], " ".join(name for name, _ in model.named_parameters())
+    attention = any(re.search("attn|attention", str(layer).lower()) for layer in layers)
+    kinds = {"shared KV": lenders(model.config), "latent": "kv_b_proj" in names, "sinks": "sink" in names}
+    kinds |= {"mixture": re.search(r"experts|moe\.", names)}
+    if FAMILIES[model_type].recurrent:
+        kinds = {"hybrid" if attention else "recurrent": True} | kinds
+    prompts = ["full", "max_exit", "sets"][: 2 if kinds["shared KV"] or FAMILIES[model_type].recurrent else 3]
+    for layers_left in (Schedule.even(LAYERS, (4,)).layers(0), SCHEDULES["constant"].layers(0)):
+        with suppress(UsageError):
+            cut_model(deepcopy(model), layers_left)
+            exported += 1
+    halved = lent_last(model.config, Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=5, seq_len=32))
+    (ids, mask), text = ragged_prompts(), {"max_new_tokens": 32, "do_sample": False, "use_cache": True}
+    with attach(model, halved) as attachment:
+        model.generate(input_ids=ids, attention_mask=mask, **text)
+    return {
+        "type": model_type,
+        "kind": ", ".join(kind for kind, there in kinds.items() if there) or "dense",
+        "off by": float(f"{max(differences(model, each) for each in PROMPTS[: len(prompts)]):.0e}"),
+        "prompts": ", ".join(prompts),
+        "state, bytes": attachment.last_run.kv_bytes_full,
+        "freed at 2x": attachment.last_run.kv_bytes_saved,
+        "fit": "bridges, maps" if "sets" in prompts and all(map(keys_and_values, layers)) else "bridges",
+        "export": ("no", "some layers", "yes")[exported],
+    }
+
+
+def known(model_type: str) -> dict[str, str]:
+    """A line of docs/models.md: what the tables of the package say of a type."""
+    family, fast = FAMILIES[model_type], "yes" if model_type in READERS else "no"
+    vllm = ARCHITECTURES.get(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""))
+    turn = "own loop" if family.layers == "backbone.layers" else "same mask"
+    return {
+        "ragged batch": "in one piece" if family.recurrent else "yes",
+        "second turn": turn if family.recurrent else "yes",
+        "fast engine, drafts": fast,
+        "vLLM": "no" if vllm is None else "yes" if vllm.norm else "full, max_exit",
+        "GGUF": "yes" if model_type in _ARCHITECTURES else "no",
+    }
+
+
+def faults() -> list[dict[str, str]]:
+    """The second table of docs/models.md: what transformers does wrong, with which types, and what ours does."""
+    states = {name: family for name, family in sorted(FAMILIES.items()) if family.recurrent}
+    found = {
+        "a piece of one token takes padding for text; a later mask cannot hide what states have taken in; packed rows "
+        "share states; crop leaves them": (states, "refused"),
+        "several tokens on a filled cache begin states anew": (
+            [name for name, family in states.items() if not family.continues],
+            "right: fed one by one",
+        ),
+        "positions count from 0 without position_ids": (
+            [name for name, family in states.items() if not family.places],
+            "right: they are given",
+        ),
+        "dt is bounded in long forwards, not in steps (with a finite time_step_limit)": (
+            ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"],
+            "right: bounded in steps too",
+        ),
+        "a second turn of generate reads the whole text again": (
+            [name for name in states if known(name)["second turn"] == "own loop"],
+            "refused",
+        ),
+        **{reason: ([name], "the type is refused") for name, reason in _REFUSED.items()},
+    }
+    return [
+        {"transformers 5.23": what, "types": ", ".join(names), "an attached model": ours}
+        for what, (names, ours) in found.items()
+    ]
 
 
 def survey(model_type: str) -> str:
@@ -90,7 +186,7 @@ def differences(model: Any, prompt: Any) -> float:
         schedule = suited(model.config.model_type, replace(schedule, prompt=prompt if not schedule.is_full else "full"))
         if schedule is None:
             continue
-        options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True}
+        options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "use_cache": True}
         with attach(model, schedule):
             out = model.generate(input_ids=ids, attention_mask=mask, return_dict_in_generate=True, **options)
         whole = torch.cat([mask, mask.new_ones(len(ids), NEW)], 1)
@@ -109,4 +205,4 @@ def layer_path(model: Any) -> tuple[Any, str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

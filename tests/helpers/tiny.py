@@ -38,12 +38,13 @@ _LATE_FULL = {
 } | _SLIDING
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "arcee": _COMMON,
+    **dict.fromkeys(("arcee", "cohere", "gpt_neox", "llama", "nemotron", "olmo", "olmo2"), _COMMON),
+    **dict.fromkeys(("persimmon", "smollm3", "stablelm"), _COMMON),
+    **dict.fromkeys(["gemma", "glm", "glm4", "helium", "qwen3", "seed_oss"], _COMMON | {"head_dim": 8}),
+    **dict.fromkeys(("mistral", "phi3", "starcoder2"), _COMMON | _SLIDING),
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4},
     "codegen": _GPT2 | {"rotary_dim": 4, "n_ctx": 256},
-    "cohere": _COMMON,
-    "cohere2": _COMMON | _LATE_FULL,
-    "exaone4": _COMMON | _LATE_FULL,
+    **dict.fromkeys(("cohere2", "exaone4", "olmo3"), _COMMON | _LATE_FULL),
     "falcon": {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -53,11 +54,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "parallel_attn": True,
         "multi_query": True,
     },
-    "gemma": _COMMON | {"head_dim": 8},
     "gemma2": _COMMON | {"head_dim": 8} | _ALTERNATING,
-    "gemma3_text": _COMMON | {"head_dim": 8} | _LATE_FULL,
-    "glm": _COMMON | {"head_dim": 8},
-    "glm4": _COMMON | {"head_dim": 8},
+    **dict.fromkeys(("gemma3_text", "ministral"), _COMMON | {"head_dim": 8} | _LATE_FULL),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2 | {"multi_query": True},
     "gpt_neo": {
@@ -69,19 +67,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "window_size": 6,
         "attention_types": [[["global", "local"], LAYERS // 2]],
     },
-    "gpt_neox": _COMMON,
     "gptj": _GPT2 | {"rotary_dim": 4},
     "granite": _COMMON
     | {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.7},
-    "helium": _COMMON | {"head_dim": 8},
-    "llama": _COMMON,
-    "ministral": _COMMON | {"head_dim": 8} | _LATE_FULL,
-    "mistral": _COMMON | _SLIDING,
     "mixtral": _COMMON | {"num_local_experts": 4, "sliding_window": None},
-    "nemotron": _COMMON,
-    "olmo": _COMMON,
-    "olmo2": _COMMON,
-    "olmo3": _COMMON | _LATE_FULL,
     "opt": {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -94,17 +83,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    "persimmon": _COMMON,
     "phi": _COMMON | {"num_key_value_heads": 4},
-    "phi3": _COMMON | _SLIDING,
     "qwen2": _COMMON | {"use_sliding_window": True, "max_window_layers": 4} | _SLIDING,
     "qwen2_moe": _COMMON | _MOE | {"shared_expert_intermediate_size": 24},
-    "qwen3": _COMMON | {"head_dim": 8},
     "qwen3_moe": _COMMON | _MOE | {"head_dim": 8},
-    "seed_oss": _COMMON | {"head_dim": 8},
-    "smollm3": _COMMON,
-    "stablelm": _COMMON,
-    "starcoder2": _COMMON | _SLIDING,
 }
 
 # The families whose tiny models `shrink.py` makes, as far as this transformers has them; most of their tests are slow.
