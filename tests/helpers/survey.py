@@ -33,6 +33,7 @@ from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import UsageError
 from skipdecode.models.families import _REFUSED, FAMILIES, Family, keys_and_values, lenders, lent_last
 from skipdecode.models.loading.export import cut_model
+from skipdecode.models.release import model_cache_name
 from skipdecode.models.loading.gguf_file import _ARCHITECTURES
 from skipdecode.vllm.gates import ARCHITECTURES
 from tiny import LATER, LAYERS, OPTIONS, SCHEDULES, ragged_prompts, tiny_model
@@ -78,16 +79,17 @@ def measured(model_type: str) -> dict[str, Any]:
             cut_model(deepcopy(model), layers_left)
             exported += 1
     halved = lent_last(model.config, Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=5, seq_len=32))
-    (ids, mask), text = ragged_prompts(), {"max_new_tokens": 32, "do_sample": False, "use_cache": True}
+    ids, mask = ragged_prompts()
     with attach(model, halved) as attachment:
-        model.generate(input_ids=ids, attention_mask=mask, **text)
+        named = {model_cache_name(model): (cache := attachment.new_cache()), "use_cache": True, "do_sample": False}
+        model.generate(ids, attention_mask=mask, max_new_tokens=32, **named)
     return {
         "type": model_type,
         "kind": ", ".join(kind for kind, there in kinds.items() if there) or "dense",
         "off by": float(f"{max(differences(model, each) for each in PROMPTS[: len(prompts)]):.0e}"),
         "prompts": ", ".join(prompts),
-        "state, bytes": attachment.last_run.kv_bytes_full,
-        "freed at 2x": attachment.last_run.kv_bytes_saved,
+        "state, bytes": cache.kv_bytes_full(),
+        "freed at 2x": cache.kv_bytes_full() - cache.kv_bytes(),
         "fit": "bridges, maps" if "sets" in prompts and all(map(keys_and_values, layers)) else "bridges",
         "export": ("no", "some layers", "yes")[exported],
     }
