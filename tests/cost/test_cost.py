@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from counted import CACHED, FIXED, LAYER, STORED, TOKEN, count_time
+from every import suited
 from products import in_turn
 from skipdecode import Schedule, attach
 from skipdecode.cost.geometry import ModelGeometry
@@ -22,7 +23,6 @@ from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.families import decoder_layers
-from skipdecode.models.release import model_cache_name
 from tiny import LATER, LAYERS, OPTIONS, SCHEDULES, shared_model, tiny_model
 
 SMOLLM2 = LlamaConfig(
@@ -91,31 +91,24 @@ def test_falcon_with_grouped_heads():
     assert ModelGeometry.from_config(config).layer_params == pytest.approx(real, rel=0.01)
 
 
+_KEYS = ["llama", "mistral", "gemma3_text", "gpt_bigcode", "opt"]
+_STATES = [each for each in ("lfm2", "qwen3_5_text", "jamba", "mamba2", "falcon_h1", "gemma4_text") if each in LATER]
+
+
 @pytest.mark.parametrize(
     ("family", "name", "prompt"),
-    in_turn(["llama", "mistral", "gemma3_text", "gpt_bigcode", "opt"], SCHEDULES, ["full", "max_exit"]),
+    in_turn([*_KEYS, *_STATES], SCHEDULES, ["full", "max_exit"]),
 )
 def test_kv_bytes_are_those_of_a_real_cache(family, name, prompt):
-    plan = replace(SCHEDULES[name], prompt=prompt)
     model = shared_model(family)
+    if (plan := suited(family, replace(SCHEDULES[name], prompt=prompt))) is None:
+        return
     ids = torch.randint(3, 100, (3, 7))
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
     with attach(model, plan):
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     geometry = ModelGeometry.from_config(model.config, 4)
     assert geometry.kv_bytes_held(plan, 7, 6, batch=3) == out.past_key_values.kv_bytes()
-
-
-@pytest.mark.parametrize("family", [each for each in ("lfm2", "mamba2", "gemma4_text") if each in LATER])
-def test_layers_without_keys_are_not_counted(family):
-    """Recurrent layers, and such as read another layer's keys."""
-    model, full = shared_model(family), Schedule.full(LAYERS)
-    geometry = ModelGeometry.from_config(model.config, 4)
-    with attach(model, full) as attachment, torch.no_grad():
-        cache = attachment.new_cache(3)
-        model(torch.tensor([[5, 6, 7]]), use_cache=True, **{model_cache_name(model): cache})
-    assert geometry.keyless == tuple(n for n in range(LAYERS) if cache.tokens_held(n) == 0)
-    assert (geometry.kv_bytes_held(full, 3, 2) == 0) == (family == "mamba2")
 
 
 # ---------------------------------------------------------------------- seconds

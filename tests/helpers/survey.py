@@ -33,9 +33,9 @@ from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import UsageError
 from skipdecode.models.families import _REFUSED, FAMILIES, Family, keys_and_values, lenders, lent_last
 from skipdecode.models.loading.export import cut_model
-from skipdecode.models.release import model_cache_name
 from skipdecode.models.loading.gguf_file import _ARCHITECTURES
-from skipdecode.vllm.gates import ARCHITECTURES
+from skipdecode.models.release import model_cache_name
+from skipdecode.vllm.gates import PROJECTS
 from tiny import LATER, LAYERS, OPTIONS, SCHEDULES, ragged_prompts, tiny_model
 
 NEW = 10
@@ -98,13 +98,13 @@ def measured(model_type: str) -> dict[str, Any]:
 def known(model_type: str) -> dict[str, str]:
     """A line of docs/models.md: what the tables of the package say of a type."""
     family, fast = FAMILIES[model_type], "yes" if model_type in READERS else "no"
-    vllm = ARCHITECTURES.get(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""))
+    vllm = PROJECTS.get(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""))
     turn = "own loop" if family.layers == "backbone.layers" else "same mask"
     return {
         "ragged batch": "in one piece" if family.recurrent else "yes",
         "second turn": turn if family.recurrent else "yes",
         "fast engine, drafts": fast,
-        "vLLM": "no" if vllm is None else "yes" if vllm.norm else "full, max_exit",
+        "vLLM": "no" if vllm is None else "yes" if vllm else "full, max_exit",
         "GGUF": "yes" if model_type in _ARCHITECTURES else "no",
     }
 

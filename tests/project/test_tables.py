@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from skipdecode.common.kinds import read_result
 from skipdecode.models.families import FAMILIES
+from survey import faults, known
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,6 +18,13 @@ def test_tables_are_those_of_the_results():
         [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_page_of_model_types_says_what_the_tables_of_the_package_say():
+    found = read_result(ROOT / "results" / "families.json")
+    assert [row["type"] for row in found["rows"]] == sorted(FAMILIES)
+    assert all(row == row | known(row["type"]) for row in found["rows"])
+    assert found["faults"] == faults()
 
 
 def test_readme_opens_with_what_a_reader_needs():

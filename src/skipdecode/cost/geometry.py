@@ -6,14 +6,16 @@ Sizes are counted on the model that transformers makes of a config on the meta d
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from skipdecode.engine.kv import KVLayout
-from skipdecode.models.cache import SkipCache
+from skipdecode.models.cache import SkipCache, state_bytes
 from skipdecode.models.families import decoder_layers, family_of
 from skipdecode.models.release import model_cache_name
 from skipdecode.models.windows import layer_windows
@@ -45,8 +47,9 @@ class ModelGeometry:
         Tokens that sliding-window attention sees; 0 without any.
     windowed : tuple of int
         Layers with sliding-window attention.
-    keyless : tuple of int
-        Layers that hold no keys and values: recurrent ones, whose states are not counted here, and such as have none.
+    keys, states : tuple of int
+        For each layer how many numbers a token's keys and values are together, and the bytes of a sequence's recurrent
+        states; 0 where it holds none.
     """
 
     num_layers: int
@@ -58,7 +61,8 @@ class ModelGeometry:
     params: int
     window: int = 0
     windowed: tuple[int, ...] = ()
-    keyless: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, config: Any, dtype_bytes: float = 2) -> ModelGeometry:
@@ -75,7 +79,13 @@ class ModelGeometry:
         active = min(chosen / experts, 1.0)
         num_layers, read = len(layers), sum(_weights_read(layer, active) for layer in layers)
         windows = {layer: window for layer, window in enumerate(layer_windows(config)) if window is not None}
-        kv_heads, head_dim = _kv_shape(model)
+        cache = _after_a_token(model)
+        keys = [0 if n in cache.keyless else cache.key_numbers(n) for n in range(num_layers)]
+        first = next((layer.keys for layer, count in zip(cache.layers, keys, strict=True) if count), None)
+        kv_heads, head_dim = (0, 0) if first is None else (first.shape[1], first.shape[3])
+        if first is None and len(cache.keyless) < num_layers:  # layers that choose experts before they make keys
+            kv_heads, head_dim = config.num_key_value_heads, config.kv_channels
+            keys = [2 * kv_heads * head_dim] * num_layers
         return cls(
             num_layers=num_layers,
             hidden_size=config.hidden_size,
@@ -86,7 +96,8 @@ class ModelGeometry:
             params=params,
             window=max(windows.values(), default=0),
             windowed=tuple(windows),
-            keyless=SkipCache(config).keyless,
+            keys=tuple(keys),
+            states=tuple(state_bytes(layer, dtype_bytes) for layer in cache.layers),
         )
 
     def bridge_share(self, rank: float) -> float:
@@ -94,8 +105,8 @@ class ModelGeometry:
         return (2 * rank + 1) * self.hidden_size / self.layer_params
 
     def kv_bytes_per_token(self) -> float:
-        """Bytes of keys and values of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        """Bytes of keys and values of one token in one layer, the mean of those that hold some."""
+        return sum(self.keys) / max(1, sum(map(bool, self.keys))) * self.dtype_bytes
 
     def weight_bytes(self) -> float:
         """Bytes of all weights that the model holds."""
@@ -107,18 +118,25 @@ class ModelGeometry:
         return len(self.windowed) / self.num_layers
 
     def kv_bytes_held(self, schedule: Schedule, prompt_len: int, new_tokens: int, batch: int = 1) -> int:
-        """KV bytes at the end of a generation under a schedule; a skipped layer stores nothing.
+        """KV bytes at the end of a generation under a schedule; a skipped layer holds nothing.
 
         The last generated token is never fed back, so the cache holds `new_tokens` - 1 generated tokens.
         """
         schedule.check_fits(self.num_layers)
         on_prompt = {*schedule.prompt_layers(), *schedule.projected}
-        fed, layout, total = max(new_tokens - 1, 0), KVLayout(1, round(self.kv_bytes_per_token())), 0
-        for layer in {*range(self.num_layers)} - {*self.keyless}:
+        fed, total = max(new_tokens - 1, 0), 0.0
+        for layer, (keys, states) in enumerate(zip(self.keys, self.states, strict=True)):
             drop = schedule.drop_position(layer)
-            held = (prompt_len if layer in on_prompt else 0) + (fed if drop is None else min(fed, drop))
-            total += layout.bytes(min(held, self.window - 1) if layer in self.windowed else held)
-        return batch * total
+            held = (prompt_len if layer in on_prompt else 0) + fed
+            if held and (drop is None or drop >= fed):  # else it was freed
+                kept = min(held, self.window - 1) if layer in self.windowed else held
+                total += self.dtype_bytes * keys * kept + states
+        return batch * round(total)
+
+    def mean_layout(self) -> KVLayout:
+        """What a layer holds of a sequence, the mean over the layers."""
+        keys = sum(self.keys) / self.num_layers * self.dtype_bytes
+        return KVLayout(1, round(keys), sum(self.states) // self.num_layers)
 
 
 def _weights_read(layer: Any, active: float) -> float:
@@ -128,14 +146,19 @@ def _weights_read(layer: Any, active: float) -> float:
 
 
 @torch.inference_mode()
-def _kv_shape(model: Any) -> tuple[int, int]:
-    """Number and size of the key heads that the first layer with attention stores."""
-    cache = SkipCache(model.config)
+def _after_a_token(model: Any) -> SkipCache:
+    """The cache of a model on the meta device after a token; a layer ends where it chooses experts."""
+    cache, returns = SkipCache(model.config), family_of(model.config.model_type).returns
+
+    def begun(forward: Callable[..., Any], hidden: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return forward(hidden, *args, **named)
+        except NotImplementedError:
+            return (hidden,) * returns or hidden
+
+    for layer in decoder_layers(model):
+        layer.forward = partial(begun, layer.forward)
     named: dict[str, Any] = {model_cache_name(model): cache, "use_cache": True}
-    try:
-        with torch.device("meta"):
-            cache.project(lambda: model(torch.zeros(1, 1, dtype=torch.long), **named), 1)
-    except NotImplementedError:  # experts that are chosen before the keys are made
-        return model.config.num_key_value_heads, model.config.kv_channels
-    held = [keys for layer in cache.layers if (keys := getattr(layer, "keys", None)) is not None]
-    return (held[0].shape[1], held[0].shape[3]) if held else (0, 0)
+    with torch.device("meta"):
+        model(torch.zeros(1, 1, dtype=torch.long), **named)
+    return cache

@@ -95,8 +95,7 @@ def _fit(ref: ModelRef, geometry: ModelGeometry, schedule: Schedule | None) -> F
     if (file := ref.fit) is None:
         return None
     fit = Fit.load(file)
-    keys = 2 * geometry.num_kv_heads * geometry.head_dim
-    fit.check_sizes(geometry.hidden_size, [keys] * geometry.num_layers, f"fit {file}")
+    fit.check_sizes(geometry.hidden_size, geometry.keys, f"fit {file}")
     if schedule is not None and ref.schedule_files:
         fit.check_prompts(schedule, f"fit {file}")
     return fit

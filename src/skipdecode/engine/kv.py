@@ -20,10 +20,14 @@ PAGE_TOKENS = 16
 
 
 class KVLayout(NamedTuple):
-    """The layout of keys and values: pages of `page_tokens` tokens of one layer, of `page_bytes` bytes each."""
+    """The layout of keys and values: pages of `page_tokens` tokens of one layer, of `page_bytes` bytes each.
+
+    A layer holds `state_bytes` beside them: recurrent states.
+    """
 
     page_tokens: int
     page_bytes: int
+    state_bytes: int = 0
 
     def pages(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens of one layer."""
@@ -31,7 +35,7 @@ class KVLayout(NamedTuple):
 
     def bytes(self, tokens: int, layers: int = 1) -> int:
         """Bytes of `tokens` tokens in each of `layers` layers."""
-        return self.pages(tokens) * self.page_bytes * layers
+        return (self.pages(tokens) * self.page_bytes + self.state_bytes) * layers
 
 
 class PagedKV:

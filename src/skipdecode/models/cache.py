@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import mean
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +50,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         self.prompt_length = prompt_length
         self.mask: Tensor | None = None  # of a model with recurrent states: the latest mask of a forward of its prompts
         self._fed_to: dict[int, int] = {}  # by recurrent layer: the columns that its state has seen
+        self._freed: dict[int, tuple[float, int]] = {}  # by layer: `_sizes`
         self._projecting = False
         self._projected = 0  # columns of this forward that the current layer has stored in earlier calls
         self.taps: dict[int, Tensor] = {}  # by layer with a fitted map: the last prompt states, for its taps
@@ -68,17 +68,19 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         """
         if not isinstance(self.layers[layer_idx], LinearAttentionCacheLayerMixin):
             return False
-        held = self._fed_to.get(layer_idx, 0)
+        held = self._columns(layer_idx)
         self._check(layer_idx, held)
         self._fed_to[layer_idx] = held + columns
         return True
 
     def advance(self, positions: list[int]) -> None:
-        """Record that columns with these generation positions were fed; free states of layers that skipped some."""
+        """Record that columns with these generation positions were fed; free layers that skipped some."""
         self.length += len(positions)
-        for layer in [layer for layer, held in self._fed_to.items() if held != self.length]:
-            del self._fed_to[layer]
-            self.layers[layer] = self._new_layers()[layer]
+        for layer in range(len(self.layers)):
+            if 0 < self._columns(layer) < self.length:  # it never runs again
+                self._freed[layer] = self._sizes(layer)
+                self._fed_to.pop(layer, None)
+                self.layers[layer] = self._new_layers()[layer]
         if positions[-1] >= 0:
             self.fed = positions[-1] + 1
 
@@ -140,7 +142,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     def reset(self) -> None:
         """Remove all columns and positions."""
         self.layers = self._new_layers()
-        self._fed_to, self.taps = {}, {}
+        self._fed_to, self._freed, self.taps = {}, {}, {}
         self.length = 0
         self.fed = self.prompt_length = self.mask = None
 
@@ -165,24 +167,37 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
 
     def kv_bytes(self) -> int:
         """Bytes of keys, values and recurrent states held."""
-        return sum(self._key_bytes(layer) + _state_bytes(held) for layer, held in enumerate(self.layers))
+        return sum(self._key_bytes(layer) + state_bytes(held) for layer, held in enumerate(self.layers))
 
     def kv_bytes_full(self) -> int:
         """Bytes that full depth would hold for the same text."""
-        # A layer that never ran has no tensors to measure; layers of one kind and model share their sizes.
-        keys = [self._key_bytes(n) / held for n in range(len(self.layers)) if (held := self.tokens_held(n))]
-        states = [size for layer in self.layers if (size := _state_bytes(layer))]
-        recurrent = sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
-        return round(
-            sum(map(self._full_tokens, range(len(self.layers)))) * (mean(keys) if keys else 0)
-            + recurrent * (mean(states) if states else 0)
-        )
+        kinds = [(type(layer), self._window(n)) for n, layer in enumerate(self.layers)]
+        known = {n: size for n in range(len(kinds)) if any(size := self._freed.get(n, self._sizes(n)))}
+        total = 0.0
+        for n, kind in enumerate(kinds):  # a layer that never ran has the sizes of one of its kind
+            like = n if n in known else next((m for m in known if kinds[m] == kind), n)
+            keys, states = known.get(like, (0.0, 0))
+            total += self._full_tokens(n) * keys + states
+        return round(total)
+
+    def _sizes(self, layer: int) -> tuple[float, int]:
+        """Bytes of a column's keys and values, and of the recurrent states, that a layer holds."""
+        return self._key_bytes(layer) / max(1, self.tokens_held(layer)), state_bytes(self.layers[layer])
+
+    def _columns(self, layer: int) -> int:
+        """The columns that a layer holds, or that its state has seen."""
+        held = self.layers[layer]
+        recurrent = isinstance(held, LinearAttentionCacheLayerMixin)
+        return self._fed_to.get(layer, 0) if recurrent else int(getattr(held, "get_seq_length", int)())
+
+    def key_numbers(self, layer: int) -> int:
+        """Numbers of the keys and values together that `layer` holds of all rows."""
+        held = self.layers[layer]
+        return int(held.keys.numel() + held.values.numel()) if self.tokens_held(layer) else 0
 
     def _key_bytes(self, layer: int) -> int:
-        held = self.layers[layer]
-        if not self.tokens_held(layer):
-            return 0
-        return int(held.keys.numel() * held.keys.element_size() + held.values.numel() * held.values.element_size())
+        numbers = self.key_numbers(layer)
+        return numbers * int(self.layers[layer].keys.element_size()) if numbers else 0
 
     def _full_tokens(self, layer: int) -> int:
         if layer in self.keyless:
@@ -206,7 +221,8 @@ def _new_layers(config: Any) -> list[Any]:
     return [DynamicLayer() if n is None else DynamicSlidingWindowLayer(sliding_window=n) for n in windows]
 
 
-def _state_bytes(layer: Any) -> int:
-    """Bytes of the recurrent states of a layer of a cache, which lie by number in dictionaries."""
-    stored = [one for each in vars(layer).values() if isinstance(each, dict) for one in each.values()]
-    return sum(each.numel() * each.element_size() for each in stored if isinstance(each, Tensor))
+def state_bytes(layer: Any, dtype_bytes: float = 2) -> int:
+    """Bytes of the recurrent states of a layer of a cache, where a 16-bit number takes `dtype_bytes`."""
+    stored = [one for each in vars(layer).values() if isinstance(each, dict) for one in each.values()]  # by number
+    sizes = [(each.numel(), each.element_size()) for each in stored if isinstance(each, Tensor)]
+    return round(sum(count * (size if size > 2 else dtype_bytes) for count, size in sizes))

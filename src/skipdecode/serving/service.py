@@ -118,4 +118,4 @@ def _kv_layout(source: Backend) -> KVLayout:
     if source.fast is not None:
         return source.fast.new_kv().layout
     plain = unwrap(source.model)
-    return KVLayout(1, round(ModelGeometry.from_config(plain.config, plain.dtype.itemsize).kv_bytes_per_token()))
+    return ModelGeometry.from_config(plain.config, plain.dtype.itemsize).mean_layout()
