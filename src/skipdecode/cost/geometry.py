@@ -30,37 +30,21 @@ _EXPERTS = (
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Sizes of a decoder-only model.
+    """Sizes of a decoder-only model."""
 
-    Parameters
-    ----------
-    num_layers, hidden_size, num_kv_heads, head_dim : int
-        As in the model's config; heads and their size as the KV cache has them.
-    dtype_bytes : float
-        Bytes of one weight, and of one cached key or value element.
-    layer_params : float
-        Weights of a layer that a token reads; in a mixture of experts, of one token's experts. The mean if layers
-        differ.
-    params : int
-        All weights; weights that head and embedding share count once.
-    window : int
-        Tokens that sliding-window attention sees; 0 without any.
-    windowed : tuple of int
-        Layers with sliding-window attention.
-    keys, states : tuple of int
-        For each layer how many numbers a token's keys and values are together, and the bytes of a sequence's recurrent
-        states; 0 where it holds none.
-    """
-
+    # As in the model's config; heads and their size as the KV cache has them.
     num_layers: int
     hidden_size: int
     num_kv_heads: int
     head_dim: int
-    dtype_bytes: float
+    dtype_bytes: float  # bytes of one weight, and of one cached key or value element
+    # Weights of a layer that a token reads; in a mixture of experts, of one token's experts. The mean if layers differ.
     layer_params: float
-    params: int
-    window: int = 0
-    windowed: tuple[int, ...] = ()
+    params: int  # all weights; weights that head and embedding share count once
+    window: int = 0  # tokens that sliding-window attention sees; 0 without any
+    windowed: tuple[int, ...] = ()  # layers with sliding-window attention
+    # For each layer how many numbers a token's keys and values are together, and the bytes of a sequence's recurrent
+    # states; 0 where it holds none.
     keys: tuple[int, ...] = ()
     states: tuple[int, ...] = ()
 

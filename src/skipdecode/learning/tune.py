@@ -307,7 +307,9 @@ class _Run:
             loaded = load(self.ref, dtype="auto" if as_stored else "float32")
         else:
             loaded = replace(self.given, model=copied(self.given.model, None if as_stored else torch.float32))
-        fit = self.fit if self.given is None or self.fit is not None else _other_fit(self.given.ref, self.ref)
+        fit = self.fit
+        if fit is None and self.given is not None and self.given.ref.fit != self.ref.fit:
+            fit = self.ref.fit  # beside the schedule file
         if isinstance(fit, Fit):
             fit.check_fits(loaded.model)
             keep_fit(loaded.model, fit)
@@ -374,11 +376,6 @@ def copied(model: Any, dtype: Any) -> Any:
         if weight.untyped_storage().nbytes() != weight.nbytes:
             weight.data = weight.data.clone()
     return copied
-
-
-def _other_fit(loaded: ModelRef, now: ModelRef) -> Path | None:
-    """The fit beside the schedule file, unless the model was loaded with it."""
-    return None if now.fit == loaded.fit else now.fit
 
 
 def _name_ends(loaded: LoadedModel, examples: Sequence[Example]) -> None:

@@ -91,17 +91,10 @@ def _hash(key: bytes) -> str:
 class Middleware:
     """In front of the ASGI application.
 
-    Parameters
-    ----------
-    keys : ApiKeys
-        For everything but the page, the health checks and the description of the interface.
-    max_body_bytes : int
-        Largest size of a request's body.
-    paths : iterable of str
-        Paths that are counted by their own names; all others are counted as "other".
-    local_only : bool
-        Refuse requests whose Host is not a name of this machine: a page elsewhere that has its name point here (DNS
-        rebinding) is not to use a server that listens on loopback.
+    `keys`: for everything but the page, the health checks and the description of the interface. `max_body_bytes`:
+    largest size of a request's body. `paths`: paths that are counted by their own names; all others are counted as
+    "other". `local_only`: refuse requests whose Host is not a name of this machine: a page elsewhere that has its name
+    point here (DNS rebinding) is not to use a server that listens on loopback.
     """
 
     def __init__(

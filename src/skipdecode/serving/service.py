@@ -60,20 +60,10 @@ def open_service(
 ) -> Service:
     """A service for a loaded model; its worker is not started yet.
 
-    Parameters
-    ----------
-    model : PreTrainedModel or PeftModel
-        Its projection weights may be fused in place.
-    name : str
-        The model's name as clients see it.
-    carried, others
-        See `Catalog`.
-    recipe : Recipe or None
-        The checkpoint's; `use_template` puts completions into its template where a request does not say.
-    chat_template_kwargs : mapping, optional
-        Variables of the chat template, where a request gives no others.
-    engine, quantization : str
-        See `skipdecode.engine.opening.open_fast`.
+    `model`: its projection weights may be fused in place. `name`: the model's name as clients see it. `carried` and
+    `others`: see `Catalog`. `recipe`: the checkpoint's; `use_template` puts completions into its template where a
+    request does not say. `chat_template_kwargs`: variables of the chat template, where a request gives no others.
+    `engine` and `quantization`: see `skipdecode.engine.opening.open_fast`.
 
     Raises UsageError, ScheduleError, UnsupportedModelError.
     """

@@ -65,18 +65,9 @@ def save_tuned(
 ) -> None:
     """Write a tuned model, with the fit that it was tuned with; the directory is there whole or not at all.
 
-    Parameters
-    ----------
-    model : PreTrainedModel or PeftModel
-        A PeftModel's adapter is written alone.
-    tokenizer : PreTrainedTokenizerBase or None
-        Written beside the weights.
-    directory : Path
-        Replaced if it exists.
-    base_name : str, optional
-        How an adapter's file names its base model: a hub id, a directory, or a name that `load_model` takes.
-    state_dict : dict, optional
-        The weights, where they are not the model's own (gathered from several devices).
+    `model`: a PeftModel's adapter is written alone. `tokenizer`: written beside the weights. `directory`: replaced if
+    it exists. `base_name`: how an adapter's file names its base model: a hub id, a directory, or a name that
+    `load_model` takes. `state_dict`: the weights, where they are not the model's own (gathered from several devices).
     """
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
