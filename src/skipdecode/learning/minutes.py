@@ -15,21 +15,24 @@ from skipdecode.data.examples import Example
 SHARES = {"answers": 1 / 4, "layers": 1 / 4, "evaluation": 1 / 6}  # of the minutes, at most; tuning has the rest
 _PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
 _TIMED = 2  # records
+_LEAST_TEXTS = 48  # of an evaluation
+_TYPICAL = 96  # tokens of a prompt, and of a response
 _DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
 _LEAST_RECORDS, _MOST_RECORDS = 8, 64
 _TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
+_MOST_TOKENS = 32_000  # of a fit: beyond, tuning is worth more (docs/LOG.md)
 _SEARCHES: tuple[dict[str, Any], ...] = (
     {"records": 8, "fit_depths": 4, "spread_prompts": True},
     {"records": 8, "fit_depths": 2, "spread_prompts": False},
     {"records": 4, "fit_depths": 2, "spread_prompts": False},
 )
-# `tokens` is the share of an own text's tokens: the last ones are of short texts, but never of fewer than 48.
+# `tokens` is the share of an own text's tokens: the last ones are of short texts, but never of fewer.
 EVALUATIONS: tuple[dict[str, Any], ...] = (
     {"records": 64, "neighbours": True, "speed_batches": 4, "tokens": 1.0},
     {"records": 64, "neighbours": True, "speed_batches": 1, "tokens": 1.0},
-    {"records": 48, "neighbours": True, "speed_batches": 1, "tokens": 1.0},
-    {"records": 48, "neighbours": True, "speed_batches": 1, "tokens": 0.5},
-    {"records": 48, "neighbours": False, "speed_batches": 1, "tokens": 0.25},
+    {"records": _LEAST_TEXTS, "neighbours": True, "speed_batches": 1, "tokens": 1.0},
+    {"records": _LEAST_TEXTS, "neighbours": True, "speed_batches": 1, "tokens": 0.5},
+    {"records": _LEAST_TEXTS, "neighbours": False, "speed_batches": 1, "tokens": 0.25},
 )
 _WAYS = 1.2  # times the work of the schedules: W8A8 takes half of it, drafts at full depth the rest
 _ROUNDS = 3  # in which the speed of a batch is measured
@@ -57,6 +60,18 @@ class Pace:
         length = sum(len(e.prompt) + len(e.response) for e in examples) / len(examples)
         return cls(batch.tokens / took, length)
 
+    @classmethod
+    def before(cls, model: Any) -> Pace:
+        """Before there are texts: measured on one of a typical length."""
+        tokens = tuple(1 + i % 8 for i in range(_TYPICAL))
+        return cls.of(model, [Example("", tokens, tokens)])
+
+    def enough(self, width: int, methods: int) -> float:
+        """About the minutes of which a third is left to tune, after the smallest stages, for texts of this length."""
+        search = _PRODUCTS * (2 * _TOKENS_A_COLUMN * width + 4 * _LEAST_RECORDS * self.text_tokens)
+        evaluation = methods * _LEAST_TEXTS * self.text_tokens * 2  # generated, timed and read
+        return 1.5 * (24 * self.text_tokens + search + 2 * evaluation) / self.tokens_per_second / 60
+
     def search(self, seconds: float, width: int, prompt_sets: int) -> dict[str, Any]:
         """Settings of a calibration that takes about so many seconds: the most thorough one whose fit has tokens.
 
@@ -71,7 +86,7 @@ class Pace:
             tokens = (seconds * self.tokens_per_second - measured) / passes
             if tokens >= _TOKENS_A_COLUMN * width:
                 break
-        return found | {"fit_tokens": max(1, round(tokens))}
+        return found | {"fit_tokens": max(1, min(_MOST_TOKENS, round(tokens)))}
 
     def evaluation(
         self, seconds: float, per_batch: float, batch: int, most: int, speedups: Sequence[float], own: bool, ways: bool

@@ -158,6 +158,11 @@ class _Run:
         tuned = tuned_directory(out, settings.minutes)
         with closing(Stages(out / PREPARE_JOURNAL, kept, _OUTPUTS)) as stages:
             note(self._plan())
+            if settings.minutes and not stages.finished():
+                width = ModelGeometry.from_config(self.loaded.ref.config).hidden_size
+                enough = Pace.before(self.loaded.model).enough(width, 2 + 5 * (settings.keep is not None))
+                if settings.minutes < enough:
+                    note(f"{minutes} minutes may be too few to tune: about {enough:.0f} leave a third at this speed")
             if settings.self:
                 seconds = 60 * SHARES["answers"] * settings.minutes or None
                 data = stages.run("answers", lambda: self.sources.answers(self.loaded, seconds))
