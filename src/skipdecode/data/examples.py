@@ -193,9 +193,10 @@ def read_sources(
 
 
 def held_out(file: RecordFile) -> tuple[RecordFile, RecordFile]:
-    """The records of a file without every tenth one, and these: records that select the best weights."""
-    rest = tuple(one for number, one in enumerate(file.records) if number % _HELD_OUT)
-    dev = file.records[::_HELD_OUT]
+    """The records of a file without those of every tenth line, and these: records that select the best weights."""
+    lines = {line: number for number, line in enumerate(dict.fromkeys(one.line for one in file.records))}
+    rest = tuple(one for one in file.records if lines[one.line] % _HELD_OUT)  # a line may be a chat of several answers
+    dev = tuple(one for one in file.records if not lines[one.line] % _HELD_OUT)
     if not rest:
         raise DataError(f"{file.name}: one record is too few: a part is held out to select the best weights")
     note(f"{file.name}: {len(dev)} of {len(file.records)} records are held out to select the best weights")

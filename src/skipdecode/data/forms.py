@@ -27,9 +27,11 @@ from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, OptionError, UsageError
 from skipdecode.models.loading.recipe import Recipe
 
-PROMPT_FIELDS = ("prompt", "messages", "text", "instruction", "input", "question", "mr")
+# Fields of shapes, of which a record has one; and fields that are prompts where none of these is there.
+_SHAPES, _OTHERS = ("prompt", "messages", "instruction", "question"), ("text", "input", "mr")
+PROMPT_FIELDS = (*_SHAPES, *_OTHERS)
 # A field of these may be the value of a template's only field; the others belong to records of another form.
-_TEXT_FIELDS = PROMPT_FIELDS[:5]
+_TEXT_FIELDS = ("prompt", "messages", "instruction", "text", "input")
 _TOGETHER = {"instruction": ("instruction", "input"), "question": ("context", "question")}
 """Two fields of one prompt, as Alpaca's and SQuAD's records have them."""
 _SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
@@ -48,14 +50,16 @@ class PromptForm:
     Parameters
     ----------
     name : str, optional
-        The field. Default: those of the template, or else the first of `PROMPT_FIELDS` that a record has (with a
-        template: of the first five). An `input` follows its `instruction` after an empty line.
+        The field. Default: those of the template, or else the one of `PROMPT_FIELDS` that a record has; a record that
+        fits two shapes is refused. An `input` follows its `instruction` after an empty line.
     template : Template, optional
         Goes to `PromptEncoder` too. Default: prompts stay as they are.
     remark : str, optional
         One line for users: which template is used and how to do without it, or that there is another.
     chat : bool, optional
         Whether plain prompts go into the chat template; None: if the tokenizer has one. For `PromptEncoder`.
+
+    Attribute `guessed`: the shape of the first record whose prompt was not named.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class PromptForm:
         chat: bool | None = False,
     ) -> None:
         self.name, self.template, self.remark, self.chat = name, template, remark, chat
+        self.guessed: str | None = None
 
     def row(self, prompt: str | list[Message]) -> dict[str, Any]:
         """A text or a chat as a row of a file."""
@@ -78,6 +83,7 @@ class PromptForm:
     def read(self, row: Mapping[str, Any]) -> Parts:
         """The prompt and the values of its template; raises DataError if it is missing, empty or not text."""
         if self.name is None and isinstance(body := row.get("body"), dict):
+            self.guessed = self.guessed or "OpenAI's batches"
             return self._read(_of_body(body))._replace(asked=_asked(body))
         return self._read(row)
 
@@ -89,15 +95,18 @@ class PromptForm:
                 raise DataError(f"field {template.fields[0]!r} is empty")
             for_chat = {name: value for name, value in _for_chat(row).items() if name not in values}
             return Parts(template.render(values), values, for_chat=for_chat)
-        row = _as_chat(row) if self.name is None else row
+        given, row = row, _as_chat(row) if self.name is None else row
         name = self._field(row)
         prompt, for_chat = self._prompt(name, row), _for_chat(row)
+        shown = name if name in given else "conversations"
+        if self.name is None and template is None and self.guessed is None:
+            self.guessed = " and ".join(field for field in _TOGETHER.get(name, (shown,)) if field in given)
         left_out = () if self.name is not None else _unused(name, row, for_chat)
         if not isinstance(prompt, str) and row.get("tools"):
             for_chat["tools"] = checked_objects("field 'tools'", row["tools"])
         if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             *prompt, _ = prompt
-            left_out = (*left_out, f"the answer at the end of {name!r}")
+            left_out = (*left_out, f"the answer at the end of {shown!r}")
             if not prompt:
                 raise DataError(f"field {name!r} has an answer, and no message before it")
         if template is None or not isinstance(prompt, str):
@@ -111,8 +120,13 @@ class PromptForm:
 
     def _field(self, row: Mapping[str, Any]) -> str:
         """The field that is the prompt."""
+        filled = [field for field in PROMPT_FIELDS if row.get(field) not in _NOTHING]
+        if self.name is None and self.template is None:
+            filled = [field for field in filled if field in _SHAPES] or filled
+            if len(filled) > 1:
+                raise DataError(f"fits {filled[0]!r} and {filled[1]!r}: name the field of the prompt")
         fields = PROMPT_FIELDS if self.template is None else (*_TEXT_FIELDS, *self.template.fields)
-        name = self.name or next((f for f in fields if f in row), None)
+        name = self.name or next((f for f in [*filled, *fields] if f in row and f in fields), None)
         if name is None and self.template is not None:
             self.template.values(row)  # raises for the missing field
         if name is None:
@@ -128,6 +142,8 @@ class PromptForm:
             raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
         if not (value.strip() if isinstance(value, str) else value):
             raise DataError(f"field {name!r} is empty")
+        if self.name is None and name == "messages" and isinstance(value, str):
+            raise DataError("field 'messages' is text: give a list of messages")
         if isinstance(value, list):
             return checked_chat(name, value)
         if self.name is None and name == "instruction":

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.common.environment import forget_weight_files
 from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels import native_kernels
@@ -67,7 +66,6 @@ class FastModel:
         self.dtype = model.get_input_embeddings().weight.dtype
         self._positions = 2048
         self._spec = self._read(self._positions)
-        forget_weight_files()
         self.planner = Planner()
         self.num_layers = len(self._spec.layers)
         self._attention = next(x.attention for x in self._spec.layers if x.attention.taps is None)
@@ -160,7 +158,7 @@ class FastModel:
         return self._mapped[prompt]
 
     def _read(self, positions: int) -> ModelSpec:
-        return read_model(self._model, positions, self._quantized)
+        return read_model(self._model, positions, None if self._quantized is None else self._quantized.join())
 
     def _embed(self, rows: TokenRows) -> Tensor:
         return self._spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)

@@ -84,6 +84,8 @@ def generate_records(
     from skipdecode.generation.run import Job, refuse_bad_rows
 
     rows = source.count(form, all_usable=options.on_error == "stop")
+    if form.guessed is not None and source.name != "arguments":
+        note(f"{source.name}: records of {form.guessed}")
     model, tokenizer = llm.loaded.model, llm.tokenizer
     encoder = PromptEncoder(
         tokenizer,

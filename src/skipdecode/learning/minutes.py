@@ -20,7 +20,7 @@ _TYPICAL = 96  # tokens of a prompt, and of a response
 _DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
 _LEAST_RECORDS, _MOST_RECORDS = 8, 64
 _TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
-_MOST_TOKENS = 32_000  # of a fit: beyond, tuning is worth more (docs/LOG.md)
+_MOST_A_COLUMN = 28  # tokens of a fit: twice as many lower the KL by 3% (docs/LOG.md)
 _SEARCHES: tuple[dict[str, Any], ...] = (
     {"records": 8, "fit_depths": 4, "spread_prompts": True},
     {"records": 8, "fit_depths": 2, "spread_prompts": False},
@@ -86,7 +86,7 @@ class Pace:
             tokens = (seconds * self.tokens_per_second - measured) / passes
             if tokens >= _TOKENS_A_COLUMN * width:
                 break
-        return found | {"fit_tokens": max(1, min(_MOST_TOKENS, round(tokens)))}
+        return found | {"fit_tokens": max(1, min(_MOST_A_COLUMN * width, round(tokens)))}
 
     def evaluation(
         self, seconds: float, per_batch: float, batch: int, most: int, speedups: Sequence[float], own: bool, ways: bool

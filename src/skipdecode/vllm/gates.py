@@ -28,25 +28,27 @@ from skipdecode.vllm.step_rows import ALL, NONE, StepRows
 from skipdecode.vllm.taps import TapMemory, TapRows
 
 # Each is tested against the transformers path (tests/vllm/plugin/test_families.py). False: schedules that project
-# prompts are refused, for keys and values are not one product of the normed state, rotated alike in every layer.
+# prompts are refused, for keys and values are not one product of the normed state, rotated alike in every layer, or
+# layers have recurrent states.
 _NAMES = {
     True: "Ernie4_5 Gemma Gemma2 Gemma3 Glm4 GptOss Granite GraniteMoe Llama Ministral3 Mistral Mixtral OPT Olmoe Phi3 "
     "Qwen2 Qwen2Moe Qwen3 Qwen3Moe",
-    False: "Arcee Exaone4 Olmo2 Olmo3 SeedOss SmolLM3",
+    False: "Arcee Exaone4 FalconH1 GraniteMoeHybrid Olmo2 Olmo3 SeedOss SmolLM3",
 }
 PROJECTS = {f"{name}ForCausalLM": projects for projects, names in _NAMES.items() for name in names.split()}
 """By vLLM's architecture: whether a layer can store keys and values without running."""
 
+_WRONG = {"Lfm2ForCausalLM": ", which on CPUs gives other tokens than transformers at full depth"}
 _LAST = ("norm", "final_layernorm", "final_layer_norm", "ln_f")  # how decoders name the norm after the last layer
 _NORM = -1  # in the place of a layer's number
 
 
-def check_architecture(architecture: str, *, recurrent: bool = False) -> None:
+def check_architecture(architecture: str) -> None:
     """Raise UnsupportedModelError unless an architecture is in the table; the message lists the table."""
     if architecture not in PROJECTS:
-        why = ", whose recurrent states vLLM's kernels for CPUs do not keep apart" if recurrent else ""
         raise UnsupportedModelError(
-            f"skipdecode has not been tested with vLLM's {architecture}{why}: supported are {', '.join(PROJECTS)}"
+            f"skipdecode has not been tested with vLLM's {architecture}{_WRONG.get(architecture, '')}: supported are "
+            f"{', '.join(PROJECTS)}"
         )
 
 

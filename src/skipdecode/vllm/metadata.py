@@ -31,7 +31,10 @@ _COMPUTED = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "q
 _CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
 _AS_IT_IS = ("causal",)
 # Builders that may build again within a step; others (FlashInfer, Flex) plan into memory that is in use.
-_REPEATABLE = ("CPUAttentionMetadataBuilder", "FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder")
+_REPEATABLE = (
+    *("CPUAttentionMetadataBuilder", "FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"),
+    "Mamba2AttentionMetadataBuilder",
+)
 _PLAIN = (*_PER_REQUEST, *_LENGTHS, *_PER_ROW, *_COMPUTED, *_CACHES, *_AS_IT_IS, "_num_computed_tokens_cpu")
 
 

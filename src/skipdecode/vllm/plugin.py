@@ -80,7 +80,7 @@ def _activate(vllm_config: Any) -> None:
         raise SkipDecodeError(
             f"vLLM {vllm.__version__} is not supported: install one from {_OLDEST} up to before {_UP_TO}"
         )
-    check_architecture(model.architecture, recurrent=model.has_inner_state)
+    check_architecture(model.architecture)
     layers = model.hf_text_config.num_hidden_layers
     settings.schedules[0].check_fits(layers)
     check_projects(settings.schedules, model.architecture, model.quantization)
@@ -106,6 +106,8 @@ def _refusal(config: Any) -> str | None:
         and config.model_config.is_moe,
         "a pooling model": config.model_config.runner_type != "generate",
         "speculative decoding other than ngram": speculation is not None and speculation.method != "ngram",
+        "speculative decoding of a model with recurrent layers": speculation is not None
+        and config.model_config.is_hybrid,
         "asynchronous scheduling with speculative decoding": speculation is not None
         and bool(scheduling.async_scheduling),
         "a worker class of your own (--worker-cls)": parallel.worker_cls not in ("auto", _WORKER),
@@ -128,6 +130,8 @@ def _change(config: Any, settings: PluginSettings) -> None:
         config.compilation_config.fast_moe_cold_start = False  # It counts layers as they are called.
     _set_environment("VLLM_USE_V2_MODEL_RUNNER", "0")
     parallel.worker_cls = _WORKER
+    if config.model_config.is_hybrid:
+        config.cache_config.enable_prefix_caching = False  # Recurrent states would be kept at the ends of blocks.
     if config.speculative_config is not None:
         scheduling.async_scheduling = False
     pipelined = parallel.pipeline_parallel_size > 1

@@ -112,8 +112,13 @@ class Skipping:
         """Gate the decoder layers of a loaded model."""
         architecture = self._config.model_config.architecture
         layers, axis, norm = find_layers(model, architecture, self._settings.num_layers)
-        self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
-        self.gates = LayerGates(layers, axis, self._config, norm)
+        # The modules that keep something of a text: keys and values, or a recurrent state.
+        kept = self._config.compilation_config.static_forward_context
+        names = {id(module): name for name, module in kept.items() if hasattr(module, "kv_cache")}
+        self._layer_names = {i: [names[id(m)] for m in x.modules() if id(m) in names] for i, x in layers.items()}
+        # A recurrent operation is called by its layer's name, which a piece for several layers would hold fixed.
+        compiles = None if self._config.model_config.is_hybrid else self._config
+        self.gates = LayerGates(layers, axis, compiles, norm)
         projected = {layer for s in self._settings.schedules for layer in s.projected}
         given = given_keys(self._fit, self._settings.schedules)
         self.gates.projections = {i: KeyProjection(layers[i], given.get(i), _shard()) for i in projected & set(layers)}
@@ -217,7 +222,3 @@ def _permute(input_batch: Any, order: Any) -> None:
             other = holds[target]
             holds[target], holds[source] = wanted, other
             place[wanted], place[other] = target, source
-
-
-def _attention_names(layer: Any) -> list[str]:
-    return [name for m in layer.modules() if (name := getattr(m, "layer_name", None)) and hasattr(m, "kv_cache")]

@@ -16,10 +16,11 @@ from tiny import LAYERS, VOCAB, tiny_model
 
 # vLLM's attention on a CPU takes heads of 32 and more.
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-# What a type needs beyond these, or in their place; LFM2's are in the configs of its checkpoints.
+# What a type needs beyond these, or in their place.
 MORE: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
     "gpt_oss": {"intermediate_size": 64},
-    "lfm2": {"conv_dim": 128, "block_dim": 128},
+    "granitemoehybrid": {"mamba_d_head": 32, "mamba_n_heads": 8, "mamba_expand": 2},
     "opt": {"word_embed_proj_dim": 128},
     "qwen2": {"use_sliding_window": False},  # vLLM runs none whose layers differ in their window
 }

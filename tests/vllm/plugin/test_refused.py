@@ -104,10 +104,13 @@ def test_options(tuned: Path):
         assert part in refusal(tuned, additional_config={"skipdecode": options})
 
 
-def test_an_architecture_that_is_not_tested(tmp_path: Path):
-    save_tiny(tmp_path, paper(), "bloom")
+@pytest.mark.parametrize(
+    ("kind", "part"), [("bloom", "BloomForCausalLM"), ("lfm2", "other tokens than transformers at full depth")]
+)
+def test_an_architecture_that_is_not_tested(tmp_path: Path, kind: str, part: str):
+    save_tiny(tmp_path, paper(), kind)
     text = refusal(tmp_path)
-    assert "BloomForCausalLM" in text
+    assert part in text
     assert "LlamaForCausalLM" in text
 
 

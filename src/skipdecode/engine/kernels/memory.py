@@ -14,8 +14,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from skipdecode.common.environment import KEPT, forget_weight_files, return_freed_memory
-
 _LEAST = 2**22  # smaller tensors do not profit
 _ALIGN = 4096
 
@@ -35,16 +33,12 @@ class Arena:
 
     def __init__(self, sizes: Iterable[int], device: torch.device) -> None:
         self._block = huge_pages(torch.empty(sum(map(_rounded, sizes)), dtype=torch.uint8, device=device))
-        self._used = self._returned = 0
+        self._used = 0
 
     def take(self, size: int) -> Tensor:
-        """The next `size` bytes. From time to time, what the caller freed or has read from files leaves memory."""
+        """The next `size` bytes."""
         begin = self._used
         self._used += _rounded(size)
-        if begin - self._returned > KEPT:
-            self._returned = begin
-            return_freed_memory()
-            forget_weight_files()
         return self._block[begin : begin + size]
 
 
