@@ -3,7 +3,7 @@
     python benchmarks/ready.py --data path/to/data --minutes 0 10 --cpu-clock --work runs/ready \\
       --out results/ready-smollm2-135m.json
 
-Every task starts from a checkpoint at full depth, whose own minutes are listed, and learns that checkpoint's greedy
+Every task starts from a checkpoint at full depth, and learns that checkpoint's greedy
 answers. `kept` is the worst of BLEU, ROUGE-L and BERT-F on E2E, of the last two on summaries, and 1 / perplexity ratio
 in chats; full depth of the same table is 1. On a shared machine, `--cpu-clock`
 counts minutes of this process's CPU time, on one thread. A run that was interrupted goes on.
@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 from quality_runs import Steps
 from skipdecode.cli import main as skipdecode
-from skipdecode.models.loading.ref import ModelRef
 
 SELF = ["--self", "--self-temperature", "0", "--bertscore-model", "minilm"]
 
@@ -43,21 +42,12 @@ class Task(NamedTuple):
 
 
 SUMMARY = ("rougeL", "bertscore_f1")
+RECORDS = "--self-records {} --self-tokens {} --test-records {}"
 TASKS = {
-    "e2e": Task(
-        "e2e-smollm2-135m",
-        1.6,
-        ("bleu", *SUMMARY),
-        ["--self-records", "320", "--self-tokens", "64", "--test-records", "128"],
-    ),
-    "chat": Task(
-        "smollm2-135m",
-        1.25,
-        ("1 / perplexity",),
-        ["--self-records", "260", "--self-tokens", "96", "--test-records", "64"],
-    ),
-    "cnn_dm": Task("full-a", 1.9, SUMMARY, ["--self-records", "320", "--self-tokens", "96"]),
-    "tldr": Task("full-a", 1.85, SUMMARY, ["--self-records", "320", "--self-tokens", "80", "--test-records", "128"]),
+    "e2e": Task("e2e-smollm2-135m", 1.6, ("bleu", *SUMMARY), RECORDS.format(320, 64, 128).split()),
+    "chat": Task("smollm2-135m", 1.25, ("1 / perplexity",), RECORDS.format(260, 96, 64).split()),
+    "cnn_dm": Task("full-a", 1.9, SUMMARY, RECORDS.format(320, 96, 64).split()),
+    "tldr": Task("full-a", 1.85, SUMMARY, RECORDS.format(320, 80, 128).split()),
 }
 METHODS = {"fitted": [], "fitted, no tap": ["--fit-taps", "0"], "without fits": ["--no-fit"]}
 
@@ -70,13 +60,6 @@ def checkpoint(task: str, options: argparse.Namespace) -> str | Path:
     steps = Steps(PLANS[task], options.data / task, options.work, dry_run=False)
     steps.make(name)
     return steps.checkpoint(name)
-
-
-def minutes_of(name: str | Path) -> dict[str, Any]:
-    """A model's name, and the minutes that its tuning took, where its recipe says them."""
-    path = ModelRef(str(name)).folder / "recipe.json"
-    result = json.loads(path.read_text(encoding="utf-8")).get("result") if path.is_file() else None
-    return {"name": Path(name).name, "minutes": result and round(result["seconds"] / 60, 1)}
 
 
 def prepared(task: str, method: str, minutes: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -144,10 +127,7 @@ def main() -> None:
     wanted = [(t, m, n) for t in options.tasks for m in options.methods for n in sorted(options.minutes)]
     for task, method, minutes in tqdm(wanted, unit="run"):
         found += rows(task, method, minutes, prepared(task, method, minutes, options))
-        about = {
-            "clock": "CPU time of one thread" if options.cpu_clock else "wall clock",
-            "checkpoints": {name: minutes_of(checkpoint(name, options)) for name in options.tasks},
-        }
+        about = {"clock": "CPU time of one thread" if options.cpu_clock else "wall clock"}
         write_result(options.out, "ready", {**about, "rows": found})
 
 
