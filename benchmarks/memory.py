@@ -16,13 +16,26 @@ from shared import script_parser, write_result
 from skipdecode import LLM
 
 ROWS, PROMPT, NEW = 8, 200, 16
-IDLE = """
-import importlib, resource, sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-importlib.import_module(sys.argv[2])
+PEAK = "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+IDLE = f"""
+import importlib, sys
+from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+importlib.import_module(sys.argv[2])
+{PEAK}
 """
+GENERATE = f"""
+import sys
+from skipdecode.cli import main
+main(sys.argv[1:])
+{PEAK}
+"""
+
+
+def printed(*words: object) -> int:
+    """The bytes that a program of Python prints at its end, in KiB."""
+    command = [sys.executable, "-c", *map(str, words)]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split()[-1]) * 1024
 
 
 def peak(model: str, quantization: str, verb: str, folder: Path) -> int:
@@ -38,9 +51,7 @@ def peak(model: str, quantization: str, verb: str, folder: Path) -> int:
             return int(status.split("VmHWM:")[1].split()[0]) * 1024
     (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts), encoding="utf-8")
     more = ["--max-new-tokens", str(NEW), "--no-template", "--input", folder / "p.jsonl", "--output", os.devnull]
-    process = subprocess.Popen([*map(str, (*CLI, "generate", *options, *more))], stderr=subprocess.DEVNULL)
-    _, code, usage = os.wait4(process.pid, 0)
-    return usage.ru_maxrss * 1024 if code == 0 else 0
+    return printed(GENERATE, "generate", *options, *more)
 
 
 def held(model: str, quantization: str) -> tuple[float, float]:
@@ -55,10 +66,8 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("models", nargs="+", help="checkpoints, GGUF files or adapters of one base")
     options = parser.parse_args()
-    rows, idle = [], {}
-    for verb, module in (("generate", "skipdecode.generation.llm"), ("serve", "skipdecode.serving.app")):
-        command = [sys.executable, "-c", IDLE, options.models[0], module]
-        idle[verb] = int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    modules, rows = {"generate": "skipdecode.generation.llm", "serve": "skipdecode.serving.app"}, []
+    idle = {verb: printed(IDLE, options.models[0], module) for verb, module in modules.items()}
     with tempfile.TemporaryDirectory() as folder:
         sizes = {kind: held(options.models[0], kind) for kind in ("none", "w8a8")}
         cases = [(options.models[0], kind, verb) for kind in sizes for verb in ("generate", "serve")]
