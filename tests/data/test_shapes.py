@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from checkpoints import byte_tokenizer
+from skipdecode import evaluate
 from skipdecode.cli import main
 from skipdecode.common.rows import read_rows
-from skipdecode.data.examples import RecordOptions, make_template, read_sources
+from skipdecode.data.examples import RecordOptions, held_out, make_template, read_sources
 from skipdecode.data.shapes import SHAPES as KNOWN
 from skipdecode.errors import DataError
 from skipdecode.models.loading.hub import load_model
@@ -179,6 +180,18 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
     tuned = next((tmp_path / "d").glob("tuned-*"), None)
     if tuned is not None:
         assert load_model(tuned).recipe.chat
+
+
+def test_chats_are_scored_and_held_out_as_what_they_are(tmp_path: Path, capsys: Any) -> None:
+    tiny_model("llama", vocab_size=320).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"conversations": SHAREGPT}) + "\n" for _ in range(4)))
+    (run,) = evaluate(str(tmp_path / "model"), source, ["full"], max_new_tokens=2, metrics=["bleu"]).runs
+    assert "records of conversations" in capsys.readouterr().err
+    assert len(run.outputs) == 8
+    file = read_sources({"": source}, make_template(RecordOptions(), source), {}, skip_bad=False)[""]
+    assert [{one.line for one in part.records} for part in held_out(file)] == [{2, 3, 4}, {1}]
 
 
 def test_the_docs_say_of_every_shape_and_file_whether_it_is_read(tmp_path: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.files import is_stream
 from skipdecode.common.progress import note
+from skipdecode.common.rows import read_rows
 from skipdecode.cost.source import wall_solver
+from skipdecode.data.chats import chat_fault
+from skipdecode.data.examples import RecordOptions, make_template, read_file
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.source import PromptSource, load_records
@@ -185,7 +189,10 @@ class _Evaluation:
     # ------------------------------------------------------------------ records with references
 
     def on_records(self, data: Data | None, task: Task | str | Path | None, out: Path) -> list[Run]:
-        options, chosen = self.options, task_of(self.ref, task)
+        options, chosen, rows = self.options, task_of(self.ref, task), None
+        skip_bad = options.bad_records == "skip"
+        if data is not None and task is None and recipe_template(self.ref.recipe) is None:
+            rows = _of_known_shape(data, skip_bad=skip_bad)
         chosen = replace(chosen, chat=chosen.chat or options.chat)
         most = options.max_new_tokens or chosen.max_new_tokens
         prompt_room(context_length(self.ref.config), most)
@@ -193,7 +200,7 @@ class _Evaluation:
         asked = self._chosen(chosen.response_tokens.get("p95", most)) or [carried or Schedule.full(self.ref.num_layers)]
         places = self._places(asked, out)
         try:
-            records = load_records(chosen, data, skip_bad=options.bad_records == "skip", limit=options.limit)
+            records = load_records(chosen, rows or data, skip_bad=skip_bad, limit=options.limit)
         except DataError as e:
             if task is None:
                 e.args = (f"{e} (`task` names other fields)",)
@@ -207,6 +214,7 @@ class _Evaluation:
         names = check_metrics(options.metrics or chosen.metrics, metric_options, None if named else note)
         metrics = make_metrics(names, metric_options)
         llm = self._open(self.model)
+        chosen = replace(chosen, chat=chosen.chat or (rows is not None and chat_fault(llm.tokenizer) is None))
         _check_template(llm.loaded, chosen)
         untuned = llm.loaded.untuned_line(s for s in asked if not s.is_full)
         for line in (untuned, f"engine: {llm.backend.name}"):
@@ -224,7 +232,7 @@ class _Evaluation:
             "data": Path(data).name if isinstance(data, str | Path) else None,
             "limit": options.limit,
         }
-        settings, skip_bad = options.part(EvaluationSettings), options.bad_records == "skip"
+        settings = options.part(EvaluationSettings)
         work = TaskEvaluation(loaded.model, loaded.tokenizer, chosen, records, metrics, settings, about, skip_bad)
         return work.run(methods, out, overwrite=options.overwrite)
 
@@ -326,6 +334,22 @@ def task_of(ref: ModelRef, task: Task | str | Path | None) -> Task:
     fields = ("prompt", "chat", "truncate", "max_prompt_tokens")
     found = {name: getattr(template, name) for name in fields}
     return replace(plain, **found, references=tuple(dict.fromkeys((*template.responses, *plain.references))))
+
+
+def _of_known_shape(data: Data, *, skip_bad: bool) -> list[dict[str, Any]] | None:
+    """Records of another shape than prompts as text, such as chats, as prompts with responses; None for others."""
+    if isinstance(data, str | Path):
+        rows: Iterator[Any] = iter(()) if is_stream(data) else (row for _, row in read_rows(data))
+    elif isinstance(data, Sequence):
+        rows = iter(data)
+    else:
+        return None
+    first = next((row for row in rows if isinstance(row, Mapping)), {"prompt": ""})
+    if isinstance(first.get("prompt"), str):
+        return None
+    template = make_template(RecordOptions(), data)
+    file = read_file(data, template, skip_bad=skip_bad)
+    return [{"id": one.id, "prompt": one.prompt, "response": one.references[0]} for one in file.records]
 
 
 def _check_template(loaded: LoadedModel, task: Task) -> None:
