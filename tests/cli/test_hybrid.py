@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from skipdecode.cli import main
+from skipdecode.models.families import FAMILIES
 from tuning_data import records, save_model, write_jsonl
 
 
@@ -29,3 +30,24 @@ def test_a_hybrid_goes_the_whole_way(family: str, tmp_path: Path, capsys: pytest
     assert "full or max_exit" in capsys.readouterr().err
     wanted = ["--schedule", "2x:flat:pmax_exit", "--out", str(tmp_path / "small")]
     assert main(["export", model, *wanted]) == 0
+
+
+@pytest.mark.skipif("gemma4_text" not in FAMILIES, reason="this transformers has no Gemma 4")
+def test_layers_that_share_keys_are_planned_for_or_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The search of an order, and export, know nothing of layers that read the keys and values of others."""
+    kind = {"model_type": "gemma4_text", "vocab_size_per_layer_input": 259}
+    model, out = str(save_model(tmp_path / "model", **kind)), str(tmp_path / "out")
+    train = str(write_jsonl(tmp_path / "train.jsonl", records(8, 1)))
+    assert main(["info", model]) == 0
+    assert json.loads(capsys.readouterr().out)["num_layers"] == 8
+    assert main(["plan", model, "--target-speedup", "1.05", "--json", "--seq-len", "8"]) == 0
+    schedule = json.loads(capsys.readouterr().out)["schedule"]
+    assert schedule["prompt"] == "full"
+    assert 1 not in schedule["drop_order"]  # layer 7 reads its keys
+    for words, reason in (
+        (["plan", model, "--target-speedup", "1.05", "--prompt-layers", "3"], "full or max_exit"),
+        (["prepare", model, "--target-speedup", "1.05", "--train", train, "--out", out], "read the keys and values"),
+        (["export", model, "--schedule", "1.6x:flat:pmax_exit", "--out", out], "depend on their number"),
+    ):
+        assert main(words) == 2
+        assert reason in capsys.readouterr().err

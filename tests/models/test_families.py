@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from every import decoded, suited
 from oracle import active_tokens, oracle_logits
 from skipdecode import attach
-from skipdecode.errors import ScheduleError
+from skipdecode.errors import ScheduleError, UnsupportedModelError
 from skipdecode.models.families import lenders
 from tiny import LATER, RANDOM_NESTED, SCHEDULES, ragged_prompts, shared_model
 
@@ -41,3 +42,7 @@ def test_layers_that_others_read_are_dropped_last_or_the_schedule_is_refused() -
         assert attachment.schedule.drop_order == (2, 3, 5, 6, 4)
     with pytest.raises(ScheduleError, match="8 layers"):
         attach(model, "4x")
+    config = copy.deepcopy(model.config)
+    config.layer_types = ["sliding_attention"] * 7 + ["full_attention"]  # what such a small config without any gets
+    with pytest.raises(UnsupportedModelError, match="no layer makes the keys and values"):
+        lenders(config)

@@ -25,7 +25,7 @@ from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
-from skipdecode.models.families import family_of, unwrap
+from skipdecode.models.families import lent_last, projects, unwrap
 from skipdecode.schedule import Schedule
 
 _LONGER = 512  # cached tokens on top, from which the cost of the cache read follows
@@ -128,11 +128,14 @@ class CostMeter:
         for name, value in (("batch", min(rows)), ("prompt_len", prompt_len), ("steps", steps)):
             if value < 1:
                 raise UsageError(f"{name}={value} is not accepted: give 1 or more")
-        self._geometry = ModelGeometry.from_config(unwrap(backend.model).config)
+        config = unwrap(backend.model).config.get_text_config(decoder=True)
+        self._geometry, self._splits = ModelGeometry.from_config(config), projects(config)
         layers = self._geometry.num_layers
+        self._lowest = lent_last(config, Schedule.constant(layers, layers, warmup_layers=0)).drop_order
         if layers < 2:
             raise UsageError("a model of one layer has nothing to skip: give a model with 2 layers or more")
-        depths = {layers, (layers + 1) // 2, max(1, layers // 8)}
+        half, few = (max(depth, layers - len(self._lowest)) for depth in ((layers + 1) // 2, layers // 8))
+        depths = {layers, half, few}
         more = min(_LONGER, _room(unwrap(backend.model), prompt_len + steps + 2))
         self._length = steps
         # At step k the cache holds the prompt, the first token and k more tokens.
@@ -145,7 +148,7 @@ class CostMeter:
             for depth in (sorted(depths, reverse=True) if tokens == prompt_len else (layers,))
         ]
         sizes = [(max(1, tokens // prompt_len), min(tokens, prompt_len)) for tokens in prompts]
-        prompts_of = [_Kind("prompt", *size, depth) for size in sizes for depth in (layers, (layers + 1) // 2)]
+        prompts_of = [_Kind("prompt", *size, depth) for size in sizes for depth in (layers, half)]
         self._watch = Stopwatch[_Kind, list[float]](dict.fromkeys([*steps_of, *prompts_of]))
         self._backend = backend
 
@@ -171,11 +174,11 @@ class CostMeter:
     def _seconds(self, kind: _Kind) -> list[float]:
         """Seconds of one prompt, or of each step of a run."""
         layers, run = self._geometry.num_layers, kind.depth
+        schedule = Schedule.constant(layers, run, warmup_layers=0, prompt="max_exit", drop_order=self._lowest)
         if kind.work == "step":
-            schedule = Schedule.constant(layers, run, warmup_layers=0)
-            return step_seconds(self._backend, schedule, Shape(kind.rows, kind.tokens + 1, self._length + 1))
-        schedule = Schedule.constant(layers, run, warmup_layers=0, prompt="max_exit")
-        if run < layers and not family_of(unwrap(self._backend.model).config.model_type).recurrent:
+            shape = Shape(kind.rows, kind.tokens + 1, self._length + 1)
+            return step_seconds(self._backend, replace(schedule, prompt="full"), shape)
+        if run < layers and self._splits:
             schedule = Schedule.split(layers, run, layers)
         return [prompt_seconds(self._backend, schedule, kind.rows, kind.tokens)]
 

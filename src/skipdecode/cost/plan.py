@@ -12,8 +12,9 @@ from skipdecode.common.tables import Printed, speedups
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.solve import PlanOptions, solve
-from skipdecode.cost.source import CostSource, find_cost
+from skipdecode.cost.source import CostSource, find_cost, solver_limits
 from skipdecode.errors import UsageError
+from skipdecode.models.families import check_schedule
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import Model, ref_of, schedule_files
 from skipdecode.models.loading.ref import ModelRef
@@ -70,24 +71,24 @@ def plan(
         return None if schedule is None else ref.parsed(schedule, asked.seq_len, solved)
 
     known = parsed(lambda _: Schedule.full(geometry.num_layers))
-    _solved(asked, CostModel.of_step(geometry.num_layers, asked.batch, 0.0, 1.0), 1.0)  # refuses what does not fit
+    bare = CostModel.of_step(geometry.num_layers, asked.batch, 0.0, 1.0)
+    check_schedule(ref.config, _solved(asked, bare, 1.0, ref))  # refuses what does not fit
     fit = _fit(ref, geometry, known)
     timed = {name: getattr(asked, name) for name in ("batch", "prompt_len", "remeasure")}
     source = find_cost(ref, dtype=dtype, device=device, engine=engine, quantization=quantization, **timed)
     if fit is not None:
         source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
-    known = parsed(lambda target: _solved(asked, source.cost, target))
-    found = known or _solved(asked, source.cost, asked.target_speedup or 1.0)
+    known = parsed(lambda target: _solved(asked, source.cost, target, ref))
+    found = known or _solved(asked, source.cost, asked.target_speedup or 1.0, ref)
     figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens)
     return Plan(asked, ref, source, found, figures, fit)
 
 
-def _solved(options: PlanOptions, cost: CostModel, target: float) -> Schedule:
+def _solved(options: PlanOptions, cost: CostModel, target: float, ref: ModelRef) -> Schedule:
     """The schedule of the options under a cost."""
     layers = options.prompt_layers
-    given: dict[str, Any] = {name: getattr(options, name) for name in ("flat", "prompt_len")}
-    given["prompt"] = "auto" if layers is None else prompt_set(layers, cost.num_layers)
-    return solve(cost, target, options.seq_len, **given)
+    given = solver_limits(ref.config) | ({} if layers is None else {"prompt": prompt_set(layers, cost.num_layers)})
+    return solve(cost, target, options.seq_len, flat=options.flat, prompt_len=options.prompt_len, **given)
 
 
 def _fit(ref: ModelRef, geometry: ModelGeometry, schedule: Schedule | None) -> Fit | None:

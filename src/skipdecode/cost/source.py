@@ -27,7 +27,7 @@ from skipdecode.engine import kernels
 from skipdecode.engine.loading import running_dtype
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.errors import DataError, OutputError, ScheduleError, UsageError
-from skipdecode.models.families import unwrap
+from skipdecode.models.families import layers_in, lent_last, projects, unwrap
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef
@@ -100,7 +100,7 @@ def wall_solver(
             fit = Fit.load(file)
             cost = cost.with_fit(source.geometry, fit.rank, fit.taps)
         if carried is None or not carried.drop_order:
-            return solve(cost, target, seq_len, prompt_len=source.prompt_len)
+            return solve(cost, target, seq_len, prompt_len=source.prompt_len, **solver_limits(ref.config))
         found = solve(
             cost,
             target,
@@ -114,6 +114,13 @@ def wall_solver(
         return replace(found, family=carried.family)
 
     return solved
+
+
+def solver_limits(config: Any) -> dict[str, Any]:
+    """Options of `solve` for a model with this config: the paper's order, and prompts, as far as its layers allow."""
+    layers = layers_in(config)
+    order = lent_last(config, Schedule.constant(layers, layers)).drop_order
+    return {"drop_order": order, "prompt": "auto" if projects(config) else "full"}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from skipdecode.learning.search import search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
 from skipdecode.learning.tune import copied
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.families import family_of
+from skipdecode.models.families import check_searchable, projects
 from skipdecode.models.fit import Fit, keep_fit, own_fit_kept
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
@@ -142,8 +142,9 @@ def calibrate(
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
     known = None if cost is None else _checked_cost(cost, settings, ref.num_layers)
+    check_searchable(ref.config)
     check_layers(settings, ref.num_layers)
-    if settings.whole and not settings.prompt_depths and family_of(ref.config.model_type).recurrent:
+    if settings.whole and not settings.prompt_depths and not projects(ref.config):
         settings = replace(settings, prompt_depths=("full",))
     template = make_template(settings, data)
     (file,) = read_sources({"data": data}, template, {}, skip_bad=settings.skips_bad).values()

@@ -41,6 +41,7 @@ from skipdecode.learning.sources import Sources
 from skipdecode.learning.stages import Stages
 from skipdecode.learning.tune import tune
 from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.families import check_searchable
 from skipdecode.models.fit import own_fit_kept
 from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit
 from skipdecode.models.loading.card import PICTURE_FILE
@@ -135,6 +136,7 @@ class _Run:
         self.target = settings.target_speedup or settings.TARGET
         self.shares = MILDER if settings.keep is not None and settings.target_speedup is None else NEIGHBOURS
         depths = CalibrationSettings(target_speedup=self.target, prompt_depths=settings.prompt_depths)
+        check_searchable(ref_of(model).config)
         layers = ref_of(model).num_layers
         self.prompt_sets = prompt_sets(depths, layers)
         for speedup in settings.sampled_speedups:

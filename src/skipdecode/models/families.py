@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
-from skipdecode.errors import AttachError, ScheduleError, UnsupportedModelError
+from skipdecode.errors import AttachError, ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.models.release import before
 from skipdecode.schedule import Schedule
 
@@ -145,7 +145,7 @@ def check_schedule(config: Any, schedule: Schedule) -> None:
     config = config.get_text_config(decoder=True)
     schedule.check_fits(layers_in(config))
     shared = lenders(config)
-    if schedule.projected and (shared or family_of(config.model_type).recurrent):
+    if schedule.projected and not projects(config):
         kept = "read other layers' keys and values" if shared else "have recurrent states"
         raise ScheduleError(
             f"prompts of schedule {schedule.name!r} skip layers that answers run, and layers of a {config.model_type} "
@@ -161,11 +161,30 @@ def check_schedule(config: Any, schedule: Schedule) -> None:
         )
 
 
+def projects(config: Any) -> bool:
+    """Whether prompts of a model with this text config may run layers of their own."""
+    return not (lenders(config) or family_of(config.model_type).recurrent)
+
+
+def check_searchable(config: Any) -> None:
+    """Raise UsageError if no drop order can be searched for models with this transformers config."""
+    if lenders(config.get_text_config(decoder=True)):
+        raise UsageError(
+            f"layers of a {config.model_type} model read the keys and values of others, which the search of a drop "
+            "order does not know: tune under the paper's order, with a schedule such as 2x"
+        )
+
+
 def lenders(config: Any) -> dict[int, int]:
     """Of a text config: the layers that make no keys and values, each with the layer whose ones it reads."""
     kinds: Any = getattr(config, "layer_types", None)
     count = getattr(config, "num_kv_shared_layers", None) or 0
     own = layers_in(config) - count
+    if without := {*kinds[own:]} - {*kinds[:own]} if count else ():
+        raise UnsupportedModelError(
+            f"the config of this {config.model_type} model: no layer makes the keys and values that {', '.join(without)} "
+            f"layers among the last {count} read: layer_types and num_kv_shared_layers have to fit"
+        )
     return {one: max(n for n in range(own) if kinds[n] == kinds[one]) for one in range(own, own + count)}
 
 
