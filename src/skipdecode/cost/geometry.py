@@ -30,23 +30,20 @@ _EXPERTS = (
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Sizes of a decoder-only model."""
+    """Sizes of a decoder-only model; heads and their size as the KV cache has them."""
 
-    # As in the model's config; heads and their size as the KV cache has them.
     num_layers: int
     hidden_size: int
     num_kv_heads: int
     head_dim: int
-    dtype_bytes: float  # bytes of one weight, and of one cached key or value element
-    # Weights of a layer that a token reads; in a mixture of experts, of one token's experts. The mean if layers differ.
+    dtype_bytes: float  # of a weight, and of a cached key or value element
+    # Weights of a layer that a token reads; in a mixture of experts, of its own experts. The mean if layers differ.
     layer_params: float
-    params: int  # all weights; weights that head and embedding share count once
+    params: int  # all weights; those that head and embedding share count once
     window: int = 0  # tokens that sliding-window attention sees; 0 without any
     windowed: tuple[int, ...] = ()  # layers with sliding-window attention
-    # For each layer how many numbers a token's keys and values are together, and the bytes of a sequence's recurrent
-    # states; 0 where it holds none.
-    keys: tuple[int, ...] = ()
-    states: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()  # for each layer how many numbers a token's keys and values are together
+    states: tuple[int, ...] = ()  # for each layer the bytes of a sequence's recurrent states
 
     @classmethod
     def from_config(cls, config: Any, dtype_bytes: float = 2) -> ModelGeometry:

@@ -202,15 +202,10 @@ def fitted(
 ) -> CostModel:
     """The cost model that fits measured seconds, by least squares over the depths.
 
-    Parameters
-    ----------
-    steps : mapping
-        Seconds of a step by its number of sequences, the layers that ran, and the cached tokens of a sequence. Each
-        number of sequences needs two or more depths with equally many tokens, one of them full depth. Full depth after
-        a longer text gives the cost of the cache read.
-    prompts : mapping
-        Seconds of a forward over prompts by their number, the tokens of each, and the lowest layers that run: all, and
-        fewer, which gives the cost of projecting the others.
+    `steps`: seconds of a step by its number of sequences, the layers that ran, and the cached tokens of a sequence.
+    Each number of sequences needs two or more depths with equally many tokens, one of them full depth. Full depth after
+    a longer text gives the cost of the cache read. `prompts`: seconds of a forward over prompts by their number, the
+    tokens of each, and the lowest layers that run: all, and fewer, which gives the cost of projecting the others.
 
     Raises UsageError if depths are missing, or fewer layers took no less time.
     """

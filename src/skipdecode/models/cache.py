@@ -31,11 +31,8 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     of each attention type, which may have been skipped. A layer that runs holds every column, so its own length equals
     that of the text. `generate` makes the cache while attached; `Attachment.new_cache` makes one for your own loop.
 
-    Parameters
-    ----------
-    prompt_length : int, optional
-        Number of prompt columns, with cached ones. Without it, every forward counts as prompt until a single token is
-        fed to a filled cache.
+    `prompt_length`: number of prompt columns, with cached ones. Without it, every forward counts as prompt until one
+    token is fed to a filled cache.
     """
 
     def __init__(self, config: Any, prompt_length: int | None = None) -> None:

@@ -182,8 +182,8 @@ def lenders(config: Any) -> dict[int, int]:
     own = layers_in(config) - count
     if without := {*kinds[own:]} - {*kinds[:own]} if count else ():
         raise UnsupportedModelError(
-            f"the config of this {config.model_type} model: no layer makes the keys and values that {', '.join(without)} "
-            f"layers among the last {count} read: layer_types and num_kv_shared_layers have to fit"
+            f"the config of this {config.model_type} model: no layer makes the keys and values that "
+            f"{', '.join(without)} layers among the last {count} read: layer_types and num_kv_shared_layers have to fit"
         )
     return {one: max(n for n in range(own) if kinds[n] == kinds[one]) for one in range(own, own + count)}
 
