@@ -22,7 +22,9 @@ T = TypeVar("T")
 COMMAND: ContextVar[str] = ContextVar("command", default="")
 """The command line that is being run; empty in Python."""
 _MAPPED_WEIGHTS = re.compile(  # of /proc/self/smaps: mappings of weights without a page of the process's own
-    r"^(\w+)-(\w+) rw-p .*\.(?:safetensors|bin)\n(?:(?!VmFlags).*\n)*?Anonymous: +0 kB$", re.MULTILINE
+    r"^(\w+)-(\w+) rw-p .*\.(?:safetensors|bin)\n"
+    r"(?:(?!VmFlags).*\n)*?Anonymous: +0 kB\n(?:(?!VmFlags).*\n)*?Swap: +0 kB$",
+    re.MULTILINE,
 )
 _KEPT = 2**26
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h of the GNU C library
