@@ -15,7 +15,7 @@ from skipdecode import Schedule, attach
 from skipdecode.engine import GatedEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import DepthWarning, ScheduleError, UnsupportedFeatureError
-from skipdecode.models.families import FAMILIES
+from skipdecode.models.families import FAMILIES, lent_last
 from skipdecode.models.release import before, model_cache_name
 from tiny import LATER, LAYERS, RANDOM_NESTED, SCHEDULES, VOCAB, ragged_prompts, shared_model, tiny_model
 
@@ -154,14 +154,14 @@ def test_beams_are_those_without_a_cache(family: str) -> None:
     assert cached.tolist() == whole.tolist()
 
 
-@few
+@pytest.mark.parametrize("family", [*FEW, "deepseek_v3", "gemma4_text", "gpt_oss", "olmoe"])
 def test_gradients_equal_the_oracles(family: str) -> None:
     model = tiny_model(family).train()
-    active = active_tokens(FALLING, 5, 12)
+    active = active_tokens(schedule := lent_last(model.config, FALLING), 5, 12)
     loss = cross_entropy(oracle_logits(model, IDS, torch.ones_like(IDS), active).flatten(0, 1), IDS.flatten())
     parameters = [each for each in model.parameters() if each.requires_grad]
     expected = torch.autograd.grad(loss, parameters, allow_unused=True)
-    with attach(model, FALLING):
+    with attach(model, schedule):
         logits = model(input_ids=IDS, prompt_length=5).logits
     found = torch.autograd.grad(cross_entropy(logits.flatten(0, 1), IDS.flatten()), parameters, allow_unused=True)
     for one, other in zip(found, expected, strict=True):
