@@ -150,11 +150,16 @@ def test_answers_that_run_at_the_end_of_their_time_are_cut(model: str, tmp_path:
     assert len(read_rows(tmp_path / TEST_FILE)) >= 99 - about["kept"]
 
 
-def test_answers_are_learned_as_they_were_asked_for(model: str, tmp_path: Path, capsys: Any) -> None:
-    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"say {c}", "system": "be brief"} for c in "abcdefghij"])
+@pytest.mark.parametrize("chats", [False, True])
+def test_answers_are_learned_as_they_were_asked_for(chats: bool, model: str, tmp_path: Path, capsys: Any) -> None:
+    asks = [[{"role": "user", "content": f"say {c}"}, {"role": "assistant", "content": "no"}] for c in "abcdefghij"]
+    rows = [{"messages": one} if chats else {"prompt": one[0]["content"], "system": "be brief"} for one in asks]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
     out, asked = tmp_path / "out", ["--self-tokens", "400", "--schedule", "2x"]
     assert main(["tune", model, "--self", "--prompts", file, *asked, *PACE, "--out", str(out)]) == 0
-    assert capsys.readouterr().err.count("'system'") == 1  # which the records of the answers do not have
+    # What the records of the answers do not have is said once.
+    assert capsys.readouterr().err.count("'messages'" if chats else "'system'") == 1
+    assert (out / TRAIN_FILE).read_bytes().count(b'"prompt": "say ') > 5
 
 
 @pytest.mark.slow

@@ -224,9 +224,9 @@ class SelfGeneratedData:
     def _read(self, source: PromptSource, seen: set[str]) -> list[Record]:
         found: list[Record] = []
         rejects: list[Reject] = []
-        for record in source.records(PromptForm(template=self.template)):
-            key = _key(str(record.prompt))
-            error = record.error or ("" if record.values else "a chat: give its text")
+        for given in source.records(PromptForm(template=self.template)):
+            record = self._question(given)
+            key, error = _key(str(record.prompt)), record.error
             if error or key in seen:
                 rejects.append(Reject(record.line, error or "repeated: the prompt of an earlier line"))
             elif len(found) < (self.options.self_records or len(found) + 1):
@@ -241,6 +241,17 @@ class SelfGeneratedData:
         if rejects:
             note(f"prompts: {told}")
         return found
+
+    def _question(self, record: Record) -> Record:
+        """A chat as its first question, which is answered."""
+        if record.error or isinstance(record.prompt, str):
+            return record
+        text = next((turn["content"] for turn in record.prompt if turn["role"] == "user"), None)
+        if not isinstance(text, str) or len(self.template.fields) > 1:
+            return replace(record, error="a chat: give its text")
+        values, left_out = self.template.values_of_text(text), ("all of a chat but its first question",)
+        more = left_out if len(record.prompt) > 1 else ()
+        return replace(record, prompt=self.template.render(values), values=values, left_out=record.left_out + more)
 
     def _generated(
         self,
