@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from matplotlib import image
 
@@ -169,6 +170,13 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
     assert load_model(tuned.path).schedule == tuned.llm.schedule_of(None) == tuned.schedule
     with pytest.raises(OutputError, match="seed"):
         call(seed=1)
+    # An adapter is merged, into weights of the type that they had.
+    form["out"], form["minutes"] = tmp_path / "merged", tuned.document["minutes"]
+    adapted = skipdecode.LLM(tuned.path, dtype="bfloat16")
+    merged = skipdecode.prepare(adapted, records(24), records(12, seed=1), cost=cost, keep=0.01, **form)
+    found = load_model(merged.path)
+    assert (found.schedule, found.model.dtype) == (merged.schedule, torch.bfloat16)
+    assert merged.llm.generate(["red hat\n"], 8, template=False)
 
 
 @pytest.mark.parametrize("task", [False, True])

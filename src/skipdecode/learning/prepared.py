@@ -17,11 +17,11 @@ from skipdecode.evaluation.kept import fastest_that_keeps, impossible, kept_colu
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.carried import SCHEDULE_FILE as CARRIED_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import put_fit
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, push_to_hub, write_card
 from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 
 TIMES = {"answers": "own answers", "sizes": "timing", "layers": "choosing layers"}
@@ -59,7 +59,8 @@ class Prepared(Printed):
     @property
     def schedule(self) -> Schedule:
         """The schedule of the tuning; without tuning, that of the target."""
-        return Schedule.load(self.path / CARRIED_FILE if self.path else self.schedule_file)
+        carried = ModelRef(str(self.path)).schedule if self.path else None
+        return carried or Schedule.load(self.schedule_file)
 
     @cached_property
     def llm(self) -> LLM:
@@ -92,12 +93,12 @@ class Prepared(Printed):
             write_whole(self.path / PICTURE_FILE, picture.read_bytes())
         write_card(self.path, self._loaded.ref, self.schedule, "prepare")
 
-    def schedule_of(self, row: Mapping[str, Any]) -> Path:
-        """The file of the schedule of one of the rows."""
+    def _file_of(self, row: Mapping[str, Any]) -> Path | None:
+        """The file of the schedule of one of the rows; None for the tuned checkpoint's own."""
         place = tuned_directory(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
-        files = (place / name for name in (CARRIED_FILE, *(f"{near}.json" for near in NEIGHBOURS | MILDER)))
-        name = row["name"].removesuffix(", w8a8")
-        return next((file for file in files if file.is_file() and Schedule.load(file).name == name), self.schedule_file)
+        files = (place / f"{near}.json" for near in NEIGHBOURS | MILDER)
+        name, own = row["name"].removesuffix(", w8a8"), None if row["minutes"] else self.schedule_file
+        return next((file for file in files if file.is_file() and Schedule.load(file).name == name), own)
 
     @property
     def use(self) -> dict[str, Any]:
@@ -111,11 +112,10 @@ class Prepared(Printed):
         found |= {} if ref.given_base is None else {"base": ref.given_base}
         if tuned:
             found = {"model": str(tuned_directory(self.out, tuned).resolve())}
-        if searched:
-            full = row.get("name", "full").startswith("full")
-            found["schedule"] = "full" if full else str(self.schedule_of(row).resolve())
-        elif not tuned:
-            found["schedule"] = str(self.schedule_file.resolve())
+        if searched and row.get("name", "full").startswith("full"):
+            found["schedule"] = "full"
+        elif file := self._file_of(row) if searched else None if tuned else self.schedule_file:
+            found["schedule"] = str(file.resolve())
         return found | ({"quantization": row["quantization"]} if "quantization" in row else {})
 
     @property

@@ -87,6 +87,8 @@ class Tuner:
         Directory of the run: the log, checkpoints while it runs, the best model at the end.
     base_name : str, optional
         How a saved adapter names its base model.
+    dtype : torch.dtype
+        Of a merged model: the type that the checkpoint had before.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class Tuner:
         config: TuneConfig,
         out: Path,
         base_name: str | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        self._dtype = dtype
         self._tokenizer, self._train, self._dev, self._config = tokenizer, train, dev, config
         self._schedule, self._out, self._base_name = schedule, out, base_name
         self._checkpoint_dir = out / CHECKPOINTS
@@ -310,7 +314,7 @@ class Tuner:
         if self._accelerator.is_main_process:
             best = self._checkpoint_dir / "best"
             if self._config.merge:
-                merged = merge_saved(self._adapter, best)
+                merged = merge_saved(self._adapter, best).to(self._dtype)
                 best = self._checkpoint_dir / "merged"
                 save_tuned(merged, self._tokenizer, self._schedule, best)
             copy_files(best, self._out)

@@ -365,7 +365,12 @@ class _Run:
         base = str(loaded.path.resolve()) if here else ref.base
         if ref.given_base is not None and Path(base).expanduser().is_dir():
             base = str(Path(base).expanduser().resolve())
-        return Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, self.settings, self.out, base_name=base)
+        dtype = ref.config.dtype if self.given is None else self.given.model.dtype
+        return Tuner(
+            *(loaded.model, loaded.tokenizer, train, dev, schedule, self.settings, self.out),
+            base_name=base,
+            dtype=dtype or loaded.model.dtype,
+        )
 
 
 def copied(model: Any, dtype: Any) -> Any:
