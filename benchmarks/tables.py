@@ -373,7 +373,7 @@ def ready_minutes(document: Row) -> Table:
 
 def start(document: Row) -> Table:
     """The best target of each task after the 30 minutes of a fit and tuning, and one without tuning."""
-    names = {"e2e": "data to text (E2E)", "tldr": "TL;DR", "cnn_dm": "CNN/DailyMail", "chat": "chat, no data"}
+    names = {"e2e": "data to text (E2E)", "tldr": "TL;DR", "cnn_dm": "CNN/DailyMail"}
     targets = [row for row in document["rows"] if row["role"] == "target" and row["method"].startswith("fitted")]
     rows = [next(row for row in targets if row["minutes"] == 0)]
     for task in names:
