@@ -94,6 +94,7 @@ def test_full_depth_is_the_untouched_model(family: str):
         attention_mask=mask,
         max_new_tokens=NEW,
         do_sample=False,
+        use_cache=True,
         output_logits=True,
         return_dict_in_generate=True,
     )
