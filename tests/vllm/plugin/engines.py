@@ -22,6 +22,7 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"intermediate_size": 64},
     "granitemoehybrid": {"mamba_d_head": 32, "mamba_n_heads": 8, "mamba_expand": 2},
     "opt": {"word_embed_proj_dim": 128},
+    "qwen3_moe": {"head_dim": 32},
     "qwen2": {"use_sliding_window": False},  # vLLM runs none whose layers differ in their window
 }
 
