@@ -222,9 +222,8 @@ class _Evaluation:
         methods = {place: Method(llm.backend, s) for place, s in places.items()}
         if options.full_depth and not any(method.full_depth for method in methods.values()):
             methods = {out / "full": Method(llm.backend), **methods}
-        if options.ways:
-            skipping = [s for s in places.values() if options.ways == "all" and not s.is_full]
-            methods |= {out / _folder(way.name): way for way in other_ways(llm.backend, skipping)}
+        ways = other_ways(llm.backend, [*places.values()], options.ways)
+        methods |= {out / _folder(way.name): way for way in ways}
         loaded = llm.loaded
         about = {
             **model_about(llm, options.name),

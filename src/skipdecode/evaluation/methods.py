@@ -105,8 +105,13 @@ class Method:
         return {"name": self.name} | schedule | ({"exact": True} if self.exact else {}) | weights
 
 
-def other_ways(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
-    """Full depth with drafts, and all methods with W8A8 weights if the fast engine has them."""
+def other_ways(backend: Backend, schedules: Sequence[Schedule], which: str) -> list[Method]:
+    """Full depth with drafts and with W8A8 weights if the fast engine has them; `which` "all": schedules with them too.
+
+    An empty `which` asks for none.
+    """
+    if not which:
+        return []
     full = Schedule.full(backend.num_layers)
     ways = [Method(backend, full, "full, exact", exact=True)]
     try:
@@ -115,7 +120,8 @@ def other_ways(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
         note(f"no W8A8: {e}")
         return ways
     ways += [Method(fast, full, "full, w8a8", beside=True), Method(fast, full, "full, w8a8, exact", exact=True)]
-    return ways + [Method(fast, schedule, f"{schedule.name}, w8a8") for schedule in schedules]
+    skipping = [schedule for schedule in schedules if which == "all" and not schedule.is_full]
+    return ways + [Method(fast, schedule, f"{schedule.name}, w8a8") for schedule in skipping]
 
 
 def timing_of(batches: Iterable[Generation]) -> dict[str, float | None]:

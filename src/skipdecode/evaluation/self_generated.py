@@ -88,7 +88,7 @@ class OwnTexts:
         reference = self._reference
         full = reference if self.base is self.llm else Method(backend)
         methods = [Method(backend, schedule) for schedule in self.schedules]
-        ways = other_ways(backend, self.schedules if self.options.ways == "all" else []) if self.options.ways else []
+        ways = other_ways(backend, self.schedules, self.options.ways)
         methods += [way for way in ways if not way.exact]
         drafted = {way: next(m for m in [full, *methods] if m.backend is way.backend) for way in ways if way.exact}
         template, records, prompts = self._prompts(reference, out)

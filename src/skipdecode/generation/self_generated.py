@@ -249,9 +249,10 @@ class SelfGeneratedData:
         text = next((turn["content"] for turn in record.prompt if turn["role"] == "user"), None)
         if not isinstance(text, str) or len(self.template.fields) > 1:
             return replace(record, error="a chat: give its text")
-        values, left_out = self.template.values_of_text(text), ("all of a chat but its first question",)
-        more = left_out if len(record.prompt) > 1 else ()
-        return replace(record, prompt=self.template.render(values), values=values, left_out=record.left_out + more)
+        values, left_out = self.template.values_of_text(text), record.left_out
+        if len(record.prompt) > 1:
+            left_out = (*left_out, "all of a chat but its first question")
+        return replace(record, prompt=self.template.render(values), values=values, left_out=left_out)
 
     def _generated(
         self,

@@ -274,11 +274,14 @@ class _Run:
 
     def _aim(self, rows: Sequence[Mapping[str, Any]]) -> Schedule:
         """The schedule to tune: the target, or of milder ones the fastest that may keep the share after tuning."""
-        every = neighbours(Schedule.load(self.fit / SCHEDULE_FILE), self.fit, self.shares)
+        target = Schedule.load(self.fit / SCHEDULE_FILE)
+        if self.shares is NEIGHBOURS:
+            return target
         kept = {row["name"]: row["kept"] for row in with_kept(rows)}
+        every = neighbours(target, self.fit, self.shares)
         known = sorted((s for s in every if kept.get(s.name) is not None), key=lambda s: -s.nominal_speedup)
-        if self.shares is NEIGHBOURS or not known:
-            return every[0]
+        if not known:
+            return target
         return next((s for s in known if kept[s.name] >= _WITHIN_REACH), known[-1])
 
     def _tuned(
