@@ -211,10 +211,10 @@ def read_in_turn(tensors: Iterable[tuple[T, Any]]) -> Iterator[tuple[T, Any]]:
     """The pairs, for a reader of each tensor: at most `_KEPT` bytes that were read, or freed, stay in memory."""
     read: list[Any] = []
     for one in tensors:
-        yield one
-        read.append(one[1])
-        if sum(tensor.nbytes for tensor in read) > _KEPT:
+        if sum(tensor.nbytes for tensor in read) + one[1].nbytes > _KEPT:
             forget_weight_files(read)
             read.clear()
             return_freed_memory()
+        yield one
+        read.append(one[1])
     forget_weight_files(read)

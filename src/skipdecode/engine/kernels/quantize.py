@@ -21,7 +21,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "w8a8")
 
 _STEP = 64  # columns that the kernels read at once; rows are padded to a multiple
 _BLOCK = 16  # rows of w8a8 in one block, 4 columns of each in turn
-_CHUNK = 2**22  # weights quantised at once: bounds the fp32 copies
+_CHUNK = 2**20  # weights quantised at once: bounds the fp32 copies
 
 
 @dataclass(frozen=True)
