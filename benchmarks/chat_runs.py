@@ -23,7 +23,7 @@ from typing import Any
 from shared import RESULTS, TASKS, call, is_tuned, script_parser, write_json
 
 from skipdecode import Schedule
-from skipdecode.common.kinds import read_result
+from skipdecode.common.jsonl import read_result
 from skipdecode.common.progress import note
 from skipdecode.engine.loading import load
 from skipdecode.engine.opening import open_engines

@@ -28,7 +28,7 @@ from shared import script_parser, write_result
 from speed import opened
 
 from skipdecode import LLM
-from skipdecode.common.kinds import read_result
+from skipdecode.common.jsonl import read_result
 from skipdecode.engine.base import EngineStats
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.requests import Request

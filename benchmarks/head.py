@@ -23,7 +23,7 @@ from shared import TASKS, e2e_prompts, script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode import Schedule
-from skipdecode.common.stopwatch import Stopwatch
+from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kernels.native import greedy

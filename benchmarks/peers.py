@@ -42,7 +42,7 @@ from speed import Generated
 
 from skipdecode import LLM
 from skipdecode.common.environment import usable_cores
-from skipdecode.common.kinds import read_result
+from skipdecode.common.jsonl import read_result
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.requests import Request
 from skipdecode.models.loading.hub import load_model

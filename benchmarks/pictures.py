@@ -12,7 +12,7 @@ from typing import Any
 
 from tables import compared_targets
 
-from skipdecode.common.kinds import read_result
+from skipdecode.common.jsonl import read_result
 from skipdecode.evaluation.pictures import Chart, Point, Series, charts_png
 from skipdecode.schedule import Schedule
 

@@ -23,7 +23,7 @@ from shared import script_parser, write_result
 from torch.nn import functional
 
 from skipdecode import Schedule
-from skipdecode.common.stopwatch import Stopwatch
+from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.measure import Shape, step_seconds
 from skipdecode.engine.batch import LayerRows, TokenRows

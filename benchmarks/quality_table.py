@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.kinds import heading, read_result
+from skipdecode.common.jsonl import heading, read_result
 from skipdecode.errors import DataError, SkipDecodeError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.metrics import METRICS

@@ -22,7 +22,7 @@ from quality_table import load_runs, work_of
 from shared import script_parser, write_result
 
 from skipdecode import Schedule
-from skipdecode.common.kinds import read_result
+from skipdecode.common.jsonl import read_result
 from skipdecode.common.progress import progress_bar
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.errors import SkipDecodeError

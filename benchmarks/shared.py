@@ -13,7 +13,7 @@ from typing import Any
 
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.kinds import heading
+from skipdecode.common.jsonl import heading
 from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task

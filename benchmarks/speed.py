@@ -30,10 +30,10 @@ from machine import measure_bandwidth, measure_products, step_bytes, step_flops
 from shared import script_parser, write_json
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
+from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.common.environment import environment, limit_threads
-from skipdecode.common.kinds import heading
+from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import progress_bar, quiet
-from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.common.tables import figures
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel

@@ -20,7 +20,7 @@ from typing import Any
 from shared import config_of, script_parser, write_result
 
 from skipdecode import LLM
-from skipdecode.common.stopwatch import Stopwatch
+from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.engine import Request, Sampling
 from skipdecode.generation.grammar import Grammars
 from skipdecode.models.families import vocabulary_size

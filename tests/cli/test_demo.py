@@ -12,7 +12,7 @@ from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.models.loading import ref, smollm2
-from skipdecode.models.loading.store import add_model
+from skipdecode.models.loading.beside import add_model
 from textgen_tools import save_tiny_model
 from tiny import LAYERS
 

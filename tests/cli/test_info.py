@@ -13,7 +13,7 @@ import torch
 import skipdecode
 from skipdecode.cli import main
 from skipdecode.models.families import FAMILIES, decoder_layers, projection
-from skipdecode.models.loading.store import add_model
+from skipdecode.models.loading.beside import add_model
 from tiny import LAYERS, OPTIONS, tiny_model
 
 

@@ -26,7 +26,7 @@ from eval_tools import prepare
 from skipdecode import Schedule
 from skipdecode.cli import VERBS, main
 from skipdecode.cli.arguments import flag
-from skipdecode.common.directories import RunDirectory
+from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import Reads, Writes, kinds
 from skipdecode.errors import WriteError
 from skipdecode.models.loading.saving import save_tokenizer
@@ -435,7 +435,7 @@ for module in pkgutil.walk_packages(skipdecode.__path__, "skipdecode."):
 from contextlib import closing
 from pathlib import Path
 from skipdecode.cli import main
-from skipdecode.common.directories import Lock
+from skipdecode.common.files import Lock
 os.mkdir("run")
 with closing(Lock(Path("run/.skipdecode.lock"), Path("run"))):
     assert main(["export", "model", "--out", "run"]) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skipdecode.common.stopwatch import Stopwatch
+from skipdecode.common.bootstrap import Stopwatch
 
 
 def watch_of(pieces: dict[str, list[tuple[float, float]]]) -> Stopwatch[str, float]:

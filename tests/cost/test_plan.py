@@ -19,7 +19,7 @@ from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.schedule.draw import schedule_picture
+from skipdecode.schedule.grammar import schedule_picture
 from tiny import LAYERS, tiny_model
 
 DEEP = 30

@@ -12,7 +12,7 @@ import skipdecode
 from checkpoints import save_adapter, save_checkpoint
 from skipdecode.engine import loading
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.store import add_model
+from skipdecode.models.loading.beside import add_model
 
 
 @pytest.fixture(autouse=True)

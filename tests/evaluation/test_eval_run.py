@@ -15,7 +15,7 @@ from checkpoints import byte_tokenizer
 from quality_runs import score
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
+from skipdecode.common.jsonl import heading
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task

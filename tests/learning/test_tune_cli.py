@@ -20,7 +20,7 @@ from checkpoints import chatml_tokenizer
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine.opening import end_tokens
-from skipdecode.learning.run_log import read_log
+from skipdecode.learning.checkpoint import read_log
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.recipe import Recipe

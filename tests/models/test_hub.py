@@ -20,9 +20,9 @@ from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, ScheduleError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import base_entry
+from skipdecode.models.loading.beside import add_model
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.models.loading.store import add_model
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)

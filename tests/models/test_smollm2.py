@@ -18,9 +18,9 @@ from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import MissingExtraError, ModelLoadError
 from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.beside import cached_models
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.models.loading.store import cached_models
 from tiny import tiny_model
 
 

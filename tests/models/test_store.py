@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from skipdecode.errors import ModelLoadError
-from skipdecode.models.loading.store import add_model, cached_models, find_model
+from skipdecode.models.loading.beside import add_model, cached_models, find_model
 
 # A builder that writes half of a model and then dies, or takes its time.
 BUILDER = """
 import os, sys, time
-from skipdecode.models.loading.store import add_model
+from skipdecode.models.loading.beside import add_model
 def build(folder):
     (folder / "config.json").write_text("{}")
     with open(sys.argv[1], "a") as log: log.write("built\\n")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from skipdecode.common.kinds import read_result
+from skipdecode.common.jsonl import read_result
 from skipdecode.models.families import FAMILIES
 from survey import faults, known
 

@@ -16,8 +16,7 @@ import traceback
 from collections.abc import Sequence
 
 from skipdecode import __version__
-from skipdecode.cli.arguments import Parser, add_options, check_together, config_from, prepared, with_flags
-from skipdecode.cli.paths import claimed
+from skipdecode.cli.arguments import Parser, add_options, check_together, claimed, config_from, prepared, with_flags
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import near
 from skipdecode.common.progress import detailed, quiet

@@ -48,7 +48,7 @@ class Config(EngineOptions):
 
 def run(config: Config) -> int:
     """Run the demo; returns 0."""
-    from skipdecode.evaluation.demo import demo, demo_models
+    from skipdecode.evaluation.speed import demo, demo_models
     from skipdecode.generation.llm import LLM
 
     parts = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipdecode.cli.options import NamedModel, PushOptions, ScheduleOptions, choose_schedule
-from skipdecode.common.directories import RunDirectory
+from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
 from skipdecode.models.loading.gguf_file import KINDS

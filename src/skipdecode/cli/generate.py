@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from skipdecode.cli.arguments import OVERWRITE
 from skipdecode.cli.options import (
     ChatOptions,
     DecodingOptions,
@@ -33,10 +34,9 @@ from skipdecode.cli.options import (
     choose_schedule,
     stop_text,
 )
-from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.kinds import read_json
+from skipdecode.common.jsonl import read_json
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.common.progress import detail, note
 from skipdecode.common.rows import FORMATS

@@ -67,7 +67,7 @@ def _report() -> dict[str, Any]:
     from skipdecode.engine.model_spec import READERS
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading import smollm2
-    from skipdecode.models.loading.store import cached_models
+    from skipdecode.models.loading.beside import cached_models
 
     machine = environment()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

@@ -18,8 +18,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from skipdecode.cli.arguments import OVERWRITE
 from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
-from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.cost.solve import PlanOptions

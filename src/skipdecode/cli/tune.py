@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from skipdecode.cli.options import MODEL, NamedModel, PushOptions, ScheduleOptions
-from skipdecode.common.directories import RunDirectory
+from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import Reads, option
 from skipdecode.generation.self_generated import ABOUT_FILE
 from skipdecode.learning.config import TuneOptions
@@ -53,7 +53,7 @@ class Config(NamedModel, TuneOptions, ScheduleOptions, PushOptions):
 def run(config: Config) -> int:
     """Tune, draw the losses, and print the result."""
     from skipdecode.evaluation.pictures import loss_chart, save_charts
-    from skipdecode.learning.run_log import LOG_FILE, read_log
+    from skipdecode.learning.checkpoint import LOG_FILE, read_log
     from skipdecode.learning.setup import process_state
     from skipdecode.learning.tune import tune
 

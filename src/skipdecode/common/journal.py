@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from skipdecode.common.directories import Lock
+from skipdecode.common.files import Lock
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError, WriteError
 

@@ -1,12 +1,14 @@
-"""JSON lines: one JSON object in UTF-8 per line, and the messages for lines that are wrong.
+"""JSON lines: one JSON object in UTF-8 per line, and the messages for lines that are wrong; JSON files of results.
 
-Reading is a generator: memory does not grow with the file. Knows nothing about fields.
+Reading lines is a generator: memory does not grow with the file. A result begins with its `kind` and `format`, by which
+readers recognise it; in JSON lines, the first line is an object with both.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from skipdecode.errors import DataError
@@ -83,3 +85,44 @@ def kind_of(value: Any) -> str:
 def json_line(row: Any) -> bytes:
     """One line of JSON in UTF-8, with its line end; half of a surrogate pair is escaped."""
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+KINDS = (
+    "bench", "benchmark", "calibration", "evaluation", "prepared", "quality-table", "self-generated", "tuning",
+)  # fmt: skip
+"""All kinds; "benchmark" and "quality-table" are for scripts outside the package."""
+_FORMAT = 1
+PREPARED_FILE = "prepared.json"
+
+
+def heading(kind: str, benchmark: str | None = None) -> dict[str, Any]:
+    """The first entries of a result of this kind; for the kind benchmark, also its name."""
+    return {"kind": kind, "format": _FORMAT} | ({} if benchmark is None else {"benchmark": benchmark})
+
+
+def check_kind(path: Path, found: Any, *kinds: str) -> None:
+    """Refuse, with a DataError, a document that has none of these kinds (default: any kind) or another format."""
+    wanted = kinds or KINDS
+    kind = found.get("kind") if isinstance(found, Mapping) else None
+    if kind not in wanted:
+        said = "has no kind" if kind is None else f"is of kind {kind!r}"
+        raise DataError(f'{path} {said}: accepted are files with "kind" {", ".join(wanted)} and "format": {_FORMAT}')
+    if found.get("format") != _FORMAT:
+        raise DataError(f"{path}: this version reads format {_FORMAT}, not {found.get('format')!r}")
+
+
+def read_result(path: Path, *kinds: str) -> dict[str, Any]:
+    """A JSON result of one of these kinds (default: any kind); raises DataError with the path."""
+    found: dict[str, Any] = read_json(path)
+    check_kind(path, found, *kinds)
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; raises DataError with the path."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise DataError(f"{path}: {e.strerror}") from None
+    except (ValueError, RecursionError) as e:
+        raise DataError(f"{path}: not JSON: {e}") from None

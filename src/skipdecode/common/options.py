@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from skipdecode.common.directories import RunDirectory
+from skipdecode.common.files import RunDirectory
 from skipdecode.common.jsonl import is_text
 from skipdecode.errors import OptionError, UsageError
 
@@ -85,7 +85,7 @@ def option(
     parse : callable, optional
         Converts text to the value; raises ValueError with a message for users. Default: the type of the field.
     path : Reads, Writes or RunDirectory, optional
-        How the command uses the path; `skipdecode.cli.paths` checks paths before any work.
+        How the command uses the path; `skipdecode.cli.arguments` checks paths before any work.
     least, most, above, below : float, optional
         Bounds of a number, or of each number of a tuple; `above` and `below` are not accepted themselves.
     """

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from skipdecode.engine.kv import KVLayout
 from skipdecode.models.cache import SkipCache, state_bytes
-from skipdecode.models.families import decoder_layers, family_of
+from skipdecode.models.families import decoder_layers, family_of, layer_windows
 from skipdecode.models.release import model_cache_name
-from skipdecode.models.windows import layer_windows
 from skipdecode.schedule import Schedule
 
 # How configs name the experts of a layer, and those that a token takes.

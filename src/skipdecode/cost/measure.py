@@ -15,8 +15,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.common.progress import progress_bar
-from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel, PromptCost, StepCost, tokens_read
 from skipdecode.data.prompts import context_length

@@ -19,7 +19,7 @@ from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import Model, ref_of, schedule_files
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.draw import schedule_picture
+from skipdecode.schedule.grammar import schedule_picture
 from skipdecode.schedule.order import bottom_up, prompt_set, top_down
 
 _WIDTH, _SHOWN_ORDER = 80, 12

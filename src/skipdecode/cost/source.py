@@ -17,7 +17,7 @@ import transformers
 
 from skipdecode.common.environment import cpu_model, usable_cores
 from skipdecode.common.files import cache_dir, write_whole
-from skipdecode.common.kinds import read_json
+from skipdecode.common.jsonl import read_json
 from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.measure import measure_cost

@@ -4,28 +4,35 @@ A forward is a list of tokens, each with its slot (sequence) and position; promp
 Each token runs a layer, only stores keys and values in it, or skips it. The order of the rows (`token_rows`) makes the
 rows that run a layer neighbours. A layer therefore reads its weights once for exactly the rows that need it, and no
 gather is necessary.
+
+The weights are the model's own, moved into one block of memory, or quantised copies. Separate tensors of a few
+megabytes contain few huge pages. One block, in the order of a step's reads, consists almost entirely of huge pages. The
+model's parameters become views of the block. Their old memory is freed tensor by tensor. The token embedding is not
+quantised, even if it is tied to the output embedding, because only single rows of it are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skipdecode.common.environment import read_in_turn
 from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead
+from skipdecode.engine.kernels.memory import Arena
 from skipdecode.engine.kernels.native import NativeKernels, NativeStack
-from skipdecode.engine.kernels.quantize import QUANTIZATIONS, Quantization
+from skipdecode.engine.kernels.quantize import QUANTIZATIONS, Quantization, QuantizedWeight, quantize, room_of
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, StackInput
 from skipdecode.engine.kv import PAGE_TOKENS, PagedKV
-from skipdecode.engine.model_spec import matrices, read_model
+from skipdecode.engine.model_spec import Join, matrices, read_model
 from skipdecode.engine.prefix import PrefixKV
-from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import check_schedule
 from skipdecode.models.fit import Fit, fit_of
@@ -221,3 +228,51 @@ def open_model(model: Any, quantization: Quantization | None = None) -> FastMode
     if quantization == "w8a8" and not kernels.multiplies_bytes:
         raise UsageError("w8a8 weights need a CPU with AVX512_VNNI, or with AVX2 and no AVX-512: give int8 weights")
     return FastModel(model, kernels, quantization)
+
+
+def move_into_one_block(model: Any) -> None:
+    """Move the projections and the output embedding of a model into one block; a second call does nothing.
+
+    Parameters that are read as one matrix become neighbours.
+    """
+    parameters = defaultdict(list)
+    for parameter in model.parameters():
+        # Transposed parameters stay, because transformers saves them only from separate memory.
+        if parameter.is_contiguous():
+            parameters[parameter.data_ptr()].append(parameter)
+    moved = {parts[0].data_ptr(): parts for parts in matrices(model) if all(p.data_ptr() in parameters for p in parts)}
+    if len({part.untyped_storage().data_ptr() for parts in moved.values() for part in parts}) == 1:
+        return
+    first = next(model.parameters())
+    arena = Arena((sum(part.nbytes for part in parts) for parts in moved.values()), first.device)
+
+    def places_of() -> Iterator[tuple[Tensor, Tensor]]:
+        for parts in moved.values():
+            room = arena.take(sum(part.nbytes for part in parts)).view(first.dtype).view(-1, parts[0].shape[1])
+            for part in parts:
+                place, room = room[: len(part)], room[len(part) :]
+                yield place, part.detach()
+
+    for place, weight in read_in_turn(places_of()):
+        place.copy_(weight)
+        for parameter in parameters[weight.data_ptr()]:
+            parameter.data = place
+
+
+class QuantizedWeights:
+    """Quantised copies of one model's projections and output embedding; the model keeps its own."""
+
+    def __init__(self, model: Any, kind: Quantization) -> None:
+        read = matrices(model)
+        shapes = {parts[0].data_ptr(): (sum(map(len, parts)), parts[0].shape[1]) for parts in read}
+        rooms = (size for shape in shapes.values() for size in room_of(shape, kind))
+        arena, made = Arena(rooms, next(model.parameters()).device), dict[int, QuantizedWeight]()
+        for parts, part in read_in_turn((group, one) for group in read for one in group):
+            if part is parts[-1] and (place := parts[0].data_ptr()) not in made:
+                made[place] = quantize(torch.cat(parts) if len(parts) > 1 else part, kind, arena.take)
+        self._made = [made[parts[0].data_ptr()] for parts in read]
+
+    def join(self) -> Join:
+        """Gives the copies to `read_model`, in the order in which it asks for them."""
+        made = iter(self._made)
+        return lambda parts: next(made)

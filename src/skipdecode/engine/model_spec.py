@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from skipdecode.engine.kernels.memory import huge_pages
 from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Prologue
 from skipdecode.errors import UnfitModelError
-from skipdecode.models.windows import layer_windows
+from skipdecode.models.families import layer_windows
 
 Join = Callable[[list[Tensor]], Any]
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skipdecode.common.bootstrap import Table
-from skipdecode.common.directories import RunDirectory
-from skipdecode.common.files import write_whole
+from skipdecode.common.files import RunDirectory, write_whole
 from skipdecode.common.journal import JOURNAL_KEY, KeptValues, is_begun
-from skipdecode.common.kinds import read_result
+from skipdecode.common.jsonl import read_result
 from skipdecode.common.rows import read_rows
 from skipdecode.errors import DataError, OutputError
 from skipdecode.generation.self_generated import ABOUT_FILE

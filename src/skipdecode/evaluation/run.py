@@ -13,7 +13,7 @@ from typing import Any
 from skipdecode.common.bootstrap import Table, compare, interval
 from skipdecode.common.environment import environment
 from skipdecode.common.journal import KeptValues
-from skipdecode.common.kinds import heading
+from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.chats import response_ids
 from skipdecode.data.prompts import context_length, encode_prompts, outside, prompt_room

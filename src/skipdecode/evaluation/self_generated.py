@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.common.environment import environment
 from skipdecode.common.journal import KeptValues
-from skipdecode.common.kinds import heading
+from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import read_rows
 from skipdecode.common.tables import figures

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import json_line
-from skipdecode.common.kinds import read_json
+from skipdecode.common.jsonl import json_line, read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import check_streams, read_rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.common.progress import note
-from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.common.tables import speedups
 from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.engine.base import EngineStats

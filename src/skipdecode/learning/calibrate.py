@@ -16,7 +16,7 @@ import torch
 
 from skipdecode.common.environment import environment, multiplies_bf16
 from skipdecode.common.files import write_whole
-from skipdecode.common.kinds import heading
+from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note
 from skipdecode.common.tables import Printed, figures
 from skipdecode.cost.geometry import ModelGeometry

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, from which a killed run goes on exactly.
+"""The checkpoints of a run, from which a killed run goes on exactly; its log, and the names of what it writes.
 
 A checkpoint holds trained weights (with LoRA the adapter's), a fit that is trained with them, optimizer, random states,
 and how far the run was.
@@ -8,13 +8,15 @@ renamed, so a kill leaves what was there before.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.files import writing
+from skipdecode.common.files import write_whole, writing
+from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note
 from skipdecode.errors import OutputError
 from skipdecode.models.fit import fit_of, fit_state
@@ -136,3 +138,49 @@ class Checkpoints:
             peft.set_peft_model_state_dict(self._adapter, load_file(Path(directory) / _ADAPTER))
             if (fitted := Path(directory) / _FITTED).is_file() and (fit := fit_of(self._adapter)) is not None:
                 fit.load_state_dict(load_file(fitted))
+
+
+CHECKPOINTS, LOG_FILE = "checkpoints", "log.jsonl"
+
+
+class RunLog:
+    """Writes a line that says what the file is, then rows of kind "train" and "dev".
+
+    `keep_steps`: rows of later steps are dropped: those that a killed run wrote after its last checkpoint, and that
+    come again.
+    """
+
+    def __init__(self, directory: Path, *, keep_steps: int) -> None:
+        path = directory / LOG_FILE
+        rows = [row for row in read_log(path) if row["step"] <= keep_steps] if keep_steps else []
+        write_whole(path, "".join(map(_line, [heading("tuning"), *rows])))
+        self._path, self._file = path, path.open("ab", buffering=0)
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """One row; it is on its way to the disk when this returns."""
+        with writing(self._path):
+            self._file.write(_line({"kind": kind, "step": step, **values}).encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log; none if there is no file. A last line that a kill cut off is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    # A log that an older version began has no such first line.
+    return [row for row in map(json.loads, lines[:-1]) if "step" in row]
+
+
+def dev_losses(path: Path) -> list[tuple[float, float]]:
+    """Minutes of tuning, and the loss on the dev records at that time, from a log."""
+    rows = read_log(path)
+    minutes = {row["step"]: row["minutes"] for row in rows if row["kind"] == "train"}
+    return [(minutes.get(row["step"], 0.0), row["cross_entropy"]) for row in rows if row["kind"] == "dev"]
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"

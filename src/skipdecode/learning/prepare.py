@@ -12,8 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import json_line
-from skipdecode.common.kinds import PREPARED_FILE, heading
+from skipdecode.common.jsonl import PREPARED_FILE, heading, json_line
 from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
@@ -27,7 +26,6 @@ from skipdecode.evaluation.pictures import kept_charts, save_charts
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
 from skipdecode.learning.goal import prompt_sets
-from skipdecode.learning.minutes import EVALUATIONS, SHARES, Pace
 from skipdecode.learning.prepared import MILDER, NEIGHBOURS, TIMES, Prepared, neighbours, tuned_directory
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
@@ -38,7 +36,7 @@ from skipdecode.learning.settings import (
     PrepareOptions,
 )
 from skipdecode.learning.sources import Sources
-from skipdecode.learning.stages import Stages
+from skipdecode.learning.stages import EVALUATIONS, SHARES, Pace, Stages
 from skipdecode.learning.tune import tune
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import check_searchable

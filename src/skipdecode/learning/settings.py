@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from skipdecode.common.directories import RunDirectory
+from skipdecode.common.files import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.options import Options, option, setting
 from skipdecode.data.examples import RecordOptions

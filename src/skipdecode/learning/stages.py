@@ -1,4 +1,7 @@
-"""The stages of a long run: each is done once, counts the time of all its processes, and notices lost files."""
+"""The stages of a long run: each is done once, counts the time of all its processes, and notices lost files.
+
+The sizes of `prepare`'s stages fit into the user's minutes, by the speed of the model on this machine.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,17 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note
+from skipdecode.data.batches import batches_of, response_logits
+from skipdecode.data.examples import Example
 from skipdecode.errors import SkipDecodeError
 from skipdecode.learning.settings import CLOCK_FILE
 from skipdecode.models.carried import RECIPE_FILE
@@ -107,3 +115,104 @@ def _counted(file: Path, name: str) -> Iterator[Callable[[], dict[str, float]]]:
     finally:
         with contextlib.suppress(SkipDecodeError):
             write_whole(file, json.dumps({"stage": name} | took()))
+
+
+SHARES = {"answers": 1 / 4, "layers": 1 / 4, "evaluation": 1 / 6}  # of the minutes, at most; tuning has the rest
+_PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
+_TIMED = 2  # records
+_LEAST_TEXTS = 48  # of an evaluation
+_TYPICAL = 96  # tokens of a prompt, and of a response
+_DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
+_LEAST_RECORDS, _MOST_RECORDS = 8, 64
+_TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
+_MOST_A_COLUMN = 28  # tokens of a fit: twice as many lower the KL by 3% (docs/LOG.md)
+_SEARCHES: tuple[dict[str, Any], ...] = (
+    {"records": 8, "fit_depths": 4, "spread_prompts": True},
+    {"records": 8, "fit_depths": 2, "spread_prompts": False},
+    {"records": 4, "fit_depths": 2, "spread_prompts": False},
+)
+# `tokens` is the share of an own text's tokens: the last ones are of short texts, but never of fewer.
+EVALUATIONS: tuple[dict[str, Any], ...] = (
+    {"records": 64, "neighbours": True, "speed_batches": 4, "tokens": 1.0},
+    {"records": 64, "neighbours": True, "speed_batches": 1, "tokens": 1.0},
+    {"records": _LEAST_TEXTS, "neighbours": True, "speed_batches": 1, "tokens": 1.0},
+    {"records": _LEAST_TEXTS, "neighbours": True, "speed_batches": 1, "tokens": 0.5},
+    {"records": _LEAST_TEXTS, "neighbours": False, "speed_batches": 1, "tokens": 0.25},
+)
+_WAYS = 1.2  # times the work of the schedules: W8A8 takes half of it, drafts at full depth the rest
+_ROUNDS = 3  # in which the speed of a batch is measured
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Tokens per second of a model's forward at full depth, and the mean tokens of a prompt with its response."""
+
+    tokens_per_second: float
+    text_tokens: float
+
+    @classmethod
+    def of(cls, model: Any, examples: Sequence[Example]) -> Pace:
+        """Measured in two forwards on a few records, of which the second counts."""
+        (batch,) = batches_of(examples[:_TIMED], _TIMED)
+        batch, took = batch.to(model.device), 0.0
+        with torch.inference_mode():
+            for _ in range(2):
+                start = time.perf_counter()
+                response_logits(model, batch, attached=False)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
+                took = time.perf_counter() - start
+        length = sum(len(e.prompt) + len(e.response) for e in examples) / len(examples)
+        return cls(batch.tokens / took, length)
+
+    @classmethod
+    def before(cls, model: Any) -> Pace:
+        """Before there are texts: measured on one of a typical length."""
+        tokens = tuple(1 + i % 8 for i in range(_TYPICAL))
+        return cls.of(model, [Example("", tokens, tokens)])
+
+    def enough(self, width: int, methods: int) -> float:
+        """About the minutes of which a third is left to tune, after the smallest stages, for texts of this length."""
+        search = _PRODUCTS * (2 * _TOKENS_A_COLUMN * width + 4 * _LEAST_RECORDS * self.text_tokens)
+        evaluation = methods * _LEAST_TEXTS * self.text_tokens * 2  # generated, timed and read
+        return 1.5 * (24 * self.text_tokens + search + 2 * evaluation) / self.tokens_per_second / 60
+
+    def search(self, seconds: float, width: int, prompt_sets: int) -> dict[str, Any]:
+        """Settings of a calibration that takes about so many seconds: the most thorough one whose fit has tokens.
+
+        `width` is hidden_size, `prompt_sets` the number of prompt sets to try, without evenly spaced ones.
+        """
+        found: dict[str, Any] = {}
+        for found in _SEARCHES:
+            sets = prompt_sets * (1 + found["spread_prompts"])
+            measured = found["records"] * self.text_tokens * (1 + sets)
+            # Sets of the lowest layers share full depth's states; others have states of half of the layers.
+            passes = _PRODUCTS * (1 + 0.3 * found["fit_depths"] + (0.4 if found["spread_prompts"] else 0.05) * sets)
+            tokens = (seconds * self.tokens_per_second - measured) / passes
+            if tokens >= _TOKENS_A_COLUMN * width:
+                break
+        return found | {"fit_tokens": max(1, min(_MOST_A_COLUMN * width, round(tokens)))}
+
+    def evaluation(
+        self, seconds: float, per_batch: float, batch: int, most: int, speedups: Sequence[float], own: bool, ways: bool
+    ) -> dict[str, Any]:
+        """The size of an evaluation that takes about so many seconds, or the smallest one.
+
+        `per_batch` are seconds of a batch of requests at full depth, `speedups` those of full depth, the target and its
+        neighbours; `own`: texts of the model, which it reads again; `ways`: other weights and drafts too.
+        """
+        found: dict[str, Any] = {}
+        for found in EVALUATIONS:
+            sides = speedups if found["neighbours"] else speedups[:2]
+            records = min(most, found["records"])
+            timed = _ROUNDS * min(found["speed_batches"], -(-records // batch)) + ways
+            took = per_batch * sum(1 / one for one in sides) * (1 + _WAYS * ways) * (records / batch + timed)
+            took += own * (len(sides) + ways) * records * self.text_tokens / self.tokens_per_second
+            if took * (found["tokens"] if own else 1) <= seconds:
+                break
+        return found | {"records": min(most, found["records"])}
+
+    def dev_records(self, seconds: float) -> int:
+        """Dev records whose loss takes a small part of so many seconds."""
+        affordable = _DEV_SHARE * seconds * self.tokens_per_second / self.text_tokens
+        return min(_MOST_RECORDS, max(_LEAST_RECORDS, int(affordable)))

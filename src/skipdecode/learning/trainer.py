@@ -29,10 +29,9 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import Batch, GroupedBatches, collate
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
-from skipdecode.learning.checkpoint import Checkpoints
+from skipdecode.learning.checkpoint import CHECKPOINTS, Checkpoints, RunLog
 from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.objective import KeptTeacher, Objective, Teacher
-from skipdecode.learning.run_log import CHECKPOINTS, RunLog
 from skipdecode.learning.setup import make_accelerator, make_optimizer, with_lora
 from skipdecode.learning.step import StepReport, TrainStep, dev_loss
 from skipdecode.models.attach import Attachment

@@ -20,7 +20,7 @@ from skipdecode.errors import (
     UnsupportedFeatureError,
     UntunedScheduleWarning,
 )
-from skipdecode.models.cache import SkipCache
+from skipdecode.models.cache import SkipCache, bounded_steps, check_states
 from skipdecode.models.carried import named_schedule, of_model, tuned_under
 from skipdecode.models.families import check_schedule, decoder_layers, find_family, lenders, unwrap
 from skipdecode.models.fit import Fit
@@ -39,7 +39,6 @@ from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.models.release import renamed_cache
 from skipdecode.models.rotary import RowRotary
-from skipdecode.models.states import bounded_steps, check_states
 from skipdecode.schedule import Schedule
 
 _MARK = "_skipdecode_attachment"

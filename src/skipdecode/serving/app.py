@@ -27,9 +27,14 @@ from skipdecode.serving.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from skipdecode.serving.responses import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
+from skipdecode.serving.responses import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    EventStreamResponse,
+    ResponseBuilder,
+    collect,
+)
 from skipdecode.serving.service import Service
-from skipdecode.serving.streaming import EventStreamResponse, collect
 
 _STOP_SECONDS = 10.0
 _MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}

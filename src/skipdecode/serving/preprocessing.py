@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.options import kinds
 from skipdecode.data.chats import chat_fault, token_ids
@@ -16,13 +16,15 @@ from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.errors import GrammarError, MissingExtraError, UsageError
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import GrammarKind, Grammars
-from skipdecode.serving.catalog import Catalog
 from skipdecode.serving.errors import ApiError, invalid
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.messages import Chat, chat_text
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from skipdecode.serving.request_state import Choice, RequestState
 from skipdecode.serving.tools import CallForm
+
+if TYPE_CHECKING:
+    from skipdecode.serving.service import Catalog
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 

@@ -1,9 +1,10 @@
-"""The model behind the server: loaded, with its schedules and its worker. Knows nothing about HTTP."""
+"""The model behind the server: loaded, with its schedules by name and its worker."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,82 @@ from skipdecode.generation.detokenizer import TokenTexts
 from skipdecode.models.families import check_schedule, decoder_layers, unwrap
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.schedule import Schedule
-from skipdecode.serving.catalog import Catalog
+from skipdecode.serving.errors import invalid
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.preprocessing import Preprocessor
 from skipdecode.serving.worker import ModelWorker
 
+_TOLD = ("seq_len", "warmup_layers", "budgets", "drop_order")  # of a schedule, to clients
 _PROMPT_TOKENS = 128
 """Of one forward: a row's next token waits for it. The kernels are as fast with 512, within 2% (docs/LOG.md)."""
+
+
+class Catalog:
+    """Schedules by name.
+
+    `carried`: the checkpoint's own: the default. Without it, that is full depth. `others`: further schedules; two of
+    one name get a number. `tuned_under`: what the weights were tuned under.
+
+    Attributes `loaded`: all schedules by name, full depth included. `default`: name of the schedule of requests that
+    ask for none.
+
+    Raises ScheduleError: a schedule is for another number of layers.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        carried: Schedule | None,
+        others: Iterable[Schedule] = (),
+        tuned_under: Sequence[Schedule] = (),
+    ) -> None:
+        self.num_layers = num_layers
+        self._tuned_under = tuned_under
+        self.loaded: dict[str, Schedule] = {}
+        self._add(Schedule.full(num_layers))
+        self.default = "full" if carried is None else self._add(carried)
+        for schedule in others:
+            self._add(schedule)
+
+    def find(self, name: str | None) -> Schedule:
+        """The schedule that a request asks for; raises ApiError if there is none."""
+        name = self.default if name is None else name
+        if name not in self.loaded:
+            message = f"there is no schedule of this name: the server has {', '.join(self.loaded)}"
+            raise invalid(message, "skipdecode.schedule")
+        return self.loaded[name]
+
+    def model_entry(self, model: str, template: Mapping[str, Any] | None = None, *, chat: bool) -> dict[str, Any]:
+        """The model, served under this name, with schedules and the template that it was tuned on; `chat`: it chats."""
+        schedules = [
+            {
+                "name": name,
+                "nominal_speedup": round(schedule.nominal_speedup, 4),
+                "mean_budget": round(schedule.mean_budget(), 4),
+                **{field: getattr(schedule, field) for field in _TOLD},
+                "prompt_layers": schedule.prompt_layers(),
+                "tuned": schedule.fits_weights(self._tuned_under),
+            }
+            for name, schedule in self.loaded.items()
+        ]
+        described = {
+            "num_layers": self.num_layers,
+            "template": template,
+            "chat": chat,
+            "default_schedule": self.default,
+            "schedules": schedules,
+        }
+        about = {"object": "model", "created": int(time.time()), "owned_by": "skipdecode"}
+        return {"id": model, **about, "skipdecode": described}
+
+    def _add(self, schedule: Schedule) -> str:
+        schedule.check_fits(self.num_layers)
+        named, number = schedule, 1
+        while self.loaded.setdefault(named.name, named) != named:
+            number += 1
+            named = replace(schedule, name=f"{schedule.name}-{number}")
+        return named.name
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from skipdecode.common.progress import note
 from skipdecode.errors import FitError, ModelLoadError
 from skipdecode.models.carried import digest_of_model
 from skipdecode.models.families import unwrap
-from skipdecode.models.loading.beside import fit_beside
-from skipdecode.models.loading.store import SOURCE_FILE
+from skipdecode.models.loading.beside import SOURCE_FILE, fit_beside
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from skipdecode.common.directories import RunDirectory
-from skipdecode.common.files import PARTIAL, write_whole, writing
+from skipdecode.common.files import PARTIAL, RunDirectory, write_whole, writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OptionError, ScheduleError, UsageError
 from skipdecode.models.carried import RECIPE_FILE, drop_schedule

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.common.jsonl import kind_of
-from skipdecode.common.kinds import read_json
+from skipdecode.common.jsonl import kind_of, read_json
 from skipdecode.errors import DataError, ScheduleError
 from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.schedule import Schedule

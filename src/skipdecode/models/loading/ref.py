@@ -24,12 +24,10 @@ from skipdecode.models.carried import (
     of_config,
     schedule_file,
 )
-from skipdecode.models.families import FAMILIES, check_schedule, layers_in, lent_last
+from skipdecode.models.families import FAMILIES, check_schedule, drop_unread, layer_windows, layers_in, lent_last
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.beside import HubAnswer, ask_hub, beside, fit_beside, snapshot
+from skipdecode.models.loading.beside import HubAnswer, add_model, ask_hub, beside, find_model, fit_beside, snapshot
 from skipdecode.models.loading.recipe import Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
-from skipdecode.models.loading.store import add_model, find_model
-from skipdecode.models.windows import drop_unread, layer_windows
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import is_speedup, parse_schedule
 

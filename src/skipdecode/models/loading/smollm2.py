@@ -17,8 +17,7 @@ from typing import Any
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError
-from skipdecode.models.loading.beside import ask_hub, snapshot
-from skipdecode.models.loading.store import add_model, find_model
+from skipdecode.models.loading.beside import add_model, ask_hub, find_model, snapshot
 
 NAME = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
