@@ -49,7 +49,7 @@ from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 
 CACHE = Path.home() / ".cache" / "skipdecode"
-CLI = (sys.executable, "-m", "skipdecode.cli")
+CLI = (sys.executable, "-m", "skipdecode")
 PORT = "{port}"
 TURNS = {1: 3, 8: 3, 32: 2}
 REQUESTS = {1: 2, 8: 8, 32: 32}

@@ -39,7 +39,7 @@ def ask(url: str) -> Weather | None:
 
 def main(model: str, schedule: str) -> Weather | None:
     """Start the server, ask, and stop it."""
-    command = [sys.executable, "-m", "skipdecode.cli", "serve", model, "--schedule", schedule, "--port", str(PORT)]
+    command = [sys.executable, "-m", "skipdecode", "serve", model, "--schedule", schedule, "--port", str(PORT)]
     server, url = subprocess.Popen(command), f"http://127.0.0.1:{PORT}"
     try:
         while server.poll() is None:

@@ -25,6 +25,6 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
 
 def help_of(verb: str) -> str:
     """What `skipdecode VERB --help` prints on 100 columns."""
-    command = [sys.executable, "-m", "skipdecode.cli", verb, "--help"]
+    command = [sys.executable, "-m", "skipdecode", verb, "--help"]
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout

@@ -97,7 +97,7 @@ def install(folder: Path, only: Path, *what: str) -> int:
 
 def use(folder: Path) -> int:
     """Generate and prepare with a tiny model, as after the README's installation."""
-    model, tool = str(folder / "tiny"), ("-m", "skipdecode.cli")
+    model, tool = str(folder / "tiny"), ("-m", "skipdecode")
     generate = ("generate", model, "say a", "--schedule", "full", "--max-new-tokens", "4", "--no-template")
     prepare = ("prepare", model, "--self", "--self-records", "64", "--self-tokens", "48", "--target-speedup", "1.2")
     return (

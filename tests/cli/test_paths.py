@@ -258,7 +258,7 @@ def test_devices_pipes_and_open_files_are_written_as_they_are(place: Path):
     words = ["generate", "model", "--input", "a.jsonl", "--output", "/dev/stdout"]
     with open("a.jsonl", "a") as log:
         done = subprocess.run(
-            [sys.executable, "-m", "skipdecode.cli", *words], stdout=log, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "skipdecode", *words], stdout=log, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 2
     assert "are the same file" in done.stderr
@@ -271,7 +271,7 @@ def test_devices_pipes_and_open_files_are_written_as_they_are(place: Path):
 def test_one_run_at_a_time_writes_to_a_directory(place: Path, capsys: pytest.CaptureFixture[str]):
     words = "--train a.jsonl --dev d.jsonl --task t.yaml --schedule 2x --steps 4000 --batch-size 2 --full --out run"
     command = ["tune", "model", *words.split(), "--precision", "fp32"]
-    first = subprocess.Popen([sys.executable, "-m", "skipdecode.cli", *command], stderr=subprocess.DEVNULL)
+    first = subprocess.Popen([sys.executable, "-m", "skipdecode", *command], stderr=subprocess.DEVNULL)
     try:
         log = place / "run" / "log.jsonl"
         until = time.monotonic() + 120

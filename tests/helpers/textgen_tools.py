@@ -25,7 +25,7 @@ def save_tiny_model(path: Path, *, tokenizer: bool = True, chat: bool = True, co
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "skipdecode.cli", *arguments]
+    return [sys.executable, "-m", "skipdecode", *arguments]
 
 
 def subprocess_environment() -> dict[str, str]:

@@ -152,7 +152,7 @@ def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path:
     command = arguments(files, killed, "--schedule", "2x", "--resume", steps=40)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "skipdecode.cli", *command], env=environment, stderr=subprocess.PIPE
+        [sys.executable, "-m", "skipdecode", *command], env=environment, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 120
     while len(read_log(killed / "log.jsonl")) < 12 and time.monotonic() < deadline and process.poll() is None:
@@ -188,7 +188,7 @@ def test_two_processes_make_the_steps_of_one_that_accumulates(files: Files, tmp_
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = arguments(files, tmp_path / "two", "--schedule", "2x", "--distill-weight", "0.3")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    subprocess.run([*launch, "-m", "skipdecode.cli", *command], env=environment, check=True, timeout=300)
+    subprocess.run([*launch, "-m", "skipdecode", *command], env=environment, check=True, timeout=300)
     more = tmp_path / "more.json"
     more.write_text('{"options": {"accumulation": 2}}')
     one = ["--schedule", "2x", "--distill-weight", "0.3", "--recipe", str(more)]

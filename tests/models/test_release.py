@@ -74,7 +74,7 @@ def test_an_untested_version_is_one_sentence_that_says_what_to_install(tmp_path:
     save_checkpoint(tmp_path / "model")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", "skipdecode.cli", "generate", "model", "ab", "--max-new-tokens", "1"],
+        [sys.executable, "-m", "skipdecode", "generate", "model", "ab", "--max-new-tokens", "1"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,

@@ -61,7 +61,7 @@ def test_the_installed_wheel_decodes_without_a_compiler(wheel: Path, tmp_path: P
     tokenizer.save_pretrained(model)
     kept = {name: os.environ[name] for name in ("HOME", "LD_LIBRARY_PATH") if name in os.environ}
     variables = kept | {"PATH": str(tmp_path), "PYTHONPATH": str(installed), "SKIPDECODE_CACHE": str(cache)}
-    command = ["-m", "skipdecode.cli", "generate", str(model), "--engine", "fast", "--max-new-tokens", "4", "one"]
+    command = ["-m", "skipdecode", "generate", str(model), "--engine", "fast", "--max-new-tokens", "4", "one"]
     where = "import skipdecode; print(skipdecode.__file__)"
     for arguments, expected in ((["-c", where], str(installed)), (command, "")):
         done = subprocess.run([sys.executable, *arguments], env=variables, cwd=tmp_path, capture_output=True, text=True)

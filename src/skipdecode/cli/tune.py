@@ -7,7 +7,7 @@ If MODEL is a LoRA adapter, that adapter is trained further; with --merge it is 
 With --self, no responses are needed: prompts come from a file or are sampled from the model, the model answers them at
 full depth, and is then distilled under the schedule and under milder ones. Prompts and answers stay in OUT/self.jsonl,
 those held out in OUT/self-dev.jsonl.
-On several devices: accelerate launch -m skipdecode.cli tune ...
+On several devices: accelerate launch -m skipdecode tune ...
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m skipdecode.cli`."""
+"""``python -m skipdecode``: the command line."""
 
 import sys
 
