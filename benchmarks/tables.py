@@ -438,6 +438,15 @@ def plain(rows: Sequence[Row]) -> Table:
     return [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
 
 
+def memory(document: Row) -> Table:
+    """Peak memory of a verb, beside what it must hold."""
+    columns: list[Column] = [("model", "{model}"), ("quantization", "{quantization}"), ("verb", "{verb}")]
+    sizes = [("peak, MiB", "peak"), ("without weights, MiB", "without_weights"), ("needed, MiB", "needed")]
+    columns += [(head, lambda row, size=size: f"{row[size] / 2**20:,.0f}") for head, size in sizes]
+    columns.append(("(peak − without weights) / needed", "{ratio:.2f}"))
+    return table(document["rows"], columns)
+
+
 def humaneval(document: Row) -> Table:
     """Problems of HumanEval that each way solves."""
     first = document["rows"][0]["passed"]
@@ -469,6 +478,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "leads": ("quality-table", leads),
     "humaneval": ("humaneval", humaneval),
     "lm-eval": ("lm-eval", lm_eval),
+    "memory": ("memory", memory),
     "names": ("unseen-names", names),
     "prepared-rows": ("prepared-rows", prepared_rows),
     "predictions": ("prediction", predictions),
