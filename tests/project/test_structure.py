@@ -30,7 +30,7 @@ LAYERS = [
     {"evaluation"},
     {"learning"},
     {"serving", "vllm", "lm_eval"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 # The reached values, lines rounded up to the next 250. They only fall: a feature that needs more names what leaves.
 MOST_LINES, MOST_VERBS, MOST_OPTIONS = 31_750, 10, 110
@@ -128,7 +128,7 @@ def modules_needed(path: Path, known: dict[str, Path]) -> set[str]:
 
 def test_the_house_has_few_rooms():
     rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
-    modules = {"errors", "lm_eval"}
+    modules = {"errors", "lm_eval", "__main__"}
     assert rooms == set(RANK) - modules
     assert len(rooms) <= 12
     assert {path.stem for path in SOURCE.glob("*.py")} == modules | {"__init__"}
