@@ -151,9 +151,7 @@ def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path:
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     command = arguments(files, killed, "--schedule", "2x", "--resume", steps=40)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "skipdecode", *command], env=environment, stderr=subprocess.PIPE
-    )
+    process = subprocess.Popen([sys.executable, "-m", "skipdecode", *command], env=environment, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while len(read_log(killed / "log.jsonl")) < 12 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
