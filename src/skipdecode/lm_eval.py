@@ -9,8 +9,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ import torch
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.chats import render_chat, token_ids
 from skipdecode.data.prompts import prompt_room
-from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, MissingExtraError, UsageError
-from skipdecode.evaluation.scores import along, token_scores
+from skipdecode.evaluation.scores import text_scores
 from skipdecode.generation.llm import LLM
-from skipdecode.models.families import vocabulary_size
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
 
@@ -38,7 +35,6 @@ except ModuleNotFoundError:
 
 _AUTO_ROWS = 16
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # no option of greedy decoding
-Tokens = Sequence[list[int]]
 
 
 @register_model("skipdecode")
@@ -165,57 +161,10 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
             if len(context) + len(text) > self.max_length + 1:  # the last token is not fed
                 self._tell_cut()
             contexts.append(context[-(self.max_length + 1 - len(text)) :])
-        # Equal contexts follow one another, so that the prefix cache has them.
-        order = [i for i, text in enumerate(texts) if text]
-        order.sort(key=lambda i: (-len(contexts[i]), contexts[i], -len(texts[i])))
-        before, after = ([given[i] for i in order] for given in (contexts, texts))
-        with progress_bar(len(order), "text", name="lm-eval", shown=not disable_tqdm) as bar:
-            if self.llm.backend.fast is not None:
-                scored = self._forced(before, after, bar.update)
-            else:
-                measure = partial(token_scores, self.llm.backend.model, self.schedule)
-                each = along(measure, before, after, self.batch_size, bar.update)
-                scored = [(-float(losses.sum()), bool(top.all())) for losses, top in each]
-        found = dict(zip(order, scored, strict=True))
-        return [found.get(i, (0.0, True)) for i in range(len(texts))]
-
-    def _forced(self, contexts: Tokens, texts: Tokens, advance: Callable[[int], object]) -> list[tuple[float, bool]]:
-        """By decoding in which only the tokens of a text may come."""
-        engine = self.llm.backend.engine(self.schedule, max_rows=self.batch_size, in_order=True, prefix_cache=True)
-        size, found = vocabulary_size(self.llm.loaded.model), [(0.0, True)] * len(texts)
-        engine.submit(
-            Request(tuple(context), len(text), Sampling(grammar=_Only(text, size), top_logprobs=1), exact=False)
-            for context, text in zip(contexts, texts, strict=True)
-        )
-        while engine.has_work:
-            for out in engine.step():
-                score, greedy = found[out.request]
-                found[out.request] = score + out.logprob, greedy and out.top[0][0] == out.token
-                advance(int(out.finish_reason is not None))
-        engine.close()
-        return found
-
-
-class _Only:
-    """A `Sampling.grammar` of one text, for a vocabulary of `size` tokens."""
-
-    def __init__(self, tokens: Sequence[int], size: int) -> None:
-        self._tokens, self._size, self._at = tokens, size, 0
-
-    def deep_copy(self) -> _Only:
-        return _Only(self._tokens, self._size)
-
-    def compute_bitmask(self) -> bytes:
-        return (1 << self._tokens[self._at]).to_bytes(-(-self._size // 8), "little")
-
-    def compute_ff_tokens(self) -> list[int]:
-        return []  # each token's own log-probability is wanted
-
-    def consume_token(self, token: int) -> None:
-        self._at += 1
-
-    def is_error(self) -> bool:
-        return False
+        with progress_bar(len(texts), "text", name="lm-eval", shown=not disable_tqdm) as bar:
+            how = self.llm.backend, self.schedule
+            scored = text_scores(*how, contexts, texts, self.batch_size, bar.update)
+        return [(-float(losses.sum()), bool(top.all())) for losses, top in scored]
 
 
 if __name__ == "__main__":

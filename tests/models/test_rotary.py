@@ -11,8 +11,9 @@ from engine_tools import decode
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.engine import GatedEngine
+from skipdecode.engine.opening import Backend
 from skipdecode.errors import UnsupportedFeatureError
-from skipdecode.evaluation.scores import token_fidelity, token_losses
+from skipdecode.evaluation.scores import text_scores, token_fidelity
 from skipdecode.models.release import before
 from skipdecode.models.rotary import switch_length
 from tiny import LAYERS, tiny_model
@@ -110,9 +111,10 @@ def test_attached_batches_of_phi3_go_beyond_the_switch_together_or_name_the_reas
 @schedules
 def test_ragged_teacher_forced_batches_score_a_row_as_alone(kind: str, schedule: Schedule) -> None:
     model, outputs = made(kind), [[5, 6, 7, 8, 9]] * len(PROMPTS)
-    together = token_losses(model, schedule, PROMPTS, outputs)
-    for prompt, output, row in zip(PROMPTS, outputs, together, strict=True):
-        (single,) = token_losses(model, schedule, [prompt], [output])
+    how = Backend(model), schedule
+    together = text_scores(*how, PROMPTS, outputs, len(PROMPTS), int)
+    for prompt, output, (row, _) in zip(PROMPTS, outputs, together, strict=True):
+        ((single, _),) = text_scores(*how, [prompt], [output], 1, int)
         torch.testing.assert_close(torch.tensor(row), torch.tensor(single), rtol=0, atol=1e-4)
 
 

@@ -34,7 +34,7 @@ from skipdecode.evaluation.results import (
     load_run,
     save_run,
 )
-from skipdecode.evaluation.scores import along, free_running, scorer_of, sums, table_of, token_fidelity, token_losses
+from skipdecode.evaluation.scores import along, free_running, scorer_of, sums, table_of, text_scores, token_fidelity
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.families import vocabulary_size
@@ -252,8 +252,9 @@ class TaskEvaluation:
         how = self.model, method.schedule
         with self._bar("teacher-forced", 2 if outputs.full else 1) as bar:
             each: dict[str, Any] = {"batch_size": self.settings.batch_size, "advance": bar.update}
-            losses = along(partial(token_losses, *how), self.prompts, self._first_references(), **each)
-            tables = {"loss": sums(losses)}
+            given = self.prompts, self._first_references()
+            scored = text_scores(method.backend, method.schedule, *given, **each)
+            tables = {"loss": sums([losses for losses, _ in scored])}
             if outputs.full:
                 rows = along(partial(token_fidelity, *how), self.prompts, outputs.full, **each)
                 tables |= {name: sums([row[name] for row in rows]) for name in ("top1_agreement", "kl")}

@@ -2,7 +2,7 @@
 
 Fidelity measures how close a method is to the same model at full depth, and needs no reference. Free-running figures
 compare the two greedy outputs. Teacher-forced figures compare the predictions at each token of the full-depth output,
-by the exact parallel form of a schedule. The loss of references comes from the same pass and needs a reference.
+by the exact parallel form of a schedule. The loss of given texts, such as references, is measured in the engine.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from torch import Tensor
 from skipdecode.common.bootstrap import Table, ratio_of_sums
 from skipdecode.data.batches import Batch, collate, response_logits
 from skipdecode.data.examples import Example
+from skipdecode.engine.opening import Backend
+from skipdecode.engine.requests import Request, Sampling
 from skipdecode.evaluation.methods import batches
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, check_metric
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 
 Texts = Sequence[Sequence[int]]
+Scored = tuple[NDArray[np.float64], NDArray[np.bool_]]
 T = TypeVar("T")
 
+_FORCED_ROWS = 256  # tokens of a forward: their logits of a large vocabulary are 150 MB
 IN_NATS = ("kl", "loss")
 """Lower is better; all other figures are in percent."""
 
@@ -93,13 +97,50 @@ def token_fidelity(
         return rows
 
 
-def token_scores(
-    model: Any, schedule: Schedule, prompts: Texts, texts: Texts
-) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-    """At every token of each row's text: cross-entropy in nats, and whether the token is the most probable one.
+def text_scores(
+    backend: Backend,
+    schedule: Schedule,
+    prompts: Texts,
+    texts: Texts,
+    batch_size: int,
+    advance: Callable[[int], object],
+) -> list[Scored]:
+    """At every token of each text: cross-entropy in nats, and whether the token is the most probable one.
 
-    Arguments as those of `token_fidelity`.
+    Token j of a text runs `schedule.layers(j)`. The fast engine decodes with the weights that it has, and only the
+    tokens of the text may come; prompts that begin alike share what they have in common. Where the engine is
+    transformers', it is the teacher-forced parallel form. `advance` gets numbers of finished texts.
     """
+    if backend.fast is None:
+        return along(partial(_token_scores, backend.model, schedule), prompts, texts, batch_size, advance)
+    engine = backend.engine(schedule, max_rows=batch_size, in_order=True, prefix_cache=True)
+    size, ahead = backend.fast.vocab_size, max(1, _FORCED_ROWS // batch_size - 1)
+    order = [i for i, text in enumerate(texts) if len(text)]
+    order.sort(key=lambda i: (-len(prompts[i]), prompts[i], -len(texts[i])))
+    numbers = engine.submit(
+        Request(
+            tuple(prompts[i]),
+            len(texts[i]),
+            Sampling(grammar=_Only(texts[i], size, ahead), top_logprobs=1),
+            exact=False,
+        )
+        for i in order
+    )
+    found: list[tuple[list[float], list[bool]]] = [([], []) for _ in texts]
+    places = dict(zip(numbers, order, strict=True))
+    while engine.has_work:
+        for out in engine.step():
+            losses, best = found[places[out.request]]
+            losses.append(-out.logprob)
+            best.append(out.top[0][0] == out.token)
+            advance(int(out.finish_reason is not None))
+    engine.close()
+    advance(len(texts) - len(order))
+    return [(np.array(losses), np.array(best, dtype=bool)) for losses, best in found]
+
+
+def _token_scores(model: Any, schedule: Schedule, prompts: Texts, texts: Texts) -> list[Scored]:
+    """`text_scores` of one batch by transformers."""
     batch, found = _batch(prompts, texts, model.device), []
     with torch.inference_mode(), Attachment(model, schedule):
         for logits, targets, ids in zip(response_logits(model, batch), batch.targets, texts, strict=True):
@@ -109,9 +150,26 @@ def token_scores(
     return found
 
 
-def token_losses(model: Any, schedule: Schedule, prompts: Texts, texts: Texts) -> list[NDArray[np.float64]]:
-    """Cross-entropy at every token of each row's text, in nats; arguments as those of `token_fidelity`."""
-    return [losses for losses, _ in token_scores(model, schedule, prompts, texts)]
+class _Only:
+    """A `Sampling.grammar` of one text, for a vocabulary of `size` tokens; `ahead` tokens are run together."""
+
+    def __init__(self, tokens: Sequence[int], size: int, ahead: int) -> None:
+        self._tokens, self._size, self._ahead, self._at = tokens, size, ahead, 0
+
+    def deep_copy(self) -> _Only:
+        return _Only(self._tokens, self._size, self._ahead)
+
+    def compute_bitmask(self) -> bytes:
+        return (1 << self._tokens[self._at]).to_bytes(-(-self._size // 8), "little")
+
+    def compute_ff_tokens(self) -> Sequence[int]:
+        return self._tokens[self._at : self._at + self._ahead]
+
+    def consume_token(self, token: int) -> None:
+        self._at += 1
+
+    def is_error(self) -> bool:
+        return False
 
 
 def along(

@@ -7,10 +7,11 @@ prompts: the base model's perplexity, next to the perplexity of its own texts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ from skipdecode.evaluation.results import (
     save_run,
 )
 from skipdecode.evaluation.run import note_left_out
-from skipdecode.evaluation.scores import along, ratio_score, sums, token_fidelity, token_losses
+from skipdecode.evaluation.scores import along, ratio_score, sums, text_scores, token_fidelity
 from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.generation.llm import LLM
@@ -172,7 +173,12 @@ class OwnTexts:
         """The result of each method, from all their texts. JSON-ready."""
         base = self._reference
         draws = {"resamples": self.options.resamples, "seed": self.options.seed}
-        losses = {one: self._along(f"perplexity, {one.name}", token_losses, base, prompts, texts[one]) for one in texts}
+        # All at once, because equal prompts run once.
+        every = [text for one in texts for text in texts[one]]
+        with progress_bar(len(every), "text", name="perplexity") as bar:
+            how = base.backend, base.schedule, prompts * len(texts), every, self.options.batch_size, bar.update
+            scored = iter([losses for losses, _ in text_scores(*how)])
+        losses = {one: list(islice(scored, len(prompts))) for one in texts}
         found = []
         for one, given in texts.items():
             seen = compare(sums(losses[base]), sums(losses[one]), _perplexity, **draws)
@@ -185,8 +191,9 @@ class OwnTexts:
                 "of_base": seen.ratio and asdict(seen.ratio),
             }
             if one is not base and self.options.teacher_forced:
-                measure = partial(token_fidelity, teacher=base.backend.model)
-                tokens = self._along(f"fidelity, {one.name}", measure, one, prompts, texts[base])
+                with progress_bar(len(prompts), "text", name=f"fidelity, {one.name}") as bar:
+                    measure = partial(token_fidelity, one.backend.model, one.schedule, teacher=base.backend.model)
+                    tokens = along(measure, prompts, texts[base], self.options.batch_size, bar.update)
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
                     row[name] = asdict(interval(sums(values), score, **draws))
@@ -212,14 +219,6 @@ class OwnTexts:
                 rows += given
                 bar.update(len(given))
         return rows
-
-    def _along(
-        self, name: str, measure: Callable[..., Any], method: Method, prompts: list[list[int]], texts: list[list[int]]
-    ) -> list[Any]:
-        """The values of a measure of a method on each of some texts."""
-        measured = partial(measure, method.backend.model, method.schedule)
-        with progress_bar(len(texts), "text", name=name) as bar:
-            return along(measured, prompts, texts, self.options.batch_size, bar.update)
 
 
 # ---------------------------------------------------------------------- the tables
