@@ -110,10 +110,8 @@ def test_attached_batches_of_phi3_go_beyond_the_switch_together_or_name_the_reas
 @kinds
 @schedules
 def test_ragged_teacher_forced_batches_score_a_row_as_alone(kind: str, schedule: Schedule) -> None:
-    model, outputs = made(kind), [[5, 6, 7, 8, 9]] * len(PROMPTS)
-    how = Backend(model), schedule
-    together = text_scores(*how, PROMPTS, outputs, len(PROMPTS), int)
-    for prompt, output, (row, _) in zip(PROMPTS, outputs, together, strict=True):
+    how, outputs = (Backend(made(kind)), schedule), [[5, 6, 7, 8, 9]] * len(PROMPTS)
+    for prompt, output, (row, _) in zip(PROMPTS, outputs, text_scores(*how, PROMPTS, outputs, 9, int), strict=True):
         ((single, _),) = text_scores(*how, [prompt], [output], 1, int)
         torch.testing.assert_close(torch.tensor(row), torch.tensor(single), rtol=0, atol=1e-4)
 

@@ -28,8 +28,8 @@ from skipdecode.engine.loading import running_dtype
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.errors import DataError, OutputError, ScheduleError, UsageError
 from skipdecode.models.families import layers_in, lent_last, projects, unwrap
-from skipdecode.models.fit import Fit, keep_fit
-from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
+from skipdecode.models.fit import Fit, keep_fit, own_fit_kept
+from skipdecode.models.loading.hub import DTYPES, LoadedModel, Model, choose_device, load_model, ref_of
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 
@@ -50,18 +50,26 @@ class CostSource:
 
 
 def find_cost(
-    ref: ModelRef, *, batch: int = 1, prompt_len: int = 64, remeasure: bool = False, **engine: Any
+    model: Model, *, batch: int = 1, prompt_len: int = 64, remeasure: bool = False, **engine: Any
 ) -> CostSource:
-    """The cost model of a model by name on this machine, measured now (`measure_cost`) or by an earlier call.
+    """The cost model of a model on this machine, measured now (`measure_cost`) or by an earlier call.
 
-    With `remeasure`, an earlier measurement does not count. The other options are those of `skipdecode.LLM`.
+    A model that is loaded is measured as it is, without its fit. With `remeasure`, an earlier measurement does not
+    count. The other options are those of `skipdecode.LLM`.
 
     Raises ModelLoadError if the model is unknown or does not load, UsageError if a value is not accepted.
     """
+    ref, loaded = ref_of(model), getattr(model, "loaded", model)
+    given = loaded.model if isinstance(loaded, LoadedModel) else None
+    if given is not None:
+        stored = (
+            "auto" if given.dtype == getattr(ref.config, "dtype", None) else str(given.dtype).removeprefix("torch.")
+        )
+        engine = {"dtype": stored, "device": str(given.device)} | engine
     place = _Place.of(ref, batch, prompt_len, **engine)
     if not remeasure and (found := place.kept()) is not None:
         return found
-    return place.measured()
+    return place.measured(given)
 
 
 def kept_cost(ref: ModelRef, **engine: Any) -> CostSource | None:
@@ -183,11 +191,13 @@ class _Place:
                 return self.source(data["found"])
         return None
 
-    def measured(self) -> CostSource:
-        """A new measurement, which is kept."""
-        model = load_model(self.ref, dtype=self.dtype, device=str(self.device), require_tokenizer=False).model
-        keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
-        backend = open_engines(model, self.engine, note, self.quantization)
+    def measured(self, model: Any = None) -> CostSource:
+        """A new measurement, which is kept; of a model that is loaded, if it is given."""
+        if model is None:
+            model = load_model(self.ref, dtype=self.dtype, device=str(self.device), require_tokenizer=False).model
+        with own_fit_kept(model):
+            keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
+            backend = open_engines(model, self.engine, note, self.quantization)
         cost = measure_cost(backend, batch=self.batch, prompt_len=self.prompt_len, progress=True)
         kind, origin = str(unwrap(model).dtype).removeprefix("torch."), _measured_origin(backend, cost, self.device)
         found = {"cost": cost.to_dict(), "dtype": kind, "origin": origin}

@@ -162,7 +162,7 @@ def calibrate(
         if settings.target_speedup is not None:
             origin = f"from {cost}" if isinstance(cost, str | Path) else "given"
             if known is None:
-                source = find_cost(ref, batch=settings.batch, prompt_len=prompt_len)
+                source = find_cost(model, batch=settings.batch, prompt_len=prompt_len)
                 known, origin = source.cost, source.origin
             if settings.fit and not known.bridge_share:  # else the given cost counts a fit
                 geometry = ModelGeometry.from_config(ref.config)

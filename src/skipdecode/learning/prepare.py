@@ -144,7 +144,7 @@ class _Run:
         self.sources = Sources(settings, sources, out)
         loaded = getattr(model, "loaded", model)
         # All stages share this model: `calibrate` and `tune` copy its weights where they need another type or change
-        # them. A tuned checkpoint is loaded from its files, and a first measurement of costs loads its own.
+        # them. A tuned checkpoint is loaded from its files.
         self.loaded: LoadedModel = loaded if isinstance(loaded, LoadedModel) else load(ref_of(model))
 
     # ------------------------------------------------------------------ stages
@@ -214,7 +214,7 @@ class _Run:
         pace, width = Pace.of(loaded.model, examples), ModelGeometry.from_config(loaded.ref.config).hidden_size
         length, cost = round(fmean(len(example.prompt) for example in examples)), None
         if self.cost is None:  # here, so that what it takes is left out of the search
-            cost = find_cost(loaded.ref, batch=settings.batch, prompt_len=length).cost.to_dict()
+            cost = find_cost(loaded, batch=settings.batch, prompt_len=length).cost.to_dict()
         seconds = 60 * SHARES["layers"] * settings.minutes - (time.perf_counter() - start)
         return {
             "pace": asdict(pace),
