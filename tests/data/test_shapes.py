@@ -7,10 +7,13 @@ import gzip
 import json
 import lzma
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from checkpoints import byte_tokenizer
 from skipdecode import evaluate
@@ -23,6 +26,7 @@ from skipdecode.models.loading.hub import load_model
 from tiny import tiny_model
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"p {n}", "response": f"r {n}"} for n in range(3)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 TURNS = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")]
 MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
 SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in TURNS]
@@ -42,52 +46,30 @@ SHAPES: dict[str, tuple[dict[str, Any], list[tuple[Any, str]]]] = {
 }
 
 
-def _json(path: Path) -> None:
-    path.write_text(json.dumps(ROWS, indent=1))
-
-
-def _jsonl(path: Path) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-
-
 def _csv(path: Path, mark: str = ",") -> None:
     path.write_text(f"prompt{mark}response\n" + "".join(f"{row['prompt']}{mark}{row['response']}\n" for row in ROWS))
 
 
-def _gzip(path: Path) -> None:
-    path.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)))
-
-
-def _zstd(path: Path) -> None:
-    import pyarrow
-
-    with pyarrow.CompressedOutputStream(path, "zstd") as out:
-        out.write(json.dumps(ROWS).encode())
-
-
-def _parquet(path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-
-
-FORMATS = {
-    "x.jsonl": _jsonl,
-    "x.json": _json,
+FORMATS: dict[str, Callable[[Path], object]] = {
+    "x.jsonl": lambda path: path.write_text(LINES),
+    "x.json": lambda path: path.write_text(json.dumps(ROWS, indent=1)),
     "x.csv": _csv,
-    "x.jsonl.gz": _gzip,
-    "x.json.zst": _zstd,
-    "x.parquet": _parquet,
+    "x.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
+    "x.json.zst": lambda path: path.write_bytes(pyarrow.compress(json.dumps(ROWS).encode(), "zstd", asbytes=True)),
+    "x.parquet": lambda path: parquet.write_table(pyarrow.Table.from_pylist(ROWS), path),
 }
+
+
+def saved_model(folder: Path, **sizes: int) -> str:
+    tiny_model("llama", vocab_size=320, **sizes).save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    return str(folder / "model")
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_read_by_every_verb(name: str, tmp_path: Path, capsys: Any) -> None:
     FORMATS[name](tmp_path / name)
-    tiny_model("llama", vocab_size=320).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    command = ["generate", str(tmp_path / "model"), "--input", str(tmp_path / name), "--max-new-tokens", "2"]
+    command = ["generate", saved_model(tmp_path), "--input", str(tmp_path / name), "--max-new-tokens", "2"]
     assert main([*command, "--include-prompt", "--no-template"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["prompt"] for row in found] == [row["prompt"] for row in ROWS]
@@ -121,9 +103,7 @@ def test_a_shape_is_known_by_its_fields(name: str) -> None:
 def test_generate_makes_the_same_prompts(name: str, tmp_path: Path, capsys: Any) -> None:
     row, expected = SHAPES[name]
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
-    tiny_model("llama", vocab_size=320).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    command = ["generate", str(tmp_path / "model"), "--input", str(tmp_path / "in.jsonl"), "--max-new-tokens", "2"]
+    command = ["generate", saved_model(tmp_path), "--input", str(tmp_path / "in.jsonl"), "--max-new-tokens", "2"]
     assert main([*command, "--include-prompt"]) == 0
     (found,) = map(json.loads, capsys.readouterr().out.splitlines())
     prompt = expected[-1][0]
@@ -162,13 +142,12 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
         for n, word in enumerate(["red", "blue"] * 15)
     ]
     (tmp_path / "alpaca.json").write_text(json.dumps(rows, indent=1))
-    tiny_model("llama", num_hidden_layers=8, vocab_size=320).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
+    model = saved_model(tmp_path, num_hidden_layers=8)
     cost = tmp_path / "cost.json"
     from skipdecode.cost.model import CostModel
 
     cost.write_text(json.dumps(CostModel.of_step(8, 16, 0.001, 0.002).to_dict()))
-    command = ["prepare", str(tmp_path / "model"), "--train", str(tmp_path / "alpaca.json"), "--target-speedup", "1.3"]
+    command = ["prepare", model, "--train", str(tmp_path / "alpaca.json"), "--target-speedup", "1.3"]
     assert (
         main([*command, "--cost", str(cost), "--minutes", "0.15", "--fit-rank", "4", "--out", str(tmp_path / "d")]) == 0
     )
@@ -183,11 +162,9 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
 
 
 def test_chats_are_scored_and_held_out_as_what_they_are(tmp_path: Path, capsys: Any) -> None:
-    tiny_model("llama", vocab_size=320).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(json.dumps({"conversations": SHAREGPT}) + "\n" for _ in range(4)))
-    (run,) = evaluate(str(tmp_path / "model"), source, ["full"], max_new_tokens=2, metrics=["bleu"]).runs
+    (run,) = evaluate(saved_model(tmp_path), source, ["full"], max_new_tokens=2, metrics=["bleu"]).runs
     assert "records of conversations" in capsys.readouterr().err
     assert len(run.outputs) == 8
     file = read_sources({"": source}, make_template(RecordOptions(), source), {}, skip_bad=False)[""]
@@ -198,7 +175,7 @@ def test_the_docs_say_of_every_shape_and_file_whether_it_is_read(tmp_path: Path)
     page = (Path(__file__).parents[2] / "docs" / "first-model.md").read_text()
     shapes = page.partition("| shape |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `([^`]+)`", shapes, re.M)) == set(KNOWN)
-    samples = FORMATS | {"x.ndjson": _jsonl, "x.tsv": lambda path: _csv(path, "\t")}
+    samples = FORMATS | {"x.ndjson": FORMATS["x.jsonl"], "x.tsv": lambda path: _csv(path, "\t")}
     wrong = {"arrow": b"ARROW1", "xlsx": b"PK\x03\x04", "bz2": bz2.compress(b"{}"), "xz": lzma.compress(b"{}")}
     known = {name.rpartition(".")[2] for name in samples}
     rows = re.findall(r"^\| .*: (`.*`) \| (yes|no) \|", page.partition("| file |")[2].partition("\n\n")[0], re.M)

@@ -7,6 +7,7 @@ copies say in `skipdecode.engine.sampling` which tokens may come next.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -117,16 +118,19 @@ class Grammars:
 def _plain(tokenizer: Any) -> str:
     """A tokenizer's JSON with special tokens under names that no text has.
 
-    llguidance encodes text that a grammar forces, and would take the special token for a text that is its name.
+    llguidance encodes text that a grammar forces, and would take the special token for a text that is its name. It
+    takes every added token in angle brackets for a special one, and then refuses the token that it has forced.
     """
     told = json.loads(tokenizer.backend_tokenizer.to_str()) | {
         "truncation": None,
         "padding": None,
         "post_processor": None,
     }
-    names = {token["content"]: f"\ufdd0{token['id']}" for token in told["added_tokens"] if token["special"]}
+    names: dict[str, str] = {}
     for token in told["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
+        if token["special"] or re.fullmatch("<.*>", token["content"], re.DOTALL):
+            names[token["content"]] = hidden = f"\ufdd0{token['id']}"
+            token |= {"content": hidden, "special": True}
     model, words = told["model"], told["model"]["vocab"]
     if isinstance(words, dict):
         model["vocab"] = {names.get(word, word): number for word, number in words.items()}

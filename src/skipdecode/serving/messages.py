@@ -153,6 +153,7 @@ def chat_text(tokenizer: Any, chat: Chat, defaults: Mapping[str, Any] = {}) -> s
     try:
         text = render_chat(tokenizer, messages, chat.tools, variables=variables)
         unused = unused_fields(tokenizer, messages, chat.tools, text, variables) - _UNREAD
+        unused -= {"name"} if all(m["role"] == "tool" for m in messages if "name" in m) else set()  # as its call says
         if unused:
             raise _unsupported(name := min(unused), name if name == "tools" else f"messages.{name}")
         return checked_text("the rendered prompt", text)

@@ -214,7 +214,8 @@ class Preprocessor:
         form = self._calls(request)
         if form is not None and isinstance(request, ChatRequest) and (tools := request.demanded_tools) is not None:
             asked = [(f"tools.{i}.function.parameters", "json", x.function.parameters) for i, x in enumerate(tools)]
-            asked += [("tools", "lark", form.grammar(tools, several=request.several_calls))]
+            words = self._tokenizer.added_tokens_decoder
+            asked += [("tools", "lark", form.grammar(tools, words, several=request.several_calls))]
         found = None
         for each in asked:
             found = self._compiled(*each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -59,13 +59,20 @@ class CallForm(NamedTuple):
             return _HERMES
         return _LLAMA if "<|python_tag|>" in template or "ipython" in template else None
 
-    def grammar(self, tools: Iterable[Tool], *, several: bool) -> str:
-        """A grammar in Lark's syntax: one call, or one and more, of these tools."""
+    def grammar(self, tools: Iterable[Tool], words: Mapping[int, Any], *, several: bool) -> str:
+        """A grammar in Lark's syntax: one call, or one and more, of these tools; `words` are the added tokens."""
+        ids = {f"{word}": f"<[{number}]>" for number, word in words.items() if not word.special}
+
+        def lark(text: str) -> str:
+            """A text; of `begin` and `end`, what is one token of the model is that token."""
+            return " ".join(ids.get(part) or json.dumps(part) for part in re.split(r"(</?tool_call>)", text) if part)
+
         rules = []
         for place, tool in enumerate(tools):
-            schema = {"type": "object"} | tool.function.parameters | {"x-guidance": JSON_OPTIONS}
+            given = tool.function.parameters or {"maxProperties": 0}
+            schema = {"type": "object"} | given | {"x-guidance": JSON_OPTIONS}
             begin = f'{self.begin}{{"name": "{tool.function.name}", "{self.arguments}": '
-            rules += [f"c{place}: {json.dumps(begin)} a{place} {json.dumps('}' + self.end)}"]
+            rules += [f"c{place}: {lark(begin)} a{place} {lark('}' + self.end)}"]
             rules += [f"a{place}: %json {json.dumps(schema)}"]
         names = " | ".join(f"c{place}" for place in range(len(rules) // 2))
         more = ' ("\\n" call)*' if several and self.end else ""
@@ -79,6 +86,8 @@ _LLAMA = CallForm("parameters", "", "", re.compile(r"\A\s*(?=\{)"))
 class CallReader:
     """Finds the calls in a text that comes in parts. What is no call of one of the tools stays text.
 
+    A text that begins with `{` is read as Llama's: some models leave out the marks that their template asks for.
+
     Attribute `count`: calls so far.
     """
 
@@ -90,6 +99,8 @@ class CallReader:
     def push(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Take the next part; returns the text and the calls, in OpenAI's form, that are certain now."""
         self._rest += text
+        if self._whole and not self._begin and self._rest.lstrip().startswith("{"):
+            self._form = _LLAMA
         said, calls, end = "", [], self._form.end.strip()
         while True:
             found = None if self._begin or not (self._whole or end) else self._form.begins.search(self._rest)
