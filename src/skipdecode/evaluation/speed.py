@@ -111,9 +111,11 @@ def measured_speeds(
     chosen = [i * len(prompts) // wanted for i in range(wanted)]
     rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
     each = [min(max(lengths[i], 2), most) for i in chosen]
-    with progress_bar(ROUNDS * wanted, "record", name="speed") as bar:
-        turns = time_equal_lengths(methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
-    about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": ROUNDS, "new_tokens": sum(each)}
+    rounds = settings.speed_rounds
+    with progress_bar(rounds * wanted, "record", name="speed") as bar:
+        timed: dict[str, Any] = {"kept": kept, "progress": bar.update, "rounds": rounds}
+        turns = time_equal_lengths(methods, rows, each, batch_size=size, **timed)
+    about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": rounds, "new_tokens": sum(each)}
     found = {method: speed_entries(turns, method, full, settings, about) for method in methods}
     if settings.ways and size > 1:
         short = [min(length, _ALONE_TOKENS) for length in each[:_ALONE]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -52,10 +52,8 @@ _SOME_TUNING = 0.1  # of the minutes: with less, more minutes are recommended
 _MORE = 1.5  # times what the other stages took
 _WITHIN_REACH = 2 / 3  # kept before tuning; half an hour brought 67% of E2E to 99.8%
 _AIM_FILE = "tuned-under.json"
-_ENDING = 1.05  # of the time of the first evaluation: the last one loads the tuned model
-_BEFORE = (  # results/ready-smollm2-135m.json
-    "SmolLM2-135M kept after 30 minutes 99.8% of E2E at 2.5x, 91 to 96% of summaries at 1.9x, 62.5% of chats at 1.3x"
-)
+_ENDING, _ALL_WAYS = 1.05, 1.7  # times the first evaluation: the last one loads, and has schedules with W8A8 weights
+_BEFORE = "SmolLM2-135M kept 99.8% of E2E at 2.5x after 30 minutes"  # results/ready-smollm2-135m.json
 _SOME_RECORDS = 64  # to see how long texts are
 _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
 _PACE, _CANDIDATES, _BATCH = 75, 3, 4
@@ -133,6 +131,7 @@ class _Run:
         self.settings, self.cost, self.out, self.fit = settings, cost, out, out / "fit"
         self.target = settings.target_speedup or settings.TARGET
         self.shares = MILDER if settings.keep is not None and settings.target_speedup is None else NEIGHBOURS
+        self.ending = _ENDING if settings.keep is None else _ALL_WAYS  # of the first evaluation's time, the last one's
         depths = CalibrationSettings(target_speedup=self.target, prompt_depths=settings.prompt_depths)
         check_searchable(ref_of(model).config)
         layers = ref_of(model).num_layers
@@ -157,6 +156,10 @@ class _Run:
         kept |= {"checkpoint": checkpoint_digest(self.loaded) | {"fit": None}}  # the run makes its own
         tuned = tuned_directory(out, settings.minutes)
         with closing(Stages(out / PREPARE_JOURNAL, kept, _OUTPUTS)) as stages:
+
+            def seconds(name: str) -> float:
+                return self._share(name) * (60 * settings.minutes - stages.spent(started))
+
             note(self._plan())
             if settings.minutes and not stages.finished():
                 width = ModelGeometry.from_config(self.loaded.ref.config).hidden_size
@@ -164,18 +167,18 @@ class _Run:
                 if settings.minutes < enough:
                     note(f"{minutes} minutes may be too few to tune: about {enough:.0f} leave a third at this speed")
             if settings.self:
-                seconds = 60 * SHARES["answers"] * settings.minutes or None
-                data = stages.run("answers", lambda: self.sources.answers(self.loaded, seconds))
+                most = seconds("answers") if settings.minutes else None
+                data = stages.run("answers", lambda: self.sources.answers(self.loaded, most))
             else:
                 data = self.sources.given(self.loaded)
-            sizes = stages.run("sizes", lambda: self._sizes(data)) if settings.minutes else {}
-            layers = stages.run("layers", lambda: self._chosen(data, sizes), place=self.fit)
-            of, size = layers.get("files"), self._evaluation(sizes, layers)
+            sizes = stages.run("sizes", lambda: self._sizes(data, seconds("layers"))) if settings.minutes else {}
+            layers = stages.run("layers", lambda: self._chosen(data, sizes, seconds), place=self.fit)
+            of, size = layers.get("files"), layers["size"]
             before = stages.run(
                 "evaluation 0", lambda: self._evaluated(size, Schedule.load(self.fit / SCHEDULE_FILE)), of=of
             )
             size, aim = before["size"], self._aim(before["rows"])
-            over = settings.minutes - (stages.spent(started) + _ENDING * before["seconds"]) / 60
+            over = settings.minutes - (stages.spent(started) + self.ending * before["seconds"]) / 60
             left = stages.run(f"left {minutes}", lambda: {"minutes": over})["minutes"]  # the same if it is resumed
             if settings.minutes and left < _SOME_TUNING * settings.minutes:
                 enough = _MORE * (settings.minutes - left)
@@ -204,7 +207,12 @@ class _Run:
         told = ", ".join(f"{TIMES.get(name, name)} up to {most:.1f} min" for name, most in stages.items())
         return f"plan: {told}, tuning the other {minutes - sum(stages.values()):.1f} min or more; {_BEFORE}"
 
-    def _sizes(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def _share(self, name: str) -> float:
+        """The part of the time left that a stage may take: one that takes longer shortens those that follow."""
+        names = [one for one in SHARES if one != "answers" or self.settings.self]
+        return SHARES[name] / (1 - sum(SHARES[one] for one in names[: names.index(name)]))
+
+    def _sizes(self, data: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The speed of the model on the records, and the options of `calibrate` that fit into its time."""
         settings, loaded, start = self.settings, self.loaded, time.perf_counter()
         options = RecordOptions(**{n: value for n, value in self._shared(data).items() if n != "seed"})
@@ -215,26 +223,26 @@ class _Run:
         length, cost = round(fmean(len(example.prompt) for example in examples)), None
         if self.cost is None:  # here, so that what it takes is left out of the search
             cost = find_cost(loaded, batch=settings.batch, prompt_len=length).cost.to_dict()
-        seconds = 60 * SHARES["layers"] * settings.minutes - (time.perf_counter() - start)
         return {
             "pace": asdict(pace),
             "cost": cost,
-            "layers": pace.search(seconds, width, len(self.prompt_sets)),
+            "layers": pace.search(seconds - (time.perf_counter() - start), width, len(self.prompt_sets)),
             "dev_records": pace.dev_records(60 * settings.minutes),
         }
 
-    def _evaluation(self, sizes: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
+    def _evaluation(self, sizes: Mapping[str, Any], layers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The size of each of two evaluations."""
         settings = self.settings
         if not sizes:
             return EVALUATIONS[0] | {"records": settings.test_records}
-        target = layers["verdicts"][-1]
+        target, gains = layers["verdicts"][-1], [1.0, *self.shares.values()]
+        gains = gains[::-1] if self.shares is MILDER else gains  # as in `_rows`
         return Pace(**sizes["pace"]).evaluation(
-            60 * SHARES["evaluation"] * settings.minutes / 2,
+            seconds / (1 + self.ending),
             layers["seconds_per_batch"],
             layers["cost"]["batch"],
             settings.test_records,
-            [1 + (target["request_speedup"] - 1) * gain for gain in (0.0, 1.0, *self.shares.values())],
+            [1 + (target["request_speedup"] - 1) * gain for gain in (0.0, *gains)],
             settings.self and not settings.task,
             settings.keep is not None,
         )
@@ -247,8 +255,10 @@ class _Run:
         shared: dict[str, Any] = {"seed": settings.seed, "max_length": settings.max_length, "bad_records": bad_records}
         return shared | dict(data["form"])
 
-    def _chosen(self, data: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose the layers, and fit the maps that replace them."""
+    def _chosen(
+        self, data: Mapping[str, Any], sizes: Mapping[str, Any], seconds: Callable[[str], float]
+    ) -> dict[str, Any]:
+        """Choose the layers, fit the maps that replace them, and size the evaluations of them."""
         settings = self.settings
         names = ("method", "prompt_depths", *(field.name for field in fields(FitOptions)))
         options = {name: getattr(settings, name) for name in names} | {
@@ -268,7 +278,8 @@ class _Run:
             baselines=False,
             candidates=_CANDIDATES,
         )
-        return dict(found.document)
+        document = dict(found.document)
+        return document | {"size": self._evaluation(sizes, document, seconds("evaluation"))}
 
     def _aim(self, rows: Sequence[Mapping[str, Any]]) -> Schedule:
         """The schedule to tune: the target, or of milder ones the fastest that may keep the share after tuning."""
@@ -325,7 +336,7 @@ class _Run:
         asked |= {
             "ways": "" if settings.keep is None else weights,
             "limit": size["records"],
-            "speed_batches": size["speed_batches"],
+            **{name: size[name] for name in ("speed_batches", "speed_rounds")},
         }
         asked |= {"teacher_forced": False, "overwrite": True, "out": self.out / f"eval-{place.name}"}
         if settings.self and not settings.task:
@@ -337,7 +348,9 @@ class _Run:
         else:
             asked |= {"data": self.sources.test, "task": self.sources.task(2 * target.seq_len)}
             asked |= asdict(settings.part(MetricOptions))
-        schedules = neighbours(target, place, shares) if size["neighbours"] or shares is MILDER else [target]
+        # If there is time for one alone, it is the one most likely to keep the share.
+        schedules = neighbours(target, place, shares)[:: -1 if shares is MILDER else 1]
+        schedules = schedules if size["neighbours"] else schedules[:1]
         return evaluate(tuned or llm, schedules=schedules, **asked).rows
 
     # ------------------------------------------------------------------ results
