@@ -9,8 +9,8 @@ import pytest
 
 from checkpoints import HERMES, byte_tokenizer
 from serve_tools import events, greedy, is_idle, running, tiny_served_model, until
+from skipdecode.serving.messages import CallForm, CallReader
 from skipdecode.serving.service import open_service
-from skipdecode.serving.tools import CallForm, CallReader
 
 CHAT = "/v1/chat/completions"
 TEMPLATES = {

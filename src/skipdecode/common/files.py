@@ -18,6 +18,7 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
+from skipdecode.common.tables import byte_size
 from skipdecode.errors import OutputError, SkipDecodeError, UsageError, WriteError
 
 PARTIAL = ".skipdecode-partial-"
@@ -175,19 +176,11 @@ def _write_error(path: Path | str, error: Exception, needed: int) -> WriteError:
     reason = str(getattr(error, "strerror", None) or error)
     if (full := _FULL.search(reason)) is not None:
         folder = next(each for each in Path(path).absolute().parents if each.is_dir())
-        size = f"{_shown(needed)} are needed and " if needed else ""
-        free = f"{size}{_shown(shutil.disk_usage(folder).free)} are free there"
+        size = f"{byte_size(needed)} are needed and " if needed else ""
+        free = f"{size}{byte_size(shutil.disk_usage(folder).free)} are free there"
         cause = full[0] if full[0][0].isupper() else "it could not be written whole"
         reason = f"{cause}: {free}; make room, or give another place"
     return WriteError(f"cannot write {path}: {reason}")
-
-
-def _shown(size: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
 
 
 _LOCK = ".skipdecode.lock"

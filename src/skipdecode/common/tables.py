@@ -62,6 +62,14 @@ def figures(columns: Mapping[str, str | Callable[[Any], str]], rows: Sequence[An
     return markdown([[row[i] for i in shown] for row in ([*columns], *cells)]) if shown else []
 
 
+def byte_size(count: float) -> str:
+    """A number of bytes in the largest decimal unit of which there is at least one, with three digits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
 def speedups(header: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
     """A table of the three speed-ups; `cells` has the cells of "request", "decode" and "nominal"."""
     rows = [[name, *cells[name], what] for name, what in _SPEEDUPS.items()]

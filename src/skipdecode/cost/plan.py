@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.tables import Printed, speedups
+from skipdecode.common.tables import Printed, byte_size, speedups
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.solve import PlanOptions, solve
@@ -179,8 +179,8 @@ class Plan(Printed):
                 "depth, then both (prompt layers can be given; prepare measures which are best)"
             )
         return {
-            "model": f"{self.ref.name}: {geometry.num_layers} layers, {_size(geometry.weight_bytes())} of weights in "
-            f"{self.source.dtype}",
+            "model": f"{self.ref.name}: {geometry.num_layers} layers, {byte_size(geometry.weight_bytes())} of weights "
+            f"in {self.source.dtype}",
             "for": f"{options.batch} x ({options.prompt_len} prompt + {options.new_tokens} new tokens); "
             f"the first new token comes with the prompt, the others from {options.seq_len} decode steps",
             "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, skipped {_order(schedule)}",
@@ -200,7 +200,7 @@ class Plan(Printed):
             f"{figures['prompt_share']:.0%}",
             "step": f"{step_full} at full depth, of which {figures['fixed_share']:.0%} cannot be skipped; {step} with "
             f"{mean:.1f} layers, the mean",
-            "KV cache": f"{_size(held)} at the end; {_size(saved)} ({saved / ((held + saved) or 1):.0%}) saved",
+            "KV cache": f"{byte_size(held)} at the end; {byte_size(saved)} ({saved / ((held + saved) or 1):.0%}) saved",
             **({} if self.fit is None else {"fit": self._fitted(self.fit)}),
             "times": self.source.origin,
         }
@@ -208,8 +208,8 @@ class Plan(Printed):
     def _fitted(self, fit: Fit) -> str:
         """The memory and time of the fit."""
         cost = self.source.cost
-        text = f"{_size(self.fit_bytes)} in memory; maps of rank {fit.rank:.0f} over {len(fit.bridges)} layers, each "
-        text += f"{cost.bridge_share:.1%} of the layer that a token skips"
+        text = f"{byte_size(self.fit_bytes)} in memory; maps of rank {fit.rank:.0f} over {len(fit.bridges)} layers, "
+        text += f"each {cost.bridge_share:.1%} of the layer that a token skips"
         if self.schedule.projected:
             text += f"; keys and values of prompts take {1 + cost.taps} projection{'s' if cost.taps else ''} a layer"
         return text + "; all figures include it"
@@ -223,13 +223,6 @@ def _order(schedule: Schedule) -> str:
             return name
     shown = " ".join(map(str, order[:_SHOWN_ORDER]))
     return f"in the order {shown}" + (" …" if len(order) > _SHOWN_ORDER else "")
-
-
-def _size(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def _time(seconds: float) -> str:

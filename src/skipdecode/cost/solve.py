@@ -208,7 +208,8 @@ def solve(
 
     Raises TargetError, with the bound and its cause, if no schedule of this kind reaches the target.
     """
-    _check(target_speedup, spread, seq_len)
+    if not isinstance(target_speedup, int | float) or not 1 <= target_speedup < math.inf:
+        raise TargetError(f"target_speedup={target_speedup!r} is not accepted: give a number of 1 or more")
     layers = cost.num_layers
     order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
     name = f"{'flat' if flat else 'skipdecode'}-{target_speedup:g}x-wall"
@@ -221,15 +222,6 @@ def solve(
     if found is None:
         raise TargetError(out_of_reach(texts, target_speedup, depths.schedule(0.0, prompt)))
     return found
-
-
-def _check(target_speedup: float, spread: float, seq_len: int) -> None:
-    if not isinstance(target_speedup, int | float) or not 1 <= target_speedup < math.inf:
-        raise TargetError(f"target_speedup={target_speedup!r} is not accepted: give a number of 1 or more")
-    if not 0 <= spread < 1:
-        raise TargetError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
-    if seq_len < 1:
-        raise TargetError(f"seq_len={seq_len} is not accepted: give 1 or more positions")
 
 
 def out_of_reach(texts: TextCost, target: float, least: Schedule, why: str = "") -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.common.progress import note
-from skipdecode.common.tables import speedups
+from skipdecode.common.tables import byte_size, speedups
 from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.engine.base import EngineStats
 from skipdecode.schedule import Schedule
@@ -174,7 +174,7 @@ def summary_lines(stats: RunStats) -> list[str]:
         lines.append(
             f"{layers:.1f} of {stats.num_layers} layers for a token on average "
             f"({stats.num_layers / layers:.2f}x nominal); keys and values: at most "
-            f"{_bytes(stats.kv_bytes_peak)}, {stats.kv_saved or 0:.0%} saved"
+            f"{byte_size(stats.kv_bytes_peak)}, {stats.kv_saved or 0:.0%} saved"
         )
     if stats.drafted_tokens:
         lines.append(
@@ -195,12 +195,3 @@ def summary_lines(stats: RunStats) -> list[str]:
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"

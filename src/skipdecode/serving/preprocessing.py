@@ -18,10 +18,9 @@ from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import GrammarKind, Grammars
 from skipdecode.serving.errors import ApiError, invalid
 from skipdecode.serving.limits import ServerLimits
-from skipdecode.serving.messages import Chat, chat_text
+from skipdecode.serving.messages import CallForm, Chat, chat_text
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from skipdecode.serving.request_state import Choice, RequestState
-from skipdecode.serving.tools import CallForm
 
 if TYPE_CHECKING:
     from skipdecode.serving.service import Catalog

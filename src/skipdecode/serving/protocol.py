@@ -10,8 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from skipdecode.engine.requests import Sampling
 from skipdecode.generation.grammar import GrammarKind
 from skipdecode.serving.errors import invalid
-from skipdecode.serving.messages import VARIABLES, Chat, Message, Neutral, Strict, Text, Variables
-from skipdecode.serving.tools import NamedTool, Tool
+from skipdecode.serving.messages import VARIABLES, Chat, Message, NamedTool, Neutral, Strict, Text, Tool, Variables
 
 _MOST_STOPS = 16
 _MOST_STOP_TOKENS = 64

@@ -16,8 +16,8 @@ from skipdecode.generation.detokenizer import Piece
 from skipdecode.generation.loop import Generated
 from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import ApiError
+from skipdecode.serving.messages import CallForm
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.tools import CallForm
 
 ChoiceFinish = Literal["stop", "length", "tool_calls"]
 """OpenAI's words; the engine tells an end token from a stop sequence, and both are a stop here."""

@@ -22,10 +22,10 @@ from starlette.types import Message, Receive, Scope, Send
 from skipdecode.engine.requests import StepOutput
 from skipdecode.generation.detokenizer import Piece, TokenTexts
 from skipdecode.serving.errors import ApiError
+from skipdecode.serving.messages import CallReader
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from skipdecode.serving.request_state import RequestState, Summary, Update, merge
 from skipdecode.serving.service import Service
-from skipdecode.serving.tools import CallReader
 
 
 class ResponseBuilder(ABC):
