@@ -64,29 +64,28 @@ def cell(source: Backend, lengths: str, batch: int, chosen: Sequence[Schedule]) 
 
 def row(cost: CostModel, schedule: Schedule, tokens: tuple[int, int], found: dict[str, Any]) -> dict[str, Any]:
     """Predicted beside measured; seconds are of a batch's requests."""
-    request, decode = cost.request_speedup(schedule, *tokens), cost.speedup(schedule, *tokens)
+    request, decode = cost.text(*tokens, whole=True), cost.text(*tokens)
     layer, projection = cost.prompt_layer_seconds(PROMPT_TOKENS)
-    full = Schedule.full(cost.num_layers)
     return {
         "prompt_layers": len(schedule.prompt_layers()),
         "prompt": schedule.prompt if isinstance(schedule.prompt, str) else "lowest",
         "nominal_speedup": schedule.nominal_speedup,
         "request_speedup": found["request_speedup"],
-        "predicted_request_speedup": request,
-        "request_error": request / found["request_speedup"] - 1,
+        "predicted_request_speedup": request.speedup(schedule),
+        "request_error": request.speedup(schedule) / found["request_speedup"] - 1,
         "decode_speedup": found["decode_speedup"],
-        "predicted_decode_speedup": decode,
-        "decode_error": decode / found["decode_speedup"] - 1,
+        "predicted_decode_speedup": decode.speedup(schedule),
+        "decode_error": decode.speedup(schedule) / found["decode_speedup"] - 1,
         "projection_share": projection / layer if layer else None,
         "residual": cost.residual,
         "ms_per_step": found["speed"]["ms_per_position"],
         "full_ms_per_step": found["full_depth_speed"]["ms_per_position"],
-        "predicted_ms_per_step": 1e3 * cost.sequence_seconds(schedule, *tokens) / (tokens[1] - 1),
-        "predicted_full_ms_per_step": 1e3 * cost.sequence_seconds(full, *tokens) / (tokens[1] - 1),
+        "predicted_ms_per_step": 1e3 * decode.seconds(schedule) / (tokens[1] - 1),
+        "predicted_full_ms_per_step": 1e3 * decode.full_seconds / (tokens[1] - 1),
         "seconds": found["speed"]["seconds"],
         "full_seconds": found["full_depth_speed"]["seconds"],
-        "predicted_seconds": cost.request_seconds(schedule, *tokens),
-        "predicted_full_seconds": cost.request_seconds(full, *tokens),
+        "predicted_seconds": request.seconds(schedule),
+        "predicted_full_seconds": request.full_seconds,
     }
 
 

@@ -263,7 +263,7 @@ def row_of(geometry: ModelGeometry, shape: Shape, watch: Stopwatch[Run, Lap], ru
     work = step_flops(model, geometry, batch)
     reads, flops = (CostModel.of_step(geometry.num_layers, batch, *parts) for parts in (held, work))
     schedule = run.method.schedule
-    read, operations = (cost.sequence_seconds(schedule, *shape[1:]) / steps for cost in (reads, flops))
+    read, operations = (cost.text(*shape[1:]).seconds(schedule) / steps for cost in (reads, flops))
     limits = [(read / lap.bandwidth, operations / lap.products) for lap in laps]
     median = watch.seconds(run, lambda lap: lap.steps)
     return {
@@ -278,7 +278,7 @@ def row_of(geometry: ModelGeometry, shape: Shape, watch: Stopwatch[Run, Lap], ru
         "ms_per_step": median / steps * 1e3,
         "decode_speedup": watch.ratio(own, run, lambda lap: lap.steps),
         "speedup_over_transformers": baseline and watch.ratio(baseline, run, lambda lap: lap.steps),
-        "amdahl_bound": reads.speedup(schedule, *shape[1:]),
+        "amdahl_bound": reads.text(*shape[1:]).speedup(schedule),
         "bytes_per_step": read,
         "flops_per_step": operations,
         "limit": "bytes" if statistics.median(a / b for a, b in limits) >= 1 else "arithmetic",

@@ -120,7 +120,7 @@ def test_a_step_is_its_parts():
     schedule = Schedule.paper(10, min_exit_layer=4, max_exit_layer=6, seq_len=3)
     # Three steps, of 6, 5 and 4 layers, after 20 prompt tokens; a token reads itself too.
     expected = 15 + (6 + 5 + 4) + 0.01 * (6 * 21 + 5 * 22 + 4 * 23)
-    assert cost.sequence_seconds(schedule, 20, 4) == pytest.approx(expected)
+    assert cost.text(20, 4).seconds(schedule) == pytest.approx(expected)
 
 
 def test_sliding_window_layers_stop_reading_at_the_window():
@@ -151,14 +151,14 @@ def test_speedups_are_ordered(both, prompt_len, new_tokens):
     cost, schedule = both
     slack = 1 + 1e-9
     least = Schedule.constant(cost.num_layers, 2)
-    speedup, bound = (cost.speedup(each, prompt_len, new_tokens) for each in (schedule, least))
+    speedup, bound = (cost.text(prompt_len, new_tokens).speedup(each) for each in (schedule, least))
     assert 1 <= speedup * slack <= bound * slack**2
     unread = replace(cost, steps=(cost.step._replace(kv_seconds=0.0),))
     nominal = cost.num_layers / schedule.mean_budget(new_tokens - 1)
-    assert unread.speedup(schedule, prompt_len, new_tokens) <= nominal * slack
+    assert unread.text(prompt_len, new_tokens).speedup(schedule) <= nominal * slack
     deeper = Schedule.constant(cost.num_layers, schedule.budgets[0])
-    assert cost.sequence_seconds(schedule, prompt_len, new_tokens) <= slack * cost.sequence_seconds(
-        deeper, prompt_len, new_tokens
+    assert cost.text(prompt_len, new_tokens).seconds(schedule) <= slack * cost.text(prompt_len, new_tokens).seconds(
+        deeper
     )
 
 
@@ -226,10 +226,12 @@ def test_prompts_cost_forwards_of_the_engine_by_hand():
     long = replace(cost, batch=1)
     # One prompt of 600: its first forward gives no token.
     assert long.prompts_seconds(split, 600) == pytest.approx(2 * (1 + 4 * 512 + 5 * 51.2) + 5 * 0.1)
-    together = long.prompts_seconds(split, 600) + long.sequence_seconds(split, 600, 3)
-    assert long.request_seconds(split, 600, 3) == pytest.approx(together)
-    full = long.request_seconds(Schedule.full(10), 600, 3)
-    assert long.request_speedup(split, 600, 3) == pytest.approx(full / together)
+    together, request = (
+        long.prompts_seconds(split, 600) + long.text(600, 3).seconds(split),
+        long.text(600, 3, whole=True),
+    )
+    assert request.seconds(split) == pytest.approx(together)
+    assert request.speedup(split) == pytest.approx(request.seconds(Schedule.full(10)) / together)
 
 
 def test_a_fit_costs_a_bridge_over_each_skipped_layer_and_a_projection_more_for_each_tap():
@@ -237,7 +239,7 @@ def test_a_fit_costs_a_bridge_over_each_skipped_layer_and_a_projection_more_for_
     cost = replace(bare, bridge_share=0.25, taps=1)
     flat = Schedule.constant(10, 6, warmup_layers=1)
     split = replace(flat, prompt=(0, 1, 2))
-    assert cost.sequence_seconds(flat, 8, 4) == pytest.approx(bare.sequence_seconds(flat, 8, 4) + 3 * 4 * 0.25 * 2)
+    assert cost.text(8, 4).seconds(flat) == pytest.approx(bare.text(8, 4).seconds(flat) + 3 * 4 * 0.25 * 2)
     assert cost.step_seconds(6) == pytest.approx(bare.step_seconds(6) + 4 * 0.25 * 2)
     assert cost.prompt_seconds(flat, 8) == bare.prompt_seconds(flat, 8)  # at full depth
     last, projected = len(split.last_prompt_layers()), len(split.projected)
@@ -245,7 +247,7 @@ def test_a_fit_costs_a_bridge_over_each_skipped_layer_and_a_projection_more_for_
     assert cost.prompt_seconds(split, 8) == pytest.approx(bare.prompt_seconds(split, 8) + more)
     shallow = replace(flat, prompt="max_exit")
     assert cost.prompt_seconds(shallow, 8) == pytest.approx(bare.prompt_seconds(shallow, 8) + 4 * 0.25 * 4)
-    assert cost.speedup(flat, 8, 4) < bare.speedup(flat, 8, 4)
+    assert cost.text(8, 4).speedup(flat) < bare.text(8, 4).speedup(flat)
     assert CostModel.from_dict(cost.to_dict()) == cost
     sizes = ModelGeometry.from_config(SMOLLM2)
     assert bare.with_fit(sizes, 128).bridge_share == pytest.approx(0.0416, abs=1e-3)
@@ -253,12 +255,8 @@ def test_a_fit_costs_a_bridge_over_each_skipped_layer_and_a_projection_more_for_
 
 def test_wrong_numbers_are_refused():
     cost = smollm2()
-    with pytest.raises(UsageError, match="new_tokens=1"):
-        cost.speedup(Schedule.full(30), 10, 1)
-    with pytest.raises(UsageError, match="prompt_len=-1"):
-        cost.speedup(Schedule.full(30), -1, 5)
     with pytest.raises(ScheduleError, match="24 layers"):
-        cost.speedup(Schedule.full(24), 10, 5)
+        cost.text(10, 5).speedup(Schedule.full(24))
     with pytest.raises(UsageError, match="fixed_seconds"):
         CostModel.of_step(4, 1, float("nan"), 1.0)
 
@@ -277,14 +275,16 @@ def test_the_decay_is_the_papers():
 @given(costs, st.floats(0, 1), st.integers(1, 20), st.booleans(), st.integers(0, 2))
 def test_solved_budgets_reach_the_target_with_the_most_layers(cost, share, seq_len, flat, warmup):
     warmup = min(warmup, cost.num_layers - 1)
-    bound = cost.request_speedup(Schedule.constant(cost.num_layers, warmup + 1, warmup_layers=0), 8, seq_len + 1)
+    bound = cost.text(8, seq_len + 1, whole=True).speedup(
+        Schedule.constant(cost.num_layers, warmup + 1, warmup_layers=0)
+    )
     target = 1 + share * (bound - 1) * 0.999
     schedule = solve(cost, target, seq_len, prompt="full", flat=flat, warmup_layers=warmup, prompt_len=8)
-    assert cost.request_speedup(schedule, 8, seq_len + 1) >= target
+    assert cost.text(8, seq_len + 1, whole=True).speedup(schedule) >= target
     more = tuple(min(cost.num_layers, b + 1) for b in schedule.budgets)
     if more != schedule.budgets:
         deeper = Schedule(cost.num_layers, schedule.drop_order, more, warmup)
-        assert cost.request_speedup(deeper, 8, seq_len + 1) < target
+        assert cost.text(8, seq_len + 1, whole=True).speedup(deeper) < target
 
 
 prompt_costs = st.tuples(st.floats(1, 600), st.floats(0.01, 100), st.floats(0, 1)).map(
@@ -296,10 +296,12 @@ prompt_costs = st.tuples(st.floats(1, 600), st.floats(0.01, 100), st.floats(0, 1
 def test_targets_of_the_whole_request_are_reached(cost, prompts, share, prompt_len, prompt):
     cost = replace(cost, prompts=(prompts,))
     shortest = Schedule.constant(cost.num_layers, 2, prompt=(0, 1) if prompt == "auto" else prompt)
-    bound = min(cost.request_speedup(each, prompt_len, 17) for each in (shortest, replace(shortest, prompt="full")))
+    bound = min(
+        cost.text(prompt_len, 17, whole=True).speedup(each) for each in (shortest, replace(shortest, prompt="full"))
+    )
     target = 1 + share * (bound - 1) * 0.999
     schedule = solve(cost, max(1.0, target), 16, prompt_len=prompt_len, prompt=prompt)
-    assert cost.request_speedup(schedule, prompt_len, 17) >= target
+    assert cost.text(prompt_len, 17, whole=True).speedup(schedule) >= target
     assert schedule.is_full or target > 1
 
 
@@ -315,8 +317,8 @@ def test_a_target_out_of_reach_says_the_bound_and_why():
         solve(cost, 5, 64, prompt="full")
     text = str(error.value)
     least = Schedule.constant(30, 2)
-    bound = cost.request_speedup(least, 64, 65)
-    share = 64 * cost.step.fixed_seconds / cost.request_seconds(least, 64, 65)
+    bound = cost.text(64, 65, whole=True).speedup(least)
+    share = 64 * cost.step.fixed_seconds / cost.text(64, 65, whole=True).seconds(least)
     assert f"the bound of the whole request is {int(bound * 100) / 100:.2f}x" in text
     assert f"outside the layers {share:.0%}" in text
     assert "with 2 of 30 layers" in text

@@ -108,8 +108,8 @@ def test_a_wall_clock_target(deep_dir, capsys):
     assert document["dtype"] == "float32"
     assert document["weight_bytes"] == 4 * tiny_model("llama", num_hidden_layers=DEEP).num_parameters()
     assert (document["prompt_len"], document["new_tokens"]) == (64, 65)
-    assert figures["decode_speedup"] == pytest.approx(cost.speedup(schedule, 64, 65))
-    assert figures["request_speedup"] == pytest.approx(cost.request_speedup(schedule, 64, 65))
+    assert figures["decode_speedup"] == pytest.approx(cost.text(64, 65).speedup(schedule))
+    assert figures["request_speedup"] == pytest.approx(cost.text(64, 65, whole=True).speedup(schedule))
     assert 1.5 <= figures["request_speedup"] < 1.53 < figures["nominal_speedup"]
     seconds = figures["request_seconds_full"] / figures["request_seconds"]
     assert seconds == pytest.approx(figures["request_speedup"])

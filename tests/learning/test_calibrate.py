@@ -236,7 +236,7 @@ def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: 
         meter = meter_of(attachment, rows, tmp_path / "m.jsonl", advance=lambda: measured.append(1))
         found = search(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
     assert {len(found.schedule.prompt_layers())} == depths
-    assert request_cost().request_speedup(found.schedule, 30, 8) >= target
+    assert request_cost().text(30, 8, whole=True).speedup(found.schedule) >= target
     assert all(v["request_speedup"] >= target - 1e-9 for v in found.verdicts[1:])
     assert found.verdicts[-1]["measured"] == min(v["measured"] for v in found.verdicts if v["name"][:5] == "calib")
     assert len(measured) == pytest.approx(trials(settings, goal, False)[0] * meter.batches, rel=0.15)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from skipdecode import Schedule
-from skipdecode.cost.model import CostModel
-from skipdecode.cost.solve import TextCost
+from skipdecode.cost.model import CostModel, TextCost
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.learning.goal import Goal, layers_only, set_goal
 from skipdecode.learning.search import greedy_order, greedy_trials
@@ -63,15 +62,6 @@ def test_texts_that_ended_cost_nothing_and_a_batch_waits_for_its_longest():
         TextCost.of_lengths(COST, 0, [1, 1])
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_texts_of_one_length_cost_what_the_cost_model_says(whole):
-    schedule = Schedule.from_speedup(LAYERS, 2, 20).with_prompt((0, 1, 2))
-    workload = TextCost.of_lengths(COST, 30, [21] * 5, whole=whole)
-    seconds, speedup = (COST.request_seconds, COST.request_speedup) if whole else (COST.sequence_seconds, COST.speedup)
-    assert workload.seconds(schedule) == pytest.approx(seconds(schedule, 30, 21))
-    assert workload.speedup(schedule) == pytest.approx(speedup(schedule, 30, 21))
-
-
 def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     def goal(target: float, **options) -> Goal:
         return set_goal(CalibrationSettings(target_speedup=target, **options), COST, 60, [20] * 4, LAYERS)
@@ -104,7 +94,7 @@ def test_goals(tmp_path):
         set_goal(CalibrationSettings(target_speedup=2.0, least=8), COST, 10, [20] * 4, LAYERS)
     with pytest.raises(UsageError, match="`least` 1 is not accepted for 12 layers: give 2 to 12"):
         set_goal(CalibrationSettings(target_speedup=2.0, least=1), COST, 10, [20] * 4, LAYERS)
-    assert layers_only(LAYERS).speedup(Schedule.constant(LAYERS, 4), 0, 9) == 3
+    assert layers_only(LAYERS).text(0, 9).speedup(Schedule.constant(LAYERS, 4)) == 3
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -184,28 +184,7 @@ class CostModel:
         seconds = max(row, least)
         return PromptCost(max(1.0, least / row) if row else 1.0, seconds, seconds)
 
-    # ------------------------------------------------------------------ the decode phase
-
-    def sequence_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
-        """The decode phase of `new_tokens` generated tokens: `new_tokens` - 1 steps, without the prompt's forward.
-
-        Raises ScheduleError: the schedule is for another number of layers; UsageError: a length is out of range.
-        """
-        schedule.check_fits(self.num_layers)
-        if prompt_len < 0:
-            raise UsageError(f"prompt_len={prompt_len} is not accepted: give 0 or more tokens")
-        if new_tokens < 2:
-            raise UsageError(
-                f"new_tokens={new_tokens} is not accepted: give 2 or more (the first comes out of the prompt's forward)"
-            )
-        return sum(self.step_seconds(schedule.budget(i), prompt_len + i + 1) for i in range(new_tokens - 1))
-
-    def speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
-        """Wall-clock speed-up of the decode phase over full depth."""
-        full = self.sequence_seconds(Schedule.full(self.num_layers), prompt_len, new_tokens)
-        return full / self.sequence_seconds(schedule, prompt_len, new_tokens)
-
-    # ------------------------------------------------------------------ the whole request
+    # ------------------------------------------------------------------ prompts and texts
 
     def prompts_seconds(self, schedule: Schedule, prompt_len: int) -> float:
         """The prompts of a batch, `prompt_len` tokens each, in forwards of `PROMPT_TOKENS` tokens at most.
@@ -220,15 +199,9 @@ class CostModel:
             seconds += self.prompt_seconds(schedule, end - start, end // prompt_len - start // prompt_len)
         return seconds
 
-    def request_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
-        """A batch's whole requests: its prompts and its decode phase; see `sequence_seconds`."""
-        decode = self.sequence_seconds(schedule, prompt_len, new_tokens)
-        return self.prompts_seconds(schedule, prompt_len) + decode
-
-    def request_speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int) -> float:
-        """Wall-clock speed-up of whole requests over full depth."""
-        full = self.request_seconds(Schedule.full(self.num_layers), prompt_len, new_tokens)
-        return full / self.request_seconds(schedule, prompt_len, new_tokens)
+    def text(self, prompt_len: int, new_tokens: int, *, whole: bool = False) -> TextCost:
+        """The cost of a batch of texts of one length; see `TextCost.of_lengths`."""
+        return TextCost.of_lengths(self, prompt_len, [new_tokens], whole=whole)
 
     # ------------------------------------------------------------------ JSON
 
@@ -251,3 +224,54 @@ class CostModel:
             return cls(**values)
         except (KeyError, TypeError, UsageError) as e:
             raise DataError(f"not a cost model: {e}") from None
+
+
+@dataclass(frozen=True)
+class TextCost:
+    """A cost model with the texts that are decoded.
+
+    Texts differ in length, so late positions are decoded less often than early ones, and a layer that is skipped there
+    saves less.
+    """
+
+    cost: CostModel
+    prompt_len: int  # tokens of each prompt
+    # Expected decode steps of a batch at generation position 0, 1, …: while any sequence of the batch goes on.
+    steps: tuple[float, ...]
+    whole: bool = False  # the time of whole requests, prompts included, instead of the decode phase alone
+
+    @classmethod
+    def of_lengths(cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], *, whole: bool = False) -> Self:
+        """From the texts' lengths in generated tokens, end token included; a batch draws its texts independently.
+
+        Raises DataError if no text has a decode step: two tokens are the least.
+        """
+        longest = max(lengths, default=0)
+        if longest < 2:
+            raise DataError("no response has two tokens or more: there is no decode step whose layers can be skipped")
+        going_on = [sum(length > position + 1 for length in lengths) / len(lengths) for position in range(longest - 1)]
+        return cls(cost, prompt_len, tuple(1 - (1 - share) ** cost.batch for share in going_on), whole)
+
+    def prompts_seconds(self, schedule: Schedule) -> float:
+        """Seconds of a batch's prompts, if they count."""
+        return self.cost.prompts_seconds(schedule, self.prompt_len) if self.whole else 0.0
+
+    def seconds(self, schedule: Schedule) -> float:
+        """Expected seconds of the decode phase, or of the whole request."""
+        schedule.check_fits(self.cost.num_layers)
+        each = enumerate(self.steps)
+        steps = (n * self.cost.step_seconds(schedule.budget(i), self.prompt_len + i + 1) for i, n in each)
+        return self.prompts_seconds(schedule) + sum(steps)
+
+    def speedup(self, schedule: Schedule) -> float:
+        """Speed-up over full depth."""
+        return self.full_seconds / self.seconds(schedule)
+
+    def mean_layers(self, schedule: Schedule) -> float:
+        """Layers that a step runs, on average."""
+        return sum(n * schedule.budget(i) for i, n in enumerate(self.steps)) / sum(self.steps)
+
+    @cached_property
+    def full_seconds(self) -> float:
+        """Expected seconds at full depth."""
+        return self.seconds(Schedule.full(self.cost.num_layers))

@@ -241,26 +241,25 @@ def assess(
     `step_seconds_full` of the mean step (`fixed_share` of the latter cannot be skipped). Bytes of keys and values at
     the end, and those that full depth would hold in addition: `kv_bytes_held`, `kv_bytes_saved`.
     """
-    workload, steps = (prompt_len, new_tokens), new_tokens - 1
-    full = Schedule.full(cost.num_layers)
-    decode, decode_full = (cost.sequence_seconds(each, *workload) for each in (schedule, full))
-    request, request_full = (cost.request_seconds(each, *workload) for each in (schedule, full))
+    full, steps = Schedule.full(cost.num_layers), new_tokens - 1
+    texts, requests = (cost.text(prompt_len, new_tokens, whole=whole) for whole in (False, True))
+    decode, request = texts.seconds(schedule), requests.seconds(schedule)
     least = max(1, cost.num_layers - len(schedule.drop_order))
     shortest = replace(schedule, budgets=(least,))
-    held, held_full = (geometry.kv_bytes_held(each, *workload, cost.batch) for each in (schedule, full))
+    held, held_full = (geometry.kv_bytes_held(each, prompt_len, new_tokens, cost.batch) for each in (schedule, full))
     return {
         "nominal_speedup": cost.num_layers / schedule.mean_budget(steps),
-        "decode_speedup": decode_full / decode,
-        "request_speedup": request_full / request,
-        "request_bound": cost.request_speedup(shortest, *workload),
+        "decode_speedup": texts.full_seconds / decode,
+        "request_speedup": requests.full_seconds / request,
+        "request_bound": requests.speedup(shortest),
         "request_seconds": request,
-        "request_seconds_full": request_full,
-        "prompt_share": cost.prompts_seconds(schedule, prompt_len) / request,
+        "request_seconds_full": requests.full_seconds,
+        "prompt_share": requests.prompts_seconds(schedule) / request,
         "step_seconds": decode / steps,
-        "step_seconds_full": decode_full / steps,
-        "bound": cost.speedup(shortest, *workload),
+        "step_seconds_full": texts.full_seconds / steps,
+        "bound": texts.speedup(shortest),
         "least_budget": least,
-        "fixed_share": steps * cost.step.fixed_seconds / decode_full,
+        "fixed_share": steps * cost.step.fixed_seconds / texts.full_seconds,
         "kv_bytes_held": held,
         "kv_bytes_saved": held_full - held,
     }

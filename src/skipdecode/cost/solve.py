@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, Self
+from typing import Literal
 
 from skipdecode.common.options import Options, option
-from skipdecode.cost.model import CostModel, between
-from skipdecode.errors import DataError, TargetError, UsageError
+from skipdecode.cost.model import CostModel, TextCost, between
+from skipdecode.errors import TargetError, UsageError
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.order import Order
@@ -22,57 +21,6 @@ _ROUNDS = 60
 _MOST_PROMPT_TOKENS = 2**20  # in a batch: the cost of its forwards is added one by one
 _PAYS = 0.9
 _SLACK = 1 + 1e-12
-
-
-@dataclass(frozen=True)
-class TextCost:
-    """A cost model with the texts that are decoded.
-
-    Texts differ in length, so late positions are decoded less often than early ones, and a layer that is skipped there
-    saves less.
-    """
-
-    cost: CostModel
-    prompt_len: int  # tokens of each prompt
-    # Expected decode steps of a batch at generation position 0, 1, …: while any sequence of the batch goes on.
-    steps: tuple[float, ...]
-    whole: bool = False  # the time of whole requests, prompts included, instead of the decode phase alone
-
-    @classmethod
-    def of_lengths(cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], *, whole: bool = False) -> Self:
-        """From the texts' lengths in generated tokens, end token included; a batch draws its texts independently.
-
-        Raises DataError if no text has a decode step: two tokens are the least.
-        """
-        longest = max(lengths, default=0)
-        if longest < 2:
-            raise DataError("no response has two tokens or more: there is no decode step whose layers can be skipped")
-        going_on = [sum(length > position + 1 for length in lengths) / len(lengths) for position in range(longest - 1)]
-        return cls(cost, prompt_len, tuple(1 - (1 - share) ** cost.batch for share in going_on), whole)
-
-    def prompts_seconds(self, schedule: Schedule) -> float:
-        """Seconds of a batch's prompts, if they count."""
-        return self.cost.prompts_seconds(schedule, self.prompt_len) if self.whole else 0.0
-
-    def seconds(self, schedule: Schedule) -> float:
-        """Expected seconds of the decode phase, or of the whole request."""
-        schedule.check_fits(self.cost.num_layers)
-        each = enumerate(self.steps)
-        steps = (n * self.cost.step_seconds(schedule.budget(i), self.prompt_len + i + 1) for i, n in each)
-        return self.prompts_seconds(schedule) + sum(steps)
-
-    def speedup(self, schedule: Schedule) -> float:
-        """Speed-up over full depth."""
-        return self.full_seconds / self.seconds(schedule)
-
-    def mean_layers(self, schedule: Schedule) -> float:
-        """Layers that a step runs, on average."""
-        return sum(n * schedule.budget(i) for i, n in enumerate(self.steps)) / sum(self.steps)
-
-    @cached_property
-    def full_seconds(self) -> float:
-        """Expected seconds at full depth."""
-        return self.seconds(Schedule.full(self.cost.num_layers))
 
 
 @dataclass(frozen=True)
@@ -214,7 +162,7 @@ def solve(
     order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
     name = f"{'flat' if flat else 'skipdecode'}-{target_speedup:g}x-wall"
     depths = Depths(layers, order, warmup_layers, 1 if flat else seq_len, 0.0 if flat else spread, name)
-    texts = TextCost.of_lengths(cost, prompt_len, [seq_len + 1], whole=True)
+    texts = cost.text(prompt_len, seq_len + 1, whole=True)
     if prompt == "auto":
         halved = texts.prompts_seconds(depths.schedule(1.0, prompt))
         prompt = prompt if halved < _PAYS * texts.prompts_seconds(Schedule.full(layers)) else "full"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from skipdecode.cost.model import CostModel
-from skipdecode.cost.solve import Depths, TextCost, out_of_reach
+from skipdecode.cost.model import CostModel, TextCost
+from skipdecode.cost.solve import Depths, out_of_reach
 from skipdecode.errors import TargetError, UsageError
 from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.schedule import PromptDepth, Schedule

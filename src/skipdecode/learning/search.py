@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from skipdecode.common.progress import note
-from skipdecode.cost.solve import TextCost
+from skipdecode.cost.model import TextCost
 from skipdecode.data.batches import IGNORE, batches_of, response_logits
 from skipdecode.data.examples import Example
 from skipdecode.errors import FitError
