@@ -1,4 +1,4 @@
-"""Reading prompts: every kind of input, every kind of bad row, and memory that does not grow with the file."""
+"""Reading prompts: every kind of input and bad row, repeated values; memory that does not grow with the file."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record, Template
 from skipdecode.data.source import PromptSource
+from skipdecode.data.tasks import repeated
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
 
@@ -369,3 +370,23 @@ def test_a_missing_field_is_told_without_all_that_the_record_has():
         Template("{text}").values({"n" * 10**6: 1} | {f"k{i}": 1 for i in range(1000)})
     assert len(str(told.value)) < 500
     assert str(told.value).endswith("'k18' and 981 more")
+
+
+TEMPLATE = Template("{mr}\n", "ref")
+
+
+def record(text: str, *references: str) -> Record:
+    return Record(0, 1, 1, TEMPLATE.render({"mr": text}), None, {"mr": text}, references)
+
+
+def test_what_counts_is_what_the_references_repeat() -> None:
+    mr = "name[The Vaults], eatType[pub], priceRange[more than £30], rating[5 out of 5], near[Café Adriatic]"
+    assert repeated(record(mr, "The Vaults pub near Café Adriatic: from £30."), ["mr"]) == [
+        "The Vaults", "30", "Café Adriatic",
+    ]  # fmt: skip
+    assert repeated(record(mr, "The Vaults is a pub.", "The Vaults: near Café Adriatic."), ["mr"]) == [
+        "The Vaults", "Café Adriatic",
+    ]  # fmt: skip
+    assert repeated(record(mr, "A pub.", "The Vaults.", "Beer."), ["mr"]) == []
+    assert repeated(record("Reading is fun. I like reading, Anna.", "Reading, says Anna"), ["mr"]) == ["Anna"]
+    assert repeated(record(mr, "The Vaults"), ["other"]) == []

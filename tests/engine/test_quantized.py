@@ -1,4 +1,4 @@
-"""Weights of 8 bits: their error, the kernels on them, and models decoded with them."""
+"""Weights of 8 bits, and weights moved into one block: their error, the kernels on them, and models decoded so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine_tools import FAST
 from kernel_reference import kernels_or_skip, reference_linear, run_linear
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request
@@ -151,3 +152,39 @@ def test_logits_stay_close_to_the_models_own(kind, most):
 def test_unknown_quantization_is_refused():
     with pytest.raises(UsageError, match="accepted are int8, w8a8"):
         open_model(tiny_model("llama"), quantization="int2")
+
+
+@pytest.fixture(autouse=True)
+def with_kernels() -> None:
+    kernels_or_skip()
+
+
+@pytest.mark.parametrize("family", FAST)
+def test_parameters_keep_their_values_and_the_model_its_function(family):
+    model = tiny_model(family)
+    before, ids = copy.deepcopy(model.state_dict()), torch.arange(3, 20)[None]
+    with torch.no_grad():
+        logits = model(ids).logits
+        open_model(model)
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        torch.testing.assert_close(model(ids).logits, logits)
+
+
+def test_projections_lie_in_one_block_in_order_and_move_once():
+    model = tiny_model("llama")
+    open_model(model)
+    projections = [p for n, p in model.model.layers.named_parameters() if "proj" in n]
+    assert len({p.untyped_storage().data_ptr() for p in projections}) == 1
+    attention = [layer.self_attn.q_proj.weight.data_ptr() for layer in model.model.layers]
+    assert attention == sorted(attention)
+    places = [p.data_ptr() for p in projections]
+    open_model(model)
+    assert [p.data_ptr() for p in projections] == places
+
+
+def test_a_tied_output_embedding_stays_tied():
+    model = tiny_model("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    open_model(model)
+    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()

@@ -1,4 +1,4 @@
-"""Models by name: directories, adapters, hub ids, and what every wrong name or file says."""
+"""Models by name: directories, adapters, hub ids, multimodal checkpoints, and what every wrong name or file says."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForSeq2SeqLM, BertConfig, BertForMaskedLM, T5Config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForMaskedLM,
+    T5Config,
+)
 
-from checkpoints import logits, save_adapter, save_checkpoint
+import skipdecode
+from checkpoints import byte_tokenizer, logits, save_adapter, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, ScheduleError
@@ -23,7 +32,7 @@ from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.beside import add_model
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
-from tiny import LAYERS, tiny_model
+from tiny import LATER, LAYERS, OPTIONS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
 
@@ -492,3 +501,37 @@ def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
         silent.accept()
         with pytest.raises(BlockingIOError):
             silent.accept()  # asked once; the client by itself asks again and again
+
+
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 28, "patch_size": 14}
+_LLAMA4 = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "intermediate_size": 64}
+KINDS = {
+    "gemma3": ("gemma3_text", _VISION),
+    "gemma4": ("gemma4_text", None),
+    "llama4": ("llama4_text", _VISION | _LLAMA4),
+    "mistral3": ("mistral", _VISION | {"head_dim": 8}),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (text, _) in KINDS.items() if text in {*LATER, *OPTIONS}])
+@torch.no_grad()
+def test_a_multimodal_checkpoint_is_its_text_model(kind: str, tmp_path: Path) -> None:
+    text, vision = KINDS[kind]
+    words = ("vocab_size", *(["vocab_size_per_layer_input"] if kind == "gemma4" else []))
+    text_config = tiny_model(text, **dict.fromkeys(words, 259)).config.to_dict()
+    given = {"text_config": text_config} | ({} if vision is None else {"vision_config": vision})
+    config = AutoConfig.for_model(kind, **given)
+    whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = skipdecode.load(tmp_path, dtype="float32")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    reader = whole.language_model if kind == "llama4" else whole  # whose forward fails without images in 5.24
+    torch.testing.assert_close(loaded.model(ids).logits, reader(input_ids=ids).logits, rtol=0, atol=1e-5)
+    assert loaded.model.config.model_type == text
+    assert skipdecode.LLM(loaded).generate(["ab"], schedule="1.5x", max_new_tokens=3)[0].tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from every import EVERY, decoded, suited
 from oracle import active_tokens, alone_logits, oracle_logits
 from products import in_turn
-from skipdecode import Schedule
+from skipdecode import Schedule, attach
+from skipdecode.errors import ScheduleError, UnsupportedModelError
+from skipdecode.models.families import lenders
 from tiny import LATER, LAYERS, OPTIONS, RANDOM_NESTED, SCHEDULES, ragged_prompts, shared_model, tiny_model
 
 NEW = 10  # past the last change of depth of every schedule
@@ -101,3 +104,33 @@ def test_full_depth_is_the_untouched_model(family: str):
     text, logits, _ = decode(model, Schedule.full(LAYERS), ids, mask)
     assert torch.equal(text, plain.sequences)
     assert torch.equal(logits, torch.stack(plain.logits, 1))
+
+
+@pytest.mark.parametrize("family", LATER)
+@torch.no_grad()
+def test_cached_equals_uncached_in_a_ragged_batch(family: str) -> None:
+    model, (ids, mask) = shared_model(family), ragged_prompts((7, 3))
+    for schedule in (replace(SCHEDULES["constant"], prompt="max_exit"), RANDOM_NESTED):
+        if (schedule := suited(family, schedule)) is None:
+            continue
+        text = decoded(model, schedule, ids, mask, 4)
+        whole = torch.cat([mask, mask.new_ones(2, 4)], 1)
+        active = active_tokens(schedule, 7, 7 + 4)
+        expected = oracle_logits(model, text.sequences, whole, active)[:, 6:-1]
+        torch.testing.assert_close(torch.stack(text.logits, 1), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif("gemma4_text" not in LATER, reason="this transformers has no Gemma 4")
+def test_layers_that_others_read_are_dropped_last_or_the_schedule_is_refused() -> None:
+    model = shared_model("gemma4_text")  # layers 5 to 7 read the keys and values of 1 and 4
+    assert lenders(model.config) == {5: 1, 6: 4, 7: 1}
+    with pytest.raises(ScheduleError, match="layer 5 reads the keys and values of layer 1"):
+        attach(model, SCHEDULES["paper"])
+    with attach(model, "1.6x") as attachment:
+        assert attachment.schedule.drop_order == (2, 3, 5, 6, 4)
+    with pytest.raises(ScheduleError, match="8 layers"):
+        attach(model, "4x")
+    config = copy.deepcopy(model.config)
+    config.layer_types = ["sliding_attention"] * 7 + ["full_attention"]  # what such a small config without any gets
+    with pytest.raises(UnsupportedModelError, match="no layer makes the keys and values"):
+        lenders(config)

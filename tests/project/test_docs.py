@@ -1,13 +1,19 @@
-"""What the documents and scripts name is there: modules and what is in them, files of the repository."""
+"""What pages and scripts name is there, commands are accepted as written, examples run, and the site builds."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from skipdecode.cli import VERBS
+from skipdecode.cli.arguments import Parser, add_options
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "skipdecode"
@@ -66,3 +72,110 @@ def test_what_a_script_imports_from_the_package_exists(script: Path):
     ours = [node for node in imports if node.module and node.module.split(".")[0] == "skipdecode"]
     names = [".".join([*node.module.split(".")[1:], alias.name]) for node in ours for alias in node.names]
     assert not [name for name in names if not is_there(name)]
+
+
+EXAMPLES = [ROOT / "README.md", ROOT / "docs" / "python.md"]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def code_of(page: Path) -> str:
+    """All examples of a page as one program, each on the lines where it stands."""
+    text = page.read_text(encoding="utf-8")
+    lines = [""] * text.count("\n")
+    for found in BLOCK.finditer(text):
+        at = text.count("\n", 0, found.start(1))
+        block = found[1].splitlines()
+        lines[at : at + len(block)] = block
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
+def test_a_page_has_examples_that_are_python(page: Path):
+    code = code_of(page)
+    assert code.strip()
+    compile(code, str(page), "exec")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
+def test_the_examples_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code_of(page), str(page), "exec"), {"__name__": "__main__"})
+    assert "The Eagle" in capsys.readouterr().out
+
+
+ALL_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WORDS = {*VERBS, "bench", "calibrate", "report", "simulate"}  # a page that still shows a verb that was removed fails
+CURRENT = [
+    page for page in ALL_PAGES if page.name not in ("LOG.md", "changelog.md")
+]  # what was written stays as it was
+
+
+def whole_commands(page: Path) -> list[str]:
+    """Commands of this package in a page's code blocks, continued lines joined, without what a shell adds."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.findall(r"^\s*(?:\$ )?(?:\.venv/bin/)?(skipdecode [a-z]+ .*)$", text, re.M)
+    return [re.split(r" [|>&]|  +#", command)[0] for command in found if command.split()[1] in WORDS]
+
+
+def mentions(page: Path) -> list[str]:
+    """Commands in the middle of a text, in backticks, which may leave something out."""
+    found = re.findall(r"`(skipdecode [a-z]+[^`\n]*)`", page.read_text(encoding="utf-8"))
+    return [command for command in found if command.split()[1] in WORDS]
+
+
+def parser_of(verb: str) -> Parser:
+    parser = Parser(prog=f"skipdecode {verb}")
+    add_options(parser, importlib.import_module(f"skipdecode.cli.{verb}").Config)
+    parser.add_argument("--debug", action="store_true")
+    return parser
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda path: path.name)
+def test_commands_are_accepted_as_written(page: Path):
+    for command in whole_commands(page):
+        _, verb, *words = shlex.split(command, comments=True)
+        parser_of(verb).read(words)
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda path: path.name)
+def test_options_that_a_text_names_are_there(page: Path):
+    for command in mentions(page):
+        _, verb, *words = command.split()
+        flags = {word.partition("=")[0].rstrip(",…") for word in words if word.startswith("--")}
+        assert flags - {"--help"} <= set(parser_of(verb)._option_string_actions), command
+
+
+def test_pages_have_commands():
+    assert sum(len(whole_commands(page)) for page in CURRENT) > 15
+    assert sum(len(mentions(page)) for page in CURRENT) > 30
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page: Path):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http", "#", "mailto:")):
+            assert (page.parent / target.split("#")[0]).exists(), target
+
+
+def test_every_page_has_its_place_in_the_navigation():
+    listed = set(re.findall(r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_shows_every_verb_and_public_name(tmp_path: Path):
+    pytest.importorskip("mkdocs", reason="pip install 'skipdecode[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    commands = (tmp_path / "commands.html").read_text(encoding="utf-8")
+    assert all(f"usage: skipdecode {verb}" in commands for verb in VERBS)
+    api = (tmp_path / "api.html").read_text(encoding="utf-8")
+    import skipdecode
+
+    assert all(f'id="skipdecode.{name}"' in api for name in dir(skipdecode) if name != "__version__")
+    page = re.sub(r"<a [^>]*>", "", (tmp_path / "index.html").read_text(encoding="utf-8"))
+    assert not re.findall(r"(?:src|href)=.?https?:[^ >]*", page)  # nothing that a browser would fetch

@@ -16,7 +16,7 @@ from skipdecode.schedule import Schedule
 
 @dataclass(frozen=True)
 class Family:
-    """What the package must know of a model type; `tests/models/test_families.py` tests each entry on a real model."""
+    """What the package must know of a model type; `tests/models/test_oracle.py` tests each entry on a real model."""
 
     layers: str = "model.layers"  # attribute path from the causal LM to its list of decoder layers
     # Elements of the tuple that a layer returns, the first of which is the hidden states; 0: the hidden states alone.

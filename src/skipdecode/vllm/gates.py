@@ -27,7 +27,7 @@ from skipdecode.vllm.projection import KeyProjection, LayerBridge
 from skipdecode.vllm.step_rows import ALL, NONE, StepRows
 from skipdecode.vllm.taps import TapMemory, TapRows
 
-# Each is tested against the transformers path (tests/vllm/plugin/test_families.py). False: schedules that project
+# Each is tested against the transformers path (tests/vllm/plugin/test_oracle.py). False: schedules that project
 # prompts are refused, for keys and values are not one product of the normed state, rotated alike in every layer, or
 # layers have recurrent states.
 _NAMES = {
