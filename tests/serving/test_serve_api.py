@@ -43,23 +43,6 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 RENDERED = "<user>hello<assistant>"
 
 
-@pytest.fixture(scope="module")
-def service():
-    return tiny_service()
-
-
-@pytest.fixture(scope="module")
-def client(service):
-    with running(service) as client:
-        yield client
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(service):
-    yield
-    until(lambda: is_idle(service))
-
-
 # ---------------------------------------------------------------------- answers
 
 

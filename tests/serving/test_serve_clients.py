@@ -24,7 +24,7 @@ import torch
 from pydantic import BaseModel
 
 from checkpoints import HERMES, byte_tokenizer
-from serve_tools import NESTED, is_idle, offline, running, tiny_served_model, tiny_service, until
+from serve_tools import NESTED, offline, running, tiny_served_model, tiny_service
 from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.service import open_service
 
@@ -55,15 +55,9 @@ class Answer(BaseModel, extra="forbid"):
     level: Literal[1, 2, 3]
 
 
-@pytest.fixture(scope="module")
-def service():
-    return tiny_service()
-
-
-@pytest.fixture(scope="module")
-def url(service):
-    with running(service) as client:
-        yield str(client.base_url)
+@pytest.fixture
+def url(client):
+    return str(client.base_url)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +66,6 @@ def tools_url():
     tokenizer.chat_template = HERMES
     with running(open_service(tiny_served_model(), tokenizer, name="tiny")) as client:
         yield f"{client.base_url}/v1"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(service):
-    yield
-    until(lambda: is_idle(service))
 
 
 # ---------------------------------------------------------------------- openai

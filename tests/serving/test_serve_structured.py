@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from checkpoints import byte_tokenizer
-from serve_tools import SCHEDULES, events, is_idle, post, running, streamed_text, tiny_service, until
+from serve_tools import SCHEDULES, events, post, streamed_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -26,23 +26,6 @@ BIAS = {str(token): 7.0 for token in byte_tokenizer()('"}]', add_special_tokens=
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
 # Ambiguous: after some hundred tokens it is too much for the parser.
 AMBIGUOUS = "start: a\na: " + " | ".join('"x"' + " a" * n for n in (2, 0, 3, 4, 5, 6, 7, 8, 9))
-
-
-@pytest.fixture(scope="module")
-def service():
-    return tiny_service()
-
-
-@pytest.fixture(scope="module")
-def client(service):
-    with running(service) as client:
-        yield client
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(service):
-    yield
-    until(lambda: is_idle(service))
 
 
 def chat(**fields):
