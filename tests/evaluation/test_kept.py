@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib import image
 
-from skipdecode.evaluation.kept import impossible, rows_of, with_kept
+from skipdecode.evaluation.compare import impossible, rows_of, with_kept
 from skipdecode.evaluation.pictures import Chart, Point, Series, kept_charts, save_charts
 
 

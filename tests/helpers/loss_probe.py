@@ -12,9 +12,8 @@ from skipdecode import Schedule, attach
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
 from skipdecode.learning.config import TuneConfig
-from skipdecode.learning.objective import Objective, Teacher
+from skipdecode.learning.objective import Objective, Teacher, TrainStep
 from skipdecode.learning.setup import make_optimizer
-from skipdecode.learning.step import TrainStep
 from tiny import LAYERS, tiny_model
 
 VOCABULARY, ROWS, RESPONSE, BATCHES = 50_000, 16, 50, 3

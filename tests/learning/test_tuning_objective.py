@@ -17,9 +17,8 @@ from skipdecode import Schedule, attach
 from skipdecode.data.batches import IGNORE, Batch, collate
 from skipdecode.data.examples import Example
 from skipdecode.learning.config import TuneConfig
-from skipdecode.learning.objective import KeptTeacher, Objective, Teacher, response_logits, token_losses
+from skipdecode.learning.objective import KeptTeacher, Objective, Teacher, TrainStep, response_logits, token_losses
 from skipdecode.learning.setup import make_optimizer
-from skipdecode.learning.step import TrainStep
 from tiny import LAYERS, VOCAB, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)

@@ -23,8 +23,7 @@ from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.engine.loading import load
 from skipdecode.errors import DataError, ModelLoadError, UsageError
-from skipdecode.evaluation.compare import Pair, pairs_table, runs_tables
-from skipdecode.evaluation.kept import rows_of, with_kept
+from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
 from skipdecode.evaluation.methods import Method, other_ways
 from skipdecode.evaluation.metrics import MetricOptions, check_metric, check_metrics, make_metrics
 from skipdecode.evaluation.results import EVAL_DIRECTORY, Run, check_free, is_unfinished, model_about

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError
-from skipdecode.evaluation.kept import Row, measured
+from skipdecode.evaluation.compare import Row, measured
 
 # Okabe and Ito's colours, a little darker: colour-blind readers can distinguish them, also on white paper.
 _COLORS = ("#0b6fae", "#c8501e", "#0a8f6a", "#a8508a", "#a37a00", "#3d97c4", "#6b5bb5", "#5a6673")

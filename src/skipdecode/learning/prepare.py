@@ -19,8 +19,8 @@ from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.examples import RecordOptions, Source, encode_source, make_template, read_sources
 from skipdecode.engine.loading import load
+from skipdecode.evaluation.compare import with_kept
 from skipdecode.evaluation.evaluate import evaluate
-from skipdecode.evaluation.kept import with_kept
 from skipdecode.evaluation.metrics import MetricOptions
 from skipdecode.evaluation.pictures import kept_charts, save_charts
 from skipdecode.generation.llm import LLM

@@ -13,7 +13,7 @@ from typing import Any
 from skipdecode.common.files import write_whole
 from skipdecode.common.tables import Printed, figures
 from skipdecode.errors import ScheduleError
-from skipdecode.evaluation.kept import fastest_that_keeps, impossible, kept_columns
+from skipdecode.evaluation.compare import fastest_that_keeps, impossible, kept_columns
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE
 from skipdecode.models.carried import FIT_FILE

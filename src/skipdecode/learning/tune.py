@@ -28,9 +28,16 @@ from skipdecode.engine.loading import load
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
-from skipdecode.learning.checkpoint import CHECKPOINTS, LOG_FILE, dev_losses
+from skipdecode.learning.checkpoint import (
+    CHECKPOINTS,
+    LOG_FILE,
+    check_same_run,
+    data_entry,
+    dev_losses,
+    make_recipe,
+    write_recipe,
+)
 from skipdecode.learning.config import TuneOptions
-from skipdecode.learning.recipe import check_same_run, data_entry, make_recipe, write_recipe
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import check_schedule, vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit

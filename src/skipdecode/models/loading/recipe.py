@@ -1,6 +1,6 @@
 """Reads a checkpoint's recipe.json: the prompt template and the schedules of the tuning.
 
-`skipdecode tune` writes recipes (`skipdecode.learning.recipe`). No other module reads them.
+`skipdecode tune` writes recipes (`skipdecode.learning.checkpoint`). No other module reads them.
 """
 
 from __future__ import annotations
