@@ -13,9 +13,10 @@ from tuning_data import records, save_model, write_jsonl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["jamba", "lfm2"])
-def test_a_hybrid_goes_the_whole_way(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(save_model(tmp_path / "model", model_type=family))
+@pytest.mark.parametrize("family", ["gemma4_text", "jamba", "lfm2"])
+def test_a_model_goes_the_whole_way(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"vocab_size_per_layer_input": 259} if family == "gemma4_text" else {}
+    model = str(save_model(tmp_path / "model", model_type=family, **words))
     train, dev = (str(write_jsonl(tmp_path / f"{n}.jsonl", records(n, n))) for n in (60, 16))
     form = ["--prompt-template", "{colour}-{thing}:", "--response-field", "ref"]
     asked = ["--target-speedup", "1.05", "--minutes", "0", "--train", train, "--dev", dev]
@@ -33,21 +34,14 @@ def test_a_hybrid_goes_the_whole_way(family: str, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.skipif("gemma4_text" not in FAMILIES, reason="this transformers has no Gemma 4")
-def test_layers_that_share_keys_are_planned_for_or_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The search of an order, and export, know nothing of layers that read the keys and values of others."""
+def test_layers_that_lend_keys_are_dropped_after_their_readers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     kind = {"model_type": "gemma4_text", "vocab_size_per_layer_input": 259}
     model, out = str(save_model(tmp_path / "model", **kind)), str(tmp_path / "out")
     train = str(write_jsonl(tmp_path / "train.jsonl", records(8, 1)))
-    assert main(["info", model]) == 0
-    assert json.loads(capsys.readouterr().out)["num_layers"] == 8
     assert main(["plan", model, "--target-speedup", "1.05", "--json", "--seq-len", "8"]) == 0
     schedule = json.loads(capsys.readouterr().out)["schedule"]
-    assert schedule["prompt"] == "full"
-    assert 1 not in schedule["drop_order"]  # layer 7 reads its keys
-    for words, reason in (
-        (["plan", model, "--target-speedup", "1.05", "--prompt-layers", "3"], "full or max_exit"),
-        (["prepare", model, "--target-speedup", "1.05", "--train", train, "--out", out], "read the keys and values"),
-        (["export", model, "--schedule", "1.6x:flat:pmax_exit", "--out", out], "depend on their number"),
-    ):
-        assert main(words) == 2
-        assert reason in capsys.readouterr().err
+    assert (schedule["prompt"], 1 in schedule["drop_order"]) == ("full", False)  # layer 7 reads the keys of 1
+    prepare = ["prepare", "--train", train, "--out", out, "--prompt-depths", "3"]
+    for words in (["plan", "--prompt-layers", "3"], prepare):
+        assert main([words[0], model, "--target-speedup", "1.05", *words[1:]]) == 2
+        assert "full or max_exit" in capsys.readouterr().err

@@ -60,11 +60,12 @@ def test_cached_models_are_listed_with_their_size(capsys: pytest.CaptureFixture[
         ("apertus", {}, "fast", True),
         ("gpt2", {}, "fast", False),
         ("bloom", {}, "transformers (no fast path for model type 'bloom'", False),
+        ("lfm2", {}, "fast", None),
         ("gemma3_text", {"use_bidirectional_attention": True}, "transformers (its attention to later tokens", True),
     ],
 )
 def test_a_model_has_its_engine_and_what_prompts_compute_in_layers_that_they_do_not_run(
-    family: str, changes: dict[str, Any], engine: str, alone: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, changes: dict[str, Any], engine: str, alone: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_model(family, **changes).config.save_pretrained(tmp_path)
     assert main(["info", str(tmp_path)]) == 0

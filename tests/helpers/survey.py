@@ -74,10 +74,11 @@ def measured(model_type: str) -> dict[str, Any]:
     if FAMILIES[model_type].recurrent:
         kinds = {"hybrid" if attention else "recurrent": True} | kinds
     prompts = ["full", "max_exit", "sets"][: 2 if kinds["shared KV"] or FAMILIES[model_type].recurrent else 3]
-    for layers_left in (Schedule.even(LAYERS, (4,)).layers(0), SCHEDULES["constant"].layers(0)):
+    for schedule in (Schedule.even(LAYERS, (4,)), SCHEDULES["constant"]):
         with suppress(UsageError):
-            cut_model(deepcopy(model), layers_left)
+            cut_model(deepcopy(model), lent_last(model.config, schedule).layers(0))
             exported += 1
+    maps = "sets" in prompts and all(map(keys_and_values, layers))
     halved = lent_last(model.config, Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=5, seq_len=32))
     ids, mask = ragged_prompts()
     with attach(model, halved) as attachment:
@@ -90,7 +91,7 @@ def measured(model_type: str) -> dict[str, Any]:
         "prompts": ", ".join(prompts),
         "state, bytes": cache.kv_bytes_full(),
         "freed at 2x": cache.kv_bytes_full() - cache.kv_bytes(),
-        "fit": "bridges, maps" if "sets" in prompts and all(map(keys_and_values, layers)) else "bridges",
+        "fit": "no" if kinds["shared KV"] else "bridges" + maps * ", maps",
         "export": ("no", "some layers", "yes")[exported],
     }
 
@@ -99,7 +100,7 @@ def known(model_type: str) -> dict[str, str]:
     """A line of docs/models.md: what the tables of the package say of a type."""
     family, fast = FAMILIES[model_type], "yes" if model_type in READERS else "no"
     vllm = PROJECTS.get(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""))
-    turn = "own loop" if family.layers == "backbone.layers" else "same mask"
+    turn = "same mask" if family.turns else "own loop"
     return {
         "ragged batch": "in one piece" if family.recurrent else "yes",
         "second turn": turn if family.recurrent else "yes",
@@ -158,14 +159,12 @@ def survey(model_type: str) -> str:
     handle.remove()
     returns = len(seen[0]) if isinstance(seen[0], tuple) else 0
     known = FAMILIES.get(model_type)
-    rows = [known] if known else [Family(path, returns, each) for each in ("types", "all", "none")]
-    rows += [] if known else [Family(path, returns, "cache", recurrent=True)]
+    rows = [Family(path, returns, each, recurrent=each == "cache") for each in ("types", "all", "none", "cache")]
     results = []
-    for row in rows:
+    for row in [known] if known else rows:
         FAMILIES[model_type] = row
         try:
-            prompts = PROMPTS[:2] if row.recurrent else PROMPTS
-            worst = [differences(model, prompt) for prompt in prompts]
+            worst = [differences(model, prompt) for prompt in PROMPTS[: 2 if row.recurrent else 3]]
             if max(worst) < 1e-4:
                 return f"ok {row}"
             results.append(f"{row.windows}: " + ", ".join(f"{w:.1e}" for w in worst))

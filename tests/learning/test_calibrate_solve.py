@@ -43,9 +43,11 @@ def test_few_candidates_measure_less_and_a_layer_that_turned_bad_makes_room():
     assert len(measured) == greedy_trials(6, 4, 2) == 13
 
 
-def test_equals_are_decided_by_the_cheaper_ranking():
+def test_equals_are_decided_by_the_cheaper_ranking_and_layers_that_lend_go_after_their_readers():
     rounds = greedy_order(lambda sets: [1.0] * len(sets), range(1, 4), 3, 1, {1: 0.3, 2: 0.1, 3: 0.2})
     assert [r.dropped for r in rounds] == [2, 3, 1]
+    rounds = greedy_order(lambda sets: [1.0] * len(sets), range(4), 3, 2, dict(enumerate(range(4))), {3: 0, 4: 1})
+    assert [r.dropped for r in rounds] == [2, 3, 0]
 
 
 # ---------------------------------------------------------------------- costs

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
 from checkpoints import CHAT_TEMPLATE, byte_tokenizer, save_adapter, save_tokenizer
-from every import EVERY
+from every import EVERY, suited
 from fits import random_fit
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
@@ -21,7 +21,8 @@ from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import FAMILIES
 from skipdecode.models.loading.export import check_exportable, cut_model
 from skipdecode.models.loading.ref import ModelRef
-from tiny import LAYERS, ragged_prompts, tiny_model
+from skipdecode.models.loading.saving import with_old_names
+from tiny import LATER, LAYERS, ragged_prompts, tiny_model
 
 NEW = 8
 SCATTERED = Schedule(LAYERS, (5, 2, 4, 3, 1), (5,), prompt="max_exit")
@@ -67,7 +68,13 @@ def test_plain_transformers_gives_the_text_of_the_schedule(family: str, tmp_path
         with pytest.raises(UsageError, match="number"):
             cut_model(tiny_model(family), SCATTERED.layers(0))
         return
-    check_exported(tiny_model(family), SCATTERED, tmp_path)
+    check_exported(tiny_model(family), suited(family, SCATTERED), tmp_path)
+
+
+@pytest.mark.parametrize("family", [each for each in ("beam", "gemma4_text", "lfm3") if each in LATER])
+def test_names_for_transformers_4_change_nothing_for_transformers_5(family: str):
+    config = tiny_model(family).config
+    assert AutoConfig.for_model(**with_old_names(config.to_dict())).rope_parameters == config.rope_parameters
 
 
 @pytest.mark.parametrize("family", LISTED)

@@ -97,9 +97,8 @@ def test_pieces_and_a_second_turn_equal_the_oracle(family: str, prompt: str) -> 
     model, schedule = shared_model(family), replace(FALLING, prompt=prompt)
     text = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(4))
     active = active_tokens(schedule, 8, 16)
-    last = torch.zeros(LAYERS, dtype=torch.bool)
-    last[list(schedule.layers(10**6))] = True
-    active[:, 12:] = last[:, None]  # the second turn: one generated token and its tokens
+    # The second turn: one generated token and its tokens.
+    active[:, 12:] = torch.tensor([[n in schedule.layers(10**6)] for n in range(LAYERS)])
     expected = oracle_logits(model, text, torch.ones_like(text), active)
     named = position_ids(model, torch.ones_like(text)) if "backbone" not in FAMILIES[family].layers else {}
     with attach(model, schedule) as attachment:
@@ -121,8 +120,7 @@ def test_moved_rows_and_freed_states(family: str) -> None:
         moved.reorder_cache(order)
         name = model_cache_name(model)
         rest = [model(input_ids=IDS[order][:, c : c + 1], **{name: moved}).logits for c in range(8, 12)]
-    made = torch.cat([first, torch.cat(rest, 1)[order]], 1)
-    assert (made - wanted).abs().max() < 1e-5
+    assert (torch.cat([first, torch.cat(rest, 1)[order]], 1) - wanted).abs().max() < 1e-5
     assert plain.kv_bytes() == moved.kv_bytes() < plain.kv_bytes_full()
     with attach(model, Schedule.full(LAYERS)) as attachment:
         whole = attachment.new_cache(6)
@@ -137,10 +135,9 @@ def test_moved_rows_and_freed_states(family: str) -> None:
 def test_a_row_of_the_engine_is_the_row_alone(family: str) -> None:
     prompts = [(5, 6, 7, 8, 9, 10, 11), (12, 13), (14,), (15, 16, 17, 18)]
     requests = [Request(prompt, max_new_tokens=5 + 2 * n) for n, prompt in enumerate(prompts)]
-    together, alone = (
-        GatedEngine(shared_model(family), RANDOM_NESTED, max_rows=rows).decode(requests) for rows in (4, 1)
-    )
-    assert [row.tokens for row in together] == [row.tokens for row in alone]
+    model = shared_model(family)
+    found = [GatedEngine(model, RANDOM_NESTED, max_rows=rows).decode(requests) for rows in (4, 1)]
+    assert [row.tokens for row in found[0]] == [row.tokens for row in found[1]]
 
 
 @few

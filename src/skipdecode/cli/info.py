@@ -38,7 +38,7 @@ def _about(model: str, base: str | None) -> dict[str, Any]:
 
     from skipdecode.engine.model_spec import read_model
     from skipdecode.errors import UnfitModelError
-    from skipdecode.models.families import decoder_layers, projection
+    from skipdecode.models.families import decoder_layers, projection, projects
     from skipdecode.models.loading.ref import ModelRef
 
     config = ModelRef(model, given_base=base).config
@@ -53,8 +53,9 @@ def _about(model: str, base: str | None) -> dict[str, Any]:
         "model": model,
         "model_type": config.model_type,
         "num_layers": len(layers),
-        # Whether a layer computes only keys and values for prompt tokens that it does not run, or queries too.
-        "projects_alone": projection(layers[0], "q_proj") is not None,
+        # Whether a layer computes only keys and values for prompt tokens that it does not run, or queries too; null if
+        # prompts have no sets.
+        "projects_alone": projection(layers[0], "q_proj") is not None if projects(config) else None,
         "engine": engine,
     }
 

@@ -27,12 +27,12 @@ from skipdecode.data.examples import Example, Source, encode_source, make_templa
 from skipdecode.engine.loading import load
 from skipdecode.errors import UsageError
 from skipdecode.learning.fitting import Fitter
-from skipdecode.learning.goal import check_layers, set_goal
+from skipdecode.learning.goal import set_goal, suited
 from skipdecode.learning.search import search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
 from skipdecode.learning.tune import copied
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.families import check_searchable, projects
+from skipdecode.models.families import lenders
 from skipdecode.models.fit import Fit, keep_fit, own_fit_kept
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
@@ -142,10 +142,10 @@ def calibrate(
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
     known = None if cost is None else _checked_cost(cost, settings, ref.num_layers)
-    check_searchable(ref.config)
-    check_layers(settings, ref.num_layers)
-    if settings.whole and not settings.prompt_depths and not projects(ref.config):
-        settings = replace(settings, prompt_depths=("full",))
+    settings = suited(settings, ref.config)
+    if (shared := lenders(ref.config)) and settings.fit:
+        note(f"no fit: layers of a {ref.config.model_type} model read the keys and values of others")
+        settings = replace(settings, fit=False)
     template = make_template(settings, data)
     (file,) = read_sources({"data": data}, template, {}, skip_bad=settings.skips_bad).values()
     with ExitStack() as stack:
@@ -167,7 +167,7 @@ def calibrate(
             if settings.fit and not known.bridge_share:  # else the given cost counts a fit
                 geometry = ModelGeometry.from_config(ref.config)
                 fitted = known.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
-        goal = set_goal(settings, known, prompt_len, [len(e.response) for e in learn], ref.num_layers, fitted)
+        goal = set_goal(settings, known, prompt_len, [len(e.response) for e in learn], ref.num_layers, fitted, shared)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         found = search_model(settings, goal, loaded, learn, check, fitter, place / STORE_FILE)
         if found.fit is not None:

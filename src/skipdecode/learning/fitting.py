@@ -304,9 +304,9 @@ class _Sweep:
 
     def _layer(self, index: int, number: int, states: Tensor, start: int = 0) -> Tensor:
         """A layer's output; columns before `start` only leave their keys and values there, and pass by."""
-        named = self._calls[number].arguments[index]
+        args, named = self._calls[number].arguments[index]
         with self._gated(index, LayerPlan(states.shape[1], start)) if start else contextlib.nullcontext():
-            out = self._layers[index](states, **named)
+            out = self._layers[index](states, *args, **named)
         after: Tensor = out[0] if self._tuples else out
         batch = self._batches[number]
         check_finite(after[batch.attention_mask.bool()], batch.ids)
@@ -335,25 +335,23 @@ class _Calls:
     """What a model's forward calls its layers with for one batch."""
 
     embedded: Tensor
-    arguments: list[dict[str, Any]]
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _layer_calls(model: Any, layers: list[Any], tuples: int, batch: Batch) -> _Calls:
     """The arguments of each layer and the states before the first one; no layer runs."""
-    seen: list[tuple[Tensor, dict[str, Any]]] = []
+    seen: list[tuple[Tensor, tuple[tuple[Any, ...], dict[str, Any]]]] = []
 
     def record(hidden_states: Tensor, *args: Any, **named: Any) -> Any:
-        if args:
-            raise FitError(f"{type(model).__name__} calls its layers without names of arguments: it cannot be fitted")
-        seen.append((hidden_states, named | {"use_cache": False}))
-        return (hidden_states,) if tuples else hidden_states
+        seen.append((hidden_states, (args, named | {"use_cache": False})))
+        return (hidden_states, *[None] * (tuples - 1)) if tuples else hidden_states
 
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.enter_context(calling(layer, record))
         call = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "use_cache": False}
         model.base_model(**call, position_ids=batch.position_ids)
-    return _Calls(seen[0][0], [named for _, named in seen])
+    return _Calls(seen[0][0], [arguments for _, arguments in seen])
 
 
 @contextlib.contextmanager

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any, TypeVar
 
 from skipdecode.cost.model import CostModel, TextCost
 from skipdecode.cost.solve import Depths, out_of_reach
 from skipdecode.errors import TargetError, UsageError
 from skipdecode.learning.settings import CalibrationSettings
+from skipdecode.models.families import check_schedule, layers_in, lenders, projects
 from skipdecode.schedule import PromptDepth, Schedule
-from skipdecode.schedule.order import Order, bottom_up, least_budget, prompt_set
+from skipdecode.schedule.order import bottom_up, lent_order, prompt_set
 
+_Settings = TypeVar("_Settings", bound=CalibrationSettings)
 _PROMPT_SHARES = (2 / 3, 1 / 2, 1 / 3)
 
 
@@ -29,7 +32,8 @@ class Goal:
     `workload` has the cost of a fit, if there is to be one; `unfitted` has not, and the baselines are solved under it.
     `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. Schedules
     are linear decays over `seq_len` positions, or flat. `paper` and `even` are baselines of this cost.
-    `prompts` are the prompt sets with which the target is in reach, those of one depth together.
+    `prompts` are the prompt sets with which the target is in reach, those of one depth together. `shared`: the layers
+    that read another's keys and values, each with that layer.
     """
 
     workload: TextCost
@@ -41,6 +45,7 @@ class Goal:
     paper: Schedule
     even: Schedule
     prompts: tuple[tuple[PromptDepth, ...], ...]
+    shared: Mapping[int, int]
 
     def schedule(self, order: Sequence[int], prompt: PromptDepth) -> Schedule:
         """The deepest schedule in a drop order, for a prompt set of `prompts`; the fewest layers if none fits."""
@@ -71,18 +76,32 @@ def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[Prompt
     return list(dict.fromkeys(found))
 
 
-def check_layers(settings: CalibrationSettings, layers: int) -> None:
-    """Raise an error if the settings do not fit a model of so many layers."""
-    floor, warmup = least_budget(layers, settings.warmup_layers), settings.warmup_layers
-    for name, value, low, most in (
-        ("warmup_layers", warmup, 0, layers - 1),
-        ("least", settings.least or floor, floor, layers),
-    ):
-        if not low <= value <= most:
-            raise UsageError(f"`{name}` {value} is not accepted for {layers} layers: give {low} to {most}")
-    prompt_sets(settings, layers)
+def suited(settings: _Settings, config: Any) -> _Settings:
+    """The settings for a model with this transformers config: where prompts can have no sets, they run full depth.
+
+    Raises an error if the settings do not fit the model, before any work.
+    """
+    layers, warmup = layers_in(config), settings.warmup_layers
+    if settings.whole and not settings.prompt_depths and not projects(config):
+        settings = replace(settings, prompt_depths=("full",))
+    _lowest_order(settings, layers, lenders(config))
+    for prompt in chain(*prompt_sets(settings, layers)):
+        check_schedule(config, Schedule.constant(layers, layers, warmup_layers=warmup, prompt=prompt))
     if settings.nominal_speedup is not None:
         Schedule.from_speedup(layers, settings.nominal_speedup, 64, warmup_layers=warmup)
+    return settings
+
+
+def _lowest_order(settings: CalibrationSettings, layers: int, shared: Mapping[int, int]) -> tuple[int, ...]:
+    """The paper's order, with all layers that may go; UsageError if the settings keep other layers than there are."""
+    if not 0 <= settings.warmup_layers < layers:
+        raise UsageError(
+            f"`warmup_layers` {settings.warmup_layers} is not accepted for {layers} layers: give 0 to {layers - 1}"
+        )
+    order = lent_order(bottom_up(layers, settings.warmup_layers), shared)
+    if not (floor := layers - len(order)) <= (least := settings.least or floor) <= layers:
+        raise UsageError(f"`least` {least} is not accepted for {layers} layers: give {floor} to {layers}")
+    return order
 
 
 def set_goal(
@@ -92,17 +111,18 @@ def set_goal(
     lengths: Sequence[int],
     layers: int,
     fitted: CostModel | None = None,
+    shared: Mapping[int, int] | None = None,
 ) -> Goal:
     """The goal for texts of these lengths (generated tokens, end token included).
 
-    `cost`: needed for a wall-clock target. `fitted`: the cost with the fit that the schedule gets.
+    `cost`: needed for a wall-clock target. `fitted`: the cost with the fit that the schedule gets. `shared`: of `Goal`.
 
     Raises TargetError: no schedule that keeps warm-up layers, last layer and `least` reaches the target; UsageError:
     `least` or `warmup_layers` does not fit the model.
     """
-    check_layers(settings, layers)
-    warmup, flat = settings.warmup_layers, settings.flat
-    floor = settings.least or least_budget(layers, warmup)
+    warmup, flat, shared = settings.warmup_layers, settings.flat, shared or {}
+    lowest = _lowest_order(settings, layers, shared)
+    floor = settings.least or layers - len(lowest)
     unfitted = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, whole=settings.whole)
     workload = replace(unfitted, cost=fitted or unfitted.cost)
     ordered = sorted(lengths)
@@ -111,7 +131,7 @@ def set_goal(
     wanted, deepest = prompt_sets(settings, layers), {}
     for prompt in chain(*wanted):
         # What prompts run goes first: then they project the most layers, the order that costs most.
-        order = sorted(bottom_up(layers, warmup), key=lambda layer: prompt != "full" and layer not in prompt)
+        order = sorted(lowest, key=lambda layer: prompt != "full" and layer not in prompt)
         found = _depths(layers, tuple(order), warmup, 1, True).within(workload, limit, prompt)
         if found is not None and found.budgets[0] >= floor:
             deepest[prompt] = found.budgets[0]
@@ -123,21 +143,14 @@ def set_goal(
         raise TargetError(out_of_reach(workload, target, best, why))
     prompts = tuple(filter(None, (tuple(prompt for prompt in sets if prompt in deepest) for sets in wanted)))
     # Of baselines one prompt set is enough: the one that leaves both phases most.
-    prompt, most = max(deepest.items(), key=lambda each: min(layers if each[0] == "full" else len(each[0]), each[1]))
-    if flat:
-        paper = Schedule.constant(layers, most, warmup_layers=warmup, prompt=prompt)
-        even, least = paper.reordered("even"), min(deepest.values())
-    else:
-        paper, even = (_baseline(name, unfitted, limit, seq_len, warmup, prompt) for name in ("bottom-up", "even"))
-        lowest = min(paper.budgets[-1], math.ceil(min(deepest.values()) / 2))
-        least = max(least_budget(layers, warmup), lowest)
-    baselines = replace(paper, name="paper"), replace(even, name="even")
-    return Goal(workload, unfitted, limit, settings.least or least, seq_len, flat, *baselines, prompts)
-
-
-def _baseline(order: Order, texts: TextCost, limit: float, seq_len: int, warmup: int, prompt: PromptDepth) -> Schedule:
-    depths = Depths(texts.cost.num_layers, order, warmup, seq_len)
-    return depths.within(texts, limit, prompt) or depths.schedule(0.0, prompt)
+    prompt = max(deepest, key=lambda each: min(layers if each == "full" else len(each), deepest[each]))
+    depths = _depths(layers, lowest, warmup, seq_len, flat)
+    paper = replace(depths.within(unfitted, limit, prompt) or depths.schedule(0.0, prompt), name="paper")
+    even = replace(paper, drop_order=lent_order(paper.reordered("even").drop_order, shared), name="even")
+    least = min(deepest.values())
+    if not flat:
+        least = max(layers - len(lowest), min(paper.budgets[-1], math.ceil(least / 2)))
+    return Goal(workload, unfitted, limit, settings.least or least, seq_len, flat, paper, even, prompts, shared)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:

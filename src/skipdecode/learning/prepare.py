@@ -25,7 +25,7 @@ from skipdecode.evaluation.metrics import MetricOptions
 from skipdecode.evaluation.pictures import kept_charts, save_charts
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
-from skipdecode.learning.goal import prompt_sets
+from skipdecode.learning.goal import prompt_sets, suited
 from skipdecode.learning.prepared import MILDER, NEIGHBOURS, TIMES, Prepared, neighbours, tuned_directory
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
@@ -39,7 +39,6 @@ from skipdecode.learning.sources import Sources
 from skipdecode.learning.stages import EVALUATIONS, SHARES, Pace, Stages
 from skipdecode.learning.tune import tune
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.families import check_searchable
 from skipdecode.models.fit import own_fit_kept
 from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit
 from skipdecode.models.loading.card import PICTURE_FILE
@@ -133,9 +132,8 @@ class _Run:
         self.shares = MILDER if settings.keep is not None and settings.target_speedup is None else NEIGHBOURS
         self.ending = _ENDING if settings.keep is None else _ALL_WAYS  # of the first evaluation's time, the last one's
         depths = CalibrationSettings(target_speedup=self.target, prompt_depths=settings.prompt_depths)
-        check_searchable(ref_of(model).config)
         layers = ref_of(model).num_layers
-        self.prompt_sets = prompt_sets(depths, layers)
+        self.prompt_sets = prompt_sets(suited(depths, ref_of(model).config), layers)
         for speedup in settings.sampled_speedups:
             Schedule.from_speedup(layers, speedup, _SOME_POSITIONS)
         if isinstance(cost, str | Path):

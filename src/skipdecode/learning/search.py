@@ -27,6 +27,7 @@ from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.order import lent_order, may_go
 
 Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
 Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
@@ -134,7 +135,7 @@ def search(
         order = tuple(r.dropped for r in rounds)
     else:
         ranked = sorted(_droppable(settings, goal), key=lambda layer: (influence[layer], layer))
-        order = tuple(ranked[: layers - goal.least])
+        order = lent_order(ranked, goal.shared)[: layers - goal.least]
     sets = [[goal.schedule(order, prompt) for prompt in of_depth] for of_depth in goal.prompts]
     every = list(chain(*sets))
     fitted = [schedule for schedule in every if not schedule.is_full]
@@ -177,7 +178,9 @@ def _greedy_rounds(
         warmup = settings.warmup_layers
         return meter.losses([Schedule(layers, gone, (layers - len(gone),), warmup) for gone in sets])
 
-    return greedy_order(measure, droppable, layers - goal.least, settings.candidates, dict(enumerate(influence)))
+    return greedy_order(
+        measure, droppable, layers - goal.least, settings.candidates, dict(enumerate(influence)), goal.shared
+    )
 
 
 def _verdict(
@@ -207,7 +210,12 @@ def _verdict(
 
 
 def greedy_order(
-    measure: Measure, layers: Sequence[int], drops: int, candidates: int, prior: Mapping[int, float]
+    measure: Measure,
+    layers: Sequence[int],
+    drops: int,
+    candidates: int,
+    prior: Mapping[int, float],
+    shared: Mapping[int, int] | None = None,
 ) -> list[Round]:
     """Drop `drops` layers one after the other.
 
@@ -215,14 +223,14 @@ def greedy_order(
     tried; a layer that is tried and turns out worse makes room for the next, so none is out for good.
 
     `measure`: gives the loss of each of several sets of layers that are left out. `layers`: layers that may go.
-    `prior`: a cheaper ranking (block influence) that decides between equals, the lowest first.
+    `prior`: a cheaper ranking (block influence) that decides between equals, the lowest first. `shared`: see `may_go`.
     """
     rises = dict.fromkeys(layers, 0.0)
     base = measure([()])[0]
     rounds: list[Round] = []
     for number in range(drops):
         gone = tuple(r.dropped for r in rounds)
-        ranked = sorted(rises, key=lambda layer: (rises[layer], prior[layer], layer))
+        ranked = sorted(may_go(rises, gone, shared or {}), key=lambda layer: (rises[layer], prior[layer], layer))
         tried = ranked if number == 0 else ranked[:candidates]
         losses = dict(zip(tried, measure([(*gone, layer) for layer in tried]), strict=True))
         rises |= {layer: loss - base for layer, loss in losses.items()}

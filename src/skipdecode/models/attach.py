@@ -139,7 +139,7 @@ class Attachment:
                 "to change it, or detach first"
             )
         self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts)
-        self._gate_state.lenders = lenders(self._model.config.get_text_config(decoder=True))
+        self._gate_state.lenders = lenders(self._model.config)
         self._schedule = Schedule.full(len(self._layers))
         self._find_fit: Callable[[], Fit | None] | None = functools.partial(carried_fit, model) if fit is None else None
         self._fit: Fit | None = None
@@ -371,7 +371,7 @@ class Attachment:
             with self._prompt_of(prompt):
                 return plain(**kwargs)
         cache = kwargs[name] = kwargs.get(name) or self.new_cache()
-        if name == "cache_params" and cache.length:
+        if cache.length and not self._family.turns:
             raise UnsupportedFeatureError(
                 "a second turn on a used cache is not supported for this model: transformers' generate reads the "
                 "whole text again, on top of the states; leave the cache out"

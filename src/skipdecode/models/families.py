@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
-from skipdecode.errors import AttachError, ScheduleError, UnsupportedModelError, UsageError
+from skipdecode.errors import AttachError, ScheduleError, UnsupportedModelError
 from skipdecode.models.release import before
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.order import lent_order
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Family:
     continues: bool = True
     # Whether a forward without position ids counts from the length of the cache; else it counts from 0.
     places: bool = True
+    # Whether `generate` goes on from a used cache; else it reads the whole text again, on top of the states.
+    turns: bool = True
 
 
 _BLOCKS = "transformer.h"
@@ -55,11 +58,12 @@ _ROWS: list[tuple[Family, str]] = [
     (Family(windows="all"), "doge ministral3 mistral mixtral phimoe qwen3_moe starcoder2"),
     (
         _MIXED,
-        "afmoe cohere2 cohere2_moe cwm flint gemma2 gemma3_text gpt_oss granite_swa granitemoe_swa kolibri1 "
-        "laguna mellum mimo_v2_flash ministral modernbert-decoder olmo3 qwen2_moe vaultgemma",
+        "afmoe cohere2 cohere2_moe cwm flint gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text "
+        "gpt_oss granite_swa granitemoe_swa kolibri1 laguna mellum mimo_v2_flash ministral modernbert-decoder olmo3 "
+        "qwen2_moe vaultgemma",
     ),
     (Family(numbered=True), "diffllama"),
-    (replace(_MIXED, numbered=True), "beam gemma3n_text gemma4_text gemma4_unified_text"),
+    (replace(_MIXED, numbered=True), "beam"),
     (Family(windows="all", renews_keys=True), "phi3"),
     (Family(_BLOCKS), "ctrl gpt2 gpt_bigcode"),
     (Family(_BLOCKS, returns=1), "bloom falcon gpt_neo"),
@@ -80,8 +84,8 @@ _ROWS: list[tuple[Family, str]] = [
     (replace(_STATES, returns=2, places=False), "bamba"),
     (replace(_STATES, continues=False), "jamba"),
     (replace(_STATES, continues=False, numbered=True), "zamba"),
-    (replace(_STATES, layers="backbone.layers"), "mamba2"),
-    (replace(_STATES, layers="backbone.layers", continues=False), "falcon_mamba mamba"),
+    (_ALONE := replace(_STATES, layers="backbone.layers", turns=False), "mamba2"),
+    (replace(_ALONE, continues=False), "falcon_mamba mamba"),
 ]
 FAMILIES = {model_type: family for family, types in _ROWS for model_type in types.split()}
 _REFUSED = {
@@ -141,8 +145,8 @@ def family_of(model_type: str) -> Family:
 
 
 def check_schedule(config: Any, schedule: Schedule) -> None:
-    """Raise ScheduleError if a model with this transformers config cannot run the schedule."""
-    config = config.get_text_config(decoder=True)
+    """Raise ScheduleError if a model with this transformers config cannot run the schedule; errors as `family_of`."""
+    family_of(config.get_text_config(decoder=True).model_type)
     schedule.check_fits(layers_in(config))
     shared = lenders(config)
     if schedule.projected and not projects(config):
@@ -162,21 +166,13 @@ def check_schedule(config: Any, schedule: Schedule) -> None:
 
 
 def projects(config: Any) -> bool:
-    """Whether prompts of a model with this text config may run layers of their own."""
-    return not (lenders(config) or family_of(config.model_type).recurrent)
-
-
-def check_searchable(config: Any) -> None:
-    """Raise UsageError if no drop order can be searched for models with this transformers config."""
-    if lenders(config.get_text_config(decoder=True)):
-        raise UsageError(
-            f"layers of a {config.model_type} model read the keys and values of others, which the search of a drop "
-            "order does not know: tune under the paper's order, with a schedule such as 2x"
-        )
+    """Whether prompts of a model with this transformers config may run layers of their own."""
+    return not (lenders(config) or family_of(config.get_text_config(decoder=True).model_type).recurrent)
 
 
 def lenders(config: Any) -> dict[int, int]:
-    """Of a text config: the layers that make no keys and values, each with the layer whose ones it reads."""
+    """Of a transformers config: layers that make no keys and values, each with the layer whose ones it reads."""
+    config = config.get_text_config(decoder=True)
     kinds: Any = getattr(config, "layer_types", None)
     count = getattr(config, "num_kv_shared_layers", None) or 0
     own = layers_in(config) - count
@@ -193,12 +189,8 @@ def lent_last(config: Any, schedule: Schedule) -> Schedule:
 
     Layers whose reader never goes stay too, so the fewest layers may be out of reach: ScheduleError.
     """
-    shared = lenders(config.get_text_config(decoder=True))
-    left, order = [*schedule.drop_order], list[int]()
-    while found := [n for n in left if all(one in order for one, lender in shared.items() if lender == n)]:
-        order.append(found[0])
-        left.remove(found[0])
-    return replace(schedule, drop_order=tuple(order)) if shared else schedule
+    shared = lenders(config)
+    return replace(schedule, drop_order=lent_order(schedule.drop_order, shared)) if shared else schedule
 
 
 def _works() -> str:

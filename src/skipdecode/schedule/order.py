@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Any, Literal
 
@@ -97,6 +97,23 @@ def _spread(items: list[int]) -> list[int]:
     bits = max(len(items) - 1, 0).bit_length()
     ranks = (int(format(i, f"0{bits}b")[::-1], 2) if bits else 0 for i in range(2**bits))
     return [items[r] for r in ranks if r < len(items)]
+
+
+def may_go(layers: Iterable[int], gone: Collection[int], shared: Mapping[int, int]) -> list[int]:
+    """Of these layers, those not `gone` that lend nothing to a layer that is left.
+
+    `shared`: the layers that read another's keys and values, each with that layer.
+    """
+    read = {lender for one, lender in shared.items() if one not in gone}
+    return [layer for layer in layers if layer not in gone and layer not in read]
+
+
+def lent_order(order: Sequence[int], shared: Mapping[int, int]) -> tuple[int, ...]:
+    """A drop order in which layers that lend come after all their readers; those whose reader never goes stay."""
+    found = list[int]()
+    while free := may_go(order, found, shared):
+        found.append(free[0])
+    return tuple(found)
 
 
 def check_order(drop_order: tuple[int, ...], num_layers: int, warmup_layers: int) -> None:

@@ -38,7 +38,12 @@ _NAMES = {
 PROJECTS = {f"{name}ForCausalLM": projects for projects, names in _NAMES.items() for name in names.split()}
 """By vLLM's architecture: whether a layer can store keys and values without running."""
 
-_WRONG = {"Lfm2ForCausalLM": ", which on CPUs gives other tokens than transformers at full depth"}
+_WRONG = {  # at full depth, without this plugin
+    "Cohere2ForCausalLM": ", whose windows are longer than those of transformers by a token",
+    "Ernie4_5_MoeForCausalLM": ", which on CPUs leaves out the bias by which experts are chosen",
+    "Lfm2ForCausalLM": ", which on CPUs gives other tokens than transformers at full depth",
+    "PhiMoEForCausalLM": ", which leaves out the bias of its head",
+}
 _LAST = ("norm", "final_layernorm", "final_layer_norm", "ln_f")  # how decoders name the norm after the last layer
 _NORM = -1  # in the place of a layer's number
 

@@ -44,6 +44,8 @@ _ONE_VALUE_A_LAYER = (
     "no_rope_layers",
     "layer_rope_theta",
     "num_attention_heads_per_layer",
+    "intermediate_size",
+    "activation_sparsity_pattern",
 )
 _COUNTS_FROM_BELOW = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _LISTS_OF_NUMBERS = ("moe_layers", "attn_layer_indices")
@@ -195,7 +197,9 @@ def cut_model(model: Any, layers: tuple[int, ...]) -> None:
     kept = nn.ModuleList(decoder_layers(model)[number] for number in layers)
     if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
         _fold_layer_scale(kept, layers, model.config)
-    setattr(attrgetter(path)(model), name, kept)
+    setattr(decoder := attrgetter(path)(model), name, kept)
+    if size := getattr(model.config, "hidden_size_per_layer_input", None):
+        _cut_inputs(decoder, [number * size + column for number in layers for column in range(size)])
     _cut_config(model.config, layers)
     with torch.device("meta"):
         made = type(model)(model.config)
@@ -247,7 +251,8 @@ def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
     """Correct every entry of a config that counts or lists layers."""
     if (scale := getattr(config, "scale_depth", None)) is not None:  # the class divides it by the root of the depth
         config.scale_depth = scale * (len(layers) / config.num_hidden_layers) ** 0.5
-    lists = {name: values for name in _ONE_VALUE_A_LAYER if (values := getattr(config, name, None)) is not None}
+    lists = {name: values for name in _ONE_VALUE_A_LAYER if isinstance(values := getattr(config, name, None), list)}
+    _cut_kinds(config, layers)
     config.num_hidden_layers = len(layers)
     for name, values in lists.items():
         with suppress(AttributeError):  # of a property, which follows from other entries
@@ -264,6 +269,21 @@ def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
         step, dense = config.decoder_sparse_step, config.mlp_only_layers
         config.mlp_only_layers = [i for i, number in enumerate(layers) if number in dense or (number + 1) % step]
         config.decoder_sparse_step = 1
+
+
+def _cut_kinds(config: Any, layers: tuple[int, ...]) -> None:
+    """Correct what Gemma 3n and 4 have of single layers, and the number of the last ones, which read others' keys."""
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        config.num_kv_shared_layers = sum(number >= config.num_hidden_layers - shared for number in layers)
+    if (own := config.to_dict().get("per_layer_config")) is not None:
+        config.per_layer_config = {place: own[str(n)] for place, n in enumerate(layers) if str(n) in own}
+
+
+def _cut_inputs(decoder: Any, columns: list[int]) -> None:
+    """Gemma 3n and 4 have inputs of each layer in one table and one product: leave some of their columns."""
+    table, product = decoder.embed_tokens_per_layer, decoder.per_layer_model_projection
+    table.weight = nn.Parameter(table.weight.data[:, columns])
+    product.weight = nn.Parameter(product.weight.data[columns])
 
 
 def _fold_layer_scale(kept: Any, layers: tuple[int, ...], config: Any) -> None:

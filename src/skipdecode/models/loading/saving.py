@@ -136,6 +136,8 @@ def with_old_names(config: dict[str, Any]) -> dict[str, Any]:
         old["num_experts"] = config["num_local_experts"]
     if rope := config.get("rope_parameters"):
         main, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+        if main is None or main["rope_type"] == "proportional":  # of types that version 4 has not
+            return config
         old |= _old_rope(config, main)
         if local is not None and family == "gemma3_text":
             old["rope_local_base_freq"] = local["rope_theta"]
