@@ -249,14 +249,13 @@ class TaskEvaluation:
 
     def _teacher_forced(self, method: Method, outputs: Outputs) -> dict[str, Table]:
         """The loss of references, and fidelity along full depth's outputs if there are any."""
-        how = self.model, method.schedule
         with self._bar("teacher-forced", 2 if outputs.full else 1) as bar:
             each: dict[str, Any] = {"batch_size": self.settings.batch_size, "advance": bar.update}
-            given = self.prompts, self._first_references()
-            scored = text_scores(method.backend, method.schedule, *given, **each)
+            scored = text_scores(method.backend, method.schedule, self.prompts, self._first_references(), **each)
             tables = {"loss": sums([losses for losses, _ in scored])}
             if outputs.full:
-                rows = along(partial(token_fidelity, *how), self.prompts, outputs.full, **each)
+                measure = partial(token_fidelity, self.model, method.schedule)
+                rows = along(measure, self.prompts, outputs.full, **each)
                 tables |= {name: sums([row[name] for row in rows]) for name in ("top1_agreement", "kl")}
         return tables
 

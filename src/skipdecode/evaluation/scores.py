@@ -117,15 +117,9 @@ def text_scores(
     size, ahead = backend.fast.vocab_size, max(1, _FORCED_ROWS // batch_size - 1)
     order = [i for i, text in enumerate(texts) if len(text)]
     order.sort(key=lambda i: (-len(prompts[i]), prompts[i], -len(texts[i])))
-    numbers = engine.submit(
-        Request(
-            tuple(prompts[i]),
-            len(texts[i]),
-            Sampling(grammar=_Only(texts[i], size, ahead), top_logprobs=1),
-            exact=False,
-        )
-        for i in order
-    )
+    how = [Sampling(grammar=_Only(texts[i], size, ahead), top_logprobs=1) for i in order]
+    given = zip(order, how, strict=True)
+    numbers = engine.submit(Request(tuple(prompts[i]), len(texts[i]), one, exact=False) for i, one in given)
     found: list[tuple[list[float], list[bool]]] = [([], []) for _ in texts]
     places = dict(zip(numbers, order, strict=True))
     while engine.has_work:

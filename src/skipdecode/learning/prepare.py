@@ -36,7 +36,7 @@ from skipdecode.learning.settings import (
     PrepareOptions,
 )
 from skipdecode.learning.sources import Sources
-from skipdecode.learning.stages import EVALUATIONS, SHARES, Pace, Stages
+from skipdecode.learning.stages import EVALUATIONS, SHARES, TYPICAL, Pace, Stages
 from skipdecode.learning.tune import tune
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import own_fit_kept
@@ -47,7 +47,7 @@ from skipdecode.schedule import Schedule
 
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
 _LEAST_MINUTES = 0.02
-_SOME_TUNING = 0.1  # of the minutes: with less, more minutes are recommended
+_SOME_TUNING = 0.1  # of the minutes: with less, nothing is tuned, and more minutes are recommended
 _MORE = 1.5  # times what the other stages took
 _WITHIN_REACH = 2 / 3  # kept before tuning; half an hour brought 67% of E2E to 99.8%
 _AIM_FILE = "tuned-under.json"
@@ -130,6 +130,7 @@ class _Run:
         self.settings, self.cost, self.out, self.fit = settings, cost, out, out / "fit"
         self.target = settings.target_speedup or settings.TARGET
         self.shares = MILDER if settings.keep is not None and settings.target_speedup is None else NEIGHBOURS
+        self.times = {name: share for name, share in SHARES.items() if settings.self or name != "answers"}
         self.ending = _ENDING if settings.keep is None else _ALL_WAYS  # of the first evaluation's time, the last one's
         depths = CalibrationSettings(target_speedup=self.target, prompt_depths=settings.prompt_depths)
         layers = ref_of(model).num_layers
@@ -156,12 +157,14 @@ class _Run:
         with closing(Stages(out / PREPARE_JOURNAL, kept, _OUTPUTS)) as stages:
 
             def seconds(name: str) -> float:
-                return self._share(name) * (60 * settings.minutes - stages.spent(started))
+                """The share of a stage of the time that is left: one that takes longer shortens those that follow."""
+                earlier = sum(list(self.times.values())[: [*self.times].index(name)])
+                return self.times[name] / (1 - earlier) * (60 * settings.minutes - stages.spent(started))
 
             note(self._plan())
             if settings.minutes and not stages.finished():
                 width = ModelGeometry.from_config(self.loaded.ref.config).hidden_size
-                enough = Pace.before(self.loaded.model).enough(width, 2 + 5 * (settings.keep is not None))
+                enough = Pace.of(self.loaded.model, [TYPICAL]).enough(width, 2 + 5 * (settings.keep is not None))
                 if settings.minutes < enough:
                     note(f"{minutes} minutes may be too few to tune: about {enough:.0f} leave a third at this speed")
             if settings.self:
@@ -175,13 +178,13 @@ class _Run:
             before = stages.run(
                 "evaluation 0", lambda: self._evaluated(size, Schedule.load(self.fit / SCHEDULE_FILE)), of=of
             )
-            size, aim = before["size"], self._aim(before["rows"])
+            aim = self._aim(before["rows"])
             over = settings.minutes - (stages.spent(started) + self.ending * before["seconds"]) / 60
             left = stages.run(f"left {minutes}", lambda: {"minutes": over})["minutes"]  # the same if it is resumed
             if settings.minutes and left < _SOME_TUNING * settings.minutes:
                 enough = _MORE * (settings.minutes - left)
                 note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: `minutes` of {enough:.0f} leave a third")
-            if left >= _LEAST_MINUTES:
+            if left >= max(_LEAST_MINUTES, _SOME_TUNING * settings.minutes):
                 note(f"{left:.1f} minutes of tuning for {aim.name}")
                 records = sizes["dev_records"]
                 run = stages.run(
@@ -201,14 +204,8 @@ class _Run:
         """The stages, with their minutes."""
         if not (minutes := self.settings.minutes):
             return "plan: choosing layers and an evaluation, without limit; no tuning"
-        stages = {name: share * minutes for name, share in SHARES.items() if name != "answers" or self.settings.self}
-        told = ", ".join(f"{TIMES.get(name, name)} up to {most:.1f} min" for name, most in stages.items())
-        return f"plan: {told}, tuning the other {minutes - sum(stages.values()):.1f} min or more; {_BEFORE}"
-
-    def _share(self, name: str) -> float:
-        """The part of the time left that a stage may take: one that takes longer shortens those that follow."""
-        names = [one for one in SHARES if one != "answers" or self.settings.self]
-        return SHARES[name] / (1 - sum(SHARES[one] for one in names[: names.index(name)]))
+        told = "".join(f"{TIMES.get(name, name)} up to {minutes * most:.1f} min, " for name, most in self.times.items())
+        return f"plan: {told}tuning the other {minutes * (1 - sum(self.times.values())):.1f} min or more; {_BEFORE}"
 
     def _sizes(self, data: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The speed of the model on the records, and the options of `calibrate` that fit into its time."""
@@ -325,7 +322,7 @@ class _Run:
         with own_fit_kept(self.loaded.model):
             if (file := self.fit / FIT_FILE).is_file():
                 put_fit(self.loaded.model, file)
-            return {"rows": self._rows(LLM(self.loaded), size, target, tuned), "size": dict(size)}
+            return {"rows": self._rows(LLM(self.loaded), size, target, tuned)}
 
     def _rows(self, llm: LLM, size: Mapping[str, Any], target: Schedule, tuned: Path | None) -> list[dict[str, Any]]:
         settings, place, shares = self.settings, tuned or self.fit, NEIGHBOURS if tuned else self.shares

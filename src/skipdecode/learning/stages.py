@@ -121,7 +121,7 @@ SHARES = {"answers": 1 / 4, "layers": 1 / 4, "evaluation": 1 / 6}  # of the minu
 _PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
 _TIMED = 2  # records
 _LEAST_TEXTS = 48  # of an evaluation
-_TYPICAL = 96  # tokens of a prompt, and of a response
+TYPICAL = Example("", *2 * (tuple(1 + i % 8 for i in range(96)),))  # before there are texts
 _DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
 _LEAST_RECORDS, _MOST_RECORDS = 8, 64
 _TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
@@ -171,12 +171,6 @@ class Pace:
                 took = time.perf_counter() - start
         length = sum(len(e.prompt) + len(e.response) for e in examples) / len(examples)
         return cls(batch.tokens / took, length)
-
-    @classmethod
-    def before(cls, model: Any) -> Pace:
-        """Before there are texts: measured on one of a typical length."""
-        tokens = tuple(1 + i % 8 for i in range(_TYPICAL))
-        return cls.of(model, [Example("", tokens, tokens)])
 
     def enough(self, width: int, methods: int) -> float:
         """About the minutes of which a third is left to tune, after the smallest stages, for texts of this length."""
