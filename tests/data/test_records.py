@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def test_endless_line_is_a_bad_row_and_not_kept(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", ["absent.txt", "."])
 def test_unreadable_input_is_one_line(tmp_path: Path, name: str):
-    with pytest.raises(DataError, match="cannot read the input"):
+    with pytest.raises(DataError, match=r"cannot read the input|is a directory"):
         PromptSource.open(str(tmp_path / name))
 
 
@@ -227,7 +226,7 @@ def test_fields_that_are_not_in_the_prompts_are_named_once(capsys: Any):
     rows = [{"messages": CALLED}, {"messages": CALLED, "score": 1}, {"question": "q", "context": "c", "id": 1, "x": ""}]
     assert prompts_of([*rows, *rows]) == [*["<user>1+1?<assistant>[add]<tool>2<assistant>"] * 2, "c\n\nq"] * 2
     told = capsys.readouterr().err
-    assert [told.count(repr(name)) for name in ("name", "score")] == [1, 1]
+    assert [told.count(repr(name)) for name in ("name", "score")] == [0, 1]  # a tool's name says nothing more
     assert not any(repr(name) in told for name in ("tool_calls", "messages", "question", "context", "id", "x"))
     assert prompts_of([{"messages": CALLED[:1], "tools": [CALL]}], "{{ messages[0].content }}") == ["1+1?"]
     assert "'tools'" in capsys.readouterr().err
@@ -297,15 +296,11 @@ def test_an_answer_at_the_end_of_a_chat_is_not_in_the_prompt(capsys: Any):
     assert capsys.readouterr().err.count("the answer at the end of 'messages'") == 1
 
 
-def start_tokenizer() -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return tokenizer
-
-
 def test_a_prompt_that_begins_with_the_start_token_has_one():
     records = [Record(i, i + 1, i, text) for i, text in enumerate(["hi", "<s>hi", "<s><s>hi", " <s>hi", CHAT])]
-    found = [p.token_ids for p in PromptEncoder(start_tokenizer(), None).encode(records)]
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    found = [p.token_ids for p in PromptEncoder(tokenizer, None).encode(records)]
     assert found[0] == found[1] == [1, *byte_tokenizer()("hi").input_ids]
     assert [ids.count(1) for ids in found] == [1, 1, 2, 2, 0]
 
@@ -330,14 +325,6 @@ def test_of_named_templates_the_default_one_is_used():
 # ---------------------------------------------------------------------- memory
 
 
-def peak_bytes(work: Callable[[], Any]) -> int:
-    tracemalloc.start()
-    work()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak
-
-
 def test_memory_of_reading_and_counting_does_not_grow_with_the_rows(tmp_path: Path):
     def peak(rows: int) -> int:
         path = tmp_path / f"{rows}.jsonl"
@@ -345,12 +332,12 @@ def test_memory_of_reading_and_counting_does_not_grow_with_the_rows(tmp_path: Pa
             for i in range(rows):
                 file.write(json.dumps({"id": f"row-{i}", "prompt": "word " * 100}) + "\n")
         source = PromptSource.open(str(path))
-
-        def work() -> None:
-            assert source.count(all_usable=True) == rows
-            assert sum(1 for _ in source.records()) == rows
-
-        return peak_bytes(work)
+        tracemalloc.start()
+        assert source.count(all_usable=True) == rows
+        assert sum(1 for _ in source.records()) == rows
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
 
     peak(100)
     few, many = peak(100), peak(10_000)

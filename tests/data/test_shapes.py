@@ -15,11 +15,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from checkpoints import byte_tokenizer
+from checkpoints import HERMES, byte_tokenizer
 from skipdecode import evaluate
 from skipdecode.cli import main
 from skipdecode.common.rows import read_rows
-from skipdecode.data.examples import RecordOptions, held_out, make_template, read_sources
+from skipdecode.data.examples import RecordOptions, encode_examples, held_out, make_template, read_file, read_sources
 from skipdecode.data.shapes import SHAPES as KNOWN
 from skipdecode.errors import DataError
 from skipdecode.models.loading.hub import load_model
@@ -33,16 +33,26 @@ SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text}
 SHAPES: dict[str, tuple[dict[str, Any], list[tuple[Any, str]]]] = {
     "prompt and response": ({"prompt": "a", "response": "b"}, [("a", "b")]),
     "prompt and completion": ({"prompt": "a", "completion": "b"}, [("a", "b")]),
+    "prompt and completion of a text": ({"prompt": "a", "completion": " b\n"}, [("a", " b")]),
     "prompt and completion of messages": (
         {"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]},
         [(MESSAGES[:1], "two")],
     ),
     "messages": ({"messages": MESSAGES}, [(MESSAGES[:1], "two"), (MESSAGES[:3], "four")]),
+    "messages that are not all learned": (
+        {"messages": [MESSAGES[0], MESSAGES[1] | {"weight": 0}, *MESSAGES[2:]]},
+        [(MESSAGES[:3], "four")],
+    ),
+    "messages of parts": (
+        {"messages": [one | {"content": [{"type": "text", "text": one["content"]}]} for one in MESSAGES[:2]]},
+        [(MESSAGES[:1], "two")],
+    ),
     "conversations": ({"conversations": SHAREGPT}, [(MESSAGES[:1], "two"), (MESSAGES[:3], "four")]),
     "instruction": ({"instruction": "a", "input": "", "output": "b"}, [("a", "b")]),
     "instruction and input": ({"instruction": "a", "input": "c", "output": "b"}, [("a\n\nc", "b")]),
     "question": ({"question": "a", "answer": "b"}, [("a", "b")]),
     "question and context": ({"question": "a", "context": "c", "answer": "b"}, [("c\n\na", "b")]),
+    "text": ({"text": "one two three four"}, [("one two three", " four")]),
 }
 
 
@@ -92,11 +102,11 @@ def test_a_damaged_file_is_one_line(name: str, content: bytes, reason: str, tmp_
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_is_known_by_its_fields(name: str) -> None:
     row, expected = SHAPES[name]
-    source = [row | {"id": "x", "split": "train"}] * 1
+    source = [row | {"id": f"{number}", "split": "train"} for number in range(200)]
     template = make_template(RecordOptions(), source)
     (file,) = read_sources({"train": source}, template, {}, skip_bad=False).values()
-    assert [(one.prompt, one.references[0]) for one in file.records] == expected
-    assert len({one.id for one in file.records}) == len(expected)
+    assert [(one.prompt, one.references[0]) for one in file.records] == expected * 200
+    assert len({one.id for one in file.records}) == len(expected) * 200
 
 
 @pytest.mark.parametrize("name", ["instruction and input", "question and context", "conversations"])
@@ -112,12 +122,28 @@ def test_generate_makes_the_same_prompts(name: str, tmp_path: Path, capsys: Any)
     assert found["prompt"] == rendered
 
 
-def test_a_long_list_of_records_has_its_shape() -> None:
-    source = [{"instruction": f"say {n} " * 40, "output": "b"} for n in range(200)]
-    template = make_template(RecordOptions(), source)
-    assert template.shape == "instruction, input and output"
-    (file,) = read_sources({"train": source}, template, {}, skip_bad=False).values()
-    assert len(file.records) == 200
+def test_tools_are_in_what_is_learned() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = [MESSAGES[0], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}, MESSAGES[3]]
+    source = [{"messages": turns, "tools": json.dumps([{"type": "function", "function": {"name": "f"}}])}]
+    template, tokenizer = make_template(RecordOptions(chat=True), source), byte_tokenizer()
+    tokenizer.chat_template = HERMES
+    (example,), _ = encode_examples(read_file(source, template), template, tokenizer)
+    prompt = tokenizer.decode(example.prompt)
+    assert '{"type": "function", "function": {"name": "f"}} within' in prompt
+    assert '"arguments": {"a": 1}}' in prompt
+
+
+def test_a_dataset_that_was_saved_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_list(ROWS)
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one}).save_to_disk(tmp_path / "several")
+    for name in ("one", "several:train"):
+        assert [row for _, row in read_rows(f"{tmp_path}/{name}")] == ROWS
+    for name in ("one:train", "several"):
+        with pytest.raises(DataError, match=r"splits: give|name a split"):
+            list(read_rows(f"{tmp_path}/{name}"))
 
 
 def test_two_shapes_or_none_are_an_error() -> None:

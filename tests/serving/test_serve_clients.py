@@ -232,6 +232,8 @@ def test_litellm(url, tools_url):
     ask = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 200}
     called = litellm.completion(messages=HELLO, **ask, **to | {"api_base": tools_url}).choices[0]
     assert called.message.tool_calls[0].function.name == "weather"
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[{"role": "user", "content": "x" * 9000}], **to)
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(messages=HELLO, **to | {"model": "openai/other"})
 

@@ -1,6 +1,7 @@
 """Files of records: JSON lines, JSON arrays, Parquet, or CSV with a header, also compressed, from a file or a pipe.
 
-``owner/name:split`` or ``owner/name:config:split`` is a dataset of a hub; the first part may be a directory.
+``owner/name:split`` or ``owner/name:config:split`` is a dataset of a hub; the first part may be a directory. So may
+be the whole name, if `datasets` saved one dataset there.
 
 JSON lines and CSV are read line by line: memory does not grow with the file. Other kinds are refused by name.
 """
@@ -83,10 +84,11 @@ class Input:
         Raises DataError if it cannot be read, is a device, or is a stream with a line longer than MAX_LINE_BYTES.
         """
         name = "standard input" if str(path) == "-" else str(path)
-        found = None if os.path.exists(name) else _DATASET.fullmatch(name)
-        if found and (os.path.isdir(found["id"]) or _HUB_ID.fullmatch(found["id"])):
+        named = None if os.path.exists(name) else _DATASET.fullmatch(name)
+        asked: dict[str, Any] = named.groupdict() if named else {"id": name}
+        if os.path.isdir(asked["id"]) or (named and _HUB_ID.fullmatch(asked["id"])):
             data = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-            table = load_split(**found.groupdict()).with_format("arrow")[:]
+            table = load_split(**asked).with_format("arrow")[:]
             _pyarrow(name).parquet.write_table(table, data)
             return cls(name, data)
         try:
@@ -188,16 +190,24 @@ def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:
     return copy
 
 
-def load_split(id: str, split: str, config: str | None = None, revision: str | None = None) -> Any:
+def load_split(id: str, split: str | None = None, config: str | None = None, revision: str | None = None) -> Any:
     """A split of a dataset of a hub, or of a directory in its layout; see `datasets.load_dataset`.
 
+    The directory of `Dataset.save_to_disk` has no splits, that of a `DatasetDict` a directory for each.
     Raises DataError: it does not load; MissingExtraError: `datasets` is not installed.
     """
+    saved, alone = Path(id, split or "", "state.json").is_file(), Path(id, "state.json").is_file()
+    if split is None and not saved:
+        raise DataError(f"{id} is a directory: give a file, or name a split of the dataset in it ({id}:train)")
+    if split is not None and alone:
+        raise DataError(f"the dataset saved in {id} has no splits: give {id}")
     try:
         import datasets
     except ImportError:
         raise MissingExtraError(f"loading {id} from a hub (or give a file of records)", "hub") from None
     try:
+        if saved:
+            return datasets.load_from_disk(Path(id, split or ""))
         return datasets.load_dataset(id, config, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError) as e:
         reason = " ".join(str(e).split())[:200]

@@ -14,6 +14,7 @@ from skipdecode.errors import DataError, ModelLoadError, OptionError
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"}
 """By which a list of messages is told from a list of records."""
 _PROBE = [{"role": "user", "content": "a"}]
+_OF_TOOLS = ("name", "tool_call_id")
 _MARK = "8c1f0e"  # a text that stands nowhere else in a rendered chat
 
 
@@ -108,8 +109,12 @@ def unused_fields(
     text: str,
     variables: Mapping[str, Any] = {},
 ) -> set[str]:
-    """Fields of the messages, and `tools`, without which the template renders the same `text`."""
-    names = {name for message in messages for name in message} - {"role", "content"}
+    """Fields of the messages, and `tools`, without which the template renders the same `text`.
+
+    A tool's `name` and `tool_call_id` do not count: they say to which call its message belongs, as its place does.
+    """
+    names = {name for one in messages for name in one if one["role"] != "tool" or name not in _OF_TOOLS}
+    names -= {"role", "content"}
     without = {n: ([{k: v for k, v in m.items() if k != n} for m in messages], tools) for n in names}
     if tools:
         without["tools"] = list(messages), ()

@@ -20,7 +20,7 @@ from skipdecode.common.rows import Input, check_streams, read_rows
 from skipdecode.data.chats import chat_fault, response_ids
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length, outside
 from skipdecode.data.records import Record, Reject, Template, read_records, refuse_rejects, reject_summary, usable
-from skipdecode.data.shapes import left_out, shape_of, shaped
+from skipdecode.data.shapes import TEXT, left_out, shape_of, shaped
 from skipdecode.data.tasks import load_task, task_file
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.families import vocabulary_size
@@ -103,13 +103,16 @@ def _of_shape(source: Any, chat: bool | None) -> Template:
 
     of_file = isinstance(source, str | Path)
     where, rows = (str(source), (row for _, row in read_rows(source))) if of_file else ("the records", iter(source))
-    first: Any = next((row for row in rows if isinstance(row, Mapping)), None)
-    if first is None:
-        raise DataError(f"{where}: no record can be read")
+    first: Any = None
+    for first in rows:
+        if isinstance(first, Mapping):
+            break
+    if not isinstance(first, Mapping):
+        raise DataError(f"{where}: no record can be read: {first or 'there is none'}")
     shape = shape_of(first, where)
     unused = left_out(first, shape)
     note(f"{where}: records of {shape}" + (f"; left out: {', '.join(unused)}" if unused else ""))
-    return Template("{prompt}", "response", chat=chat, shape=shape)
+    return Template("{prompt}", "response", chat=bool(chat) if shape == TEXT else chat, shape=shape)
 
 
 def self_template(options: RecordOptions) -> Template | None:
@@ -274,7 +277,8 @@ def encode_examples(
     rejects = list(file.rejects)
     for at in range(0, len(file.records), _TOKENIZE_AT_ONCE):
         chunk = file.records[at : at + _TOKENIZE_AT_ONCE]
-        responses = response_ids([record.references[0] for record in chunk], tokenizer, chat=bool(template.chat))
+        texts = [text.strip() if template.chat else text for text in (record.references[0] for record in chunk)]
+        responses = response_ids(texts, tokenizer, chat=bool(template.chat))
         for prompt, response in zip(encoder.encode(chunk), responses, strict=True):
             try:
                 if (fault := outside(response, tokenizer, vocabulary)) is not None:

@@ -16,8 +16,8 @@ from skipdecode.data.records import (
     Record,
     Template,
     checked_chat,
-    checked_objects,
     checked_text,
+    for_chat,
     read_records,
 )
 from skipdecode.data.shapes import joined, messages_of
@@ -38,6 +38,9 @@ _SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _READ = ("messages", "prompt", "tools", *_SAMPLING, *_LENGTHS, "logit_bias", "response_format", "stop", "n")
 _OF_SERVERS = ("model", "stream", "stream_options", "user", "metadata", "store")
+_ANSWERED = "completions"
+_FORMATS = {"text": None, "json_object": {"type": "object"}}
+_OF_FORMATS, _OF_SCHEMAS = {"type", "json_schema"}, {"name", "description", "schema", "strict"}
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -84,6 +87,8 @@ class PromptForm:
         """The prompt and the values of its template; raises DataError if it is missing, empty or not text."""
         if self.name is None and isinstance(body := row.get("body"), dict):
             self.guessed = self.guessed or "OpenAI's batches"
+            if not str(url := row.get("url", _ANSWERED)).endswith(_ANSWERED):
+                raise DataError(f"url {url!r} is not answered: give /v1/chat/completions or /v1/completions")
             return self._read(_of_body(body))._replace(asked=_asked(body))
         return self._read(row)
 
@@ -93,26 +98,25 @@ class PromptForm:
             values = template.values(row)
             if not any(value.strip() for value in values.values()):
                 raise DataError(f"field {template.fields[0]!r} is empty")
-            for_chat = {name: value for name, value in _for_chat(row).items() if name not in values}
-            return Parts(template.render(values), values, for_chat=for_chat)
+            extra = {name: value for name, value in for_chat(row, chat=False).items() if name not in values}
+            return Parts(template.render(values), values, for_chat=extra)
         given, row = row, _as_chat(row) if self.name is None else row
         name = self._field(row)
-        prompt, for_chat = self._prompt(name, row), _for_chat(row)
+        prompt = self._prompt(name, row)
+        extra = for_chat(row, chat=not isinstance(prompt, str))
         shown = name if name in given else "conversations"
         if self.name is None and template is None and self.guessed is None:
             self.guessed = " and ".join(field for field in _TOGETHER.get(name, (shown,)) if field in given)
-        left_out = () if self.name is not None else _unused(name, row, for_chat)
-        if not isinstance(prompt, str) and row.get("tools"):
-            for_chat["tools"] = checked_objects("field 'tools'", row["tools"])
+        left_out = () if self.name is not None else _unused(name, row, extra)
         if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             *prompt, _ = prompt
             left_out = (*left_out, f"the answer at the end of {shown!r}")
             if not prompt:
                 raise DataError(f"field {name!r} has an answer, and no message before it")
         if template is None or not isinstance(prompt, str):
-            return Parts(prompt, for_chat=for_chat, left_out=left_out)
+            return Parts(prompt, for_chat=extra, left_out=left_out)
         values = template.values_of_text(prompt)
-        return Parts(template.render(values), values, (), for_chat, left_out)
+        return Parts(template.render(values), values, (), extra, left_out)
 
     def _fills(self, row: Mapping[str, Any], template: Template) -> bool:
         """Whether the template renders a row: the row has fields of it that are not chats."""
@@ -183,7 +187,7 @@ def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
             bias = {int(name) if str(name).isdecimal() else name: value for name, value in bias.items()}
         drawn["logit_bias"] = bias
         Sampling(**drawn)
-        if (schema := _schema(given.get("response_format", {"type": "text"}))) is not None:
+        if (schema := schema_of(given.get("response_format", {"type": "text"}))) is not None:
             found["json_schema"] = schema
         if "stop" in given:
             found["stop"] = StopStrings([given["stop"]] if isinstance(given["stop"], str) else given["stop"])
@@ -192,16 +196,18 @@ def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _schema(form: Any) -> Any:
-    """The JSON schema of OpenAI's `response_format`; None without one."""
-    kind, inner = (form.get("type"), form.get("json_schema")) if isinstance(form, Mapping) else (None, None)
-    found = {"text": None, "json_object": {"type": "object"}}
-    if kind in found:
-        return found[kind]
-    if kind != "json_schema" or not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
-        accepted = 'a type text, json_object, or {"type": "json_schema", "json_schema": {"schema": {…}}}'
-        raise OptionError("response_format", form, accepted)
-    return inner["schema"]
+def schema_of(form: Any) -> Any:
+    """The JSON schema of OpenAI's `response_format`, None for text; raises OptionError for what is not known."""
+    found = form if isinstance(form, Mapping) else {}
+    kind, inner = found.get("type"), found.get("json_schema")
+    named = inner if isinstance(inner, Mapping) and kind == "json_schema" else {}
+    if found.keys() <= _OF_FORMATS and named.keys() <= _OF_SCHEMAS:
+        if inner is None and isinstance(kind, str) and kind in _FORMATS:
+            return _FORMATS[kind]
+        if isinstance(named.get("schema"), Mapping):
+            return named["schema"]
+    accepted = 'a type text, json_object, or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise OptionError("response_format", form, accepted)
 
 
 def _named(row: Mapping[str, Any]) -> str:
@@ -210,20 +216,9 @@ def _named(row: Mapping[str, Any]) -> str:
     return f"the record has {', '.join(names[:8]) or 'no field'}{', …' if len(names) > 8 else ''}"
 
 
-def _for_chat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The system message and the tools of a record."""
-    system, tools = row.get("system"), row.get("tools")
-    found: dict[str, Any] = {}
-    if isinstance(system, str) and system.strip():
-        found["system"] = checked_text("field 'system'", system)
-    if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
-        found["tools"] = tools
-    return found
-
-
-def _unused(name: str, row: Mapping[str, Any], for_chat: Mapping[str, Any]) -> tuple[str, ...]:
+def _unused(name: str, row: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[str, ...]:
     """Fields with content that do not go into the prompt, which is the field `name`."""
-    used = {"id", *for_chat, *_TOGETHER.get(name, (name,))}
+    used = {"id", *extra, *_TOGETHER.get(name, (name,))}
     return tuple(repr(field) for field, value in row.items() if field not in used and value not in _NOTHING)
 
 

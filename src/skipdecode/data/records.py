@@ -8,10 +8,12 @@ Text only; knows nothing about tokens and models.
 
 from __future__ import annotations
 
+import json
 import math
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -198,12 +200,17 @@ class Template:
     def read(self, row: Mapping[str, Any]) -> Parts:
         """Prompt, values of its fields, responses that are not empty; DataError if a field is missing or not text."""
         name = _found(row, self.responses)
-        of_chat = isinstance(row.get(self.fields[0]), list) and self.prompt == f"{{{self.fields[0]}}}"
+        alone = self.prompt == f"{{{self.fields[0]}}}"
+        of_chat = alone and isinstance(row.get(self.fields[0]), list)
         values = {} if of_chat else self.values(row)
         texts = row[name] if isinstance(row[name], list) else [row[name]]
-        responses = (_as_text(name, text).strip() for text in texts)
         prompt = checked_chat(self.fields[0], row[self.fields[0]]) if of_chat else self.render(values)
-        return Parts(prompt, values, tuple(text for text in responses if text))
+        # White space between two fields of a text belongs to it, unless the first ends with some.
+        joined = alone and not (self.chat or isinstance(prompt, list) or prompt[-1:].isspace())
+        responses = (_as_text(name, text).rstrip() for text in texts)
+        found = tuple(text if joined else text.lstrip() for text in responses if text)
+        extra = {field: value for field, value in for_chat(row, chat=of_chat).items() if field not in values}
+        return Parts(prompt, values, found, extra)
 
     def values_of_text(self, text: str) -> dict[str, str]:
         """A plain text as the value of the only field; from a rendered prompt, the value is extracted.
@@ -256,14 +263,46 @@ def checked_chat(field: str, messages: Sequence[Any]) -> list[Message]:
 
 def _checked_message(where: str, message: Any) -> Message:
     fields = {name: v for name, v in message.items() if v is not None} if isinstance(message, dict) else {}
-    calls = checked_objects(f"'tool_calls' of {where}", fields["tool_calls"]) if "tool_calls" in fields else []
-    content = fields.setdefault("content", "" if calls else None)
+    calls = _checked_objects(f"'tool_calls' of {where}", fields.pop("tool_calls", []))
+    fields["content"] = content = text_of(fields.get("content", "" if calls else None))
     if not isinstance(fields.get("role"), str) or not isinstance(content, str):
         raise DataError(f"{where} is not an object with text in 'role' and 'content'")
+    fields |= {"tool_calls": [_with_arguments(call) for call in calls]} if calls else {}
     return fields | {name: checked_text(where, fields[name]) for name in ("role", "content")}
 
 
-def checked_objects(where: str, found: Any) -> list[Any]:
+def text_of(content: Any) -> Any:
+    """The content of a message; of parts that are all text, in OpenAI's form, their text."""
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    told = [text for text in texts if isinstance(text, str)]
+    return "".join(told) if parts and len(told) == len(parts) else content
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool with its arguments as an object, which chat templates take."""
+    function = call.get("function")
+    if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
+        with suppress(ValueError):
+            return call | {"function": {**function, "arguments": json.loads(text or "{}")}}
+    return call
+
+
+def for_chat(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    """The system message and the tools of a record; `chat`: its tools have to be right. They may be JSON's text."""
+    system, tools = row.get("system"), row.get("tools")
+    found: dict[str, Any] = {}
+    if isinstance(system, str) and system.strip():
+        found["system"] = checked_text("field 'system'", system)
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            tools = json.loads(tools)
+    if tools and (chat or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
+        found["tools"] = _checked_objects("field 'tools'", tools)
+    return found
+
+
+def _checked_objects(where: str, found: Any) -> list[Any]:
     """A list of objects; raises DataError if it is something else."""
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise DataError(f"{where} is {kind_of(found)}: give a list of objects")

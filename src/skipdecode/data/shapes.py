@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from skipdecode.common.jsonl import Row, kind_of
+from skipdecode.data.records import text_of
 from skipdecode.errors import DataError
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")} | {"observation": "tool"}
+TEXT = "text"
+"""The shape of records that have nothing else: their texts are no chats."""
 Turn = tuple[Any, Any]  # a prompt, as text or messages, and its response
 
 
@@ -22,19 +27,30 @@ def _completion(row: Mapping[str, Any]) -> Iterator[Turn]:
 
 
 def _messages(row: Mapping[str, Any]) -> Iterator[Turn]:
-    """Each answer with the messages before it."""
+    """Each answer with the messages before it, without calls of tools, and where OpenAI's `weight` is not 0."""
     messages = messages_of(row)
+    learned = [isinstance(one, dict) and one.get("role") == "assistant" and one.pop("weight", 1) for one in messages]
     for number, message in enumerate(messages):
-        if number and message.get("role") == "assistant" and message.get("content"):
-            yield messages[:number], message["content"]
+        if number and learned[number] and message.get("content"):
+            yield messages[:number], text_of(message["content"])
+
+
+def _halves(row: Mapping[str, Any]) -> Iterator[Turn]:
+    """A text to continue: its first half, up to white space, and the rest."""
+    if not isinstance(text := row["text"], str):
+        raise DataError(f"field 'text' is {kind_of(text)}: give text")
+    half = len(text := text.strip()) // 2
+    space = re.search(r"\s", text[half:])
+    cut = half + (space.start() if space else 0)
+    yield text[:cut], text[cut:]
 
 
 # Fields that a record must have, others that belong to it, and its prompts with responses.
 _SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Mapping[str, Any]], Iterable[Turn]]]] = {
     "prompt and response": (("prompt", "response"), (), lambda row: [(row["prompt"], row["response"])]),
     "prompt and completion": (("prompt", "completion"), (), _completion),
-    "messages": (("messages",), ("tools",), _messages),
-    "conversations": (("conversations",), ("system",), _messages),
+    "messages": (("messages",), (), _messages),
+    "conversations": (("conversations",), (), _messages),
     "instruction, input and output": (
         ("instruction", "output"),
         ("input",),
@@ -45,6 +61,7 @@ _SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Mapping[str
         ("context",),
         lambda row: [(joined(row.get("context"), row["question"]), row["answer"])],
     ),
+    TEXT: (("text",), (), _halves),
 }
 SHAPES = tuple(_SHAPES)
 
@@ -65,8 +82,9 @@ def messages_of(row: Mapping[str, Any]) -> list[Any]:
     turns = [dict(turn) if isinstance(turn, Mapping) else turn for turn in found]
     for turn in turns:
         if isinstance(turn, dict) and "from" in turn:
-            role = turn.pop("from")
-            turn |= {"role": _ROLES.get(role, role), "content": turn.pop("value", None)}
+            if (role := turn.pop("from")) not in _ROLES:
+                raise DataError(f"'from' is {role!r}: give one of {', '.join(_ROLES)}")
+            turn |= {"role": _ROLES[role], "content": turn.pop("value", None)}
     if name == "conversations" and isinstance(row.get("system"), str) and row["system"].strip():
         turns.insert(0, {"role": "system", "content": row["system"]})
     return turns
@@ -75,7 +93,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Any]:
 def shape_of(row: Mapping[str, Any], where: str) -> str:
     """The shape of a record to learn from; raises DataError if none or two fit."""
     fitting = [name for name, (needed, _, _) in _SHAPES.items() if all(field in row for field in needed)]
-    if len(fitting) == 1:
+    if len(fitting) == 1 or fitting[1:] == [TEXT]:  # Alpaca's `text` has prompt and response
         return fitting[0]
     has = ", ".join(map(repr, row)) or "no field"
     what = (
@@ -89,7 +107,8 @@ def shape_of(row: Mapping[str, Any], where: str) -> str:
 def left_out(row: Mapping[str, Any], shape: str) -> list[str]:
     """Fields of a record that are neither prompt nor response."""
     needed, more, _ = _SHAPES[shape]
-    return [name for name, value in row.items() if name not in (*needed, *more, "id") and value not in (None, "", [])]
+    used = {*needed, *more, "id", "system", "tools"}  # where these two are not in a prompt, its encoder says so
+    return [name for name, value in row.items() if name not in used and value not in (None, "", [])]
 
 
 def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, Row]]:
@@ -102,7 +121,7 @@ def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, R
         try:
             turns = list(read(row))
             if not turns:
-                raise DataError("no answer: no message of the assistant follows another one")
+                raise DataError("no answer: no message of the assistant with text follows another one")
         except KeyError as e:
             yield line, DataError(f"missing field: {e}", id=row.get("id"))
         except DataError as e:
@@ -110,4 +129,5 @@ def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, R
         else:
             for number, (prompt, response) in enumerate(turns, 1):
                 id = row.get("id") if len(turns) == 1 else f"{row.get('id') or line}.{number}"
-                yield line, {"prompt": prompt, "response": response} | ({} if id is None else {"id": id})
+                more = {"tools": row.get("tools"), "system": None if shape == "conversations" else row.get("system")}
+                yield line, more | {"prompt": prompt, "response": response} | ({} if id is None else {"id": id})

@@ -347,7 +347,7 @@ def _of_known_shape(data: Data, *, skip_bad: bool) -> list[dict[str, Any]] | Non
         return None
     template = make_template(RecordOptions(), data)
     file = read_file(data, template, skip_bad=skip_bad)
-    return [{"id": one.id, "prompt": one.prompt, "response": one.references[0]} for one in file.records]
+    return [{**one.for_chat, "id": one.id, "prompt": one.prompt, "response": one.references[0]} for one in file.records]
 
 
 def _check_template(loaded: LoadedModel, task: Task) -> None:

@@ -86,8 +86,9 @@ class Sources:
         """The records and their form: as they are, or, of a known shape or with a part held out, as files."""
         form, template = {name: getattr(self._settings, name) for name in _FORM}, self._template
         for name, file in self._rewritten.items():
+            answer = template.responses[0]
             rows = (
-                {"id": one.id, **(one.values or {"prompt": one.prompt}), template.responses[0]: one.references[0]}
+                {**one.for_chat, **(one.values or {"prompt": one.prompt}), "id": one.id, answer: one.references[0]}
                 for one in file.records
             )
             place = self._sources[name] = self._out / "records" / f"{name}.jsonl"

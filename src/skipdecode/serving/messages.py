@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from skipdecode.data.chats import render_chat, template_fault, unread_variable, unused_fields
-from skipdecode.data.records import checked_text
+from skipdecode.data.records import checked_chat, checked_text
 from skipdecode.errors import DataError, ModelLoadError
 from skipdecode.generation.grammar import JSON_OPTIONS
 from skipdecode.serving.errors import ApiError, invalid
@@ -111,17 +111,9 @@ class Message(Strict):
 
     def plain(self) -> dict[str, Any]:
         """For the chat template, which takes the arguments of calls as objects."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
-        if self.tool_calls:
-            found["tool_calls"] = [
-                call.model_dump(exclude_none=True, exclude={"index"})
-                | {"function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)}}
-                for call in self.tool_calls
-            ]
-        return found
+        told = self.model_dump(exclude_none=True, exclude={"type": True, "tool_calls": {"__all__": {"index"}}})
+        told |= {"role": "system"} if self.role == "developer" else {}
+        return checked_chat("messages", [told])[0]
 
 
 Variables = dict[str, Any]
@@ -144,8 +136,6 @@ def _same(value: Any, neutral: Any) -> bool:
 
 # ---------------------------------------------------------------------- the text of a chat
 
-_UNREAD = {"tool_call_id"}  # fields that say which messages belong together, which their order says too
-
 
 def chat_text(tokenizer: Any, chat: Chat, defaults: Mapping[str, Any] = {}) -> str:
     """The prompt of a chat, up to where the answer begins; `defaults` are variables that the request may change.
@@ -158,9 +148,7 @@ def chat_text(tokenizer: Any, chat: Chat, defaults: Mapping[str, Any] = {}) -> s
     variables = {**defaults, **_variables(tokenizer, chat)}
     try:
         text = render_chat(tokenizer, messages, chat.tools, variables=variables)
-        unused = unused_fields(tokenizer, messages, chat.tools, text, variables) - _UNREAD
-        unused -= {"name"} if all(m["role"] == "tool" for m in messages if "name" in m) else set()  # as its call says
-        if unused:
+        if unused := unused_fields(tokenizer, messages, chat.tools, text, variables):
             raise _unsupported(name := min(unused), name if name == "tools" else f"messages.{name}")
         return checked_text("the rendered prompt", text)
     except (DataError, ModelLoadError) as e:

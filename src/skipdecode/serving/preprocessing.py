@@ -178,13 +178,13 @@ class Preprocessor:
         """Token ids of a prompt that leaves room for an answer."""
         tokens = self.tokens(prompt, template=template)
         self._check_ids(tokens, _field_of(prompt))
-        given, most = len(tokens), self._limits.max_prompt_tokens
-        message = None
-        if self.context is not None and given >= self.context:
-            message = f"the prompt has {given} tokens, and the model's context {self.context}: shorten the prompt"
-        elif given > most:
-            message = f"the prompt has {given} tokens: this server takes {most}"
-        if message is not None:
+        given, most, context = len(tokens), self._limits.max_prompt_tokens, self.context
+        limit = f"the model's context is {context}" if context is not None else ""
+        if context is None or context > most:
+            limit = "; ".join(filter(None, (f"this server's limit is {most}", limit)))
+        if given > most or (context is not None and given >= context):
+            # Words by which LiteLLM knows the error.
+            message = f"the prompt has {given} tokens, which exceeds the maximum number of tokens allowed: {limit}"
             raise ApiError(400, "context_length_exceeded", message, _field_of(prompt))
         return tokens
 
@@ -201,9 +201,10 @@ class Preprocessor:
             return min(room, _COMPLETION_TOKENS) if isinstance(request, CompletionRequest) else room
         field = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
         if asked > most:
-            raise invalid(f"{field}={asked} is not accepted: give up to {most}", field)
+            raise invalid(f"{field}={asked} is not accepted: this server's limit is {most}", field)
         if asked > room:
-            message = f"{field}={asked} does not fit: the prompt has {prompt_tokens} of {self.context} tokens"
+            message = f"this model's maximum context length is {self.context} tokens: {prompt_tokens} of the prompt"
+            message += f" and {field}={asked} are more"
             raise ApiError(400, "context_length_exceeded", message, field)
         return asked
 

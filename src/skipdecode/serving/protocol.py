@@ -7,7 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from skipdecode.data.forms import schema_of
 from skipdecode.engine.requests import Sampling
+from skipdecode.errors import OptionError
 from skipdecode.generation.grammar import GrammarKind
 from skipdecode.serving.errors import invalid
 from skipdecode.serving.messages import VARIABLES, Chat, Message, NamedTool, Neutral, Strict, Text, Tool, Variables
@@ -75,20 +77,6 @@ class StreamOptions(Strict):
     continuous_usage_stats: Annotated[bool, Field(description="with include_usage: the usage in every chunk")] = False
 
 
-class _JsonSchema(Strict):
-    name: Text | None = Field(None, description=_UNUSED)
-    description: Text | None = Field(None, description=_UNUSED)
-    json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool = Field(False, description="accepted; the schema always holds")
-
-
-class ResponseFormat(Strict):
-    """OpenAI's."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: _JsonSchema | None = None
-
-
 Schema = dict[str, Any] | Text
 Choices = Annotated[list[Text], Field(min_length=1)]
 
@@ -125,7 +113,7 @@ class _GenerationFields(Strict):
     stop_token_ids: list[TokenId] = Field([], max_length=_MOST_STOP_TOKENS)
     ignore_eos: bool = False
     logit_bias: dict[BiasKey, Bias] = Field({}, max_length=1000)
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = Field(None, description="OpenAI's; `strict` or not, its schema holds")
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: Text | None = None
@@ -162,10 +150,13 @@ class _GenerationFields(Strict):
     @property
     def grammar(self) -> tuple[str, GrammarKind, Any] | None:
         """The field that says which grammar the text has to fit, the kind of grammar, and the grammar."""
-        form, them = self.response_format, self.structured_outputs or StructuredOutputs()
+        them = self.structured_outputs or StructuredOutputs()
+        try:
+            form = schema_of(self.response_format or {"type": "text"})
+        except OptionError as e:
+            raise invalid(str(e), "response_format") from None
         named: dict[str, tuple[GrammarKind, Any]] = {
-            "response_format.json_schema.schema": ("json", form and form.json_schema and form.json_schema.json_schema),
-            "response_format.type": ("json", _OBJECT if form and form.type == "json_object" else None),
+            "response_format.json_schema.schema": ("json", form),
             "structured_outputs.json": ("json", them.json_schema),
             "structured_outputs.json_object": ("json", _OBJECT if them.json_object else None),
             "structured_outputs.regex": ("regex", them.regex),
@@ -180,11 +171,6 @@ class _GenerationFields(Strict):
         if len(given) > 1:
             message = f"{given[0][0]} and {given[1][0]} both say what the text has to fit: give one of them"
             raise invalid(message, given[1][0])
-        if form and (form.type == "json_schema") != (form.json_schema is not None):
-            message = (
-                'give response_format with {"type": "json_schema", "json_schema": {"schema": ...}}, or no json_schema'
-            )
-            raise invalid(message, "response_format.json_schema")
         if given and self.ignore_eos:
             raise invalid("a text that has to fit a grammar ends with it: leave ignore_eos out", "ignore_eos")
         return given[0] if given else None
