@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from oracle import layer_list
-from skipdecode.models.fit import Fit
-from skipdecode.models.maps import Bridge, PromptMap
+from skipdecode.models.fit import Bridge, Fit, PromptMap
 
 __all__ = ["projections", "random_fit"]
 

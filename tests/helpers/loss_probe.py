@@ -11,8 +11,8 @@ from memory_probe import resident
 from skipdecode import Schedule, attach
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
-from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.objective import Objective, Teacher, TrainStep
+from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.setup import make_optimizer
 from tiny import LAYERS, tiny_model
 

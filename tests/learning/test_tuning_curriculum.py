@@ -8,7 +8,7 @@ import pytest
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UsageError
-from skipdecode.learning.config import TuneConfig
+from skipdecode.learning.settings import TuneConfig
 
 TARGET = Schedule.from_speedup(12, 3, 20)
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from skipdecode import Schedule, attach
 from skipdecode.data.batches import IGNORE, Batch, collate
 from skipdecode.data.examples import Example
-from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.objective import KeptTeacher, Objective, Teacher, TrainStep, response_logits, token_losses
+from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.setup import make_optimizer
 from tiny import LAYERS, VOCAB, tiny_model
 

@@ -13,7 +13,7 @@ import torch
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.data.examples import Example
-from skipdecode.learning.config import TuneConfig
+from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.trainer import Tuner
 from skipdecode.models.loading.hub import load_model
 from tuning_data import tuning_model

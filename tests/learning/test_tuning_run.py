@@ -22,8 +22,8 @@ from skipdecode.data.batches import GroupedBatches, collate
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError, OutputError
 from skipdecode.learning.checkpoint import read_log
-from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.objective import Objective
+from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.trainer import Tuner
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, keep_fit

@@ -29,11 +29,10 @@ from skipdecode.evaluation.scores import token_fidelity
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.carried import FIT_FILE, bundled_schedules, schedule_file
-from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.fit import Fit, PromptMap, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.models.maps import PromptMap
 from textgen_tools import save_tiny_model
 from tiny import LATER, LAYERS, OPTIONS, ragged_prompts, shared_model, tiny_model
 

@@ -14,8 +14,8 @@ from skipdecode.engine import GatedEngine
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.evaluation.scores import text_scores, token_fidelity
+from skipdecode.models.forward import switch_length
 from skipdecode.models.release import before
-from skipdecode.models.rotary import switch_length
 from tiny import LAYERS, tiny_model
 
 SWITCH, NEW = 24, 8

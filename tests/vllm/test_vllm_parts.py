@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
-from skipdecode.models.maps import Bridge, prompt_features
+from skipdecode.models.fit import Bridge, prompt_features
 from skipdecode.vllm.gates import PROJECTS, LayerGates, check_projects
-from skipdecode.vllm.projection import LayerBridge
+from skipdecode.vllm.projection import LayerBridge, TapMemory, tap_rows
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
-from skipdecode.vllm.taps import TapMemory, tap_rows
 from tiny import LAYERS, SCHEDULES
 
 LOADED = [

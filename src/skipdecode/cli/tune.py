@@ -20,7 +20,7 @@ from skipdecode.cli.options import MODEL, NamedModel, PushOptions, ScheduleOptio
 from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import Reads, option
 from skipdecode.generation.self_generated import ABOUT_FILE
-from skipdecode.learning.config import TuneOptions
+from skipdecode.learning.settings import TuneOptions
 from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.models.loading.ref import model_files
 

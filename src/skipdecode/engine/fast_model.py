@@ -35,8 +35,7 @@ from skipdecode.engine.model_spec import Join, matrices, read_model
 from skipdecode.engine.prefix import PrefixKV
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import check_schedule
-from skipdecode.models.fit import Fit, fit_of
-from skipdecode.models.maps import EPSILON
+from skipdecode.models.fit import EPSILON, Fit, fit_of
 from skipdecode.schedule import Schedule
 
 

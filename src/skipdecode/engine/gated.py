@@ -25,9 +25,9 @@ from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import check_schedule, find_family, unwrap
+from skipdecode.models.forward import switch_length
 from skipdecode.models.plan import PROMPT
 from skipdecode.models.release import model_cache_name
-from skipdecode.models.rotary import switch_length
 from skipdecode.schedule import Schedule
 
 _SCORED_AT_ONCE = 128  # tokens of a prompt whose logits are converted together

@@ -1,9 +1,14 @@
-"""The settings of a calibration and of its fit. Pure Python; the help texts are also the command line's."""
+"""The settings of calibration, its fit, tuning and preparation, and the schedules of tuning's steps. Pure Python.
+
+The help texts are also the command line's.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from skipdecode.common.files import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
@@ -12,7 +17,8 @@ from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.metrics import MetricOptions
 from skipdecode.generation.self_generated import ABOUT_FILE, SelfGeneratedOptions
-from skipdecode.learning.config import TuneConfig
+from skipdecode.models.loading.recipe import sampled_schedules
+from skipdecode.schedule import Schedule
 
 STORE_FILE, PREPARE_JOURNAL, PROMPTS_FILE = "measured.jsonl", "prepare.jsonl", "prompts.jsonl"
 CLOCK_FILE = "stage.json"
@@ -27,6 +33,156 @@ PREPARE_DIRECTORY = RunDirectory(
     },
 )
 OrderMethod = Literal["greedy", "block-influence"]
+DEFAULT_LORA_RANK = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig(Options):
+    """Options of a tuning run; each field's help text is its documentation.
+
+    Raises UsageError if a value is out of range or two options exclude each other.
+    """
+
+    steps: int = option("optimizer steps of the whole run", default=200, least=1)
+    minutes: float | None = option(
+        "train for so many minutes, evaluations included, in place of --steps; the learning rate falls with the clock",
+        default=None,
+        above=0,
+    )
+    batch_size: int = option("records in one forward pass, on each process", default=16, least=1)
+    accumulation: int = setting("forward passes whose gradients make one optimizer step", default=1, least=1)
+    learning_rate: float = option("peak learning rate of AdamW, reached after the warm-up", default=3e-4, above=0)
+    warmup_fraction: float = setting(
+        "part of the run over which the learning rate rises; then it falls as a cosine",
+        default=0.05,
+        least=0,
+        most=1,
+    )
+    weight_decay: float = setting(
+        "weight decay of matrices; vectors (norms, biases) have none",
+        default=0.01,
+        least=0,
+    )
+    clip: float = setting("largest norm of the gradient; 0 does not clip", default=1.0, least=0)
+    seed: int = option("seed of batches, adapters, dropout and sampled budgets", default=0, least=0)
+
+    full: bool = option("tune all weights instead of a LoRA adapter", default=False)
+    lora_rank: int | None = option(
+        f"rank of the LoRA adapter (default: {DEFAULT_LORA_RANK}; not with --full)", default=None, least=1
+    )
+    lora_alpha: float | None = setting(
+        "LoRA scale: updates are multiplied by alpha / rank (default: 2 x rank)",
+        default=None,
+        above=0,
+    )
+    lora_dropout: float = setting("dropout in front of the LoRA adapter", default=0.0, least=0, below=1)
+    lora_targets: tuple[str, ...] = option(
+        "names of the modules that get an adapter; all-linear takes every linear layer but the head",
+        default=("all-linear",),
+    )
+    adapter_dtype: Literal["float32", "float16"] = option(
+        "numbers of the saved adapter; float16 halves the file and keeps more digits than bfloat16", default="float32"
+    )
+    train_fit: bool = setting(
+        "train the fit of the schedule or checkpoint too, if there is one",
+        default=True,
+    )
+    fit_learning_rate: float = setting(
+        "peak learning rate of the fit, whose maps a rate for adapters destroys in a few steps",
+        default=5e-5,
+        above=0,
+    )
+    merge: bool = option("save the model with the adapter merged in, instead of the adapter alone", default=False)
+
+    distill_weight: float = option(
+        "weight w of self-distillation: loss = (1 - w) * cross-entropy + w * KL to the model before tuning at full "
+        "depth",
+        default=0.0,
+        least=0,
+        most=1,
+    )
+    teacher_top_k: int = setting(
+        "top-k tokens of full depth that are kept for each position, so that full depth runs once for each record; 0: "
+        "all tokens, computed at each step",
+        default=64,
+        least=0,
+    )
+
+    sampled_speedups: tuple[float, ...] = option(
+        "each step runs the schedule or one of these nominal speed-ups, drawn at random, with its drop order and "
+        "positions, so that one checkpoint serves all of them; one that is given twice is drawn twice as often",
+        default=(),
+        least=1,
+    )
+    sampled_prompts: tuple[str, ...] = option(
+        "draw also the schedule and each speed-up above 1 with these prompt layers (as :p15 names them)",
+        default=(),
+    )
+
+    precision: Literal["auto", "fp32", "bf16"] = option(
+        "arithmetic of the forward pass; auto takes bf16 only where the device computes it in hardware", default="auto"
+    )
+    gradient_checkpointing: bool = setting("compute activations twice to store fewer of them", default=False)
+    eval_every: int = option("steps between two evaluations on the dev records", default=50, least=1)
+    checkpoint_every: int = option("steps between two checkpoints from which --resume goes on", default=50, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.full and (self.lora_rank is not None or self.merge):
+            raise UsageError("`full` tunes all weights: it takes no `lora_rank` and no `merge`")
+
+    @property
+    def rank(self) -> int:
+        """LoRA rank, 0 when all weights are tuned."""
+        return 0 if self.full else (self.lora_rank or DEFAULT_LORA_RANK)
+
+    def learning_rate_at(self, step: int, steps: int | None = None) -> float:
+        """Learning rate of optimizer step `step` (0-based) of `steps`: linear warm-up, then a cosine to zero."""
+        steps = self.steps if steps is None else steps
+        warmup = round(steps * self.warmup_fraction)
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+    def curriculum(self, target: Schedule) -> Curriculum:
+        """The schedules of a run for a target; raises ScheduleError if its order does not allow one."""
+        return Curriculum(target, sampled_schedules(target, self.sampled_speedups, self.sampled_prompts), self.seed)
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Each step the target or one of the others, drawn from (`seed`, step); twice as often where it is there twice."""
+
+    target: Schedule
+    others: tuple[Schedule, ...]
+    seed: int
+
+    @property
+    def goals(self) -> tuple[Schedule, ...]:
+        """Schedules that the tuned model is for, the target first; the dev loss is their mean."""
+        return tuple(dict.fromkeys((self.target, *self.others)))
+
+    def schedule_at(self, step: int) -> Schedule:
+        """The schedule of optimizer step `step` (0-based): a function of the step, so a resumed run repeats it."""
+        # A generator of its own per step: no state to save, and no other draw shifts it.
+        return random.Random(f"{self.seed}/{step}").choice((self.target, *self.others))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(TuneConfig, SelfGeneratedOptions, RecordOptions):
+    """All settings of `skipdecode.tune` that a recipe has: of the run, and of its records."""
+
+    EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev", "response_field")}
+    OF_OWN_ANSWERS: ClassVar[dict[str, Any]] = {
+        "distill_weight": 1.0,
+        "sampled_speedups": (1.0, 1.25),
+    }
+    """Other defaults with `self`: answers only teach full depth, and milder schedules lose very little there."""
+
+    dev_records: int | None = option(
+        "use only the first N lines of --dev; with --self, hold out at most N records", default=256, least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

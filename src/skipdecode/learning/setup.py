@@ -14,7 +14,7 @@ from torch import nn
 
 from skipdecode.common.environment import multiplies_bf16
 from skipdecode.errors import MissingExtraError, UsageError
-from skipdecode.learning.config import TuneConfig
+from skipdecode.learning.settings import TuneConfig
 from skipdecode.models.fit import fit_state
 from skipdecode.schedule import Schedule
 

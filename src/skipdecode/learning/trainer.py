@@ -30,8 +30,8 @@ from skipdecode.data.batches import Batch, GroupedBatches, collate
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
 from skipdecode.learning.checkpoint import CHECKPOINTS, Checkpoints, RunLog
-from skipdecode.learning.config import TuneConfig
 from skipdecode.learning.objective import KeptTeacher, Objective, StepReport, Teacher, TrainStep, dev_loss
+from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.setup import make_accelerator, make_optimizer, with_lora
 from skipdecode.models.attach import Attachment
 from skipdecode.models.fit import fit_of, trainable_fit

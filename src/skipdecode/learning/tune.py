@@ -37,7 +37,7 @@ from skipdecode.learning.checkpoint import (
     make_recipe,
     write_recipe,
 )
-from skipdecode.learning.config import TuneOptions
+from skipdecode.learning.settings import TuneOptions
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import check_schedule, vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit
@@ -141,8 +141,8 @@ def tune(
     resume : bool
         Continue the run in `out`, if there is one; a finished run returns its result.
     **options
-        Other settings of `skipdecode.learning.config.TuneOptions`; None is not given. The prompt of a record needs one
-        of `task`, `prompt_template` and `prompt_field`, and `response_field` unless there is a task.
+        Other settings of `skipdecode.learning.settings.TuneOptions`; None is not given. The prompt of a record needs
+        one of `task`, `prompt_template` and `prompt_field`, and `response_field` unless there is a task.
 
     Raises
     ------

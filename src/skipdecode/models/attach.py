@@ -31,6 +31,7 @@ from skipdecode.models.forward import (
     CallArguments,
     ForwardSlot,
     GenerationOptions,
+    RowRotary,
     foreign_cache,
 )
 from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
@@ -38,7 +39,6 @@ from skipdecode.models.loading.base_weights import carried_fit
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.models.release import renamed_cache
-from skipdecode.models.rotary import RowRotary
 from skipdecode.schedule import Schedule
 
 _MARK = "_skipdecode_attachment"

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import projection
-from skipdecode.models.fit import Fit
-from skipdecode.models.maps import Bridge, PromptMap, prompt_features
+from skipdecode.models.fit import Bridge, Fit, PromptMap, prompt_features
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.models.release import cache_name
 from skipdecode.schedule import Schedule

@@ -23,9 +23,8 @@ from skipdecode.errors import ScheduleError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, listed
-from skipdecode.vllm.projection import KeyProjection, LayerBridge
+from skipdecode.vllm.projection import KeyProjection, LayerBridge, TapMemory, TapRows
 from skipdecode.vllm.step_rows import ALL, NONE, StepRows
-from skipdecode.vllm.taps import TapMemory, TapRows
 
 # Each is tested against the transformers path (tests/vllm/plugin/test_oracle.py). False: schedules that project
 # prompts are refused, for keys and values are not one product of the normed state, rotated alike in every layer, or

@@ -158,7 +158,7 @@ def test_the_environment_of_another_engine_stays(tuned: Path, plain: Path):
 
 
 def test_backends_that_plan_into_memory_in_use_are_refused():
-    from skipdecode.vllm.metadata import StepMetadata
+    from skipdecode.vllm.runner import StepMetadata
 
     def groups(kind: str) -> Any:
         builder = type(kind, (), {"build": lambda *_: None, "supports_update_block_table": True})()
