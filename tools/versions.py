@@ -25,11 +25,11 @@ TESTS = (
     "tests/engine/test_gated_engine.py",
     "tests/engine/test_engine.py",
     "tests/cli/test_prepare.py",
-    "tests/generation/test_llm.py",
+    "tests/generation",
 )
 # What these tests need besides the extras of the install line.
 EXTRAS = "eval,gguf,peft,serve,tune"
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "psutil", "httpx", "cyllama")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "psutil", "httpx", "cyllama", "jsonschema")
 # Random texts of this model soon meet one of its many end tokens.
 MAKE_TINY = """
 import sys
