@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
+from skipdecode.common.bootstrap import compare, interval, ratio_of_sums
 from skipdecode.common.environment import environment
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.jsonl import heading
@@ -57,10 +57,6 @@ from skipdecode.schedule import Schedule
 
 _BATCHES = 4  # decoded and kept together
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
-
-
-def _perplexity(total: Table) -> float:
-    return math.exp(ratio_of_sums(total))
 
 
 # ---------------------------------------------------------------------- the evaluation
@@ -181,7 +177,7 @@ class OwnTexts:
         losses = {one: list(islice(scored, len(prompts))) for one in texts}
         found = []
         for one, given in texts.items():
-            seen = compare(sums(losses[base]), sums(losses[one]), _perplexity, **draws)
+            seen = compare(sums(losses[base]), sums(losses[one]), lambda t: math.exp(ratio_of_sums(t)), **draws)
             row: dict[str, Any] = {
                 "name": one.name,
                 **{n: value for n, value in one.settings().items() if n in ("quantization", "exact")},

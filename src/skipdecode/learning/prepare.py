@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,7 @@ from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
-from skipdecode.data.examples import RecordOptions, Source, encode_source, make_template, read_sources
+from skipdecode.data.examples import Example, RecordOptions, Source, encode_source, make_template, read_sources
 from skipdecode.engine.loading import load
 from skipdecode.evaluation.compare import with_kept
 from skipdecode.evaluation.evaluate import evaluate
@@ -46,12 +47,12 @@ from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
 from skipdecode.schedule import Schedule
 
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
-_LEAST_MINUTES = 0.02
 _SOME_TUNING = 0.1  # of the minutes: with less, nothing is tuned, and more minutes are recommended
 _MORE = 1.5  # times what the other stages took
 _WITHIN_REACH = 2 / 3  # kept before tuning; half an hour brought 67% of E2E to 99.8%
 _AIM_FILE = "tuned-under.json"
-_ENDING, _ALL_WAYS = 1.05, 1.7  # times the first evaluation: the last one loads, and has schedules with W8A8 weights
+_ENDING, _ALL_WAYS = 1.05, 1.7  # times the first evaluation: the last one, also of schedules with W8A8 weights
+_LOADS = 3  # times the loading of the model: it is copied and saved for tuning, and loaded for the last evaluation
 _BEFORE = "SmolLM2-135M kept 99.8% of E2E at 2.5x after 30 minutes"  # results/ready-smollm2-135m.json
 _SOME_RECORDS = 64  # to see how long texts are
 _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
@@ -143,15 +144,17 @@ class _Run:
         loaded = getattr(model, "loaded", model)
         # All stages share this model: `calibrate` and `tune` copy its weights where they need another type or change
         # them. A tuned checkpoint is loaded from its files.
+        begun = time.perf_counter()
         self.loaded: LoadedModel = loaded if isinstance(loaded, LoadedModel) else load(ref_of(model))
+        self.loads = _LOADS * (time.perf_counter() - begun)
 
     # ------------------------------------------------------------------ stages
 
     def run(self, started: float) -> Prepared:
         settings, out, minutes = self.settings, self.out, f"{self.settings.minutes:g}"
         kept = {name: value for name, value in asdict(settings).items() if name not in ("minutes", "keep", "prompts")}
-        kept |= {"ways": settings.keep is not None}
-        kept |= {"files": self.sources.digests, "cost": self.cost and str(self.cost), "model": self.loaded.name}
+        kept |= {"ways": settings.keep is not None, "cost": self.cost and str(self.cost), "model": self.loaded.name}
+        kept |= {"files": self.sources.digests}
         kept |= {"checkpoint": checkpoint_digest(self.loaded) | {"fit": None}}  # the run makes its own
         tuned = tuned_directory(out, settings.minutes)
         with closing(Stages(out / PREPARE_JOURNAL, kept, _OUTPUTS)) as stages:
@@ -162,34 +165,31 @@ class _Run:
                 return self.times[name] / (1 - earlier) * (60 * settings.minutes - stages.spent(started))
 
             note(self._plan())
+            data = {} if settings.self else self.sources.given(self.loaded)
             if settings.minutes and not stages.finished():
                 width = ModelGeometry.from_config(self.loaded.ref.config).hidden_size
-                enough = Pace.of(self.loaded.model, [TYPICAL]).enough(width, 2 + 5 * (settings.keep is not None))
+                pace = Pace.of(self.loaded.model, self._examples(data) if data else [TYPICAL])
+                enough = pace.enough(width, 2 + 5 * (settings.keep is not None))
                 if settings.minutes < enough:
                     note(f"{minutes} minutes may be too few to tune: about {enough:.0f} leave a third at this speed")
             if settings.self:
                 most = seconds("answers") if settings.minutes else None
                 data = stages.run("answers", lambda: self.sources.answers(self.loaded, most))
-            else:
-                data = self.sources.given(self.loaded)
             sizes = stages.run("sizes", lambda: self._sizes(data, seconds("layers"))) if settings.minutes else {}
             layers = stages.run("layers", lambda: self._chosen(data, sizes, seconds), place=self.fit)
             of, size = layers.get("files"), layers["size"]
-            before = stages.run(
-                "evaluation 0", lambda: self._evaluated(size, Schedule.load(self.fit / SCHEDULE_FILE)), of=of
-            )
-            aim = self._aim(before["rows"])
-            over = settings.minutes - (stages.spent(started) + self.ending * before["seconds"]) / 60
+            target = Schedule.load(self.fit / SCHEDULE_FILE)
+            before = stages.run("evaluation 0", lambda: self._evaluated(size, target), of=of)
+            aim = self._aim(target, before["rows"])
+            over = settings.minutes - (stages.spent(started) + self.ending * before["seconds"] + self.loads) / 60
             left = stages.run(f"left {minutes}", lambda: {"minutes": over})["minutes"]  # the same if it is resumed
             if settings.minutes and left < _SOME_TUNING * settings.minutes:
                 enough = _MORE * (settings.minutes - left)
                 note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: `minutes` of {enough:.0f} leave a third")
-            if left >= max(_LEAST_MINUTES, _SOME_TUNING * settings.minutes):
+            elif settings.minutes:
                 note(f"{left:.1f} minutes of tuning for {aim.name}")
-                records = sizes["dev_records"]
-                run = stages.run(
-                    f"tuning {minutes}", lambda: self._tuned(data, left, tuned, records, aim), place=tuned, of=of
-                )
+                tune_it = partial(self._tuned, data, left, tuned, sizes["dev_records"], aim)
+                run = stages.run(f"tuning {minutes}", tune_it, place=tuned, of=of)
                 stages.run(f"evaluation {minutes}", lambda: self._evaluated(size, aim, tuned), of=[of, run["result"]])
             document = self._document(stages.finished(), aim.name)
         ready = Prepared(document, out, self.loaded)
@@ -209,11 +209,7 @@ class _Run:
 
     def _sizes(self, data: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The speed of the model on the records, and the options of `calibrate` that fit into its time."""
-        settings, loaded, start = self.settings, self.loaded, time.perf_counter()
-        options = RecordOptions(**{n: value for n, value in self._shared(data).items() if n != "seed"})
-        template = make_template(options)
-        (file,) = read_sources({"train": data["train"]}, template, {"train": _SOME_RECORDS}, skip_bad=True).values()
-        examples = encode_source(file, "train", template, loaded, options)[0]
+        settings, loaded, start, examples = self.settings, self.loaded, time.perf_counter(), self._examples(data)
         pace, width = Pace.of(loaded.model, examples), ModelGeometry.from_config(loaded.ref.config).hidden_size
         length, cost = round(fmean(len(example.prompt) for example in examples)), None
         if self.cost is None:  # here, so that what it takes is left out of the search
@@ -224,6 +220,12 @@ class _Run:
             "layers": pace.search(seconds - (time.perf_counter() - start), width, len(self.prompt_sets)),
             "dev_records": pace.dev_records(60 * settings.minutes),
         }
+
+    def _examples(self, data: Mapping[str, Any]) -> list[Example]:
+        options = RecordOptions(**{n: value for n, value in self._shared(data).items() if n != "seed"})
+        template = make_template(options)
+        (file,) = read_sources({"train": data["train"]}, template, {"train": _SOME_RECORDS}, skip_bad=True).values()
+        return encode_source(file, "train", template, self.loaded, options)[0]
 
     def _evaluation(self, sizes: Mapping[str, Any], layers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The size of each of two evaluations."""
@@ -276,9 +278,8 @@ class _Run:
         document = dict(found.document)
         return document | {"size": self._evaluation(sizes, document, seconds("evaluation"))}
 
-    def _aim(self, rows: Sequence[Mapping[str, Any]]) -> Schedule:
+    def _aim(self, target: Schedule, rows: Sequence[Mapping[str, Any]]) -> Schedule:
         """The schedule to tune: the target, or of milder ones the fastest that may keep the share after tuning."""
-        target = Schedule.load(self.fit / SCHEDULE_FILE)
         if self.shares is NEIGHBOURS:
             return target
         kept = {row["name"]: row["kept"] for row in with_kept(rows)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -154,39 +154,36 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return figures(dict([*columns.items()][:at]) | interval | columns, rows)
 
 
-def _lines(document: Mapping[str, Any]) -> list[str]:
+def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     rows, known = document["rows"], {m: kept for m, kept in document["kept_by_minutes"].items() if kept is not None}
+    keep = document["keep"]
+    shown = rows if keep is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
+    yield from ("kept: worst score, compared with the model before", "", *_table(shown), "")
+    if keep is not None:
+        yield "exact: drafts from the text, which change no token; w8a8: 8-bit weights and activations"
+    yield from impossible(rows)
     times = []
     for name, seconds in document["seconds"].items():
         kind, _, minutes = name.partition(" ")
-        if kind == "left":
-            continue
         after = f" after {minutes} minutes" if kind == "evaluation" and float(minutes) else ""
-        times.append(f"{TIMES.get(kind, kind)}{after} {seconds / 60:.1f} min")
-    keep = document["keep"]
-    shown = rows if keep is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
-    lines = ["kept: worst score, compared with the model before", "", *_table(shown), ""]
-    if keep is not None:
-        lines.append("exact: drafts from the text, which change no token; w8a8: 8-bit weights and activations")
-    lines += impossible(rows)
-    lines.append(f"time: {', '.join(times)}")
+        times += [f"{TIMES.get(kind, kind)}{after} {seconds / 60:.1f} min"] * (kind != "left")
+    yield f"time: {', '.join(times)}"
     if known:
         kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
-        lines.append(f"{document['target']} keeps {kept}")
+        yield f"{document['target']} keeps {kept}"
     else:
-        lines.append("every score of full depth is 0, so there is no share to keep: tune the model at full depth first")
+        yield "every score of full depth is 0, so there is no share to keep: tune the model at full depth first"
     if keep is not None:
         best = fastest_that_keeps(rows, keep)
         if best is None or best["name"].startswith("full"):
-            lines.append(f"no schedule keeps {keep:.0%} at a higher speed")
+            yield f"no schedule keeps {keep:.0%} at a higher speed"
         told = (
-            "none is faster than full depth"
-            if best is None
-            else "{name}, {request_speedup:.2f} times as fast, keeps {kept:.1%}"
+            "{name}, {request_speedup:.2f} times as fast, keeps {kept:.1%}"
+            if best
+            else "none is faster than full depth"
         )
-        lines.append(f"recommended to keep {keep:.0%}: {told.format_map(best or {})}")
+        yield f"recommended to keep {keep:.0%}: {told.format_map(best or {})}"
     if len(losses := document["dev_loss"]) > 1:
         (_, before), (minutes, after) = losses[(len(losses) - 1) // 2], losses[-1]
         gain = f"their second half brought {before - after:.3f}"
-        lines.append(f"dev loss {after:.3f} after {minutes:.1f} minutes of tuning; {gain}")
-    return lines
+        yield f"dev loss {after:.3f} after {minutes:.1f} minutes of tuning; {gain}"
