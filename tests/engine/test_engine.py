@@ -1,7 +1,9 @@
-"""The engine against the oracle, against transformers, and against itself in other batches."""
+"""The engine against the oracle, against transformers, and against itself in other batches; who joins a batch when."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -11,6 +13,8 @@ from engine_tools import FAST
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
+from skipdecode.engine.scheduler import Scheduler
+from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import ScheduleError, UnfitModelError, UsageError
 from skipdecode.models.families import family_of
 from skipdecode.schedule.order import top_down
@@ -175,3 +179,50 @@ def test_refusals_name_the_reason():
         run.submit([Request((VOCAB,), 20)])
     with pytest.raises(UnfitModelError, match="float16"):
         FastEngine(tiny_model("llama").half(), SCHEDULES["full"])
+
+
+def sequences(*new_tokens, pages=1):
+    made = [Sequence(i, Request((5,) * 10, n), Schedule.full(8)) for i, n in enumerate(new_tokens)]
+    for sequence in made:
+        sequence.pages = pages
+    return made
+
+
+def lengths(admitted):
+    return [sequence.request.max_new_tokens for sequence in admitted]
+
+
+def test_scheduling_imports_no_torch():
+    code = "import sys, skipdecode.engine.scheduler, skipdecode.engine.batch; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_static_batches_hold_requests_of_like_length_longest_first():
+    scheduler = Scheduler(2)
+    scheduler.submit(sequences(5, 50, 7, 40))
+    assert lengths(scheduler.admit(0)) == [50, 40]
+    assert scheduler.admit(2) == scheduler.admit(1) == []
+    assert lengths(scheduler.admit(0)) == [7, 5]
+    assert scheduler.waiting == 0
+
+
+def test_refill_below_lets_the_next_group_in_when_few_are_left():
+    scheduler = Scheduler(5, refill_below=0.5)
+    scheduler.submit(sequences(*range(1, 9)))
+    assert len(scheduler.admit(0)) == 5
+    assert scheduler.admit(3) == []
+    assert len(scheduler.admit(2)) == 3
+
+
+def test_continuous_fills_every_free_row_in_order():
+    scheduler = Scheduler(3, refill_below=1, in_order=True)
+    scheduler.submit(sequences(5, 50, 7, 40))
+    assert [s.number for s in scheduler.admit(0)] == [0, 1, 2]
+    assert [s.number for s in scheduler.admit(2)] == [3]
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(UsageError, match="max_rows=0"):
+        Scheduler(0)
+    with pytest.raises(UsageError, match="refill_below=2"):
+        Scheduler(1, 2)
