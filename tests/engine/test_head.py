@@ -41,11 +41,11 @@ def head_of(weight, model_dtype=torch.bfloat16, **changes):
 def compare(full, short, x, tops):
     """What both say of states: every row that the copy decides has the full head's words; True if it decided all."""
     rows, vocabulary = len(x), short._numbers_of
-    logits, room = torch.empty(rows, vocabulary), torch.empty(rows, vocabulary)
+    logits = torch.empty(rows, vocabulary)
     full(x, logits, rows, False)
     decided = 0
     for i in range(rows):  # one by one too, since a row that it leaves takes the others with it
-        found = short(x[i : i + 1], tops[i : i + 1], room)
+        found = short(x[i : i + 1], tops[i : i + 1])
         if found is None:
             continue
         decided += 1
@@ -55,8 +55,7 @@ def compare(full, short, x, tops):
         assert torch.equal(found.logits[0, : found.counts[0]], logits[i, words])
         order = torch.sort(logits[i], descending=True, stable=True).indices[: tops[i]]
         assert set(order.tolist()) <= set(words.tolist())
-        assert (room[0] >= logits[i]).all()  # the bound itself
-    together = short(x, tops, room)
+    together = short(x, tops)
     assert (together is not None) == (decided == rows)
     if together is not None:
         assert together.best == logits.argmax(-1).tolist()
@@ -88,7 +87,7 @@ def near_ties(words, columns, kind, seed):
         error = weight.float() - torch.round(weight.float() / scale) * scale
         x = error[torch.randint(words, (6,))] * 1000
     elif kind == "outliers":
-        x[:, torch.randint(columns, (2,))] *= 1000
+        x[:, torch.randint(columns, (1 + columns // 16,))] *= 10 ** float(torch.randint(1, 6, ()))
         weight[:, 0] *= 50
     elif kind == "zeros":
         x[::2] = 0
@@ -160,7 +159,7 @@ def test_ties_go_to_the_first():
     full, short = head_of(weight)
     x = weight[40].float()[None] * 3
     assert compare(full, short, x, [1])
-    assert short(x, [1], torch.empty(1, 300)).best == [40]
+    assert short(x, [1]).best == [40]
 
 
 # ---------------------------------------------------------------------- decoding
@@ -230,7 +229,7 @@ def test_candidates_are_drawn_from_as_all_words_are():
     logits = torch.empty(len(x), 5000)
     full(x, logits, len(x), False)
     settings = [Sampling(temperature=1.5, top_k=1 + 5 * i, min_p=0.01, seed=i) for i in range(len(x))]
-    found = short(x, [s.top_k for s in settings], torch.empty(len(x), 5000))
+    found = short(x, [s.top_k for s in settings])
     rows = [[Sampler(s, ()) for s in settings] for _ in range(2)]
     for _ in range(10):
         for i, (short, full) in enumerate(zip(*rows, strict=True)):

@@ -25,12 +25,12 @@ from skipdecode.engine.kernels.spec import LinearSpec
 
 MOST_ROWS = 32
 """Maximum rows of a forward for which the copy is used; with more rows the full head is as fast."""
-MOST_WORDS = 512
+MOST_WORDS = 2048
 """Maximum candidates of a row; with more the row takes the full head."""
 _GROUP, _STEP = 64, 64  # tokens and columns that the kernel processes at once
 _CHUNK = 2**16  # weights converted at once: bounds the fp32 copies
 _LARGEST = 1e12  # maximum norm of a row; above it the kernel's bound may overflow
-_POINTERS = "head codes scales errors norms bias tops upper best words logits counts"
+_POINTERS = "head codes scales errors norms bias tops best words logits counts"
 
 
 class _Args(ctypes.Structure):
@@ -89,16 +89,16 @@ class ShortHead:
             most=MOST_WORDS,
         )  # fmt: skip
 
-    def __call__(self, hidden: Tensor, tops: list[int], room: Tensor) -> Candidates | None:
+    def __call__(self, hidden: Tensor, tops: list[int]) -> Candidates | None:
         """The candidates for the top `tops` tokens of each row; None if a row has more than `MOST_WORDS`.
 
-        `hidden` are the states before the head's norm, (rows, hidden) in fp32; `room` is (rows, vocabulary), fp32.
+        `hidden` are the states before the head's norm, (rows, hidden) in fp32.
         """
         rows, full, args = len(tops), self._full, self._args
         wanted, made = torch.tensor(tops, dtype=torch.int32), torch.empty(2, rows, dtype=torch.int64)
         words, logits = torch.empty(rows, MOST_WORDS, dtype=torch.int64), torch.empty(rows, MOST_WORDS)
         full.x, full.m, full.ldx = hidden.data_ptr(), rows, hidden.stride(0)
-        args.tops, args.upper, args.best, args.counts = (t.data_ptr() for t in (wanted, room, *made))
+        args.tops, args.best, args.counts = (t.data_ptr() for t in (wanted, *made))
         args.words, args.logits = words.data_ptr(), logits.data_ptr()
         self._call(ctypes.c_void_p(ctypes.addressof(args)))
         best, counts = made.tolist()
@@ -176,7 +176,7 @@ class NativeHead:
             self._logits = torch.empty(rows, vocabulary)
         self.fell_back = False
         if tops and rows <= MOST_ROWS and (short := self.short) is not None:
-            found = short(hidden, [min(top, vocabulary) for top in tops], self._logits)
+            found = short(hidden, [min(top, vocabulary) for top in tops])
             if found is not None:
                 return found._replace(full=partial(self._full_row, hidden))
             self.fell_back = True
