@@ -29,6 +29,7 @@ from skipdecode.evaluation.scores import token_fidelity
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.carried import FIT_FILE, bundled_schedules, schedule_file
+from skipdecode.models.families import decoder_layers, keys_and_values, projects
 from skipdecode.models.fit import Fit, PromptMap, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
@@ -179,14 +180,20 @@ def test_a_file_gives_the_same_fit(tmp_path):
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in fit.state_dict().items())
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text"])
+FITTED = ["gemma3_text", "gpt2", "granitemoehybrid", "llama", "opt"]
+OTHERS = [each for each in (*OPTIONS, *LATER) if each not in FITTED and "gemma3n" not in each and "gemma4" not in each]
+
+
+@pytest.mark.parametrize("family", [*FITTED, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
     model = shared_model(family)
     random = torch.Generator().manual_seed(5)
     texts = torch.randint(3, 100, (40, 40), generator=random).tolist()
     examples = [Example(str(i), tuple(text[:20]), tuple(text[20:])) for i, text in enumerate(texts)]
     batches = [collate(examples[i : i + 5]) for i in range(0, 40, 5)]
-    for schedule in (FALLING, replace(Schedule.full(LAYERS), prompt=LOWER), replace(FALLING, prompt="max_exit")):
+    maps = projects(model.config) and all(map(keys_and_values, decoder_layers(model)))
+    schedules = [FALLING, replace(FALLING, prompt="max_exit"), replace(Schedule.full(LAYERS), prompt=LOWER)]
+    for schedule in schedules[: 2 + maps]:
         fit = Fitter(model, batches, FitOptions(fit_rank=16, fit_taps=1)).fit([schedule])
         pairs = [text[:20] for text in texts[:10]], [text[20:] for text in texts[:10]]
         distance = {}

@@ -62,6 +62,23 @@ def test_the_table_says_what_types_do_in_several_tokens_and_without_positions(fa
         assert bool((made - whole).abs().max() < 1e-3) == said
 
 
+@pytest.mark.parametrize("family", [each for each in RECURRENT if each in ("lfm2", "mamba2")])
+def test_the_table_says_whether_generate_goes_on_from_a_used_cache(family: str) -> None:
+    model, name = shared_model(family), model_cache_name(shared_model(family))
+    asked = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    first = model.generate(IDS[:, :6], attention_mask=torch.ones_like(IDS[:, :6]), **asked)
+    text = torch.cat([first.sequences, IDS[:, 6:]], 1)
+    asked |= {"attention_mask": torch.ones_like(text)}
+    fresh, again = (model.generate(text, **asked, **of) for of in ({}, {name: first.past_key_values}))
+    right = bool((fresh.logits[0] - again.logits[0]).abs().max() < 1e-3)
+    assert right == (FAMILIES[family].turns and FAMILIES[family].continues)
+    if not FAMILIES[family].turns:
+        with attach(model, FALLING) as attachment:
+            model(input_ids=IDS, **{name: (cache := attachment.new_cache(12))})
+            with pytest.raises(UnsupportedFeatureError, match="second turn"):
+                model.generate(text, **asked, **{name: cache})
+
+
 @pytest.mark.parametrize("family", [each for each in ("lfm2", "qwen3_5_text") if each in RECURRENT])
 @torch.no_grad()
 def test_transformers_takes_the_padding_of_a_piece_of_one_token_for_text(family: str) -> None:

@@ -64,27 +64,19 @@ class Fitter:
         for schedule in schedules:
             if schedule.projected:
                 projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
-        # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges.
-        return self._swept(
-            _depths(schedules, self.options.fit_depths),
-            _Sets(projected, all(s.prompt == "max_exit" for s in schedules)),
-        )
+        # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges like answers.
+        whole = all(s.prompt == "max_exit" for s in schedules)
+        return self._swept(_depths(schedules, self.options.fit_depths), projected, whole)
 
     def fit_alone(self, layers: Iterable[int]) -> Fit:
         """A bridge over each of some layers as if it alone were left out; raises as `fit`."""
-        return self._swept([frozenset({layer}) for layer in layers], _Sets({}))
+        return self._swept([frozenset({layer}) for layer in layers], {}, False)
 
-    def _swept(self, depths: Sequence[frozenset[int]], sets: _Sets) -> Fit:
+    def _swept(
+        self, depths: Sequence[frozenset[int]], projected: Mapping[tuple[int, ...], set[int]], whole: bool
+    ) -> Fit:
         with torch.inference_mode(), at_full_depth(self.model):
-            return _Sweep(self.model, depths, sets, self.batches, self.options).run()
-
-
-@dataclass(frozen=True)
-class _Sets:
-    """The sets of layers that prompts run, with those that want maps; `whole`: prompts take bridges like answers."""
-
-    projected: Mapping[tuple[int, ...], set[int]]
-    whole: bool = False
+            return _Sweep(self.model, depths, projected, whole, self.batches, self.options).run()
 
 
 class _Inputs:
@@ -114,10 +106,6 @@ class _Inputs:
         weight = torch.cholesky_solve(means, torch.linalg.cholesky(_ridged(moments, self._ridge(cross))))
         inputs, outputs = self._center(self.gram.sum(0), cross.sum(0))
         return weight.T, outputs - inputs @ weight
-
-    def moments(self) -> Tensor:
-        """Products of the inputs about 0, (features, features)."""
-        return self.gram.sum(0)[:-1, :-1]
 
     def _ridge(self, cross: Tensor) -> float:
         """The ridge whose solution on the tokens to learn from does best on the others."""
@@ -173,10 +161,17 @@ class _Sweep:
     """Every batch's states before the layer at work: of full depth, of prompts and of the depths.
 
     Depths that have left out the same layers so far share their states, which are those of full depth at first.
+    `projected`: the sets of layers that prompts run, with those that want maps. `whole`: prompts take bridges too.
     """
 
     def __init__(
-        self, model: Any, depths: Sequence[frozenset[int]], sets: _Sets, batches: Sequence[Batch], options: FitOptions
+        self,
+        model: Any,
+        depths: Sequence[frozenset[int]],
+        projected: Mapping[tuple[int, ...], set[int]],
+        whole: bool,
+        batches: Sequence[Batch],
+        options: FitOptions,
     ) -> None:
         self._plain = unwrap(model)
         self._layers: list[Any] = list(decoder_layers(self._plain))
@@ -184,16 +179,16 @@ class _Sweep:
         self._width = int(self._plain.config.get_text_config(decoder=True).hidden_size)
         self._options, self._batches = options, [batch.to(self._plain.device) for batch in batches]
         self._calls = [_layer_calls(self._plain, self._layers, self._tuples, batch) for batch in self._batches]
-        self._depths, self._sets = depths, sets
-        embedded = [calls.embedded for calls in self._calls]
+        self._depths, self._projected, self._whole = depths, projected, whole
+        embedded = [calls[0][0] for calls in self._calls]
         self._states = {_NOTHING: embedded}
-        self._prompts = {layers: list(embedded) for layers in sets.projected}
+        self._prompts = {layers: list(embedded) for layers in projected}
         self._inputs: dict[tuple[int, ...], _Inputs] = {}
         self._bridges: dict[int, Bridge] = {}
-        self._maps: dict[tuple[int, ...], dict[int, PromptMap]] = {layers: {} for layers in sets.projected}
+        self._maps: dict[tuple[int, ...], dict[int, PromptMap]] = {layers: {} for layers in projected}
 
     def run(self) -> Fit:
-        last = max({layer for depth in self._depths for layer in depth}.union(*self._sets.projected.values()))
+        last = max({layer for depth in self._depths for layer in depth}.union(*self._projected.values()))
         with progress_bar(last + 1, "layer", name="fitting") as bar:
             for index in range(last + 1):
                 self._fit_layer(index)
@@ -204,7 +199,7 @@ class _Sweep:
 
     def _fit_layer(self, index: int) -> None:
         """Fit the maps of a layer, and move all states behind the layer."""
-        wanted = [layers for layers, projected in self._sets.projected.items() if index in projected]
+        wanted = [layers for layers, projected in self._projected.items() if index in projected]
         after, keys = self._full_depth(index, bool(wanted))
         for layers in wanted:
             self._maps[layers][index] = self._prompt_map(layers, keys)
@@ -293,17 +288,17 @@ class _Sweep:
             return Bridge(mean.new_zeros(0, self._width), mean.new_zeros(self._width, 0), mean)
         made, bias = inputs.solve(cross, least=rank + 1)
         # The directions of the output that carry most of what the map adds.
-        _, vectors = torch.linalg.eigh(made @ inputs.moments() @ made.T)
+        _, vectors = torch.linalg.eigh(made @ inputs.gram.sum(0)[:-1, :-1] @ made.T)
         up = vectors[:, -min(rank, self._width) :]
         return Bridge((up.T @ made).float(), up.float(), bias.float())
 
     def _crossing(self, batch: Batch) -> int:
         """The first column whose tokens take bridges."""
-        return 0 if self._sets.whole else batch.prompt_length
+        return 0 if self._whole else batch.prompt_length
 
     def _layer(self, index: int, number: int, states: Tensor, start: int = 0) -> Tensor:
         """A layer's output; columns before `start` only leave their keys and values there, and pass by."""
-        args, named = self._calls[number].arguments[index]
+        _, args, named = self._calls[number][index]
         with self._gated(index, LayerPlan(states.shape[1], start)) if start else contextlib.nullcontext():
             out = self._layers[index](states, *args, **named)
         after: Tensor = out[0] if self._tuples else out
@@ -314,7 +309,7 @@ class _Sweep:
     @contextlib.contextmanager
     def _gated(self, index: int, plan: LayerPlan) -> Iterator[None]:
         state = GateState(self._tuples, lambda: SkipCache(self._plain.config))
-        state.whole = not find_family(self._plain).continues
+        state.whole = find_family(self._plain).recurrent
         state.plan = StepPlan(plan.count, (plan,) * len(self._layers))
         layer = self._layers[index]
         attached = gate_of(layer)
@@ -329,20 +324,15 @@ class _Sweep:
                 gate_layer(layer, index, attached)
 
 
-@dataclass(frozen=True)
-class _Calls:
-    """What a model's forward calls its layers with for one batch."""
-
-    embedded: Tensor
-    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]
+_Call = tuple[Tensor, tuple[Any, ...], dict[str, Any]]
 
 
-def _layer_calls(model: Any, layers: list[Any], tuples: int, batch: Batch) -> _Calls:
-    """The arguments of each layer and the states before the first one; no layer runs."""
-    seen: list[tuple[Tensor, tuple[tuple[Any, ...], dict[str, Any]]]] = []
+def _layer_calls(model: Any, layers: list[Any], tuples: int, batch: Batch) -> list[_Call]:
+    """The arguments with which a model's forward calls each layer, all with the states before the first: none runs."""
+    seen: list[_Call] = []
 
     def record(hidden_states: Tensor, *args: Any, **named: Any) -> Any:
-        seen.append((hidden_states, (args, named | {"use_cache": False})))
+        seen.append((hidden_states, args, named | {"use_cache": False}))
         return (hidden_states, *[None] * (tuples - 1)) if tuples else hidden_states
 
     with contextlib.ExitStack() as stack:
@@ -350,7 +340,7 @@ def _layer_calls(model: Any, layers: list[Any], tuples: int, batch: Batch) -> _C
             stack.enter_context(calling(layer, record))
         call = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "use_cache": False}
         model.base_model(**call, position_ids=batch.position_ids)
-    return _Calls(seen[0][0], [arguments for _, arguments in seen])
+    return seen
 
 
 @contextlib.contextmanager
