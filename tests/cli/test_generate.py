@@ -189,7 +189,7 @@ def test_lines_of_a_batch_are_answered_as_each_asks(capsys: Any, tmp_path: Path,
     asked["stopped"] = {"messages": chat, "stop": [stop := plain.text[2]]}
     lines = [{"custom_id": n, "method": "POST", "url": "/v1/chat/completions", "body": b} for n, b in asked.items()]
     data, out = write_rows(tmp_path / "batch.jsonl", lines), tmp_path / "out.jsonl"
-    options = ("--input", data, "--output", str(out), "--no-template")
+    options = ("--input", data, "--output", str(out))
     assert generate(model_dir, *options, "--output-format", "batch") == 1
     told = capsys.readouterr().err
     assert all(f"body.{field}=" in told for field in ("temperature", "max_completion_tokens", "n", "response_format"))

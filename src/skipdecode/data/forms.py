@@ -89,7 +89,8 @@ class PromptForm:
             self.guessed = self.guessed or "OpenAI's batches"
             if not str(url := row.get("url", _ANSWERED)).endswith(_ANSWERED):
                 raise DataError(f"url {url!r} is not answered: give /v1/chat/completions or /v1/completions")
-            return self._read(_of_body(body))._replace(asked=_asked(body))
+            as_it_is = {"chat": False} if self.template is None else {}  # a completion's prompt, as in the server
+            return self._read(_of_body(body))._replace(asked=_asked(body) | as_it_is)
         return self._read(row)
 
     def _read(self, row: Mapping[str, Any]) -> Parts:

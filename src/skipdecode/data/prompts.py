@@ -93,12 +93,15 @@ class PromptEncoder:
         """
         found = [self._rendered(record) for record in records]
         for is_chat in (False, True):
-            chats = (self.chat or not isinstance(p.record.prompt, str) for p in found)
+            chats = (self._is_chat(p.record) for p in found)
             rows = [n for n, chat in enumerate(chats) if found[n].error is None and chat == is_chat]
             ids = self._token_ids([found[n].text for n in rows], is_chat) if rows else []
             for number, row in zip(rows, ids, strict=True):
                 found[number] = self._checked(records[number], *self._cut(found[number], row, most))
         return found
+
+    def _is_chat(self, record: Record) -> bool:
+        return not isinstance(record.prompt, str) or (self.chat and record.asked.get("chat", True))
 
     def _rendered(self, record: Record) -> EncodedPrompt:
         text, error = "", record.error
@@ -112,7 +115,7 @@ class PromptEncoder:
     def _text(self, record: Record, prompt: str | None = None) -> str:
         """The text of a record, or of the record with another prompt."""
         words, extra = record.prompt if prompt is None else prompt, record.for_chat
-        if isinstance(words, str) and not self.chat:
+        if isinstance(words, str) and not self._is_chat(record):
             self._tell({*record.left_out, *map(repr, extra)})
             return words
         if getattr(self._tokenizer, "chat_template", None) is None:

@@ -53,7 +53,7 @@ class Record:
     for_chat: Mapping[str, Any] = field(default_factory=dict)
     # Fields of the record that are not in the prompt, where the user has not chosen the prompt's field.
     left_out: tuple[str, ...] = ()
-    # Settings of this record alone: `sampling` (fields of `Sampling`), `max_new_tokens`, `stop`.
+    # Settings of this record alone: `sampling` (fields of `Sampling`), `max_new_tokens`, `stop`, `json_schema`, `chat`.
     asked: Mapping[str, Any] = field(default_factory=dict)
     has_id: bool = True  # whether `id` is the record's own, not the line number
 
@@ -282,10 +282,13 @@ def text_of(content: Any) -> Any:
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """A call of a tool with its arguments as an object, which chat templates take."""
     function = call.get("function")
-    if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
-        with suppress(ValueError):
-            return call | {"function": {**function, "arguments": json.loads(text or "{}")}}
-    return call
+    if not isinstance(function, Mapping) or not isinstance(found := function.get("arguments"), str):
+        return call
+    with suppress(ValueError, RecursionError):
+        found = json.loads(found or "{}")
+    if not isinstance(found, dict):
+        raise DataError("'arguments' of a call are no JSON object")
+    return call | {"function": {**function, "arguments": found}}
 
 
 def for_chat(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:

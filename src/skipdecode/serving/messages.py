@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skipdecode.data.chats import render_chat, template_fault, unread_variable, unused_fields
 from skipdecode.data.records import checked_chat, checked_text
@@ -67,17 +67,6 @@ class TextPart(Strict):
 class _Function(Strict):
     name: Text
     arguments: Text = Field("{}", description="a JSON object, as text")
-
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, arguments: str) -> str:
-        try:
-            found = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise ValueError("give a JSON object, as text")
-        return arguments or "{}"
 
 
 class ToolCall(Strict):
@@ -144,9 +133,9 @@ def chat_text(tokenizer: Any, chat: Chat, defaults: Mapping[str, Any] = {}) -> s
     """
     if (fault := template_fault(tokenizer)) is not None:
         raise invalid(f"{fault}: use completions", "messages")
-    messages = [message.plain() for message in chat.messages]
     variables = {**defaults, **_variables(tokenizer, chat)}
     try:
+        messages = [message.plain() for message in chat.messages]
         text = render_chat(tokenizer, messages, chat.tools, variables=variables)
         if unused := unused_fields(tokenizer, messages, chat.tools, text, variables):
             raise _unsupported(name := min(unused), name if name == "tools" else f"messages.{name}")
