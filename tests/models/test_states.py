@@ -125,7 +125,7 @@ def test_pieces_and_a_second_turn_equal_the_oracle(family: str, prompt: str) -> 
     assert (made - expected).abs().max() < 1e-4
 
 
-@few
+@every
 @torch.no_grad()
 def test_moved_rows_and_freed_states(family: str) -> None:
     """A permutation of the rows in the middle of a text; layers that are skipped give their states back."""

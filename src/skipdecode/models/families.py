@@ -152,8 +152,8 @@ def check_schedule(config: Any, schedule: Schedule) -> None:
     if schedule.projected and not projects(config):
         kept = "read other layers' keys and values" if shared else "have recurrent states"
         raise ScheduleError(
-            f"prompts of schedule {schedule.name!r} skip layers that answers run, and layers of a {config.model_type} "
-            f"model {kept}, which need each token of the prompt: give prompts full or max_exit"
+            f"prompts of a {config.model_type} model cannot run layers of their own, because its layers {kept} and "
+            "need each token of a prompt: give prompts full or max_exit"
         )
     sets = [schedule.prompt_layers(), *map(schedule.layers, range(schedule.seq_len))]
     missing = [(one, lender) for one, lender in shared.items() for each in sets if one in each and lender not in each]
