@@ -190,7 +190,11 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
 def test_chats_are_scored_and_held_out_as_what_they_are(tmp_path: Path, capsys: Any) -> None:
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(json.dumps({"conversations": SHAREGPT}) + "\n" for _ in range(4)))
-    (run,) = evaluate(saved_model(tmp_path), source, ["full"], max_new_tokens=2, metrics=["bleu"]).runs
+    model, options = saved_model(tmp_path), {"max_new_tokens": 2, "metrics": ["bleu"]}
+    for row, prompt in (({"prompt": "a", "response": "b"}, "<user>a<assistant>"), ({"text": "one two"}, "one")):
+        (run,) = evaluate(model, [row], ["full"], **options).runs
+        assert run.outputs[0]["prompt_tokens"] == len(prompt)
+    (run,) = evaluate(model, source, ["full"], **options).runs
     assert "records of conversations" in capsys.readouterr().err
     assert len(run.outputs) == 8
     file = read_sources({"": source}, make_template(RecordOptions(), source), {}, skip_bad=False)[""]

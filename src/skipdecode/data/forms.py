@@ -151,10 +151,8 @@ class PromptForm:
             raise DataError("field 'messages' is text: give a list of messages")
         if isinstance(value, list):
             return checked_chat(name, value)
-        if self.name is None and name == "instruction":
-            value = joined(value, row.get("input"))
-        if self.name is None and name == "question":
-            value = joined(row.get("context"), value)
+        if self.name is None and name in _TOGETHER:
+            value = joined(*map(row.get, _TOGETHER[name]))
         return checked_text(f"field {name!r}", value)
 
 

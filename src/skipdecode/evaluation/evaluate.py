@@ -19,6 +19,7 @@ from skipdecode.data.chats import chat_fault
 from skipdecode.data.examples import RecordOptions, make_template, read_file
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
+from skipdecode.data.shapes import TEXT
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.engine.loading import load
@@ -188,10 +189,10 @@ class _Evaluation:
     # ------------------------------------------------------------------ records with references
 
     def on_records(self, data: Data | None, task: Task | str | Path | None, out: Path) -> list[Run]:
-        options, chosen, rows = self.options, task_of(self.ref, task), None
+        options, chosen = self.options, task_of(self.ref, task)
         skip_bad = options.bad_records == "skip"
-        if data is not None and task is None and recipe_template(self.ref.recipe) is None:
-            rows = _of_known_shape(data, skip_bad=skip_bad)
+        guessed = data is not None and task is None and recipe_template(self.ref.recipe) is None
+        rows, as_chats = _of_known_shape(data, skip_bad=skip_bad) if guessed else (None, False)
         chosen = replace(chosen, chat=chosen.chat or options.chat)
         most = options.max_new_tokens or chosen.max_new_tokens
         prompt_room(context_length(self.ref.config), most)
@@ -213,7 +214,7 @@ class _Evaluation:
         names = check_metrics(options.metrics or chosen.metrics, metric_options, None if named else note)
         metrics = make_metrics(names, metric_options)
         llm = self._open(self.model)
-        chosen = replace(chosen, chat=chosen.chat or (rows is not None and chat_fault(llm.tokenizer) is None))
+        chosen = replace(chosen, chat=chosen.chat or (as_chats and chat_fault(llm.tokenizer) is None))
         _check_template(llm.loaded, chosen)
         untuned = llm.loaded.untuned_line(s for s in asked if not s.is_full)
         for line in (untuned, f"engine: {llm.backend.name}"):
@@ -334,20 +335,22 @@ def task_of(ref: ModelRef, task: Task | str | Path | None) -> Task:
     return replace(plain, **found, references=tuple(dict.fromkeys((*template.responses, *plain.references))))
 
 
-def _of_known_shape(data: Data, *, skip_bad: bool) -> list[dict[str, Any]] | None:
-    """Records of another shape than prompts as text, such as chats, as prompts with responses; None for others."""
+def _of_known_shape(data: Any, *, skip_bad: bool) -> tuple[list[dict[str, Any]] | None, bool]:
+    """Records of another shape than prompts as text as prompts with responses, None for others; and whether they may
+    be chats.
+    """
     if isinstance(data, str | Path):
         rows: Iterator[Any] = iter(()) if is_stream(data) else (row for _, row in read_rows(data))
-    elif isinstance(data, Sequence):
-        rows = iter(data)
     else:
-        return None
+        rows = iter(data if isinstance(data, Sequence) else ())
     first = next((row for row in rows if isinstance(row, Mapping)), {"prompt": ""})
     if isinstance(first.get("prompt"), str):
-        return None
+        return None, True
     template = make_template(RecordOptions(), data)
     file = read_file(data, template, skip_bad=skip_bad)
-    return [{**one.for_chat, "id": one.id, "prompt": one.prompt, "response": one.references[0]} for one in file.records]
+    found = file.records
+    known = [{**one.for_chat, "id": one.id, "prompt": one.prompt, "response": one.references[0]} for one in found]
+    return known, template.shape != TEXT
 
 
 def _check_template(loaded: LoadedModel, task: Task) -> None:
