@@ -17,23 +17,25 @@ namespace {
 
 constexpr int64_t kWideFrom = 48;   // activation rows that repay the turning
 constexpr int64_t kWideRows = 512;  // activation rows packed at a time
+constexpr int64_t kLongStrip = 128 * 1024;  // bytes
 constexpr int kTileVectors = LANES == 16 ? 3 : 2;  // as many sums of 6 rows as registers hold
 
 // out[r * V + v]: the sums of M activation rows with V vectors of weight rows. w: [vector, chain, part] vectors, or those of a
 // block of kVectors side by side: [block, part, vector]; x: M rows, `ldx` floats apart, of [chain, part] words; chains in the
-// order in which they are added. `ahead`: floats from the weights that are read to those that are fetched.
+// order in which they are added. `by` bytes a part of each vector or block are fetched from `ahead` on.
 template <class T, int M, int V>
-__attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx, int64_t parts, int64_t ahead, vf* out) {
+__attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx, int64_t parts, const char* ahead, int64_t by,
+                                    vf* out) {
   const int64_t apart = T::kVectors > 1 ? LANES : T::kChains * parts * LANES;
   vf held[4][M * V];  // sums of 1, 2, 4 and 8 chains that wait for as many
   for (int order = 0; order < T::kChains; order++, x += parts) {
     vf acc[M][V] = {};
-    for (int64_t i = 0; i < parts; i++, w += T::kVectors * LANES) {
+    for (int64_t i = 0; i < parts; i++, w += T::kVectors * LANES, ahead += by) {
       vf part[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         part[v] = T::weights(load(w + v * apart));
-        if (T::kFetches) __builtin_prefetch(w + v * apart + ahead, 0, 2);
+        if (T::kFetches) __builtin_prefetch(ahead + 4 * v * apart, 0, 2);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < M; r++) {
@@ -204,11 +206,12 @@ INLINE int64_t threads_across(int64_t blocks, int64_t tiles, int64_t size) {
 }
 
 // Where a tile's outputs are: of the activation rows y and the packed ones x, `rows` of them, and of the weight rows from n on,
-// `vectors` of which the matrix has.
+// `vectors` of which the matrix has; and what it fetches.
 struct Corner {
   const float *w, *x;
   float* y;
-  int64_t n, rows, vectors, ahead;
+  int64_t n, rows, vectors, by;
+  const char* ahead;
 };
 
 template <class T, int M, int V>
@@ -218,7 +221,7 @@ INLINE void tile_out(const LinearArgs& a, const Corner& at) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t v = 0; v < at.vectors; v++) __builtin_prefetch(at.y + r * a.ldy + at.n + v * LANES, 1);
   vf sums[M * V];
-  tile<T, M, V>(at.w, at.x, ldx, parts, at.ahead, sums);
+  tile<T, M, V>(at.w, at.x, ldx, parts, at.ahead, at.by, sums);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t v = 0; v < at.vectors; v++) {
       const int64_t n = at.n + v * LANES;
@@ -245,7 +248,8 @@ INLINE int64_t tile_rows(int64_t left) {
 template <class T>
 void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& team) {
   static thread_local std::vector<vf> memory, rows;
-  const int64_t size = T::kChains * T::parts(a) + T::kBehind, blocks = parts_of(a.n, T::kVectors * LANES);
+  constexpr int64_t kBlock = T::kVectors * LANES;  // weight rows
+  const int64_t size = T::kChains * T::parts(a) + T::kBehind, blocks = parts_of(a.n, kBlock);
   // Of few rows, each thread packs all for itself, which is cheaper than a barrier.
   const bool share = team.size > 1 && m >= kShareFrom;
   const int64_t room = (m + T::kRows) * size;
@@ -259,14 +263,17 @@ void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const T
   const int64_t strips = parts_of(count, kTileVectors / T::kVectors);
   for (int64_t s = 0; s < strips; s++) {
     const int64_t from = begin + count * s / strips, width = (begin + count * (s + 1) / strips - from) * T::kVectors;
-    const int64_t n = from * T::kVectors * LANES, vectors = std::min(width, parts_of(a.n - n, LANES));
+    const int64_t n = from * kBlock, vectors = std::min(width, parts_of(a.n - n, LANES));
     const float* w = T::strip(a, n, std::max<int64_t>(width, T::kLeastVectors), memory);
     for (int64_t c = first, next; c < last; c = next) {
       const int64_t left = last - c, rows = tile_rows<T>(left);
       next = std::min(last, c + rows);
       if (!T::kFetches) fetch_part(a, n + width * LANES, kTileVectors * LANES, c - first, next - first, last - first);
-      const int64_t ahead = c == first ? width * a.ldw * LANES / 4 : 0;
-      const Corner at{w, packed + c * size, y + c * a.ldy, n, left, vectors, ahead};
+      // Tiles fetch the next strip in equal shares. A single tile of long rows leaves that to the CPU, which follows their streams.
+      const bool alone = last - first <= rows && width * LANES * a.ldw > kLongStrip;
+      const int64_t ahead = alone ? 0 : width * LANES * a.ldw + kBlock * a.ldw * (c - first) / (last - first);
+      const int64_t by = alone ? 0 : kBlock * 4 * (next - c) / (last - first);
+      const Corner at{w, packed + c * size, y + c * a.ldy, n, left, vectors, by, (const char*)w + ahead};
       if (rows == 4) tile_of<T, 4>(a, at);
       else if constexpr (T::kRows == 6) tile_of<T, 6>(a, at);
       else if (rows == 2) tile_of<T, 2>(a, at);
