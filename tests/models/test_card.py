@@ -64,7 +64,8 @@ def test_a_pushed_model_needs_nothing_else(hub: Path, tmp_path: Path, capsys: An
     found = LLM("owner/fast@main", device="cpu")
     assert (found.schedule_of(None), fit_of(found.loaded.model) is not None) == (SCHEDULE, True)
     assert found.generate("red", 8)[0].tokens == LLM(here, device="cpu").generate("red", 8)[0].tokens
-    assert main(["generate", "owner/fast", "red", "--max-new-tokens", "4"]) == 0
+    command = ["generate", "owner/fast", "red", "--max-new-tokens", "4", "--revision"]
+    assert [main([*command, revision]) for revision in ("main", "absent")] == [0, 2]
     # Without the package, as the card says: at full depth.
     full = logits(load_model("owner/fast", device="cpu").model)
     assert torch.equal(AutoModelForCausalLM.from_pretrained("owner/fast")(IDS).logits, full)

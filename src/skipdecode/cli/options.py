@@ -47,6 +47,12 @@ class NamedModel(Options):
 
     model: str = option(MODEL, positional=True, path=Reads(model_files))
     base: str | None = option(BASE, default=None, path=Reads(model_files))
+    revision: str | None = option("branch, tag or commit of MODEL on its hub: owner/name@REVISION", default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.revision and self.model:  # once: parts of options are made of options
+            object.__setattr__(self, "model", f"{self.model.removesuffix(f'@{self.revision}')}@{self.revision}")
 
     @property
     def adapter_base(self) -> str | None:
