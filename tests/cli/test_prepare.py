@@ -171,7 +171,7 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
     with pytest.raises(OutputError, match="seed"):
         call(seed=1)
     # An adapter is merged, into weights of the type that they had.
-    form["out"], form["minutes"] = tmp_path / "merged", tuned.document["minutes"]
+    form["out"], form["minutes"] = tmp_path / "merged", 1.5 * tuned.document["minutes"]
     adapted = skipdecode.LLM(tuned.path, dtype="bfloat16")
     merged = skipdecode.prepare(adapted, records(24), records(12, seed=1), cost=cost, keep=0.01, **form)
     found = load_model(merged.path)
