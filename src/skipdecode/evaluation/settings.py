@@ -34,6 +34,7 @@ class EvaluationSettings(Options):
     seed: int = option("of the bootstrap; decoding is greedy", default=0)
     speed_batches: int = setting("batches whose speed is measured", default=4, least=1)
     speed_rounds: int = setting("rounds in which it is measured", default=3, least=1)
+    speed_tokens: int = setting("mean new tokens of a request; decoding of shorter texts counts as more", default=1)
     ways: str = setting(
         "full: full depth with drafts from the text and with W8A8 weights too; all: also all schedules with these",
         default="",

@@ -7,6 +7,7 @@ token. Times of such outputs do not measure speed. Here the lengths are given, a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import resources
@@ -33,10 +34,6 @@ WHAT = "outputs of the lengths of the references, all methods in turn on the sam
 _WARM_UP_TOKENS = 4
 _LEAST_ROWS = 16
 _ALONE, _ALONE_TOKENS = 2, 64  # records that are decoded alone, once, and their most new tokens
-_SPEEDUPS: dict[str, Callable[[Generation], float]] = {
-    "request_speedup": lambda g: g.prompt_seconds + g.decode_seconds,
-    "decode_speedup": lambda g: g.decode_seconds,
-}
 
 Turns = Stopwatch[Method, Generation]
 """Methods in turn on the same batches."""
@@ -120,9 +117,15 @@ def measured_speeds(
     if settings.ways and size > 1:
         short = [min(length, _ALONE_TOKENS) for length in each[:_ALONE]]
         alone = time_equal_lengths(methods, rows[:_ALONE], short, batch_size=1, kept=kept, rounds=1)
+        clock = _request_seconds(settings.speed_tokens * len(short) / sum(short))
         for method, entries in found.items():
-            entries["request_speedup_alone"] = alone.ratio(full, method, _SPEEDUPS["request_speedup"])
+            entries["request_speedup_alone"] = alone.ratio(full, method, clock)
     return found
+
+
+def _request_seconds(longer: float) -> Callable[[Generation], float]:
+    """Seconds of a request whose decoding goes on as it began, to so many times the tokens that were timed."""
+    return lambda g: g.prompt_seconds + max(1.0, longer) * g.decode_seconds
 
 
 def speed_entries(
@@ -135,7 +138,9 @@ def speed_entries(
     """
     beside = None if method is full else medians_of(turns, full)
     found: dict[str, Any] = {"speed": {**about, **medians_of(turns, method)}, "full_depth_speed": beside}
-    for name, clock in _SPEEDUPS.items():
+    longer = settings.speed_tokens * about.get("records", 1) / about.get("new_tokens", math.inf)
+    clocks = {"request_speedup": _request_seconds(longer), "decode_speedup": lambda g: g.decode_seconds}
+    for name, clock in clocks.items():
         bounds = turns.interval(full, method, clock, resamples=settings.resamples, seed=settings.seed)
         found[name] = turns.ratio(full, method, clock)
         found[f"{name}_interval"] = None if method is full or bounds is None else asdict(bounds)

@@ -276,7 +276,9 @@ class _Run:
             candidates=_CANDIDATES,
         )
         document = dict(found.document)
-        return document | {"size": self._evaluation(sizes, document, seconds("evaluation"))}
+        size = self._evaluation(sizes, document, seconds("evaluation"))
+        new_tokens = sizes["pace"]["text_tokens"] - document["prompt_len"] if sizes else 1
+        return document | {"size": size | {"speed_tokens": max(1, round(new_tokens))}}
 
     def _aim(self, target: Schedule, rows: Sequence[Mapping[str, Any]]) -> Schedule:
         """The schedule to tune: the target, or of milder ones the fastest that may keep the share after tuning."""
@@ -339,6 +341,7 @@ class _Run:
             asked |= {
                 "prompts": self.sources.test,
                 "max_new_tokens": max(1, round(settings.self_tokens * size["tokens"])),
+                "speed_tokens": size["speed_tokens"],
             }
             asked |= {"temperature": settings.self_temperature, "top_p": settings.self_top_p, "base": llm}
         else:
