@@ -79,4 +79,7 @@ def test_every_method_gives_each_row_the_same_number_of_tokens():
         found = speed_entries(turns, method, full, EvaluationSettings(resamples=20), {})
         assert found["speed"]["fed_tokens"] == sum(lengths) - len(lengths)
         assert found["decode_speedup"] > 0 < found["request_speedup"]
+        about = {"records": len(lengths), "new_tokens": sum(lengths)}
+        longer = speed_entries(turns, method, full, EvaluationSettings(resamples=20, speed_tokens=10**9), about)
+        assert longer["request_speedup"] == pytest.approx(longer["decode_speedup"])
     assert medians_of(turns, methods[1])["layers_per_token"] == 4
