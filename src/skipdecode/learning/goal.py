@@ -69,7 +69,6 @@ def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[Prompt
         prompt = prompt_set(word, layers)
         if prompt == "max_exit":
             raise UsageError("`prompt_depths`: max_exit depends on the schedule that is searched: list its layers")
-        Schedule.constant(layers, layers, warmup_layers=warmup, prompt=prompt)
         spread = settings.spread_prompts and word.isdecimal() and warmup < int(word) < layers
         even = (Schedule.even(layers, int(word), warmup_layers=warmup).layers(0),) if spread else ()
         found.append((prompt, *even))

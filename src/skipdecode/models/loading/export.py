@@ -198,8 +198,10 @@ def cut_model(model: Any, layers: tuple[int, ...]) -> None:
     if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
         _fold_layer_scale(kept, layers, model.config)
     setattr(decoder := attrgetter(path)(model), name, kept)
-    if size := getattr(model.config, "hidden_size_per_layer_input", None):
-        _cut_inputs(decoder, [number * size + column for number in layers for column in range(size)])
+    if size := getattr(model.config, "hidden_size_per_layer_input", None):  # Gemma 3n and 4: inputs of each layer
+        columns = [number * size + column for number in layers for column in range(size)]
+        for part, index in ((decoder.embed_tokens_per_layer, 1), (decoder.per_layer_model_projection, 0)):
+            part.weight = nn.Parameter(part.weight.data.index_select(index, torch.tensor(columns)))
     _cut_config(model.config, layers)
     with torch.device("meta"):
         made = type(model)(model.config)
@@ -277,13 +279,6 @@ def _cut_kinds(config: Any, layers: tuple[int, ...]) -> None:
         config.num_kv_shared_layers = sum(number >= config.num_hidden_layers - shared for number in layers)
     if (own := config.to_dict().get("per_layer_config")) is not None:
         config.per_layer_config = {place: own[str(n)] for place, n in enumerate(layers) if str(n) in own}
-
-
-def _cut_inputs(decoder: Any, columns: list[int]) -> None:
-    """Gemma 3n and 4 have inputs of each layer in one table and one product: leave some of their columns."""
-    table, product = decoder.embed_tokens_per_layer, decoder.per_layer_model_projection
-    table.weight = nn.Parameter(table.weight.data[:, columns])
-    product.weight = nn.Parameter(product.weight.data[columns])
 
 
 def _fold_layer_scale(kept: Any, layers: tuple[int, ...], config: Any) -> None:
