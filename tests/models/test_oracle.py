@@ -16,7 +16,7 @@ from skipdecode.errors import ScheduleError, UnsupportedModelError
 from skipdecode.models.families import lenders
 from tiny import LATER, LAYERS, OPTIONS, RANDOM_NESTED, SCHEDULES, ragged_prompts, shared_model, tiny_model
 
-NEW = 10  # past the last change of depth of every schedule
+NEW = 12  # past the last change of depth of every schedule
 TOLERANCE = 1e-4
 PROMPTS = {"full": "full", "max-exit": "max_exit", "first-three": (0, 1, 2), "with-gaps": (0, 1, 3, 6)}
 
