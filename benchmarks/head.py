@@ -41,12 +41,13 @@ class Compared:
 
     def __call__(self, hidden: Any, tops: list[int] | None = None) -> Any:
         found = self._head(hidden, tops)
+        self.fell_back = self._head.fell_back
         if isinstance(found, Candidates):
             logits = self._head(hidden)
             self.different += sum(a != b for a, b in zip(greedy(logits)[0], found.best, strict=True))
             self.words += found.counts
-        self.forwards += isinstance(found, Candidates) or self._head.fell_back
-        self.fallbacks += self._head.fell_back
+        self.forwards += isinstance(found, Candidates) or self.fell_back
+        self.fallbacks += self.fell_back
         return found
 
 
@@ -72,7 +73,7 @@ def same(options: argparse.Namespace, name: str, quantization: str, steps: int) 
     prompts = e2e_prompts(options.data, loaded.tokenizer) if name == "e2e" else chat_prompts(loaded.tokenizer)
     chosen = list(loaded.recipe.tuned_under)
     ends = end_tokens(loaded.model, loaded.tokenizer)
-    fast._head = compared = Compared(fast)
+    fast.head = compared = Compared(fast)
     done, bar = 0, tqdm(total=steps, desc=f"{name}, {quantization}", unit="step")
     for schedule, texts in itertools.cycle(jobs(prompts, chosen, options.batch)):
         engine = FastEngine(fast, schedule, max_rows=options.batch)

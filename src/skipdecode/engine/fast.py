@@ -213,7 +213,7 @@ class FastEngine(Engine):
             return due, Predicted(torch.zeros(batch.wanted, self.model.vocab_size))
         logits = self.model.forward(batch, self.kv)
         self.stats.short_heads += isinstance(logits, Candidates)
-        self.stats.head_fallbacks += self.model.fell_back
+        self.stats.head_fallbacks += self.model.head.fell_back
         for chunk in chunks:
             sequence = chunk.sequence
             if not sequence.output:

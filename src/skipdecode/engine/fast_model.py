@@ -86,11 +86,6 @@ class FastModel:
         return "fast" if self.quantization is None else f"fast-{self.quantization}"
 
     @property
-    def fell_back(self) -> bool:
-        """Whether the last forward tried the 8-bit copy of the head and then used the full head."""
-        return self.head.fell_back
-
-    @property
     def taps(self) -> int:
         """Number of preceding tokens that a prompt map takes as input."""
         return 0 if self.fit is None else self.fit.taps
@@ -149,9 +144,9 @@ class FastModel:
         self._stack_for(rows.prompt)(given)
         hidden = hidden[len(rows.tokens) - rows.wanted :]
         if (cap := self._spec.logit_cap) is not None:
-            logits = self._head(hidden, None)
+            logits = self.head(hidden, None)
             return logits.div_(cap).tanh_().mul_(cap) if isinstance(logits, Tensor) else logits
-        return self._head(hidden, rows.tops)
+        return self.head(hidden, rows.tops)
 
     def _stack_for(self, prompt: tuple[int, ...] | None) -> NativeStack:
         """The layers with the fit's maps for prompts that run the layers `prompt`; without maps if `prompt` is None."""
@@ -174,7 +169,7 @@ class FastModel:
         self._mapped: dict[tuple[int, ...], NativeStack] = {}
         self._fit_spec = None if self.fit is None else fit_spec(self.fit, self.dtype)
         self._stack = self._kernels.stack(self._spec.layers, self._fit_spec)
-        self.head = self._head = NativeHead(self._kernels, self._spec.head, getattr(self, "head", None))
+        self.head = NativeHead(self._kernels, self._spec.head, getattr(self, "head", None))
 
 
 def fit_spec(

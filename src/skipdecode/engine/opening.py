@@ -68,7 +68,6 @@ class Backend:
         Engines of transformers have no prefix cache and run prompts whole.
         """
         asked = Schedule.full(self.num_layers) if schedule is None else schedule
-        asked.check_fits(self.num_layers)
         if self.fast is None:
             return GatedEngine(self.model, asked, max_rows=max_rows, in_order=in_order)
         return FastEngine(
