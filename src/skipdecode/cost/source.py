@@ -62,10 +62,9 @@ def find_cost(
     ref, loaded = ref_of(model), getattr(model, "loaded", model)
     given = loaded.model if isinstance(loaded, LoadedModel) else None
     if given is not None:
-        stored = (
-            "auto" if given.dtype == getattr(ref.config, "dtype", None) else str(given.dtype).removeprefix("torch.")
-        )
-        engine = {"dtype": stored, "device": str(given.device)} | engine
+        kind = str(given.dtype)
+        kind = "auto" if kind == str(getattr(ref.config, "dtype", None)) else kind.removeprefix("torch.")
+        engine = {"dtype": kind, "device": str(given.device)} | engine
     place = _Place.of(ref, batch, prompt_len, **engine)
     if not remeasure and (found := place.kept()) is not None:
         return found

@@ -111,26 +111,26 @@ def text_scores(
     tokens of the text may come; prompts that begin alike share what they have in common. Where the engine is
     transformers', it is the teacher-forced parallel form. `advance` gets numbers of finished texts.
     """
-    if backend.fast is None:
-        return along(partial(_token_scores, backend.model, schedule), prompts, texts, batch_size, advance)
-    engine = backend.engine(schedule, max_rows=batch_size, in_order=True, prefix_cache=True)
-    size, ahead = backend.fast.vocab_size, max(1, _FORCED_ROWS // batch_size - 1)
     order = [i for i, text in enumerate(texts) if len(text)]
     order.sort(key=lambda i: (-len(prompts[i]), prompts[i], -len(texts[i])))
-    how = [Sampling(grammar=_Only(texts[i], size, ahead), top_logprobs=1) for i in order]
-    given = zip(order, how, strict=True)
-    numbers = engine.submit(Request(tuple(prompts[i]), len(texts[i]), one, exact=False) for i, one in given)
-    found: list[tuple[list[float], list[bool]]] = [([], []) for _ in texts]
-    places = dict(zip(numbers, order, strict=True))
-    while engine.has_work:
-        for out in engine.step():
-            losses, best = found[places[out.request]]
+    before, after = ([given[i] for i in order] for given in (prompts, texts))
+    scored: list[Any] = [([], []) for _ in order]
+    if backend.fast is None:
+        scored = along(partial(_token_scores, backend.model, schedule), before, after, batch_size, advance)
+    else:
+        engine = backend.engine(schedule, max_rows=batch_size, in_order=True, prefix_cache=True)
+        size, ahead = backend.fast.vocab_size, max(1, _FORCED_ROWS // batch_size - 1)
+        how = (Sampling(grammar=_Only(text, size, ahead), top_logprobs=1) for text in after)
+        given = zip(before, after, how, strict=True)
+        for out in engine.run(Request(tuple(p), len(text), each, exact=False) for p, text, each in given):
+            losses, best = scored[out.request]
             losses.append(-out.logprob)
             best.append(out.top[0][0] == out.token)
             advance(int(out.finish_reason is not None))
-    engine.close()
-    advance(len(texts) - len(order))
-    return [(np.array(losses), np.array(best, dtype=bool)) for losses, best in found]
+        engine.close()
+    found = dict(zip(order, scored, strict=True))
+    each = (found.get(i, ([], [])) for i in range(len(texts)))
+    return [(np.array(losses, dtype=np.float64), np.array(best, dtype=bool)) for losses, best in each]
 
 
 def _token_scores(model: Any, schedule: Schedule, prompts: Texts, texts: Texts) -> list[Scored]:

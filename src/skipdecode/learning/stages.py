@@ -132,9 +132,8 @@ _SEARCHES: tuple[dict[str, Any], ...] = (
     {"records": 4, "fit_depths": 2, "spread_prompts": False},
 )
 # `tokens` is the share of an own text's tokens: the last ones are of short texts, but never of fewer.
-_SIZES = ("records", "neighbours", "speed_batches", "speed_rounds", "tokens")
 EVALUATIONS = tuple(
-    dict(zip(_SIZES, size, strict=True))
+    dict(zip(("records", "neighbours", "speed_batches", "speed_rounds", "tokens"), size, strict=True))
     for size in (
         (64, True, 4, 3, 1.0),
         (64, True, 1, 3, 1.0),
