@@ -159,7 +159,7 @@ class PromptForm:
 def _as_chat(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """A row of ShareGPT's form with its chat as `messages`."""
     if "conversations" in row and "messages" not in row:
-        return {n: v for n, v in row.items() if n not in ("conversations", "system")} | {"messages": messages_of(row)}
+        return {n: v for n, v in row.items() if n != "conversations"} | {"messages": messages_of(row)}
     return row
 
 

@@ -74,7 +74,7 @@ def joined(first: Any, second: Any) -> Any:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Any]:
-    """The messages of a chat under the names of OpenAI or of ShareGPT; a system text goes first."""
+    """The messages of a chat under the names of OpenAI or of ShareGPT."""
     name = "messages" if "messages" in row else "conversations"
     found = row[name]
     if not isinstance(found, list):
@@ -85,8 +85,6 @@ def messages_of(row: Mapping[str, Any]) -> list[Any]:
             if (role := turn.pop("from")) not in _ROLES:
                 raise DataError(f"'from' is {role!r}: give one of {', '.join(_ROLES)}")
             turn |= {"role": _ROLES[role], "content": turn.pop("value", None)}
-    if name == "conversations" and isinstance(row.get("system"), str) and row["system"].strip():
-        turns.insert(0, {"role": "system", "content": row["system"]})
     return turns
 
 
@@ -129,5 +127,5 @@ def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, R
         else:
             for number, (prompt, response) in enumerate(turns, 1):
                 id = row.get("id") if len(turns) == 1 else f"{row.get('id') or line}.{number}"
-                more = {"tools": row.get("tools"), "system": None if shape == "conversations" else row.get("system")}
+                more = {name: row.get(name) for name in ("tools", "system")}
                 yield line, more | {"prompt": prompt, "response": response} | ({} if id is None else {"id": id})
