@@ -234,10 +234,12 @@ class _Run:
             return EVALUATIONS[0] | {"records": settings.test_records}
         target, gains = layers["verdicts"][-1], [1.0, *self.shares.values()]
         gains = gains[::-1] if self.shares is MILDER else gains  # as in `_rows`
+        cost = CostModel.from_dict(layers["cost"])
+        prompts = cost.prompts_seconds(Schedule.full(cost.num_layers), layers["prompt_len"])
         return Pace(**sizes["pace"]).evaluation(
             seconds / (1 + self.ending),
-            layers["seconds_per_batch"],
-            layers["cost"]["batch"],
+            (prompts, max(0.0, layers["seconds_per_batch"] - prompts)),
+            cost.batch,
             settings.test_records,
             [1 + (target["request_speedup"] - 1) * gain for gain in (0.0, *gains)],
             settings.self and not settings.task,

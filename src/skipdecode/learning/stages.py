@@ -148,6 +148,8 @@ EVALUATIONS = tuple(
 _WAYS = 1.2  # times the work of the schedules: W8A8 takes half of it, drafts at full depth the rest
 _READ = 0.4  # of the time of transformers' forward, where the fast engine reads texts
 
+Floats = Sequence[float]
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -194,21 +196,22 @@ class Pace:
         return found | {"fit_tokens": max(1, min(_MOST_A_COLUMN * width, round(tokens)))}
 
     def evaluation(
-        self, seconds: float, per_batch: float, batch: int, most: int, speedups: Sequence[float], own: bool, ways: bool
+        self, seconds: float, per_batch: Floats, batch: int, most: int, speedups: Floats, own: bool, ways: bool
     ) -> dict[str, Any]:
         """The size of an evaluation that takes about so many seconds, or the smallest one.
 
-        `per_batch` are seconds of a batch of requests at full depth, `speedups` those of full depth, the target and its
-        neighbours; `own`: texts of the model, which it reads again; `ways`: other weights and drafts too.
+        `per_batch` are seconds of a batch at full depth, of its prompts and of its decoding; `speedups` those of full
+        depth and the schedules; `own`: texts of the model, which it reads again; `ways`: other weights and drafts too.
         """
         found: dict[str, Any] = {}
         for found in EVALUATIONS:
             sides = speedups if found["neighbours"] else speedups[:2]
-            records = min(most, found["records"])
+            records, cut = min(most, found["records"]), found["tokens"] if own else 1.0
             timed = found["speed_rounds"] * min(found["speed_batches"], -(-records // batch)) + ways
-            took = per_batch * sum(1 / one for one in sides) * (1 + _WAYS * ways) * (records / batch + timed)
-            took += _READ * own * (len(sides) + ways) * records * self.text_tokens / self.tokens_per_second
-            if took * (found["tokens"] if own else 1) <= seconds:
+            times = sum(1 / one for one in sides) * (1 + _WAYS * ways) * (records / batch + timed)
+            took = times * (per_batch[0] + cut * per_batch[1])
+            took += cut * _READ * own * (len(sides) + ways) * records * self.text_tokens / self.tokens_per_second
+            if took <= seconds:
                 break
         return found | {"records": min(most, found["records"])}
 
