@@ -15,7 +15,7 @@ namespace {
 // Arm and 16 elsewhere. Up to kThinMost activation rows memory sets the pace; less so for weights that are unpacked, of which
 // more rows hide the work.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRows = 2, kCols = 8, kThinRows = 2, kThinCols = 8, kThinMost = 12, kUnpackedRows = 4, kUnpackedCols = 4;
+constexpr int kRows = 2, kCols = 8, kThinRows = 2, kThinCols = 8, kThinMost = 4, kUnpackedRows = 4, kUnpackedCols = 4;
 #else
 constexpr int kRows = 2, kCols = 4, kThinRows = 4, kThinCols = 3, kThinMost = 6, kUnpackedRows = 4, kUnpackedCols = 3;
 #endif
@@ -25,6 +25,7 @@ constexpr int64_t kStrip = LANES;           // weight rows whose sums are held
 constexpr int64_t kSlabBytes = 128 * 1024;  // weights that stay in L2 while the panels pass
 constexpr int64_t kChunkBytes = 24 * 1024;  // a panel's columns that stay in L1 beside the weights that stream past them
 constexpr int64_t kAhead = 8192;            // bytes from what is read to what is fetched, all streams together
+constexpr int64_t kAheadOfOne = 1024;       // the same for one activation row, which reads as fast as memory gives
 constexpr int kToL1 = 3, kToL2 = 2;         // where to; few misses of L1 are under way at a time, so several rows fetch to L2
 
 // sums[c * kStrip + r * Apart] += the products of R weight rows and M activation rows over k columns. x holds the activations'
@@ -107,7 +108,7 @@ template <class T>
 INLINE const char* place_ahead(const LinearArgs& a, const Panel& p, int64_t n, int64_t k0, int64_t k) {
   const char* at = (const char*)T::Format::row(a, n, k0).w;
   if (p.slab) return at + p.slab * a.ldw;
-  if (T::Apart > 1) return at + (k * T::Format::kStepBytes / kStep < a.ldw ? a.ldw : kAhead / T::R);
+  if (T::Apart > 1) return at + (k * T::Format::kStepBytes / kStep < a.ldw ? a.ldw : (p.m == 1 ? kAheadOfOne : kAhead) / T::R);
   return at + (kAhead / (T::R * k * T::Format::kStepBytes / kStep) + 1) * T::R * a.ldw;
 }
 
