@@ -27,8 +27,8 @@ def _threads_take_turns_as_in_a_server_process():
 
 
 def about(seconds):
-    """To 5%, or to a few milliseconds of two threads that share an interpreter."""
-    return pytest.approx(seconds, rel=0.05, abs=0.01)
+    """To 5%, or to a quarter of a slowed forward: on a busy machine the client learns late of what has happened."""
+    return pytest.approx(seconds, rel=0.05, abs=0.05)
 
 
 def timed_stream(client, path, body):
