@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from checkpoints import THINKING, byte_tokenizer
+from checkpoints import HERMES, THINKING, byte_tokenizer
 from counted import count_time
 from skipdecode import LLM, Schedule, attach
 from skipdecode.cli import main
@@ -211,6 +211,35 @@ def test_lines_of_a_batch_are_answered_as_each_asks(capsys: Any, tmp_path: Path,
     assert short["object"] == "text_completion"
     wanted = {"text": llm.generate("hi", 3, template=False)[0].text, "finish_reason": "length"}
     assert wanted.items() <= short["choices"][0].items()
+
+
+def test_calls_of_tools_are_answered_as_the_server_does(tmp_path: Path, capsys: Any):
+    model, tokenizer = save_tiny_model(tmp_path / "tiny", context=400), byte_tokenizer()
+    tokenizer.chat_template = HERMES
+    tokenizer.save_pretrained(model)
+    asked: dict[str, Any] = {
+        "called": {"tool_choice": "required", "parallel_tool_calls": False},
+        "text": {"tool_choice": "auto"},
+        "no call": {"tool_choice": "none"},
+        "no tool": {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+    }
+    common = {"messages": [CHAT_TURN], "tools": [{"type": "function", "function": {"name": "f"}}], "max_tokens": 70}
+    lines = [{"custom_id": name, "body": common | fields} for name, fields in asked.items()]
+    options = ("--input", write_rows(tmp_path / "batch.jsonl", lines), "--output-format", "batch")
+    assert generate(model, *options) == 1
+    told = capsys.readouterr()
+    found = {row["custom_id"]: row for row in map(json.loads, told.out.splitlines())}
+    assert "tool_choice" in found.pop("no tool")["error"]["message"]
+    bodies = {name: row["response"]["body"] for name, row in found.items()}
+    assert {body["model"] for body in bodies.values()} == {"tiny"}
+    (call,) = bodies["called"]["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": "{}"}
+    assert (bodies["called"]["choices"][0]["finish_reason"], call["type"]) == ("tool_calls", "function")
+    assert bodies["called"]["choices"][0]["message"]["content"] is None
+    assert "tool_calls" not in bodies["text"]["choices"][0]["message"]
+    used = {name: body["usage"]["prompt_tokens"] for name, body in bodies.items()}
+    assert used["called"] == used["text"] > used["no call"]
+    assert "not in the prompts" not in told.err
 
 
 def test_the_last_line_is_the_speed_over_all_layers_if_it_was_measured(

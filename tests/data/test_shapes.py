@@ -122,16 +122,31 @@ def test_generate_makes_the_same_prompts(name: str, tmp_path: Path, capsys: Any)
     assert found["prompt"] == rendered
 
 
-def test_tools_are_in_what_is_learned() -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    turns = [MESSAGES[0], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}, MESSAGES[3]]
-    source = [{"messages": turns, "tools": json.dumps([{"type": "function", "function": {"name": "f"}}])}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("said", [None, "", "I ask."])
+def test_calls_and_tools_are_learned_as_the_chat_template_writes_them(said: str | None, capsys: Any) -> None:
+    calling = {"role": "assistant", "content": said, "tool_calls": [CALL, CALL]}
+    turns = [MESSAGES[0], calling, {"role": "tool", "content": "5"}, MESSAGES[3]]
+    source: list[dict[str, Any]] = [{"messages": turns, "tools": json.dumps(TOOLS)}]
+    if said is None:
+        written = {"from": "function_call", "value": json.dumps([{"name": "f", "arguments": {"a": 1}}] * 2)}
+        others = [{"from": "observation", "value": "5"}, *SHAREGPT[3:]]
+        source = [{"conversations": [SHAREGPT[0], written, *others], "tools": json.dumps(TOOLS)}]
     template, tokenizer = make_template(RecordOptions(chat=True), source), byte_tokenizer()
-    tokenizer.chat_template = HERMES
-    (example,), _ = encode_examples(read_file(source, template), template, tokenizer)
-    prompt = tokenizer.decode(example.prompt)
-    assert '{"type": "function", "function": {"name": "f"}} within' in prompt
-    assert '"arguments": {"a": 1}}' in prompt
+    tokenizer.chat_template = HERMES.removesuffix("<assistant>") + ASKS
+    first, second = encode_examples(read_file(source, template), template, tokenizer)[0]
+    plain = tokenizer.decode(first.prompt + first.response[:-1])
+    assert '{"type": "function", "function": {"name": "f"}} within' in plain
+    assert tokenizer.decode(first.response[:-1]).count('"arguments": {"a": 1}}') == 2
+    # What is learned is what a later turn has in its prompt.
+    assert tokenizer.decode(second.prompt).startswith(plain)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + ASKS
+    assert len(encode_examples(read_file(source, template), template, tokenizer)[0]) == 1 + bool(said)
+    assert ("1 answers are left out: calls" in capsys.readouterr().err) is not bool(said)
 
 
 def test_a_dataset_that_was_saved_is_read(tmp_path: Path) -> None:

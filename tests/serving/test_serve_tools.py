@@ -9,7 +9,8 @@ import pytest
 
 from checkpoints import HERMES, byte_tokenizer
 from serve_tools import events, greedy, is_idle, running, tiny_served_model, until
-from skipdecode.serving.messages import CallForm, CallReader
+from skipdecode.data.tools import ToolChoice
+from skipdecode.generation.calls import CallForm, CallReader
 from skipdecode.serving.service import open_service
 
 CHAT = "/v1/chat/completions"
@@ -92,6 +93,24 @@ def test_a_demanded_call_is_a_call_whole_and_streamed(clients, name, choice):
     assert further["usage"]["prompt_tokens"] > post(clients[name], plain)["usage"]["prompt_tokens"] + 20
 
 
+def test_of_allowed_tools_only_those_are_called(clients):
+    def allowed(mode, *names):
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    (answer,) = post(clients["qwen"], demand(tool_choice=allowed("required", "stop"), parallel_tool_calls=False))[
+        "choices"
+    ]
+    assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == ["stop"]
+    sizes = {
+        post(clients["qwen"], greedy(messages=ASK, tools=TOOLS, max_tokens=2, tool_choice=c))["usage"]["prompt_tokens"]
+        for c in ("auto", allowed("auto", "weather"))
+    }
+    assert len(sizes) == 1  # the template sees all
+    for wrong in (allowed("none", "stop"), allowed("auto"), allowed("auto", "stop", "x")):
+        assert post(clients["qwen"], demand(tool_choice=wrong), 400)["error"]["param"] == "tool_choice"
+
+
 def test_tools_are_in_the_prompt_unless_none_may_be_called(clients):
     body = greedy(messages=ASK, max_tokens=6)
     size = [
@@ -154,7 +173,9 @@ READ = [
 @pytest.mark.parametrize(("name", "text", "said", "called"), READ, ids=[case[1] for case in READ])
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_found_in_a_text_that_comes_in_parts(name, text, said, called, size):
-    reader = CallReader(CallForm.of(TEMPLATES[name]), ["f", "g"], None)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES[name]
+    reader = CallReader(CallForm.of(tokenizer, ()), ToolChoice.of([{"function": {"name": each}} for each in "fg"]))
     parts = [text[i : i + size] for i in range(0, len(text), size)]
     found = [reader.push(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
     assert "".join(part for part, _ in found) == said

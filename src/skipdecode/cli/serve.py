@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, EngineOptions, wall_solver_of
@@ -20,6 +19,7 @@ from skipdecode.common.options import Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.carried import schedule_file
+from skipdecode.models.loading.ref import served_name
 from skipdecode.schedule import Schedule
 from skipdecode.serving.limits import Binding, ServerLimits
 
@@ -95,7 +95,7 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
     service = open_service(
         loaded.model,
         loaded.tokenizer,
-        name=config.name or Path(config.model).name or config.model,
+        name=config.name or served_name(config.model),
         carried=own,
         others=(*tuned_under, *schedules),
         recipe=loaded.recipe,

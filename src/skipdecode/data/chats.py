@@ -165,5 +165,20 @@ def _turn(tokenizer: Any, before: str, text: str) -> str:
     return (text + tail if found else text).rstrip()
 
 
-def _answered(tokenizer: Any, text: str) -> str:
-    return render_chat(tokenizer, [*_PROBE, {"role": "assistant", "content": text}], answer=False)
+def _answered(tokenizer: Any, text: str, calls: Sequence[Any] = (), tools: Sequence[Any] = ()) -> str:
+    message = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+    return render_chat(tokenizer, [*_PROBE, message], tools, answer=False)
+
+
+def text_with_calls(tokenizer: Any, text: str, calls: Sequence[Any], tools: Sequence[Any]) -> str:
+    """The text of an answer and its calls of tools, as the chat template writes it; `text` if it writes no calls.
+
+    Raises DataError: the template refuses the calls.
+    """
+    if template_fault(tokenizer) is not None:
+        return text
+    head, _, tail = _answered(tokenizer, _MARK, (), tools).rpartition(_MARK)
+    whole = _answered(tokenizer, text, calls, tools)
+    if whole == _answered(tokenizer, text, (), tools) or not whole.startswith(head := head.rstrip()):
+        return text
+    return whole.removeprefix(head).rstrip().removesuffix(tail.rstrip()).strip()

@@ -23,6 +23,7 @@ from skipdecode.data.records import (
 from skipdecode.data.shapes import joined, messages_of
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import load_task
+from skipdecode.data.tools import ToolChoice
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, OptionError, UsageError
 from skipdecode.models.loading.recipe import Recipe
@@ -36,7 +37,8 @@ _TOGETHER = {"instruction": ("instruction", "input"), "question": ("context", "q
 """Two fields of one prompt, as Alpaca's and SQuAD's records have them."""
 _SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
 _LENGTHS = ("max_tokens", "max_completion_tokens")
-_READ = ("messages", "prompt", "tools", *_SAMPLING, *_LENGTHS, "logit_bias", "response_format", "stop", "n")
+_OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+_READ = ("messages", "prompt", *_OF_TOOLS, *_SAMPLING, *_LENGTHS, "logit_bias", "response_format", "stop", "n")
 _OF_SERVERS = ("model", "stream", "stream_options", "user", "metadata", "store")
 _ANSWERED = "completions"
 _FORMATS = {"text": None, "json_object": {"type": "object"}}
@@ -165,8 +167,8 @@ def _as_chat(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a line of OpenAI's batches as a row."""
-    rest = body.keys() - {*_READ, *_OF_SERVERS}
-    return {name: body[name] for name in _READ[:3] if name in body} | {f"body.{x}": body[x] for x in sorted(rest)}
+    rest, taken = body.keys() - {*_READ, *_OF_SERVERS}, _READ[: 2 if body.get("tool_choice") == "none" else 3]
+    return {name: body[name] for name in taken if name in body} | {f"body.{x}": body[x] for x in sorted(rest)}
 
 
 def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,6 +190,11 @@ def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
         Sampling(**drawn)
         if (schema := schema_of(given.get("response_format", {"type": "text"}))) is not None:
             found["json_schema"] = schema
+        if "messages" in given and any(name in given for name in _OF_TOOLS[:2]):
+            parallel, tools = given.get("parallel_tool_calls", True), for_chat(body, chat=True).get("tools", ())
+            found["calling"] = ToolChoice.of(tools, given.get("tool_choice", "auto"), several=parallel is not False)
+            if found["calling"].shown and schema is not None:
+                raise OptionError("response_format", given["response_format"], "text beside tools")
         if "stop" in given:
             found["stop"] = StopStrings([given["stop"]] if isinstance(given["stop"], str) else given["stop"])
     except UsageError as e:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from skipdecode.common.jsonl import Row, kind_of
-from skipdecode.data.records import text_of
+from skipdecode.data.records import checked_chat, text_of
 from skipdecode.errors import DataError
 
+_CALL = "function_call"
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ROLES |= {role: role for role in ("user", "assistant", "system", "tool")} | {"observation": "tool"}
+_ROLES |= {_CALL: "assistant"}
 TEXT = "text"
 """The shape of records that have nothing else: their texts are no chats."""
-Turn = tuple[Any, Any]  # a prompt, as text or messages, and its response
+Turn = tuple[Any, Any]  # a prompt, as text or messages, and its response, as text or a message
 
 
 def _completion(row: Mapping[str, Any]) -> Iterator[Turn]:
@@ -22,17 +25,17 @@ def _completion(row: Mapping[str, Any]) -> Iterator[Turn]:
     if isinstance(given, list):  # messages, as the prompt then is
         if len(given) != 1 or not isinstance(given[0], dict):
             raise DataError("field 'completion' has several messages: give one answer")
-        given = given[0].get("content")
+        given = given[0]
     yield prompt, given
 
 
 def _messages(row: Mapping[str, Any]) -> Iterator[Turn]:
-    """Each answer with the messages before it, without calls of tools, and where OpenAI's `weight` is not 0."""
+    """Each answer, of text or calls of tools, with the messages before it, where OpenAI's `weight` is not 0."""
     messages = messages_of(row)
     learned = [isinstance(one, dict) and one.get("role") == "assistant" and one.pop("weight", 1) for one in messages]
     for number, message in enumerate(messages):
-        if number and learned[number] and message.get("content"):
-            yield messages[:number], text_of(message["content"])
+        if number and learned[number] and (message.get("content") or message.get("tool_calls")):
+            yield messages[:number], message
 
 
 def _halves(row: Mapping[str, Any]) -> Iterator[Turn]:
@@ -85,7 +88,17 @@ def messages_of(row: Mapping[str, Any]) -> list[Any]:
             if (role := turn.pop("from")) not in _ROLES:
                 raise DataError(f"'from' is {role!r}: give one of {', '.join(_ROLES)}")
             turn |= {"role": _ROLES[role], "content": turn.pop("value", None)}
+            if role == _CALL:  # JSON's text of one call or several
+                turn["tool_calls"] = _calls(turn.pop("content"))
     return turns
+
+
+def _calls(text: Any) -> list[Any]:
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise DataError(f"'value' of a {_CALL!r} is no JSON: give an object with name and arguments") from None
+    return [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found])]
 
 
 def shape_of(row: Mapping[str, Any], where: str) -> str:
@@ -110,16 +123,19 @@ def left_out(row: Mapping[str, Any], shape: str) -> list[str]:
 
 
 def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, Row]]:
-    """Rows with `prompt` (text or messages) and `response`: of a conversation one for each answer."""
+    """Rows with `prompt` (text or messages) and `response`: of a conversation one for each answer.
+
+    A response that calls tools has `tool_calls`, in OpenAI's form.
+    """
     read = _SHAPES[shape][2]
     for line, row in rows:
         if isinstance(row, DataError):
             yield line, row
             continue
         try:
-            turns = list(read(row))
+            turns = [(prompt, _response(given)) for prompt, given in read(row)]
             if not turns:
-                raise DataError("no answer: no message of the assistant with text follows another one")
+                raise DataError("no answer: no message of the assistant follows another one")
         except KeyError as e:
             yield line, DataError(f"missing field: {e}", id=row.get("id"))
         except DataError as e:
@@ -128,4 +144,14 @@ def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, R
             for number, (prompt, response) in enumerate(turns, 1):
                 id = row.get("id") if len(turns) == 1 else f"{row.get('id') or line}.{number}"
                 more = {name: row.get(name) for name in ("tools", "system")}
-                yield line, more | {"prompt": prompt, "response": response} | ({} if id is None else {"id": id})
+                yield line, more | {"prompt": prompt, **response} | ({} if id is None else {"id": id})
+
+
+def _response(given: Any) -> dict[str, Any]:
+    """The fields of a response, which is text or a message."""
+    if not isinstance(given, dict):
+        return {"response": given}
+    if not given.get("tool_calls"):
+        return {"response": text_of(given.get("content"))}
+    (message,) = checked_chat("the answer", [given | {"role": "assistant"}])
+    return {"response": message["content"], "tool_calls": message["tool_calls"]}

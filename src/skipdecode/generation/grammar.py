@@ -37,7 +37,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Collection[int]) -> None:
-        self._tokenizer, self.vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
+        self.tokenizer, self.vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
         self._words: Any = None
         self._compiled = lru_cache(maxsize=_KEPT)(self._compile)
 
@@ -73,13 +73,13 @@ class Grammars:
             from llguidance import LLMatcher, LLParserLimits, grammar_from
         except ImportError:
             raise MissingExtraError("structured output", "structured") from None
-        if self._words is None and self._tokenizer is not None:
+        if self._words is None and self.tokenizer is not None:
             from llguidance import LLTokenizer
 
             if not self._ends:
                 raise UsageError("this model has no end token, which a structured output needs")
             try:
-                self._words = LLTokenizer(_plain(self._tokenizer), self.vocab_size, self._ends)
+                self._words = LLTokenizer(_plain(self.tokenizer), self.vocab_size, self._ends)
             except (AttributeError, ValueError) as e:
                 raise UsageError(f"this tokenizer is not fit for structured output: {e}") from None
         try:

@@ -19,6 +19,7 @@ from skipdecode.engine.requests import Sampling, SamplingOptions
 from skipdecode.generation.output import RowForm, RowWriter, open_writer
 from skipdecode.models.families import vocabulary_size
 from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.ref import served_name
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:  # torch is imported with the model, so that the command line's --help stays quick
@@ -129,7 +130,7 @@ def generate_records(
         make_engine=lambda rows: llm.backend.engine(schedule, max_rows=rows),
         batch_size=options.batch_size,
         repeat=repeat,
-        answers_of=llm.loaded.name if options.output_format == "batch" else None,
+        answers_of=served_name(llm.loaded.name) if options.output_format == "batch" else None,
         full_depth=(lambda rows: llm.backend.engine(max_rows=rows)) if options.compare else None,
     )
     writer = open_writer(output, settings, form=shown[0] if shown else json_line)

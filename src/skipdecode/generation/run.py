@@ -21,6 +21,7 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, UsageError, WorkError
+from skipdecode.generation.calls import CallForm, CallReader
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop
@@ -57,6 +58,16 @@ class Decoding:
                 return f"body: {e}"
         return None
 
+    def form(self, prompt: EncodedPrompt) -> CallForm | None:
+        """How the model calls the tools of a record that OpenAI's form gives; None without tools or a known form."""
+        calling = prompt.record.asked.get("calling")
+        if calling is None or self.grammars is None:
+            return None
+        form = CallForm.of(self.grammars.tokenizer, calling.shown) if calling.shown else None
+        if form is None and calling.demanded:
+            raise UsageError("tool_choice demands a call, which this model's chat template has no known form for")
+        return form
+
     def begin(self, prompt: EncodedPrompt) -> Generated:
         """The request of a prompt for a `TextLoop`."""
         return Generated(self.request(prompt), self.reader(prompt))
@@ -69,6 +80,9 @@ class Decoding:
         own = asked.get("sampling") or {}
         if "json_schema" in asked and self.grammars is not None:
             own = {**own, "grammar": self.grammars.compile("json", asked["json_schema"])}
+        if (form := self.form(prompt)) is not None and asked["calling"].demanded and self.grammars is not None:
+            words = self.grammars.tokenizer.added_tokens_decoder
+            own = {**own, "grammar": self.grammars.compile("lark", form.grammar(asked["calling"], words))}
         sampling = replace(self.sampling, **own) if own else self.sampling
         sampling = sampling.for_row(0 if "seed" in own else prompt.record.index)  # its own seed: as in the server
         return Request(tuple(prompt.token_ids), room, sampling, self.ends, exact=self.exact)
@@ -94,7 +108,7 @@ class Job(Decoding):
         """The output record of a sequence, or of a record that cannot be used."""
         record = prompt.record
         if self.answers_of is not None:
-            return batch_line(prompt, one, self.answers_of)
+            return batch_line(prompt, one, self.answers_of, None if one is None else self.form(prompt))
         if one is None:  # its line number might be the id of another record
             return {"id": record.id if record.has_id else None, "line": record.line, "error": prompt.error}
         return {
@@ -219,22 +233,32 @@ def generate_rows(
     return stats
 
 
-def batch_line(prompt: EncodedPrompt, one: Generated | None, model: str) -> dict[str, Any]:
-    """The line of a record, with an answer or an error, in a result of OpenAI's batches."""
+def batch_line(
+    prompt: EncodedPrompt, one: Generated | None, model: str, form: CallForm | None = None
+) -> dict[str, Any]:
+    """The line of a record, with an answer or an error, in a result of OpenAI's batches.
+
+    With `form`, calls of the record's tools are taken out of the text.
+    """
     record, number = prompt.record, prompt.record.index
     named = {"id": f"batch_req_{number}", "custom_id": str(record.id) if record.has_id else None}
     if one is None or one.finish_reason == "error":
         why = f"line {record.line}: {prompt.error or 'the JSON schema takes too much work'}"
         return {**named, "response": None, "error": {"code": "invalid_request", "message": why}}
     chat, counts = not isinstance(record.prompt, str), (len(prompt.token_ids), len(one.tokens))
+    text, calls = one.text, list[dict[str, Any]]()
+    if form is not None:
+        text, calls = CallReader(form, record.asked["calling"]).push(text, last=True)
+    message = {"role": "assistant", "content": None if calls and not text else text}
+    ended = "length" if one.finish_reason == "length" else "tool_calls" if calls else "stop"
     body = {
         "id": f"cmpl-{number}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
         "choices": [
-            {"index": 0, "logprobs": None, "finish_reason": "length" if one.finish_reason == "length" else "stop"}
-            | ({"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text})
+            {"index": 0, "logprobs": None, "finish_reason": ended}
+            | ({"message": message | ({"tool_calls": calls} if calls else {})} if chat else {"text": text})
         ],
         "usage": {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)},
     }

@@ -13,7 +13,16 @@ from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.jsonl import json_line
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, dataset_id, read_rows
-from skipdecode.data.examples import RecordFile, Source, decide_chat, held_out, make_template, read_sources
+from skipdecode.data.examples import (
+    RecordFile,
+    Source,
+    decide_chat,
+    held_out,
+    make_template,
+    read_sources,
+    written_calls,
+)
+from skipdecode.data.records import refuse_rejects
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.errors import UsageError
@@ -85,17 +94,18 @@ class Sources:
     def given(self, loaded: LoadedModel) -> dict[str, Any]:
         """The records and their form: as they are, or, of a known shape or with a part held out, as files."""
         form, template = {name: getattr(self._settings, name) for name in _FORM}, self._template
+        if template.shape is not None:
+            decide_chat(template, loaded)
+            form |= {"prompt_field": "prompt", "response_field": "response", "chat": template.chat}
         for name, file in self._rewritten.items():
-            answer = template.responses[0]
+            answer, file = template.responses[0], written_calls(file, template, loaded.tokenizer)
+            refuse_rejects(name, file.rejects, skip_bad=self._settings.skips_bad)
             rows = (
                 {**one.for_chat, **(one.values or {"prompt": one.prompt}), "id": one.id, answer: one.references[0]}
                 for one in file.records
             )
             place = self._sources[name] = self._out / "records" / f"{name}.jsonl"
             write_whole(place, b"".join(map(json_line, rows)))
-        if template.shape is not None:
-            decide_chat(template, loaded)
-            form |= {"prompt_field": "prompt", "response_field": "response", "chat": template.chat}
         return {"train": self._sources["train"], "dev": self._sources["dev"], "form": form}
 
     def answers(self, loaded: LoadedModel, seconds: float | None) -> dict[str, Any]:

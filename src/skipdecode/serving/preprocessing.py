@@ -14,11 +14,12 @@ from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.errors import GrammarError, MissingExtraError, UsageError
+from skipdecode.generation.calls import CallForm, parameters_of
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import GrammarKind, Grammars
 from skipdecode.serving.errors import ApiError, invalid
 from skipdecode.serving.limits import ServerLimits
-from skipdecode.serving.messages import CallForm, Chat, chat_text
+from skipdecode.serving.messages import Chat, chat_text
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from skipdecode.serving.request_state import Choice, RequestState
 
@@ -212,10 +213,10 @@ class Preprocessor:
         """What the text has to fit, for `Sampling`; None without a grammar."""
         asked: list[tuple[str, GrammarKind, Any]] = [] if request.grammar is None else [request.grammar]
         form = self._calls(request)
-        if form is not None and isinstance(request, ChatRequest) and (tools := request.demanded_tools) is not None:
-            asked = [(f"tools.{i}.function.parameters", "json", x.function.parameters) for i, x in enumerate(tools)]
-            words = self._tokenizer.added_tokens_decoder
-            asked += [("tools", "lark", form.grammar(tools, words, several=request.several_calls))]
+        if form is not None and isinstance(request, ChatRequest) and (calling := request.calling).demanded:
+            tools = [(i, tool) for i, tool in enumerate(calling.shown) if tool in calling.callable]
+            asked = [(f"tools.{i}.function.parameters", "json", parameters_of(tool)) for i, tool in tools]
+            asked += [("tools", "lark", form.grammar(calling, self._tokenizer.added_tokens_decoder))]
         found = None
         for each in asked:
             found = self._compiled(*each)
@@ -223,9 +224,9 @@ class Preprocessor:
 
     def _calls(self, request: GenerationRequest) -> CallForm | None:
         """How the model calls the tools of a request; None without tools."""
-        if not isinstance(request, ChatRequest) or not request.offered_tools:
+        if not isinstance(request, ChatRequest) or not request.calling.shown:
             return None
-        form = CallForm.of(str(self._tokenizer.get_chat_template(tools=request.offered_tools)))
+        form = CallForm.of(self._tokenizer, request.calling.shown)
         if form is None:
             message = "tools are for models that write calls as Hermes, Qwen or Llama 3: leave tools out"
             raise ApiError(400, "unsupported_field", message, "tools")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from skipdecode.data.forms import schema_of
+from skipdecode.data.tools import ToolChoice
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import OptionError
 from skipdecode.generation.grammar import GrammarKind
 from skipdecode.serving.errors import invalid
-from skipdecode.serving.messages import VARIABLES, Chat, Message, NamedTool, Neutral, Strict, Text, Tool, Variables
+from skipdecode.serving.messages import VARIABLES, Chat, Message, Neutral, Strict, Text, Tool, Variables
 
 _MOST_STOPS = 16
 _MOST_STOP_TOKENS = 64
@@ -236,7 +238,7 @@ class ChatRequest(_GenerationFields):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[Tool] = Field([], max_length=128, description="for chat templates that render them")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = Field(True, description="false: one call at most")
 
     @model_validator(mode="after")
@@ -246,29 +248,19 @@ class ChatRequest(_GenerationFields):
             raise invalid("max_tokens and max_completion_tokens differ: give one of them", "max_completion_tokens")
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
-        if self.demanded_tools == []:
-            raise invalid("tool_choice demands a call of a tool that is not among tools", "tool_choice")
-        if self.offered_tools and self.grammar is not None:
+        if self.calling.shown and self.grammar is not None:
             message = f"a text that fits {self.grammar[0]} calls no tool: leave tools out, or give tool_choice none"
             raise invalid(message, "tools")
         return self
 
-    @property
-    def offered_tools(self) -> list[Tool]:
-        """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools
-
-    @property
-    def several_calls(self) -> bool:
-        """Whether a demand may be answered with several calls."""
-        return self.parallel_tool_calls and isinstance(self.tool_choice, str)
-
-    @property
-    def demanded_tools(self) -> list[Tool] | None:
-        """The tools of which one has to be called; None if none has to be."""
-        if isinstance(self.tool_choice, str):
-            return self.tools if self.tool_choice == "required" else None
-        return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+    @cached_property
+    def calling(self) -> ToolChoice:
+        """The tools that the model sees, and those that it may or has to call."""
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        try:
+            return ToolChoice.of(tools, self.tool_choice, several=self.parallel_tool_calls)
+        except OptionError as e:
+            raise invalid(str(e), "tool_choice") from None
 
     @property
     def new_tokens(self) -> int | None:
@@ -282,8 +274,7 @@ class ChatRequest(_GenerationFields):
 
     def prompts(self) -> Sequence[Prompt]:
         """See `CompletionRequest`."""
-        tools = tuple(tool.model_dump(exclude_unset=True) for tool in self.offered_tools)
-        return [Chat(self.messages, self.chat_template_kwargs, self.reasoning_effort, tools)]
+        return [Chat(self.messages, self.chat_template_kwargs, self.reasoning_effort, self.calling.shown)]
 
 
 GenerationRequest = CompletionRequest | ChatRequest

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from skipdecode.engine.sequence import PromptLayers
+from skipdecode.generation.calls import CallForm
 from skipdecode.generation.detokenizer import Piece
 from skipdecode.generation.loop import Generated
 from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.messages import CallForm
 from skipdecode.serving.metrics import Metrics
 
 ChoiceFinish = Literal["stop", "length", "tool_calls"]

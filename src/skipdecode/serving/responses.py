@@ -20,9 +20,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from skipdecode.engine.requests import StepOutput
+from skipdecode.generation.calls import CallReader
 from skipdecode.generation.detokenizer import Piece, TokenTexts
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.messages import CallReader
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from skipdecode.serving.request_state import RequestState, Summary, Update, merge
 from skipdecode.serving.service import Service
@@ -185,9 +185,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def __init__(self, state: RequestState, body: ChatRequest, *further: Any) -> None:
         super().__init__(state, body, *further)
-        names = [tool.function.name for tool in body.tools]
-        most = None if body.parallel_tool_calls else 1
-        self._readers = [CallReader(state.calls, names, most) for _ in state.choices] if state.calls else []
+        self._readers = [CallReader(state.calls, body.calling) for _ in state.choices] if state.calls else []
 
     def _content(self, update: Update, *, whole: bool) -> dict[str, Any]:
         text: str = update.text

@@ -251,6 +251,11 @@ def check_config_values(where: str, values: Any) -> None:
         raise ModelLoadError(f"{where}: its config has architectures {classes!r}: a list of class names is accepted")
 
 
+def served_name(name: str) -> str:
+    """The name of a model for clients: the last part of its path or hub id."""
+    return Path(name).name or name
+
+
 def model_files(name: str) -> list[Path]:
     """Directories and files on this machine that loading the model `name` reads, as far as the name determines them."""
     ref, local = ModelRef(name), name in _NAMES or Path(name).expanduser().exists()
