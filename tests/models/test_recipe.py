@@ -12,9 +12,9 @@ from checkpoints import save_adapter, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.data.forms import choose_form
 from skipdecode.errors import DataError
+from skipdecode.models.carried import Recipe
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.recipe import Recipe
 from skipdecode.models.loading.ref import ModelRef
 from tiny import LAYERS, tiny_model
 

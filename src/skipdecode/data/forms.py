@@ -26,7 +26,7 @@ from skipdecode.data.tasks import load_task
 from skipdecode.data.tools import ToolChoice
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, OptionError, UsageError
-from skipdecode.models.loading.recipe import Recipe
+from skipdecode.models.carried import Recipe
 
 # Fields of shapes, of which a record has one; and fields that are prompts where none of these is there.
 _SHAPES, _OTHERS = ("prompt", "messages", "instruction", "question"), ("text", "input", "mr")

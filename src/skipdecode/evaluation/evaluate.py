@@ -32,9 +32,8 @@ from skipdecode.evaluation.run import TaskEvaluation, note_left_out
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
 from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings, method_name
 from skipdecode.generation.llm import LLM
-from skipdecode.models.carried import schedule_file
+from skipdecode.models.carried import schedule_file, stored_recipe
 from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
-from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 

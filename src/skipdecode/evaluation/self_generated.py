@@ -51,8 +51,8 @@ from skipdecode.generation.self_generated import (
     default_template,
     forget_prompts,
 )
+from skipdecode.models.carried import stored_recipe
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.schedule import Schedule
 
 _BATCHES = 4  # decoded and kept together

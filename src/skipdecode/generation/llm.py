@@ -39,10 +39,9 @@ from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop, TextStream
 from skipdecode.generation.run import Decoding
 from skipdecode.generation.stats import RunStats
-from skipdecode.models.carried import schedule_file
+from skipdecode.models.carried import named_schedules, schedule_file
 from skipdecode.models.families import unwrap, vocabulary_size
 from skipdecode.models.loading.hub import LoadedModel, checked_name
-from skipdecode.models.loading.recipe import named_schedules
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of

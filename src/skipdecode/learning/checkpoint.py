@@ -25,9 +25,8 @@ from skipdecode.common.progress import note
 from skipdecode.data.examples import RecordFile
 from skipdecode.data.records import Template
 from skipdecode.errors import OutputError, UsageError
-from skipdecode.models.carried import RECIPE_FILE
+from skipdecode.models.carried import RECIPE_FILE, RECIPE_FORMAT, RECIPE_KIND
 from skipdecode.models.fit import fit_of, fit_state
-from skipdecode.models.loading.recipe import RECIPE_FORMAT, RECIPE_KIND
 from skipdecode.schedule import Schedule
 
 _KEEP = 2

@@ -17,7 +17,7 @@ from skipdecode.data.examples import RecordOptions
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.metrics import MetricOptions
 from skipdecode.generation.self_generated import ABOUT_FILE, SelfGeneratedOptions
-from skipdecode.models.loading.recipe import sampled_schedules
+from skipdecode.models.carried import sampled_schedules
 from skipdecode.schedule import Schedule
 
 STORE_FILE, PREPARE_JOURNAL, PROMPTS_FILE = "measured.jsonl", "prepare.jsonl", "prompts.jsonl"

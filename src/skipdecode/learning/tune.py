@@ -38,14 +38,13 @@ from skipdecode.learning.checkpoint import (
     write_recipe,
 )
 from skipdecode.learning.settings import TuneOptions
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.carried import FIT_FILE, read_recipe, stored_recipe
 from skipdecode.models.families import check_schedule, vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest, put_fit
 from skipdecode.models.loading.card import write_card
 from skipdecode.models.loading.hub import LoadedModel, checked_name, name_ends, schedule_files
-from skipdecode.models.loading.recipe import read_recipe, stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import is_speedup, parse_schedule

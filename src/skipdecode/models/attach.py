@@ -21,7 +21,7 @@ from skipdecode.errors import (
     UntunedScheduleWarning,
 )
 from skipdecode.models.cache import SkipCache, bounded_steps, check_states
-from skipdecode.models.carried import named_schedule, of_model, tuned_under
+from skipdecode.models.carried import Recipe, named_schedule, of_model, tuned_under, untuned_line
 from skipdecode.models.families import check_schedule, decoder_layers, find_family, lenders, unwrap
 from skipdecode.models.fit import Fit
 from skipdecode.models.forward import (
@@ -36,7 +36,6 @@ from skipdecode.models.forward import (
 )
 from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
 from skipdecode.models.loading.base_weights import carried_fit
-from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.models.release import renamed_cache
 from skipdecode.schedule import Schedule

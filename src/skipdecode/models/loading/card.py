@@ -17,9 +17,9 @@ from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.errors import UsageError, WriteError
+from skipdecode.models.carried import stored_recipe
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.beside import beside
-from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ADAPTER_FILE, ModelRef, told
 from skipdecode.schedule import Schedule
 

@@ -22,14 +22,13 @@ from torch import nn
 from skipdecode.common.files import PARTIAL, RunDirectory, write_whole, writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OptionError, ScheduleError, UsageError
-from skipdecode.models.carried import RECIPE_FILE, drop_schedule
+from skipdecode.models.carried import RECIPE_FILE, drop_schedule, stored_recipe
 from skipdecode.models.families import decoder_layers, find_family
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, write_card
 from skipdecode.models.loading.gguf_file import KINDS, check_architecture, write_gguf
 from skipdecode.models.loading.hub import DTYPES, LoadedModel, Model, load_model, ref_of
-from skipdecode.models.loading.recipe import stored_recipe
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import save_model, save_tuned
 from skipdecode.schedule import Schedule

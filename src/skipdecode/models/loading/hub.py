@@ -14,11 +14,10 @@ from typing import Any, Protocol
 
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
-from skipdecode.models.carried import GENERATION_FILE, carry, keep_tuned, schedule_file
+from skipdecode.models.carried import GENERATION_FILE, Recipe, carry, keep_tuned, schedule_file, untuned_line
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.adapter import add_tokens, put_adapter
 from skipdecode.models.loading.base_weights import check_base, put_fit
-from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.loading.ref import LOCAL, ModelRef, one_line, told
 from skipdecode.models.loading.stored import (
     StoredTensor,

@@ -19,15 +19,18 @@ from skipdecode.models.carried import (
     FIT_FILE,
     RECIPE_FILE,
     SCHEDULE_FILE,
+    Recipe,
+    checkpoint_recipe,
     digest_in,
+    named_schedules,
     of_adapter,
     of_config,
+    ran_in_bf16,
     schedule_file,
 )
 from skipdecode.models.families import FAMILIES, check_schedule, drop_unread, layer_windows, layers_in, lent_last
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.beside import HubAnswer, add_model, ask_hub, beside, find_model, fit_beside, snapshot
-from skipdecode.models.loading.recipe import Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import is_speedup, parse_schedule
 
