@@ -25,8 +25,7 @@ from shared import RESULTS, TASKS, call, is_tuned, script_parser, write_json
 from skipdecode import Schedule
 from skipdecode.common.jsonl import read_result
 from skipdecode.common.progress import note
-from skipdecode.engine.loading import load
-from skipdecode.engine.opening import open_engines
+from skipdecode.engine.opening import load, open_engines
 from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, speed_entries, time_equal_lengths

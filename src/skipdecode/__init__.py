@@ -18,7 +18,7 @@ from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.cost.plan import plan
-    from skipdecode.engine.loading import load
+    from skipdecode.engine.opening import load
     from skipdecode.evaluation.evaluate import evaluate
     from skipdecode.generation.llm import LLM, generate
     from skipdecode.learning.calibrate import calibrate
@@ -57,7 +57,7 @@ _LAZY = {
     "evaluate": ("evaluation.evaluate", "evaluate"),
     "export": ("models.loading.export", "export"),
     "generate": ("generation.llm", "generate"),
-    "load": ("engine.loading", "load"),
+    "load": ("engine.opening", "load"),
     "plan": ("cost.plan", "plan"),
     "prepare": ("learning.prepare", "prepare"),
     "push_to_hub": ("models.loading.card", "push_to_hub"),

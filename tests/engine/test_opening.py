@@ -16,7 +16,7 @@ from engine_tools import decode
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine import loading
+from skipdecode.engine import opening
 from skipdecode.engine.kernels import build
 from skipdecode.engine.opening import open_engines
 from skipdecode.errors import UsageError
@@ -101,7 +101,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[True, False], ids=["bf16 instructions", "none"])
 def in_hardware(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the CPU multiplies bf16."""
-    monkeypatch.setattr(loading, "multiplies_bf16", lambda device: request.param)
+    monkeypatch.setattr(opening, "multiplies_bf16", lambda device: request.param)
     return bool(request.param)
 
 

@@ -13,7 +13,7 @@ from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
 from skipdecode.learning.objective import Objective, Teacher, TrainStep
 from skipdecode.learning.settings import TuneConfig
-from skipdecode.learning.setup import make_optimizer
+from skipdecode.learning.trainer import make_optimizer
 from tiny import LAYERS, tiny_model
 
 VOCABULARY, ROWS, RESPONSE, BATCHES = 50_000, 16, 50, 3

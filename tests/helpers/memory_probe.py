@@ -13,7 +13,7 @@ import torch
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel, open_model
-from skipdecode.engine.loading import load
+from skipdecode.engine.opening import load
 from tiny import tiny_model
 
 ROWS, PROMPT, NEW = 16, 120, 24

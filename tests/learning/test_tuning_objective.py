@@ -18,7 +18,7 @@ from skipdecode.data.batches import IGNORE, Batch, collate
 from skipdecode.data.examples import Example
 from skipdecode.learning.objective import KeptTeacher, Objective, Teacher, TrainStep, response_logits, token_losses
 from skipdecode.learning.settings import TuneConfig
-from skipdecode.learning.setup import make_optimizer
+from skipdecode.learning.trainer import make_optimizer
 from tiny import LAYERS, VOCAB, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)

@@ -144,7 +144,7 @@ def _compared(config: Config) -> Scores:
 
 
 def _evaluated(config: Config) -> Scores:
-    from skipdecode.engine.loading import load
+    from skipdecode.engine.opening import load
     from skipdecode.evaluation.evaluate import evaluate
     from skipdecode.generation.llm import LLM
 

@@ -14,7 +14,6 @@ from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import detail, note
 from skipdecode.data.examples import with_breaks
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
-from skipdecode.engine.loading import load
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.carried import schedule_file
@@ -121,6 +120,7 @@ class EngineOptions(NamedModel):
 
     def load(self) -> LoadedModel:
         """The model with its weights and its fit."""
+        from skipdecode.engine.opening import load  # imports torch
         from skipdecode.models.fit import fit_of
 
         self.use_threads()

@@ -54,7 +54,7 @@ def run(config: Config) -> int:
     """Tune, draw the losses, and print the result."""
     from skipdecode.evaluation.pictures import loss_chart, save_charts
     from skipdecode.learning.checkpoint import LOG_FILE, read_log
-    from skipdecode.learning.setup import process_state
+    from skipdecode.learning.trainer import process_state
     from skipdecode.learning.tune import tune
 
     config.push()

@@ -24,8 +24,7 @@ from skipdecode.cost.measure import measure_cost
 from skipdecode.cost.model import FORMAT, CostModel
 from skipdecode.cost.solve import SPREAD, solve
 from skipdecode.engine import kernels
-from skipdecode.engine.loading import running_dtype
-from skipdecode.engine.opening import Backend, open_engines
+from skipdecode.engine.opening import Backend, open_engines, running_dtype
 from skipdecode.errors import DataError, OutputError, ScheduleError, UsageError
 from skipdecode.models.families import layers_in, lent_last, projects, unwrap
 from skipdecode.models.fit import Fit, keep_fit, own_fit_kept

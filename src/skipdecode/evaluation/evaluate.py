@@ -22,7 +22,7 @@ from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.shapes import TEXT
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
-from skipdecode.engine.loading import load
+from skipdecode.engine.opening import load
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
 from skipdecode.evaluation.methods import Method, other_ways

@@ -24,8 +24,7 @@ from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.records import Message
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine
-from skipdecode.engine.loading import load
-from skipdecode.engine.opening import end_tokens, open_engines
+from skipdecode.engine.opening import end_tokens, load, open_engines
 from skipdecode.engine.requests import FinishReason, Sampling
 from skipdecode.errors import (
     DataError,

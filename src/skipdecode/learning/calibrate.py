@@ -24,7 +24,7 @@ from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.batches import batches_of
 from skipdecode.data.examples import Example, Source, encode_source, make_template, read_sources
-from skipdecode.engine.loading import load
+from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.goal import set_goal, suited

@@ -19,7 +19,7 @@ from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.examples import Example, RecordOptions, Source, encode_source, make_template, read_sources
-from skipdecode.engine.loading import load
+from skipdecode.engine.opening import load
 from skipdecode.evaluation.compare import with_kept
 from skipdecode.evaluation.evaluate import evaluate
 from skipdecode.evaluation.metrics import MetricOptions

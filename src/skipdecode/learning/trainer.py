@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType
-from accelerate.utils import gather_object, set_seed
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin, gather_object, parse_flag_from_env, set_seed
+from torch import nn
 
-from skipdecode.common.environment import keep_freed_memory, return_freed_memory
+from skipdecode.common.environment import keep_freed_memory, multiplies_bf16, return_freed_memory
 from skipdecode.common.files import copy_files
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import Batch, GroupedBatches, collate
@@ -32,9 +34,9 @@ from skipdecode.errors import DivergedError
 from skipdecode.learning.checkpoint import CHECKPOINTS, Checkpoints, RunLog
 from skipdecode.learning.objective import KeptTeacher, Objective, StepReport, Teacher, TrainStep, dev_loss
 from skipdecode.learning.settings import TuneConfig
-from skipdecode.learning.setup import make_accelerator, make_optimizer, with_lora
 from skipdecode.models.attach import Attachment
-from skipdecode.models.fit import fit_of, trainable_fit
+from skipdecode.models.fit import fit_of, fit_state, trainable_fit
+from skipdecode.models.loading.adapter import with_lora
 from skipdecode.models.loading.saving import merge_saved, save_tuned
 from skipdecode.schedule import Schedule
 
@@ -151,7 +153,12 @@ class Tuner:
         frozen = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        model = model.requires_grad_(True) if config.full else with_lora(model, config)
+        lora: dict[str, Any] = {
+            "alpha": config.lora_alpha,
+            "dropout": config.lora_dropout,
+            "targets": config.lora_targets,
+        }
+        model = model.requires_grad_(True) if config.full else with_lora(model, rank=config.rank, **lora)
         self._adapter = None if config.full else model
         self._trained_fit = contextlib.ExitStack()
         if config.train_fit:
@@ -323,3 +330,62 @@ class Tuner:
 
 def _shown(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
+
+
+# ---------------------------------------------------------------------- optimizer, devices and arithmetic
+
+
+def make_optimizer(model: nn.Module, config: TuneConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable weights, with weight decay on matrices only.
+
+    The `share` of a parameter group multiplies the learning rate of a step.
+    """
+    weights, fitted = fit_state({name: p for name, p in model.named_parameters() if p.requires_grad})
+    trainable = [*weights.values(), *fitted.values()]
+    groups = [
+        {"params": [p for p in part.values() if (p.dim() >= 2) == decays], "weight_decay": decay, "share": share}
+        for part, share in ((weights, 1.0), (fitted, config.fit_learning_rate / config.learning_rate))
+        for decays, decay in ((True, config.weight_decay), (False, 0.0))
+    ]
+    # One pass over the weights where there is a kernel for it: a quarter of the unfused update's time on a CPU.
+    fused = all(p.device.type in ("cpu", "cuda") for p in trainable)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=fused)
+
+
+def process_state() -> Any:
+    """This process among those that the launcher started."""
+    # Asked for first, the state would else not see that the launcher wants several processes on the CPU.
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+def _precision(asked: str, device: torch.device) -> str:
+    """accelerate's name of the arithmetic: "bf16" or "no" (fp32); `auto` takes bf16 where the device multiplies it."""
+    bf16 = multiplies_bf16(device.type) if asked == "auto" else asked == "bf16"
+    return "bf16" if bf16 else "no"
+
+
+def make_accelerator(config: TuneConfig, schedule: Schedule, *, fitted: bool = False) -> Any:
+    """accelerate's Accelerator for a run; the launcher's devices, the precision and accumulation of `config`.
+
+    `fitted`: a fit is trained.
+    """
+    # Layers that not even the prompt runs, and maps of a fit that no token needs, get no gradient, which several
+    # devices must be told.
+    some = fitted or len(schedule.last_prompt_layers()) < schedule.num_layers
+    unused = DistributedDataParallelKwargs(find_unused_parameters=some)
+    # It is one for the process and keeps the first run's precision; a later run may want another.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        mixed_precision=_precision(config.precision, process_state().device),
+        # As a plugin, because the launcher's environment goes before the plain number.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=config.accumulation),
+        kwargs_handlers=[unused],
+    )
+    if (deepspeed := accelerator.state.deepspeed_plugin) is not None:
+        # It wants the batch size, which it would else read from a data loader, and clips and accumulates on its own.
+        deepspeed.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": config.batch_size,
+            "gradient_accumulation_steps": config.accumulation,
+            "gradient_clipping": config.clip,
+        }
+    return accelerator

@@ -24,7 +24,7 @@ from skipdecode.data.examples import (
     read_sources,
     self_template,
 )
-from skipdecode.engine.loading import load
+from skipdecode.engine.opening import load
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
@@ -216,7 +216,7 @@ class _Run:
         files = {} if template is None else self._read(template, train=self.train, dev=self.dev)
         if template is not None and self.dev is None:
             files["train"], files["dev"] = held_out(files["train"])
-        from skipdecode.learning.setup import process_state
+        from skipdecode.learning.trainer import process_state
 
         state, made = process_state(), {}
         if template is None:
@@ -291,10 +291,8 @@ class _Run:
                 f"{self.ref.name} is an adapter, which is tuned further: leave out `{fresh[0]}`, or add `merge`, which "
                 "merges it and tunes a fresh one"
             )
-        try:
-            import skipdecode.learning.setup  # noqa: F401
-        except ImportError:
-            raise MissingExtraError("tuning", "tune") from None
+        if find_spec("accelerate") is None:
+            raise MissingExtraError("tuning", "tune")
 
     def _read(self, template: Any, **sources: Source | None) -> dict[str, Any]:
         limits = {"dev": self.settings.dev_records}

@@ -1,16 +1,16 @@
-"""A PEFT adapter on its base model, and in its weights."""
+"""A PEFT adapter: on its base model, fresh for tuning, and merged into the weights."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from skipdecode.common.progress import without_foreign_bars
-from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.ref import ADAPTER_FILE, told
 from skipdecode.models.loading.stored import StoredTensor, check_stored, check_tensors, header
@@ -78,6 +78,49 @@ def add_tokens(model: Any, adapter: Path) -> None:
             "added tokens"
         )
     model.resize_token_embeddings(found.pop(), mean_resizing=False)
+
+
+def with_lora(model: Any, *, rank: int, alpha: float | None, dropout: float, targets: Sequence[str]) -> Any:
+    """The model with a LoRA adapter in a PEFT wrapper, its own or a fresh one; only the adapter is trainable.
+
+    `rank` to `targets` are PEFT's, for a fresh adapter; `alpha` None is twice the rank.
+
+    Raises MissingExtraError: PEFT is not installed; UsageError: the model's own adapter is not a LoRA alone, or
+    `lora_targets` names modules that the model does not have.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise MissingExtraError("tuning a LoRA adapter (not needed with `full`)", "tune") from None
+    if hasattr(model, "get_base_model"):
+        return _own_lora(model, peft.get_peft_model_state_dict(model, save_embedding_layers=False))
+    lora = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # `merge_adapter` unties them
+            return peft.get_peft_model(model, lora)
+    except ValueError as error:
+        raise UsageError(f"lora_targets {' '.join(targets)}: {error}") from None
+
+
+def _own_lora(model: Any, adapter: Collection[str]) -> Any:
+    """A PeftModel whose adapter, tensors of these names, is made trainable, in fp32 as a fresh one."""
+    if foreign := sorted(name for name in adapter if "lora_" not in name):
+        raise UsageError(
+            f"the adapter holds more than LoRA matrices, such as {foreign[0]}, and cannot be tuned further: add "
+            "`merge`, which merges it and tunes a fresh one"
+        )
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("lora_" in name)
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    return model
 
 
 def merge_adapter(model: Any) -> Any:

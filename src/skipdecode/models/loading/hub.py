@@ -137,7 +137,7 @@ def load_model(
     device: str | None = None,
     require_tokenizer: bool = True,
 ) -> LoadedModel:
-    """As `skipdecode.engine.loading.load`, but for `dtype` "auto": the type in the checkpoint."""
+    """As `skipdecode.engine.opening.load`, but for `dtype` "auto": the type in the checkpoint."""
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
