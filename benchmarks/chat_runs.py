@@ -26,9 +26,8 @@ from skipdecode import Schedule
 from skipdecode.common.jsonl import read_result
 from skipdecode.common.progress import note
 from skipdecode.engine.opening import load, open_engines
-from skipdecode.evaluation.methods import Method
+from skipdecode.evaluation.methods import ROUNDS, Method, speed_entries, time_equal_lengths
 from skipdecode.evaluation.settings import EvaluationSettings
-from skipdecode.evaluation.speed import ROUNDS, speed_entries, time_equal_lengths
 
 MODEL = "smollm2-135m"
 FIT = Path(__file__).parents[1] / "presets/fit-chat-smollm2-135m.json"

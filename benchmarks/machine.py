@@ -16,8 +16,8 @@ import torch
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.build import KernelBuildError, load_library
-from skipdecode.engine.kernels.quantize import quantize
 from skipdecode.engine.kernels.spec import LinearSpec
+from skipdecode.engine.kernels.weights import quantize
 from skipdecode.models.families import decoder_layers
 
 # Several times the largest last-level cache, and small enough for any machine that holds a model.

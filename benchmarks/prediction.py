@@ -3,7 +3,7 @@
 The model is SmolLM2-135M with the bundled adapter for E2E, bf16, on the fast engine. Rows have one length each: of E2E
 (35 + 25 tokens) and of summaries of cut CNN/DailyMail articles (192 + 60), alone and 32 together. Schedules are the
 paper's at nominal 2x, 3x and 5x with prompts at full depth, through the lowest 20, 15 and 10 layers, and `max_exit`.
-Each and full depth take turns on the same rows, and the median of the rounds counts (`skipdecode.evaluation.speed`).
+Each and full depth take turns on the same rows, and the median of the rounds counts (`skipdecode.evaluation.methods`).
 What is predicted comes from costs measured right before and after, in the same process, as `skipdecode plan` measures
 them: it knows nothing of the runs. Nothing else should run meanwhile.
 
@@ -23,9 +23,8 @@ from skipdecode.cost.measure import CostMeter
 from skipdecode.cost.model import CostModel
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.scheduler import PROMPT_TOKENS
-from skipdecode.evaluation.methods import Method
+from skipdecode.evaluation.methods import ROUNDS, WHAT, Method, speed_entries, time_equal_lengths
 from skipdecode.evaluation.settings import EvaluationSettings
-from skipdecode.evaluation.speed import ROUNDS, WHAT, speed_entries, time_equal_lengths
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 

@@ -5,7 +5,7 @@
 The schedules are those of finished runs of `skipdecode eval`; prompts and outputs are as long as the records' prompts
 and references were there, and end tokens end nothing. Schedules of the same depths do the same work, whatever their
 order of layers, so they are timed once. All of them and full depth take turns on each batch, several times over; the
-median of a batch counts (`skipdecode.evaluation.speed`, which evaluations use too, on fewer records). This is for
+median of a batch counts (`skipdecode.evaluation.methods`, which evaluations use too, on fewer records). This is for
 tables of several evaluations: one machine, one session, all depths in turn. Nothing else should run meanwhile. A file
 that has all depths already is left alone. A fit of --model takes its time too: give schedules of its drop order.
 """
@@ -26,9 +26,8 @@ from skipdecode.common.jsonl import read_result
 from skipdecode.common.progress import progress_bar
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.errors import SkipDecodeError
-from skipdecode.evaluation.methods import Method
+from skipdecode.evaluation.methods import ROUNDS, WHAT, Method, Turns, medians_of, speed_entries, time_equal_lengths
 from skipdecode.evaluation.settings import EvaluationSettings
-from skipdecode.evaluation.speed import ROUNDS, WHAT, Turns, medians_of, speed_entries, time_equal_lengths
 from skipdecode.models.loading.hub import load_model
 
 

@@ -14,8 +14,8 @@ from skipdecode.engine.batch import LayerRows
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build
 from skipdecode.engine.kernels.native import greedy
-from skipdecode.engine.kernels.quantize import QUANTIZATIONS, quantize
 from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
+from skipdecode.engine.kernels.weights import QUANTIZATIONS, quantize
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import UnfitModelError, UsageError
 from tiny import tiny_model

@@ -14,8 +14,8 @@ from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build
-from skipdecode.engine.kernels.quantize import quantize
 from skipdecode.engine.kernels.spec import LinearSpec
+from skipdecode.engine.kernels.weights import quantize
 from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.native import NativeKernels
-from skipdecode.engine.kernels.quantize import QuantizedWeight
 from skipdecode.engine.kernels.spec import AttentionSpec, LinearSpec, StackInput
+from skipdecode.engine.kernels.weights import QuantizedWeight
 
 
 def kernels_or_skip(dtype: torch.dtype = torch.bfloat16) -> NativeKernels:

@@ -12,14 +12,22 @@ import json
 import shutil
 import textwrap
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import MODEL, EngineOptions
 from skipdecode.common.environment import environment
 from skipdecode.common.options import Reads, option
 from skipdecode.common.tables import figures
-from skipdecode.data.prompts import context_length, prompt_room
-from skipdecode.models.loading.ref import model_files
+from skipdecode.data.chats import chat_fault
+from skipdecode.data.forms import choose_form
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length, prompt_room
+from skipdecode.errors import UsageError
+from skipdecode.models.loading.ref import ModelRef, model_files
+from skipdecode.schedule import Schedule
+
+if TYPE_CHECKING:
+    from skipdecode.generation.llm import LLM
 
 _COLUMNS = {
     "schedule": "{name}",
@@ -29,6 +37,13 @@ _COLUMNS = {
     "nominal": "{nominal_speedup:.2f}x",
     "tokens/s": "{speed[tokens_per_s]:.0f}",
 }
+_RECORDS, _CHAT = "e2e-smollm2-135m", "chat-smollm2-135m"
+_INSTRUCTION = "Describe this place in one sentence, from these facts: "
+_TUNED = "The weights were tuned under these schedules. Names that the training data did not have may be lost."
+_UNTUNED = (
+    "The weights were not tuned under these schedules, so the text degrades when layers are skipped: skipdecode "
+    "prepare repairs it. Layers and speed are the same for tuned weights."
+)
 _NEXT = """
 Times are measured, full depth / schedule, medians of three rounds. Next:
   skipdecode chat chat-smollm2-135m
@@ -48,20 +63,82 @@ class Config(EngineOptions):
 
 def run(config: Config) -> int:
     """Run the demo; returns 0."""
-    from skipdecode.evaluation.speed import demo, demo_models
     from skipdecode.generation.llm import LLM
 
     parts = []
-    for one in [replace(config, model=name) for name in ([config.model] if config.model else demo_models())]:
+    for one in [replace(config, model=name) for name in ([config.model] if config.model else _models())]:
         prompt_room(context_length(one.ref.config), config.max_new_tokens)
         llm = LLM(one.load(), engine=config.engine, quantization=config.quantization)
-        parts.append(demo(llm, config.max_new_tokens))
+        parts.append(_measured(llm, config.max_new_tokens))
     if config.json:
         print(json.dumps({"parts": parts, "environment": environment()}, indent=2))
     else:
         width = min(shutil.get_terminal_size((100, 24)).columns, 160)
         print(*(line for part in parts for line in _lines(part, width)), _NEXT, sep="\n")
     return 0
+
+
+def _models() -> list[str]:
+    """The models that are shown by default: the bundled adapters that are there."""
+    return [name for name in (_RECORDS, _CHAT) if ModelRef(name).adapter is not None]
+
+
+def _measured(llm: LLM, max_new_tokens: int) -> dict[str, Any]:
+    """The outputs and speeds of a model for the built-in prompts, `max_new_tokens` for each; JSON-ready.
+
+    Full depth is the first schedule, then come those that the checkpoint was tuned under, else some of each kind.
+    Raises UsageError if the prompts do not fit the model.
+    """
+    from skipdecode.engine.opening import end_tokens
+    from skipdecode.evaluation.methods import Method, speed_entries, time_equal_lengths
+    from skipdecode.evaluation.settings import EvaluationSettings
+
+    loaded, layers = llm.loaded, llm.num_layers
+    known = (*(() if loaded.recipe is None else loaded.recipe.tuned_under), loaded.schedule)
+    schedules = sorted({s for s in known if s and not s.is_full}, key=lambda s: (s.nominal_speedup, s.name))
+    if loaded.recipe is None:
+        schedules.append(Schedule.even(layers, layers - max(1, layers // 10)))
+        schedules += [Schedule.from_speedup(layers, speedup, max_new_tokens - 1) for speedup in (2, 3)]
+    full, *others = [Method(llm.backend), *(Method(llm.backend, schedule) for schedule in schedules)]
+    prompts = _prompts(llm, max_new_tokens)
+    tokens, lengths = [prompt.token_ids for prompt in prompts], [max_new_tokens] * len(prompts)
+    turns = time_equal_lengths([full, *others], tokens, lengths, batch_size=len(prompts))
+    ends, rows = set(end_tokens(loaded.model, llm.tokenizer)), []
+    for method in (full, *others):
+        found = method.generate(tokens, max_new_tokens=max_new_tokens, eos=ends)
+        texts = [text.strip() for text in llm.tokenizer.batch_decode(found.tokens, skip_special_tokens=True)]
+        nominal = layers / method.schedule.mean_budget(max_new_tokens - 1)
+        speeds = speed_entries(turns, method, full, EvaluationSettings(), {"batch_size": len(prompts)})
+        rows.append({"name": method.name, "texts": texts, "nominal_speedup": nominal, **speeds})
+    return {
+        "model": loaded.name,
+        "engine": llm.backend.name,
+        "prompts": [str(p.record.prompt).removeprefix(_INSTRUCTION).strip() for p in prompts],
+        "rows": rows,
+        "remark": _UNTUNED if loaded.untuned_line(schedules) else _TUNED,
+    }
+
+
+def _prompts(llm: LLM, max_new_tokens: int) -> list[EncodedPrompt]:
+    """The built-in prompts, records in the template that the checkpoint was tuned on, else as chats."""
+    loaded = llm.loaded
+    form = choose_form(loaded.recipe)
+    chat = form.template is None and chat_fault(loaded.tokenizer) is None
+    listed = json.loads(Path(__file__).with_name("demo_prompts.json").read_text(encoding="utf-8"))
+    kind = {_RECORDS: "record", _CHAT: "chat"}.get(loaded.name, "record" if form.template else "")
+    ask = {"record": _INSTRUCTION if chat else "", "chat": ""}
+    wanted = [p for p in listed if p["kind"] == kind or not kind]
+    records = [
+        replace(form.record(ask[p["kind"]] + p["text"]), index=i, line=i + 1, id=p["id"]) for i, p in enumerate(wanted)
+    ]
+    context = context_length(loaded.model.config)
+    prompts = PromptEncoder(loaded.tokenizer, context, template=form.template, chat=chat).encode(records)
+    for prompt in prompts:
+        if prompt.error is not None and form.template is not None:
+            raise UsageError(f"{loaded.name} needs records, and the demo has texts: {prompt.error}")
+        if prompt.error is not None or (prompt.room is not None and prompt.room < max_new_tokens):
+            raise UsageError(f"max_new_tokens={max_new_tokens} is too many: {loaded.name} has a context of {context}")
+    return prompts
 
 
 def _lines(part: dict[str, Any], width: int) -> list[str]:

@@ -26,10 +26,9 @@ from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead
-from skipdecode.engine.kernels.memory import Arena
 from skipdecode.engine.kernels.native import NativeKernels, NativeStack
-from skipdecode.engine.kernels.quantize import QUANTIZATIONS, Quantization, QuantizedWeight, quantize, room_of
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, StackInput
+from skipdecode.engine.kernels.weights import QUANTIZATIONS, Arena, Quantization, QuantizedWeight, quantize, room_of
 from skipdecode.engine.kv import PAGE_TOKENS, PagedKV
 from skipdecode.engine.model_spec import Join, matrices, read_model
 from skipdecode.engine.prefix import PrefixKV
@@ -58,7 +57,7 @@ class FastModel:
     kernels : NativeKernels
         The kernels for the model's dtype.
     quantization : {"int8", "w8a8"}, optional
-        The kernels read the projections and the output embedding from quantised copies (`kernels.quantize`).
+        The kernels read the projections and the output embedding from quantised copies (`kernels.weights`).
 
     Raises UnfitModelError if the fast path does not cover the model.
     """

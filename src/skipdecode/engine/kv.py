@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from skipdecode.engine.kernels.memory import huge_pages
+from skipdecode.engine.kernels.weights import huge_pages
 from skipdecode.engine.sequence import PromptLayers, Sequence
 
 PAGE_TOKENS = 16

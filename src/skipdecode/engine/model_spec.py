@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from skipdecode.engine.kernels.memory import huge_pages
 from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Prologue
+from skipdecode.engine.kernels.weights import huge_pages
 from skipdecode.errors import UnfitModelError
 from skipdecode.models.families import layer_windows
 

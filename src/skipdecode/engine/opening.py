@@ -156,7 +156,7 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization
     note : callable
         Called with one line of text about the choice.
     quantization : {"none", "int8", "w8a8"}
-        The weights of the fast engine: the model's own, or quantised copies (see `kernels.quantize`).
+        The weights of the fast engine: the model's own, or quantised copies (see `kernels.weights`).
 
     Raises UsageError: `engine` or `quantization` is unknown, or not possible for this model.
     """

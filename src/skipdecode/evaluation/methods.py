@@ -1,23 +1,36 @@
-"""Decoding methods of an evaluation: a schedule on a backend, its outputs, and the time they take.
+"""Decoding methods of an evaluation: a schedule on a backend, its outputs, and its speed for equal work.
 
 Greedy only, so that methods are compared without sampling noise. Knows nothing about text.
+
+Methods end free-running outputs at different lengths: shorter outputs take less time, and a full batch costs less per
+token. Times of such outputs do not measure speed. For speed the lengths are given, end tokens are ignored, methods take
+turns, and medians of rounds count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from secrets import token_hex
+from statistics import median
 from typing import Any
 
+from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.common.journal import KeptValues
-from skipdecode.common.progress import note
+from skipdecode.common.progress import note, progress_bar
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.requests import Request
 from skipdecode.errors import SkipDecodeError
-from skipdecode.evaluation.settings import method_name
+from skipdecode.evaluation.settings import EvaluationSettings, method_name
 from skipdecode.schedule import Schedule
 
+ROUNDS = 3
+WHAT = "outputs of the lengths of the references, all methods in turn on the same batches, medians of rounds"
+_WARM_UP_TOKENS = 4
+_LEAST_ROWS = 16
+_ALONE, _ALONE_TOKENS = 2, 64  # records that are decoded alone, once, and their most new tokens
 _MOST_BATCHES = 4
 _LEAST_TURNS = 8  # if there are enough records: an interrupted run keeps whole turns
 
@@ -187,3 +200,117 @@ def generate_all(
                 outputs[index] = row
         progress(len(indices))
     return [Outputs(*each) for each in zip(tokens, taken, strict=True)]
+
+
+# ---------------------------------------------------------------------- speed
+
+Turns = Stopwatch[Method, Generation]
+"""Methods in turn on the same batches."""
+
+
+def time_equal_lengths(
+    methods: Sequence[Method],
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    *,
+    batch_size: int,
+    kept: KeptValues | None = None,
+    progress: Callable[[int], None] = lambda rows: None,
+    rounds: int = ROUNDS,
+) -> Turns:
+    """Have methods take turns on each batch, `rounds` times.
+
+    `prompts` are token ids, `lengths` the numbers of new tokens. `kept` has turns that an earlier, interrupted run
+    finished, and stores those of this run. `progress` is called with the number of sequences of each turn.
+    """
+    groups = batches([len(prompt) for prompt in prompts], batch_size)
+    turns = Turns(methods)
+    warm, salt = False, ""
+    for turn in range(rounds * len(groups)):
+        number = turn % len(groups)
+        if not (number and salt):
+            salt = token_hex()  # no round drafts from the answers of another, which are the same
+        rows, each = [prompts[i] for i in groups[number]], [lengths[i] for i in groups[number]]
+        key = f"speed {batch_size} {turn}"
+        if done := kept and kept.get(key):
+            turns.add(dict(zip(methods, (Generation(**g) for g in done), strict=True)), number)
+        else:
+            for method in () if warm else methods:
+                method.generate(rows, max_new_tokens=_WARM_UP_TOKENS, eos=set(), cache_salt="warm-up")
+            warm = True
+
+            def generate(method: Method, rows: Any = rows, each: Any = each, salt: str = salt) -> Generation:
+                return replace(method.generate(rows, max_new_tokens=each, eos=set(), cache_salt=salt), tokens=[])
+
+            found = turns.lap(generate, number)
+            if kept is not None:
+                kept.put(key, [asdict(g) for g in found.values()])
+        progress(len(rows))
+    return turns
+
+
+def medians_of(turns: Turns, method: Method) -> dict[str, float | None]:
+    """`timing_of` a method, with the median of the rounds for each batch."""
+    return timing_of(
+        replace(rounds[0], **{n: median(getattr(g, n) for g in rounds) for n in ("prompt_seconds", "decode_seconds")})
+        for rounds in turns.rounds(method)
+    )
+
+
+def measured_speeds(
+    methods: Sequence[Method],
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    settings: EvaluationSettings,
+    kept: KeptValues,
+) -> dict[Method, dict[str, Any]]:
+    """The speed of each method, for its result, from a few batches of records from all over the data.
+
+    Empty without full depth and another method. Sequences get 2 new tokens at least, and at most as many as outputs may
+    have. The other arguments are as in `time_equal_lengths`.
+    """
+    full = next((method for method in methods if method.full_depth), None)
+    if full is None or len(methods) < 2:
+        return {}
+    size = settings.batch_size
+    wanted = min(len(prompts), max(settings.speed_batches * size, _LEAST_ROWS))
+    chosen = [i * len(prompts) // wanted for i in range(wanted)]
+    rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
+    each = [min(max(lengths[i], 2), most) for i in chosen]
+    rounds = settings.speed_rounds
+    with progress_bar(rounds * wanted, "record", name="speed") as bar:
+        timed: dict[str, Any] = {"kept": kept, "progress": bar.update, "rounds": rounds}
+        turns = time_equal_lengths(methods, rows, each, batch_size=size, **timed)
+    about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": rounds, "new_tokens": sum(each)}
+    found = {method: speed_entries(turns, method, full, settings, about) for method in methods}
+    if settings.ways and size > 1:
+        short = [min(length, _ALONE_TOKENS) for length in each[:_ALONE]]
+        alone = time_equal_lengths(methods, rows[:_ALONE], short, batch_size=1, kept=kept, rounds=1)
+        clock = _request_seconds(settings.speed_tokens * len(short) / sum(short))
+        for method, entries in found.items():
+            entries["request_speedup_alone"] = alone.ratio(full, method, clock)
+    return found
+
+
+def _request_seconds(longer: float) -> Callable[[Generation], float]:
+    """Seconds of a request whose decoding goes on as it began, to so many times the tokens that were timed."""
+    return lambda g: g.prompt_seconds + max(1.0, longer) * g.decode_seconds
+
+
+def speed_entries(
+    turns: Turns, method: Method, full: Method, settings: EvaluationSettings, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The speed of a method, JSON-ready: the time of full depth for the same batches divided by the method's.
+
+    With prompts, and of decoding alone; None if no time passed. Intervals are over batches, or the rounds of one.
+    `about` describes the measurement.
+    """
+    beside = None if method is full else medians_of(turns, full)
+    found: dict[str, Any] = {"speed": {**about, **medians_of(turns, method)}, "full_depth_speed": beside}
+    longer = settings.speed_tokens * about.get("records", 1) / about.get("new_tokens", math.inf)
+    clocks = {"request_speedup": _request_seconds(longer), "decode_speedup": lambda g: g.decode_seconds}
+    for name, clock in clocks.items():
+        bounds = turns.interval(full, method, clock, resamples=settings.resamples, seed=settings.seed)
+        found[name] = turns.ratio(full, method, clock)
+        found[f"{name}_interval"] = None if method is full or bounds is None else asdict(bounds)
+    return found

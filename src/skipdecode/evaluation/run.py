@@ -22,7 +22,7 @@ from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task, repeated
 from skipdecode.engine.opening import end_tokens
 from skipdecode.errors import DataError
-from skipdecode.evaluation.methods import Method, Outputs, generate_all, timing_of
+from skipdecode.evaluation.methods import Method, Outputs, generate_all, measured_speeds, timing_of
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, Metric
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
@@ -36,7 +36,6 @@ from skipdecode.evaluation.results import (
 )
 from skipdecode.evaluation.scores import along, free_running, scorer_of, sums, table_of, text_scores, token_fidelity
 from skipdecode.evaluation.settings import EvaluationSettings
-from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.families import vocabulary_size
 
 

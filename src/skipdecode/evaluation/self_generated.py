@@ -28,7 +28,7 @@ from skipdecode.data.records import Record, Template
 from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import Request, row_seed
-from skipdecode.evaluation.methods import Method, other_ways
+from skipdecode.evaluation.methods import Method, measured_speeds, other_ways
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     Run,
@@ -41,7 +41,6 @@ from skipdecode.evaluation.results import (
 from skipdecode.evaluation.run import note_left_out
 from skipdecode.evaluation.scores import along, ratio_score, sums, text_scores, token_fidelity
 from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings
-from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import (
     DEV_FILE,

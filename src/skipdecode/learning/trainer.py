@@ -153,12 +153,8 @@ class Tuner:
         frozen = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        lora: dict[str, Any] = {
-            "alpha": config.lora_alpha,
-            "dropout": config.lora_dropout,
-            "targets": config.lora_targets,
-        }
-        model = model.requires_grad_(True) if config.full else with_lora(model, rank=config.rank, **lora)
+        lora = (config.rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
+        model = model.requires_grad_(True) if config.full else with_lora(model, *lora)
         self._adapter = None if config.full else model
         self._trained_fit = contextlib.ExitStack()
         if config.train_fit:

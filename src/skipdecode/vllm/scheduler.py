@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with more: a prefix cache of prompts only, admission when few requests run, metrics.
+"""vLLM's scheduler, with more: a prefix cache of prompts only, admission when few requests run, Prometheus metrics.
 
 Blocks of generated tokens hold no keys and values in the layers that those tokens sat out. A text that had such a block
 as part of its prompt would read what was never written; so they are neither published nor looked up.
@@ -6,21 +6,30 @@ as part of its prompt would read what was never written; so they are neither pub
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import Counter
 from typing import Any
 
 import numpy as np
+import prometheus_client as prometheus
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from skipdecode.errors import ScheduleError
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import LayerLimits, StepBatch
 
-PREFIX = "skipdecode:"
-"""Prefix of the names of counts on their way to the front end."""
-DEPTH_PREFIX = f"{PREFIX}depth:"
-"""Followed by a number of layers: finished requests whose tokens ran that many layers on average, rounded."""
+_PREFIX = "skipdecode:"  # of the names of counts on their way to the front end
+# Followed by a number of layers: finished requests whose tokens ran that many layers on average, rounded.
+_DEPTH = f"{_PREFIX}depth:"
+_COUNTERS = {
+    "steps": "Steps of the engine.",
+    "layers": "Layers that steps ran for any of their tokens; divided by steps: layers per step.",
+    "decode_tokens": "Generated tokens that were fed back.",
+    "decode_token_layers": "Layers that these tokens ran; divided by tokens x layers of the model: the share that ran.",
+}
 
 # How many requests may run; the first name is newer.
 _SLOTS = ("max_num_active_reqs", "max_num_running_reqs")
@@ -65,9 +74,50 @@ class DepthMeter:
 
     def report(self) -> dict[str, int]:
         """The counts since the last report."""
-        counts = {PREFIX + name: count for name, count in self._counts.items()}
+        counts = {_PREFIX + name: count for name, count in self._counts.items()}
         self._counts.clear()
         return counts
+
+
+class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
+    """Makes metrics of the counts in the front end; does nothing for an engine that skips no layers.
+
+    vLLM loads this class by `vllm.stat_logger_plugins`.
+    """
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        settings = PluginSettings.of_engine(vllm_config)
+        made = {} if settings is None else _metrics(settings.num_layers)
+        labels = (vllm_config.model_config.served_model_name, str(engine_index))
+        self._metrics = {name: metric.labels(*labels) for name, metric in made.items()}
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM after every step."""
+        if self._metrics and scheduler_stats is not None:
+            for name, count in scheduler_stats.running_lora_adapters.items():
+                if name.startswith(_DEPTH):
+                    for _ in range(count):
+                        self._metrics["request_layers"].observe(int(name.removeprefix(_DEPTH)))
+                elif name.startswith(_PREFIX):
+                    self._metrics[name.removeprefix(_PREFIX)].inc(count)
+
+    def log_engine_initialized(self) -> None:
+        """Log nothing."""
+
+
+@functools.cache
+def _metrics(layers: int) -> dict[str, Any]:
+    """Made once per process: names are registered once. A replica of Ray Serve has only the /metrics of its node."""
+    counter, histogram, labels = prometheus.Counter, prometheus.Histogram, ("model_name", "engine")
+    if "ray.serve" in sys.modules:
+        from vllm.v1.metrics import ray_wrappers as ray
+
+        if ray._get_replica_id() is not None:
+            counter, histogram = ray.RayCounterWrapper, ray.RayHistogramWrapper
+    metrics = {name: counter(f"skipdecode_{name}", text, labels) for name, text in _COUNTERS.items()}
+    text = "Layers that a finished request's tokens ran on average, rounded."
+    depth = histogram("skipdecode_request_layers", text, labels, buckets=[*range(1, layers + 1)])
+    return metrics | {"request_layers": depth}
 
 
 class _Skipping:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from skipdecode.engine.kernels.build import load_library
-from skipdecode.engine.kernels.memory import huge_pages
 from skipdecode.engine.kernels.native import NativeKernels
-from skipdecode.engine.kernels.quantize import QuantizedWeight, in_blocks, quantize
 from skipdecode.engine.kernels.spec import LinearSpec
+from skipdecode.engine.kernels.weights import QuantizedWeight, huge_pages, in_blocks, quantize
 
 MOST_ROWS = 32
 """Maximum rows of a forward for which the copy is used; with more rows the full head is as fast."""

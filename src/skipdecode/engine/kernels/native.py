@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from skipdecode.engine.kernels.build import load_library
-from skipdecode.engine.kernels.quantize import QuantizedWeight
 from skipdecode.engine.kernels.spec import (
     AttentionSpec,
     FitSpec,
@@ -28,6 +27,7 @@ from skipdecode.engine.kernels.spec import (
     check_layers,
     check_linear,
 )
+from skipdecode.engine.kernels.weights import QuantizedWeight
 
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTIZED = {"int8": 2, "w8a8": 3}

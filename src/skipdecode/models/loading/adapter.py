@@ -80,7 +80,7 @@ def add_tokens(model: Any, adapter: Path) -> None:
     model.resize_token_embeddings(found.pop(), mean_resizing=False)
 
 
-def with_lora(model: Any, *, rank: int, alpha: float | None, dropout: float, targets: Sequence[str]) -> Any:
+def with_lora(model: Any, rank: int, alpha: float | None, dropout: float, targets: Sequence[str]) -> Any:
     """The model with a LoRA adapter in a PEFT wrapper, its own or a fresh one; only the adapter is trainable.
 
     `rank` to `targets` are PEFT's, for a fresh adapter; `alpha` None is twice the rank.

@@ -1,4 +1,7 @@
-"""Quantised weights of 8 bits.
+"""Memory that the kernels read: huge pages, if the system has them, and weights quantised to 8 bits.
+
+Huge pages need fewer address translations, and hardware prefetchers stop at the end of a page. Linux gives huge pages
+to programs that ask for them before the memory is first written.
 
 int8: each output row has one fp32 scale. A weight is its integer (-127 to 127) times the scale.
 
@@ -8,7 +11,10 @@ w8a8: the integers and scales of int8, in the order in which a CPU multiplies by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -19,9 +25,39 @@ from torch import Tensor
 Quantization = Literal["int8", "w8a8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "w8a8")
 
+_LEAST_BYTES = 2**22  # smaller tensors do not profit
+_ALIGN = 4096
 _STEP = 64  # columns that the kernels read at once; rows are padded to a multiple
 _BLOCK = 16  # rows of w8a8 in one block, 4 columns of each in turn
 _CHUNK = 2**20  # weights quantised at once: bounds the fp32 copies
+
+
+def huge_pages(tensor: Tensor) -> Tensor:
+    """Ask for huge pages for a new tensor that was not written yet; returns the tensor. Without support, a no-op."""
+    if tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES and sys.platform == "linux":
+        begin = -(-tensor.data_ptr() // _ALIGN) * _ALIGN
+        length = (tensor.data_ptr() + tensor.nbytes - begin) // _ALIGN * _ALIGN
+        # A refusal (a kernel without huge pages) changes nothing.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+class Arena:
+    """One block of huge pages for tensors of `sizes` bytes, in the order in which they are taken."""
+
+    def __init__(self, sizes: Iterable[int], device: torch.device) -> None:
+        self._block = huge_pages(torch.empty(sum(map(_rounded, sizes)), dtype=torch.uint8, device=device))
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """The next `size` bytes."""
+        begin = self._used
+        self._used += _rounded(size)
+        return self._block[begin : begin + size]
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 @dataclass(frozen=True)
