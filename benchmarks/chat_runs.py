@@ -27,7 +27,7 @@ from skipdecode.common.jsonl import read_result
 from skipdecode.common.progress import note
 from skipdecode.engine.opening import load, open_engines
 from skipdecode.evaluation.methods import ROUNDS, Method, speed_entries, time_equal_lengths
-from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.results import EvaluationSettings
 
 MODEL = "smollm2-135m"
 FIT = Path(__file__).parents[1] / "presets/fit-chat-smollm2-135m.json"

@@ -24,7 +24,7 @@ from skipdecode.cost.model import CostModel
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.evaluation.methods import ROUNDS, WHAT, Method, speed_entries, time_equal_lengths
-from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.results import EvaluationSettings
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 

@@ -27,7 +27,7 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.methods import ROUNDS, WHAT, Method, Turns, medians_of, speed_entries, time_equal_lengths
-from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.results import EvaluationSettings
 from skipdecode.models.loading.hub import load_model
 
 

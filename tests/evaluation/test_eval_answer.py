@@ -9,8 +9,7 @@ from skipdecode import Schedule
 from skipdecode.engine.opening import Backend
 from skipdecode.evaluation.compare import compare_runs, pairs_table, runs_tables
 from skipdecode.evaluation.methods import Method, medians_of, speed_entries, time_equal_lengths
-from skipdecode.evaluation.results import Run
-from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.results import EvaluationSettings, Run
 from tiny import LAYERS, tiny_model
 
 

@@ -28,10 +28,9 @@ from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import METRICS, make_metrics
-from skipdecode.evaluation.results import Run, check_free, load_run
+from skipdecode.evaluation.results import EvaluationSettings, Run, check_free, load_run
 from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.evaluation.scores import free_running, ratio_score, sums, token_fidelity
-from skipdecode.evaluation.settings import EvaluationSettings
 from textgen_tools import read_rows
 from tiny import LAYERS, tiny_model
 

@@ -15,9 +15,8 @@ from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
 from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.metrics import MetricOptions, make_metrics
-from skipdecode.evaluation.results import Run
+from skipdecode.evaluation.results import EvaluationSettings, Run
 from skipdecode.evaluation.run import TaskEvaluation
-from skipdecode.evaluation.settings import EvaluationSettings
 from tiny import LAYERS, tiny_model
 
 TEXT = "the quick brown fox jumps over a lazy dog near old quiet river banks today"

@@ -91,7 +91,7 @@ def _measured(llm: LLM, max_new_tokens: int) -> dict[str, Any]:
     """
     from skipdecode.engine.opening import end_tokens
     from skipdecode.evaluation.methods import Method, speed_entries, time_equal_lengths
-    from skipdecode.evaluation.settings import EvaluationSettings
+    from skipdecode.evaluation.results import EvaluationSettings
 
     loaded, layers = llm.loaded, llm.num_layers
     known = (*(() if loaded.recipe is None else loaded.recipe.tuned_under), loaded.schedule)

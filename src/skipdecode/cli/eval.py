@@ -28,8 +28,7 @@ from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.tasks import task_file
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.results import EVAL_DIRECTORY
-from skipdecode.evaluation.settings import EvaluationOptions, method_name
+from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions, method_name
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule

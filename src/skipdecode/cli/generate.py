@@ -47,8 +47,7 @@ from skipdecode.data.source import PromptSource
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import UsageError
 from skipdecode.generation.grammar import Grammars
-from skipdecode.generation.output import named_text, output_files, plain_text
-from skipdecode.generation.records import RecordRun, generate_records
+from skipdecode.generation.records import RecordRun, generate_records, named_text, output_files, plain_text
 
 if TYPE_CHECKING:
     from skipdecode.generation.stats import RunStats

@@ -27,10 +27,18 @@ from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
 from skipdecode.evaluation.methods import Method, other_ways
 from skipdecode.evaluation.metrics import MetricOptions, check_metric, check_metrics, make_metrics
-from skipdecode.evaluation.results import EVAL_DIRECTORY, Run, check_free, is_unfinished, model_about
+from skipdecode.evaluation.results import (
+    EVAL_DIRECTORY,
+    EvaluationOptions,
+    EvaluationSettings,
+    Run,
+    check_free,
+    is_unfinished,
+    method_name,
+    model_about,
+)
 from skipdecode.evaluation.run import TaskEvaluation, note_left_out
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
-from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings, method_name
 from skipdecode.generation.llm import LLM
 from skipdecode.models.carried import schedule_file, stored_recipe
 from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
@@ -139,7 +147,7 @@ def evaluate(
     loader : callable
         Loads a model that is given by name.
     **options
-        Fields of `skipdecode.evaluation.settings.EvaluationOptions`: limit, metrics, batch_size, max_new_tokens, …
+        Fields of `skipdecode.evaluation.results.EvaluationOptions`: limit, metrics, batch_size, max_new_tokens, …
 
     Raises
     ------

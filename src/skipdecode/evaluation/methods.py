@@ -23,7 +23,7 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.requests import Request
 from skipdecode.errors import SkipDecodeError
-from skipdecode.evaluation.settings import EvaluationSettings, method_name
+from skipdecode.evaluation.results import EvaluationSettings, method_name
 from skipdecode.schedule import Schedule
 
 ROUNDS = 3

@@ -27,6 +27,7 @@ from skipdecode.evaluation.metrics import FIDELITY, METRICS, Metric
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     RUN_FILE,
+    EvaluationSettings,
     Run,
     check_free,
     is_unfinished,
@@ -35,7 +36,6 @@ from skipdecode.evaluation.results import (
     save_run,
 )
 from skipdecode.evaluation.scores import along, free_running, scorer_of, sums, table_of, text_scores, token_fidelity
-from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.models.families import vocabulary_size
 
 

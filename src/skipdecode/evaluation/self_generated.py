@@ -31,6 +31,8 @@ from skipdecode.engine.requests import Request, row_seed
 from skipdecode.evaluation.methods import Method, measured_speeds, other_ways
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
+    EvaluationOptions,
+    EvaluationSettings,
     Run,
     check_free,
     is_unfinished,
@@ -40,7 +42,6 @@ from skipdecode.evaluation.results import (
 )
 from skipdecode.evaluation.run import note_left_out
 from skipdecode.evaluation.scores import along, ratio_score, sums, text_scores, token_fidelity
-from skipdecode.evaluation.settings import EvaluationOptions, EvaluationSettings
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import (
     DEV_FILE,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -25,8 +25,10 @@ from skipdecode.generation.calls import CallForm, CallReader
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop
-from skipdecode.generation.output import RowWriter
 from skipdecode.generation.stats import RunStats, SpeedComparison
+
+if TYPE_CHECKING:
+    from skipdecode.generation.records import RowWriter
 
 _COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64

@@ -32,7 +32,7 @@ from skipdecode.data.records import Record, Reject, Template, refuse_rejects, re
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
-from skipdecode.generation.output import open_writer
+from skipdecode.generation.records import open_writer
 from skipdecode.models.loading.base_weights import checkpoint_digest
 
 if TYPE_CHECKING:
