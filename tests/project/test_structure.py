@@ -33,7 +33,7 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 # The reached values, lines rounded up to the next 250. They only fall: a feature that needs more names what leaves.
-MOST_LINES, MOST_VERBS, MOST_OPTIONS = 31_500, 10, 110
+MOST_LINES, MOST_MODULES, MOST_VERBS, MOST_OPTIONS = 31_250, 150, 10, 110
 MOST_TEST_LINES, MOST_BENCHMARK_LINES = 23_750, 5_500
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
@@ -138,8 +138,9 @@ def lines_of(files: Iterable[Path]) -> int:
     return sum(path.read_text(encoding="utf-8").count("\n") for path in files)
 
 
-def test_lines_verbs_and_options_only_become_fewer():
+def test_lines_modules_verbs_and_options_only_become_fewer():
     assert lines_of(FILES) <= MOST_LINES
+    assert len(FILES) <= MOST_MODULES
     assert lines_of((ROOT / "tests").rglob("*.py")) <= MOST_TEST_LINES
     assert lines_of((ROOT / "benchmarks").rglob("*.py")) <= MOST_BENCHMARK_LINES
     assert len(VERBS) <= MOST_VERBS
