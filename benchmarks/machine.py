@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.build import KernelBuildError, load_library
+from skipdecode.engine.kernels.head import MOST_ROWS
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kernels.weights import quantize
 from skipdecode.models.families import decoder_layers
@@ -107,7 +109,16 @@ def step_bytes(model: Any, geometry: ModelGeometry, batch: int) -> tuple[float, 
     In a mixture of experts a step is taken to read the experts of one token.
     """
     fixed, size = head_params(model) + batch * geometry.hidden_size, geometry.dtype_bytes
-    return fixed * size, geometry.layer_params * size, geometry.kv_bytes_per_token()
+    keys = sum(geometry.keys) / max(1, sum(map(bool, geometry.keys)))
+    return fixed * size, geometry.layer_params * size, keys * size
+
+
+def held_bytes(fast: FastModel, batch: int) -> tuple[float, float, float]:
+    """Likewise of a greedy step of the fast engine, by the weights as it holds them."""
+    spec, short = fast.spec, fast.head.short if batch <= MOST_ROWS else None
+    layers = sum(linear.nbytes for x in spec.layers for linear in (x.qkv, x.out, x.mlp_in, x.mlp_out))
+    fixed, kv = (short or spec.head).nbytes + batch * spec.embedding[0].nbytes, fast.new_kv().layout
+    return fixed, layers / fast.num_layers, kv.page_bytes / kv.page_tokens
 
 
 def step_flops(model: Any, geometry: ModelGeometry, batch: int) -> tuple[float, float, float]:

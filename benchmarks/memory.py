@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
+from machine import held_bytes
 from peers import CLI, PORT, serving
 from shared import script_parser, write_result
 
@@ -46,9 +47,9 @@ def main() -> None:
     idle = printed(IDLE, options.models[0])
     for model, kind in [(options.models[0], "w8a8"), *((model, "none") for model in options.models)]:
         llm = LLM(model, quantization=kind)
-        step, embedding = llm.backend.step_bytes(0), llm.loaded.model.get_input_embeddings().weight
-        weights = int(step.fixed + step.layer * llm.num_layers + embedding.nbytes)
-        needed = weights + ROWS * (PROMPT + NEW) * step.kv * llm.num_layers
+        (head, layer, kv), embedding = held_bytes(llm.backend.fast, 0), llm.loaded.model.get_input_embeddings().weight
+        weights = int(head + layer * llm.num_layers + embedding.nbytes)
+        needed = weights + ROWS * (PROMPT + NEW) * kv * llm.num_layers
         for verb in ("generate", "serve"):
             row = {"model": Path(model).name, "quantization": kind, "verb": verb, "peak": peak(model, kind, verb)}
             found = {"ratio": (row["peak"] - idle) / needed, "ratio_with_libraries": row["peak"] / needed}

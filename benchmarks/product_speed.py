@@ -62,7 +62,7 @@ def prompt_flops(model: Any, geometry: ModelGeometry, tokens: int) -> float:
 
 def linear_rate(fast: FastModel) -> float:
     """Operations a second of `F.linear` on a layer's matrices, 512 rows."""
-    layer = fast._spec.layers[0]
+    layer = fast.spec.layers[0]
     weights = [spec.weight for spec in (layer.qkv, layer.out, layer.mlp_in, layer.mlp_out)]
     inputs = [torch.randn(ROWS, weight.shape[1]).to(weight.dtype) for weight in weights]
 

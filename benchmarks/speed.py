@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from machine import measure_bandwidth, measure_products, step_bytes, step_flops
+from machine import held_bytes, measure_bandwidth, measure_products, step_bytes, step_flops
 from shared import script_parser, write_json
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
@@ -93,7 +93,7 @@ class Package(Method):
         self._longest = longest
 
     def make_engine(self, max_rows: int) -> Any:
-        self.backend.step_bytes(max_rows)  # makes the 8-bit copy of the head: no step is timed with it
+        _ = self.backend.fast and self.backend.fast.head.short  # makes the 8-bit copy, outside of the timing
         return self.backend.engine(self.schedule, max_rows=max_rows, prompt_tokens=max_rows * self._longest)
 
 
@@ -219,7 +219,8 @@ def measure(runs: Sequence[Run], batches: Sequence[int], prompts: Sequence[int],
     model = runs[0].method.backend.model
     geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
     sizes = [Shape(batch, prompt, new) for batch in dict.fromkeys(batches) for prompt in dict.fromkeys(prompts)]
-    kinds = {run.method.backend.name: run.method.backend.arithmetic for run in runs}
+    dtype, backends = str(model.dtype).removeprefix("torch."), [run.method.backend for run in runs]
+    kinds = {each.name: "w8a8" if each.weights == "w8a8" else dtype for each in backends}
     rows: list[dict[str, Any]] = []
     with progress_bar(len(sizes) * len(runs) * rounds, "run") as bar:
         for shape in sizes:
@@ -237,7 +238,7 @@ def measure(runs: Sequence[Run], batches: Sequence[int], prompts: Sequence[int],
                     found = run.method.generate(texts, max_new_tokens=lengths, eos=set())
                     reads.append(measure_bandwidth(model.device))
                     bar.update()
-                    products = rates[run.method.backend.arithmetic]
+                    products = rates[kinds[run.method.backend.name]]
                     return Lap(found.decode_seconds, found.prompt_seconds, sum(reads[-2:]) / 2, products)
 
                 watch.lap(lap)
@@ -259,7 +260,7 @@ def row_of(geometry: ModelGeometry, shape: Shape, watch: Stopwatch[Run, Lap], ru
     baseline = next((full[name] for name in _BASELINES if name in full), None)
     own = full[backend.name]
     model = unwrap(backend.model)
-    held = backend.step_bytes(batch) or step_bytes(model, geometry, batch)
+    held = held_bytes(backend.fast, batch) if backend.fast else step_bytes(model, geometry, batch)
     work = step_flops(model, geometry, batch)
     reads, flops = (CostModel.of_step(geometry.num_layers, batch, *parts) for parts in (held, work))
     schedule = run.method.schedule

@@ -162,7 +162,7 @@ def test_the_model_stays_as_it_was_and_shares_its_weights():
         second = engine(model, SCHEDULES["full"])
         assert torch.equal(model(ids).logits, before)
     attention = model.model.layers[0].self_attn
-    weights = [e.model._spec.layers[0].qkv.weight for e in (first, second)]
+    weights = [e.model.spec.layers[0].qkv.weight for e in (first, second)]
     assert weights[0].data_ptr() == weights[1].data_ptr() == attention.q_proj.weight.data_ptr()
 
 

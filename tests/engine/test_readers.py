@@ -124,7 +124,7 @@ def test_details_of_a_model_are_read_as_its_family_applies_them(family: str, cha
 
 def test_embeddings_are_scaled_as_far_as_the_weights_type_tells() -> None:
     """Gemma's factor, the root of the hidden size, is rounded to the weights' type; Granite's is not."""
-    spec = [open_model(tiny_model(f, hidden_size=40).bfloat16())._spec for f in ("gemma3_text", "granite")]
+    spec = [open_model(tiny_model(f, hidden_size=40).bfloat16()).spec for f in ("gemma3_text", "granite")]
     assert spec[0].embedding_scale == torch.tensor(40**0.5).bfloat16().item() != 40**0.5
     assert spec[1].embedding_scale == pytest.approx(3.0 / 0.3)
 

@@ -46,8 +46,9 @@ def main() -> None:
     Path("/proc/self/clear_refs").write_text("5")
     model = load(folder, dtype="bfloat16", require_tokenizer=False).model
     engine = decode(open_model(model, None if kind == "none" else kind), ROWS, float(nominal))
-    step = engine.model.step_bytes(0)  # of the layers and of what greedy decoding reads of the head
-    weights = step.fixed + step.layer * engine.model.num_layers + model.get_input_embeddings().weight.nbytes
+    spec, short = engine.model.spec, engine.model.head.short  # greedy decoding reads the head's 8-bit copy alone
+    layers = sum(linear.nbytes for x in spec.layers for linear in (x.qkv, x.out, x.mlp_in, x.mlp_out))
+    weights = layers + (short or spec.head).nbytes + model.get_input_embeddings().weight.nbytes
     figures = {
         "before": before,
         "weights": weights,

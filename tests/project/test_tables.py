@@ -69,7 +69,7 @@ def test_bytes_are_those_of_weights_head_and_cache(speed: Any, engine: str, fami
     model = tiny_model(family)
     (row,) = speed.measure(speed.runs_of(model, [engine], [1], 3, 5), [2], [5], 4, 1)["rows"]
     geometry = ModelGeometry.from_config(model.config, 4)
-    cache = (6 + 7 + 8) / 3 * 2 * geometry.kv_bytes_per_token()
+    cache = (6 + 7 + 8) / 3 * 2 * geometry.keys[0] * geometry.dtype_bytes
     head = model.get_output_embeddings().weight.numel()
     expected = 4 * (head + 2 * geometry.hidden_size) + LAYERS * (4 * geometry.layer_params + cache)
     # The engine's norms of query and key heads, some dozens of numbers, are not counted apart.

@@ -84,10 +84,6 @@ class ModelGeometry:
         """Weights of a fit's bridge of `rank` over a layer, as a share of the layer's."""
         return (2 * rank + 1) * self.hidden_size / self.layer_params
 
-    def kv_bytes_per_token(self) -> float:
-        """Bytes of keys and values of one token in one layer, the mean of those that hold some."""
-        return sum(self.keys) / max(1, sum(map(bool, self.keys))) * self.dtype_bytes
-
     def weight_bytes(self) -> float:
         """Bytes of all weights that the model holds."""
         return self.params * self.dtype_bytes

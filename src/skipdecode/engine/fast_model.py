@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +38,6 @@ from skipdecode.models.fit import EPSILON, Fit, fit_of
 from skipdecode.schedule import Schedule
 
 
-class StepBytes(NamedTuple):
-    """Bytes that a decode step reads: whatever its depth, of each layer, and of one cached token in one layer."""
-
-    fixed: float
-    layer: float
-    kv: float
-
-
 class FastModel:
     """The fast path of a transformers model, on the C++ kernels. Made by `open_model`.
 
@@ -59,6 +51,8 @@ class FastModel:
     quantization : {"int8", "w8a8"}, optional
         The kernels read the projections and the output embedding from quantised copies (`kernels.weights`).
 
+    Attribute `spec`: the weights and sizes that the kernels read.
+
     Raises UnfitModelError if the fast path does not cover the model.
     """
 
@@ -70,13 +64,13 @@ class FastModel:
             move_into_one_block(model)
         self.dtype = model.get_input_embeddings().weight.dtype
         self._positions = 2048
-        self._spec = self._read(self._positions)
+        self.spec = self._read(self._positions)
         self.planner = Planner()
-        self.num_layers = len(self._spec.layers)
-        self._attention = next(x.attention for x in self._spec.layers if x.attention.taps is None)
-        self.rings = frozenset(n for n, x in enumerate(self._spec.layers) if x.attention.taps is not None)
+        self.num_layers = len(self.spec.layers)
+        self._attention = next(x.attention for x in self.spec.layers if x.attention.taps is None)
+        self.rings = frozenset(n for n, x in enumerate(self.spec.layers) if x.attention.taps is not None)
         self.most_drafts = MOST_DRAFTS if not self.rings else min(MOST_DRAFTS, self._rejectable())
-        self.vocab_size = self._spec.head.weight.shape[0]
+        self.vocab_size = self.spec.head.weight.shape[0]
         self._bind()
 
     @property
@@ -88,15 +82,6 @@ class FastModel:
     def taps(self) -> int:
         """Number of preceding tokens that a prompt map takes as input."""
         return 0 if self.fit is None else self.fit.taps
-
-    def step_bytes(self, rows: int) -> StepBytes:
-        """Bytes that a greedy decode step of so many rows reads, of the weights as they are held."""
-        spec, embedding = self._spec, self._spec.embedding
-        layers = sum(linear.nbytes for x in spec.layers for linear in (x.qkv, x.out, x.mlp_in, x.mlp_out))
-        head = spec.head.nbytes - spec.head.weight.nbytes + self.head.bytes_read(rows)
-        attention = self._attention
-        kv = 2 * attention.kv_heads * attention.head_dim * self.dtype.itemsize
-        return StepBytes(head + rows * embedding.shape[1] * embedding.element_size(), layers / self.num_layers, kv)
 
     def check(self, schedule: Schedule) -> None:
         """Raise ScheduleError if the model cannot run a schedule."""
@@ -114,7 +99,7 @@ class FastModel:
 
         Raises UnfitModelError if a page does not hold the inputs of one output.
         """
-        taps = next(taps for x in self._spec.layers if (taps := x.attention.taps) is not None)
+        taps = next(taps for x in self.spec.layers if (taps := x.attention.taps) is not None)
         room = 2 * self._attention.kv_heads * self._attention.head_dim * PAGE_TOKENS // taps.shape[1]
         if (left := room - (len(taps) - 1) + 1) < 1:
             raise UnfitModelError("its convolutions are too wide for the fast path")
@@ -122,12 +107,12 @@ class FastModel:
 
     def ensure_positions(self, count: int) -> None:
         """Prepare for texts of `count` tokens; raises UsageError if the model has fewer learned positions."""
-        most = self._spec.max_positions
+        most = self.spec.max_positions
         if most is not None and count > most:
             raise UsageError(f"prompt and new tokens together are {count}, but this model has {most} positions")
         if count > self._positions and most is None:
             self._positions = max(count, 2 * self._positions)
-            self._spec = self._read(self._positions)
+            self.spec = self._read(self._positions)
             self._bind()
 
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor | Candidates:
@@ -142,7 +127,7 @@ class FastModel:
         given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.layers, rows.bridged, before)
         self._stack_for(rows.prompt)(given)
         hidden = hidden[len(rows.tokens) - rows.wanted :]
-        if (cap := self._spec.logit_cap) is not None:
+        if (cap := self.spec.logit_cap) is not None:
             logits = self.head(hidden, None)
             return logits.div_(cap).tanh_().mul_(cap) if isinstance(logits, Tensor) else logits
         return self.head(hidden, rows.tops)
@@ -154,21 +139,21 @@ class FastModel:
         if prompt not in self._mapped:
             bridges = self._fit_spec.bridges if self._fit_spec else None
             spec = fit_spec(self.fit, self.dtype, prompt, bridges)
-            self._mapped[prompt] = self._kernels.stack(self._spec.layers, spec)
+            self._mapped[prompt] = self._kernels.stack(self.spec.layers, spec)
         return self._mapped[prompt]
 
     def _read(self, positions: int) -> ModelSpec:
         return read_model(self._model, positions, None if self._quantized is None else self._quantized.join())
 
     def _embed(self, rows: TokenRows) -> Tensor:
-        return self._spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)
+        return self.spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)
 
     def _bind(self) -> None:
         """Store the addresses of the weights."""
         self._mapped: dict[tuple[int, ...], NativeStack] = {}
         self._fit_spec = None if self.fit is None else fit_spec(self.fit, self.dtype)
-        self._stack = self._kernels.stack(self._spec.layers, self._fit_spec)
-        self.head = NativeHead(self._kernels, self._spec.head, getattr(self, "head", None))
+        self._stack = self._kernels.stack(self.spec.layers, self._fit_spec)
+        self.head = NativeHead(self._kernels, self.spec.head, getattr(self, "head", None))
 
 
 def fit_spec(

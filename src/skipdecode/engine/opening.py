@@ -17,7 +17,7 @@ import torch
 from skipdecode.common.environment import limit_threads, multiplies_bf16, read_in_turn
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import FastModel, StepBytes, open_model
+from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.model_spec import READERS
@@ -95,21 +95,15 @@ class Backend:
     name : str, optional
         Default: the engines' name, "fast" (with quantized weights "fast-int8" and the like) or "transformers".
 
-    Attributes `weights` and `arithmetic`: type in which the engines read the weights, and type in which they multiply.
+    Attribute `weights`: the type in which the engines read the weights.
     """
 
     def __init__(self, model: Any, fast: FastModel | None = None, name: str | None = None) -> None:
         self.model, self.fast = model, fast
         self.name = name or (GatedEngine.name if fast is None else fast.name)
         self.num_layers = len(decoder_layers(unwrap(model)))
-        self.weights = self.arithmetic = str(unwrap(model).dtype).removeprefix("torch.")
-        if fast is not None and fast.quantization is not None:
-            self.weights = fast.quantization
-            self.arithmetic = "w8a8" if self.weights == "w8a8" else self.arithmetic
-
-    def step_bytes(self, rows: int) -> StepBytes | None:
-        """Bytes that a decode step of so many rows reads; None: as many as the model's sizes say."""
-        return None if self.fast is None else self.fast.step_bytes(rows)
+        quantization = None if fast is None else fast.quantization
+        self.weights = quantization or str(unwrap(model).dtype).removeprefix("torch.")
 
     def engine(
         self,

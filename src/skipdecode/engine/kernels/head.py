@@ -160,11 +160,6 @@ class NativeHead:
             self._short = ShortHead(self._kernels, self._spec)
         return self._short if self._short.bounded else None
 
-    def bytes_read(self, rows: int) -> int:
-        """Bytes that a greedy step of `rows` rows reads."""
-        short = self.short if rows <= MOST_ROWS else None
-        return self._spec.weight.nbytes if short is None else short.nbytes
-
     def __call__(self, hidden: Tensor, tops: list[int] | None = None) -> Tensor | Candidates:
         """Logits (rows, vocabulary) of the states before the norm, valid until the next call.
 
