@@ -40,14 +40,12 @@ def detailed() -> Iterator[None]:
         _DETAILED.reset(token)
 
 
-def progress_bar(
-    total: int | None, unit: str, *, name: str | None = None, done: int = 0, shown: bool = True, leave: bool = True
-) -> Any:
+def progress_bar(total: int | None, unit: str, *, name: str | None = None, done: int = 0, shown: bool = True) -> Any:
     """A bar over `total` units, of which `done` are finished; if stderr is no terminal, a line every 30 s.
 
-    A bar that is not `shown` prints nothing; a bar that does not `leave` disappears at its end.
+    A bar that is not `shown` prints nothing.
     """
-    options: dict[str, Any] = {"total": total, "initial": done, "unit": unit, "leave": leave, "disable": not shown}
+    options: dict[str, Any] = {"total": total, "initial": done, "unit": unit, "disable": not shown}
     if sys.stderr.isatty() or not shown:
         return tqdm(desc=name, mininterval=0.2, file=sys.stderr, **options)
     units = f"{unit}es" if unit.endswith("ch") else f"{unit}s"

@@ -104,7 +104,7 @@ class Tuner:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._dtype = dtype
-        self._tokenizer, self._train, self._dev, self._config = tokenizer, train, dev, config
+        self._tokenizer, self._train, self._config = tokenizer, train, config
         self._schedule, self._out, self._base_name = schedule, out, base_name
         self._checkpoint_dir = out / CHECKPOINTS
         self._curriculum = config.curriculum(schedule)
