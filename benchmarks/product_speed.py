@@ -26,9 +26,9 @@ from skipdecode import Schedule
 from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.measure import Shape, step_seconds
-from skipdecode.engine.batch import LayerRows, TokenRows
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.opening import Backend
+from skipdecode.engine.scheduler import LayerRows, TokenRows
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 

@@ -15,7 +15,7 @@ from fits import random_fit
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
-from skipdecode.engine.batch import Chunk, token_rows
+from skipdecode.engine.scheduler import Chunk, token_rows
 from skipdecode.engine.sequence import Sequence
 from skipdecode.models.fit import keep_fit
 from tiny import LAYERS, tiny_model

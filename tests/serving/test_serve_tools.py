@@ -9,7 +9,7 @@ import pytest
 
 from checkpoints import HERMES, byte_tokenizer
 from serve_tools import events, greedy, is_idle, running, tiny_served_model, until
-from skipdecode.data.tools import ToolChoice
+from skipdecode.data.chats import ToolChoice
 from skipdecode.generation.calls import CallForm, CallReader
 from skipdecode.serving.service import open_service
 

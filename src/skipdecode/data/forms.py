@@ -10,6 +10,7 @@ from typing import Any
 
 from skipdecode.common.jsonl import kind_of
 from skipdecode.common.options import kinds
+from skipdecode.data.chats import ToolChoice
 from skipdecode.data.records import (
     Message,
     Parts,
@@ -23,7 +24,6 @@ from skipdecode.data.records import (
 from skipdecode.data.shapes import joined, messages_of
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import load_task
-from skipdecode.data.tools import ToolChoice
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, OptionError, UsageError
 from skipdecode.models.carried import Recipe

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from skipdecode.engine.base import Engine, NextToken
-from skipdecode.engine.batch import Chunk, forwards, token_rows
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import PagedKV
 from skipdecode.engine.requests import StepOutput
 from skipdecode.engine.sampling import Predicted, Sampler, scores
-from skipdecode.engine.scheduler import PROMPT_TOKENS, Scheduler
+from skipdecode.engine.scheduler import PROMPT_TOKENS, Chunk, Scheduler, forwards, token_rows
 from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule import Schedule
 

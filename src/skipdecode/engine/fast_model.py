@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from skipdecode.common.environment import read_in_turn
-from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead
@@ -32,6 +31,7 @@ from skipdecode.engine.kernels.weights import QUANTIZATIONS, Arena, Quantization
 from skipdecode.engine.kv import PAGE_TOKENS, PagedKV
 from skipdecode.engine.model_spec import Join, matrices, read_model
 from skipdecode.engine.prefix import PrefixKV
+from skipdecode.engine.scheduler import TokenRows
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import check_schedule
 from skipdecode.models.fit import EPSILON, Fit, fit_of

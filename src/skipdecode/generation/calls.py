@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from skipdecode.data.tools import Tool, ToolChoice, name_of
+from skipdecode.data.chats import Tool, ToolChoice, name_of
 from skipdecode.generation.grammar import JSON_OPTIONS
 
 

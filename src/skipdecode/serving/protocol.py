@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from skipdecode.data.chats import ToolChoice
 from skipdecode.data.forms import schema_of
-from skipdecode.data.tools import ToolChoice
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import OptionError
 from skipdecode.generation.grammar import GrammarKind

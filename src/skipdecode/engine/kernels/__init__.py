@@ -1,20 +1,46 @@
-"""The C++ kernels for CPUs, built on first use."""
+"""The C++ kernels for CPUs: those that the wheel brings for this kind of processor, else compiled ones.
+
+Kernels are compiled on first use by the system's compiler into the user's cache directory. The cache key is a hash of
+the sources, the compiler's version, the flags and the CPU's features, so an upgrade or another machine on the same home
+directory compiles its own. The name of a library has a digest of the content, which is checked before the library is
+loaded: a damaged file is removed and compiled again. A library appears under its name by an atomic rename, so processes
+that compile at the same time do no harm. Without a directory that can be written, each start compiles.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from skipdecode.common.files import cache_dir, write_whole
+from skipdecode.common.progress import note
+from skipdecode.engine.kernels.targets import HEADERS, SOURCES, TARGETS, compile_command, find_compiler
+from skipdecode.errors import WriteError
 
 if TYPE_CHECKING:
     import torch
 
     from skipdecode.engine.kernels.native import NativeKernels
 
-__all__ = ["native_kernels"]
+__all__ = ["KernelBuildError", "load_library", "native_kernels"]
+
+_HINT = "install a C++ compiler with OpenMP (for example g++) or name one in the environment variable CXX"
+
+
+class KernelBuildError(Exception):
+    """The kernels could not be compiled or loaded; the message says why and what would help."""
 
 
 def native_kernels(device: torch.device, dtype: torch.dtype) -> tuple[NativeKernels | None, str]:
     """The C++ kernels for a dtype and a device, or None and the reason why they cannot be used."""
-    from skipdecode.engine.kernels.build import KernelBuildError
     from skipdecode.engine.kernels.native import WEIGHT_DTYPES, NativeKernels
 
     if device.type != "cpu":
@@ -26,3 +52,80 @@ def native_kernels(device: torch.device, dtype: torch.dtype) -> tuple[NativeKern
         return NativeKernels(dtype), ""
     except KernelBuildError as error:
         return None, str(error)
+
+
+@lru_cache(maxsize=1)
+def load_library() -> ctypes.CDLL:
+    """The loaded kernel library; compiled (about 3 s) if neither the wheel nor the cache has it.
+
+    If CXX names a compiler, the wheel's library is not used: kernels are compiled for this very processor.
+
+    Raises KernelBuildError: there is no compiler, the compiler fails, or the library does not load.
+    """
+    # torch brings its OpenMP runtime; loaded first, it also serves our library (same soname), so that one pool of
+    # threads runs both and torch.set_num_threads governs it.
+    import torch  # noqa: F401
+
+    if not os.environ.get("CXX") and (prebuilt := _prebuilt()) is not None:
+        with contextlib.suppress(OSError):  # a wheel for a newer C library
+            return ctypes.CDLL(str(prebuilt))
+    try:
+        return _built(_compiler())
+    except OSError as error:
+        raise KernelBuildError(f"the CPU kernels could not be built or loaded ({error}): {_HINT}") from error
+
+
+def _prebuilt() -> Path | None:
+    """The wheel's best library for this processor; None without one."""
+    features = set(_cpu_features().split())
+    paths = (Path(__file__).with_name(f"kernels-{name}.so") for name, it in TARGETS.items() if it.needs <= features)
+    return next(filter(Path.is_file, paths), None)
+
+
+def _compiler() -> str:
+    if (found := find_compiler()) is None:
+        raise KernelBuildError(f"no C++ compiler was found: {_HINT}")
+    return found
+
+
+def _built(compiler: str) -> ctypes.CDLL:
+    """The library from the cache, or a compiled one, which goes into the cache if that can be written."""
+    sources = Path(__file__).parent
+    native = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    text = "".join((sources / name).read_text() for name in SOURCES + HEADERS)
+    flags = [word for word in compile_command(compiler, (native,), Path()) if word.startswith("-")]
+    key = hashlib.sha256("\0".join([text, version, *flags, _cpu_features()]).encode()).hexdigest()[:20]
+    for path in cache_dir().glob(f"kernels-{key}-*.so"):
+        if path == _place(key, path.read_bytes()):
+            return ctypes.CDLL(str(path))
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        built = Path(folder) / "kernels.so"
+        result = subprocess.run(compile_command(compiler, (native,), built), capture_output=True, text=True)
+        if result.returncode:
+            first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
+            raise KernelBuildError(f"{compiler} could not build the CPU kernels ({first}): {_HINT}")
+        content = built.read_bytes()
+        path = _place(key, content)
+        try:
+            write_whole(path, content)
+        except WriteError as error:
+            note(f"the CPU kernels are compiled at each start: {error}; set SKIPDECODE_CACHE to a directory for them")
+            path = built  # deleted once it is loaded
+        return ctypes.CDLL(str(path))
+
+
+def _place(key: str, content: bytes) -> Path:
+    return cache_dir() / f"kernels-{key}-{hashlib.sha256(content).hexdigest()[:20]}.so"
+
+
+def _cpu_features() -> str:
+    """The CPU features that -march=native depends on, as far as the system reports them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skipdecode.engine.kernels.build import load_library
+from skipdecode.engine.kernels import load_library
 from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kernels.weights import QuantizedWeight, huge_pages, in_blocks, quantize

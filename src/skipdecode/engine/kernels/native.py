@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.kernels.build import load_library
+from skipdecode.engine.kernels import load_library
 from skipdecode.engine.kernels.spec import (
     AttentionSpec,
     FitSpec,

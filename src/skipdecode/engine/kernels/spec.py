@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from skipdecode.engine.batch import LayerRows
 from skipdecode.engine.kernels.weights import QuantizedWeight
+from skipdecode.engine.scheduler import LayerRows
 from skipdecode.errors import FitError, UnfitModelError
 
 Prologue = Literal["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"]
