@@ -1,1 +1,1 @@
-"""Performance: what a model costs, predicted, measured and solved for."""
+"""What a step and a prompt of a model cost, measured, and the schedule that reaches a speed-up."""

@@ -1,1 +1,1 @@
-"""Text in, text out: prompts from files, generation in batches sorted by length, resumable output in input order."""
+"""From files to token ids: records, prompts, chats and tasks, and batches with aligned responses."""

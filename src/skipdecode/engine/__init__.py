@@ -1,11 +1,11 @@
 """The engine takes token ids and gives a `StepOutput` for every new token. It does not know text.
 
 `Engine.submit` (base.py) makes a `Sequence` (sequence.py) of a user's `Request` (requests.py). The sequence waits in
-the `Scheduler` (scheduler.py) and gets a slot and pages (kv.py). Its tokens run in batches (batch.py) through the
+the `Scheduler` (scheduler.py) and gets a slot and pages (kv.py). Its tokens become `TokenRows` (scheduler.py) of the
 `FastModel` (fast_model.py), which is read from a transformers model (model_spec.py). The schedule of the sequence gives
 the layers of each token. The `Sampler` of the sequence (sampling.py) chooses each new token. `FastEngine` (fast.py)
 decides what each forward runs, and runs it on the C++ kernels. `GatedEngine` (gated.py) decodes through transformers.
-`open_engines` (opening.py) chooses the fast engine if it supports the model.
+`load` (opening.py) loads a model by its name; `open_engines` (opening.py) chooses the fast engine if it supports it.
 """
 
 from __future__ import annotations

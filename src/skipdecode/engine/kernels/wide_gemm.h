@@ -118,7 +118,7 @@ struct Turned {
 
 #if defined(__AVX512VNNI__) || (LANES == 8 && defined(__AVX2__))
 #define HAS_W8A8 1
-// Bytes: weights as 128 more than they are, in blocks of 16 rows ([part, row, 4 columns], see quantize.py); activations rounded
+// Bytes: weights as 128 more than they are, in blocks of 16 rows ([part, row, 4 columns], see weights.py); activations rounded
 // to 127ths of their row's largest. Behind a packed row lie its scale and what its sums have too much.
 struct Bytes {
   static constexpr int kChains = 1, kVectors = 16 / LANES, kRows = 4, kLeastVectors = kVectors, kBehind = LANES;
