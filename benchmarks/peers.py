@@ -72,6 +72,8 @@ Prompts = Sequence[Sequence[int]]
 Ask = Callable[[Prompts, int], list[list[int]]]
 """From prompts and the most new tokens of each to the new tokens."""
 SPLITS = ("e2e-2x", "e2e-3x")
+LLAMA_DRAFTS = ("ngram-cache", "ngram-simple")  # from the text, with its defaults: n-gram statistics, the last match
+ALONE = "transformers, prompt lookup"  # takes one sequence
 
 
 def add_places(parser: argparse.ArgumentParser, work: str) -> None:
@@ -239,10 +241,14 @@ def main() -> None:
         kinds = ("bf16", "q8_0") if options.llama_server.exists() else ()
         files = {kind: gguf_of(Path(options.model), kind, options.work) for kind in kinds}
         for kind, file in (files | ({"q4_k_m": options.gguf} if options.gguf and kinds else {})).items():
-            url, _ = stack.enter_context(serving(llama_server(options, file, 32), "/health"))
-            peers[f"llama.cpp, {kind.upper()}"] = llama_asker(url, pool)
-        plain = Generated(load_model(options.model, dtype="bfloat16").model)
+            for drafts in ("", *(LLAMA_DRAFTS if kind == "q8_0" else ())):
+                command = [*llama_server(options, file, 32), *(["--spec-type", drafts] if drafts else [])]
+                url, _ = stack.enter_context(serving(command, "/health"))
+                peers[", ".join(filter(None, ("llama.cpp", kind.upper(), drafts)))] = llama_asker(url, pool)
+        model = load_model(options.model, dtype="bfloat16").model
+        plain, alone = Generated(model), Generated(model, prompt_lookup_num_tokens=10)
         peers["transformers"] = lambda asked, new: plain.generate(asked, max_new_tokens=new, eos=ends).tokens
+        peers[ALONE] = lambda asked, new: alone.generate(asked, max_new_tokens=new, eos=ends).tokens
         if options.vllm_env.exists():
             peers["vLLM"] = stack.enter_context(vllm_asker(options, Path(options.model), sorted(ends)))
         options.cell = "warm"
@@ -254,7 +260,8 @@ def main() -> None:
                 continue
             options.cell, new = f"{task} {batch}", 8 if options.few else NEW_TOKENS[task][batch]
             some = prompts[task][first : first + TURNS[batch] * (2 if options.few else REQUESTS[batch])]
-            for row in measured(peers, some, new, batch, ends):
+            able = {name: ask for name, ask in peers.items() if batch == 1 or name != ALONE}
+            for row in measured(able, some, new, batch, ends):
                 rows.append(about | row)
                 print(json.dumps(rows[-1]), flush=True)
             write_result(options.out, "peers", {"rows": rows}, options)
