@@ -38,7 +38,7 @@ from skipdecode.models.loading.hub import load_model
 BATCHES = (1, 4, 8, 32)
 ROUNDS, FEW = 3, 4
 NEW_TOKENS = {"e2e": 60, "chat": 128, "humaneval": 384}
-REQUESTS = {1: 16, 4: 32, 8: 48, 32: 128}
+REQUESTS = {1: 16, 4: 16, 8: 24, 32: 128}
 OTHERS = ("transformers", "prompt-lookup")
 
 
