@@ -182,9 +182,6 @@ def vllm_asker(options: argparse.Namespace, checkpoint: Path, ends: Sequence[int
         yield ask
 
 
-# ---------------------------------------------------------------------- the table
-
-
 def our_asker(options: argparse.Namespace, llm: LLM, exact: bool) -> Ask:
     """Our engine at full depth; drafts come from earlier answers of the cell too."""
 
@@ -242,11 +239,11 @@ def main() -> None:
         files = {kind: gguf_of(Path(options.model), kind, options.work) for kind in kinds}
         for kind, file in (files | ({"q4_k_m": options.gguf} if options.gguf and kinds else {})).items():
             for drafts in ("", *(LLAMA_DRAFTS if kind == "q8_0" else ())):
-                command = [*llama_server(options, file, 32), *(["--spec-type", drafts] if drafts else [])]
-                url, _ = stack.enter_context(serving(command, "/health"))
+                more = ["--spec-type", drafts] if drafts else []
+                url, _ = stack.enter_context(serving([*llama_server(options, file, 32), *more], "/health"))
                 peers[", ".join(filter(None, ("llama.cpp", kind.upper(), drafts)))] = llama_asker(url, pool)
-        model = load_model(options.model, dtype="bfloat16").model
-        plain, alone = Generated(model), Generated(model, prompt_lookup_num_tokens=10)
+        loaded = load_model(options.model, dtype="bfloat16").model
+        plain, alone = Generated(loaded), Generated(loaded, prompt_lookup_num_tokens=10)
         peers["transformers"] = lambda asked, new: plain.generate(asked, max_new_tokens=new, eos=ends).tokens
         peers[ALONE] = lambda asked, new: alone.generate(asked, max_new_tokens=new, eos=ends).tokens
         if options.vllm_env.exists():
@@ -260,10 +257,8 @@ def main() -> None:
                 continue
             options.cell, new = f"{task} {batch}", 8 if options.few else NEW_TOKENS[task][batch]
             some = prompts[task][first : first + TURNS[batch] * (2 if options.few else REQUESTS[batch])]
-            able = {name: ask for name, ask in peers.items() if batch == 1 or name != ALONE}
-            for row in measured(able, some, new, batch, ends):
-                rows.append(about | row)
-                print(json.dumps(rows[-1]), flush=True)
+            able = {peer: ask for peer, ask in peers.items() if batch == 1 or peer != ALONE}
+            rows += [about | row for row in measured(able, some, new, batch, ends)]
             write_result(options.out, "peers", {"rows": rows}, options)
 
 
