@@ -85,6 +85,13 @@ def test_a_format_is_read_by_every_verb(name: str, tmp_path: Path, capsys: Any) 
     assert [row["prompt"] for row in found] == [row["prompt"] for row in ROWS]
 
 
+def test_objects_of_a_table_have_no_fields_of_others(tmp_path: Path) -> None:
+    rows = [{"a": {"tools": [{"x": {"k": None}}, {"y": [1, None]}]}, "b": None}, {"a": {"tools": []}, "b": 1}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    wanted = [{"a": {"tools": [{"x": {}}, {"y": [1, None]}]}, "b": None}, rows[1]]
+    assert [row for _, row in read_rows(tmp_path / "x.parquet")] == wanted
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
