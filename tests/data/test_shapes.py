@@ -22,6 +22,8 @@ from skipdecode.common.rows import read_rows
 from skipdecode.data.examples import RecordOptions, encode_examples, held_out, make_template, read_file, read_sources
 from skipdecode.data.shapes import SHAPES as KNOWN
 from skipdecode.errors import DataError
+from skipdecode.learning.settings import PrepareOptions
+from skipdecode.learning.sources import Sources
 from skipdecode.models.loading.hub import load_model
 from tiny import tiny_model
 
@@ -154,6 +156,15 @@ def test_calls_and_tools_are_learned_as_the_chat_template_writes_them(said: str 
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + ASKS
     assert len(encode_examples(read_file(source, template), template, tokenizer)[0]) == 1 + bool(said)
     assert ("1 answers are left out: calls" in capsys.readouterr().err) is not bool(said)
+
+
+def test_prepare_writes_calls_as_the_chat_template_does(tmp_path: Path) -> None:
+    turns = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    loaded = load_model(saved_model(tmp_path))
+    loaded.tokenizer.chat_template = HERMES.removesuffix("<assistant>") + ASKS
+    sources = Sources(PrepareOptions(), {"train": [{"messages": turns, "tools": TOOLS}] * 2}, tmp_path)
+    (row,) = [row for _, row in read_rows(sources.given(loaded)["train"])]
+    assert row["response"] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def test_a_dataset_that_was_saved_is_read(tmp_path: Path) -> None:
