@@ -1,6 +1,6 @@
 """What every room uses: values kept while a run goes on, names imported on first use, processors, freed memory.
 
-Rows of `skipdecode generate` are in a journal too: tests/data/test_output.py.
+Rows of `skipdecode generate` are in a journal too: tests/generation/test_output.py.
 """
 
 from __future__ import annotations
