@@ -29,11 +29,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: Any, model_dir: str) -> Any:
-    def session(lines: str | bytes, *options: str) -> tuple[list[str], str]:
+    def session(lines: str | bytes, *options: str, code: int = 0) -> tuple[list[str], str]:
         """What is printed on standard output, by line of input, and on standard error."""
         given = lines if isinstance(lines, bytes) else lines.encode()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
-        assert main(["chat", model_dir, "--max-new-tokens", "8", *options]) == 0
+        assert main(["chat", model_dir, "--max-new-tokens", "8", *options]) == code
         return capsys.readouterr()
 
     return session
@@ -96,7 +96,7 @@ def test_the_system_message_can_be_set(talk: Any, llm: LLM):
 
 
 def test_what_cannot_be_done_is_a_line_and_the_session_goes_on(talk: Any, llm: LLM):
-    out, told = talk(f"/faster\n/99x\n/schedule absent\n{'x' * CONTEXT}\nhello\n")
+    out, told = talk(f"/faster\n/99x\n/schedule absent\n{'x' * CONTEXT}\nhello\n", code=1)
     assert out == answers(llm, "hello")
     said = [line for line in told.splitlines() if line.startswith("skipdecode: ")][-4:]
     for line, part in zip(said, ("/faster", "nominal_speedup=99", "unknown schedule 'absent'", "no room"), strict=True):

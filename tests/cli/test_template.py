@@ -109,6 +109,7 @@ def test_a_broken_chat_template_is_told_before_any_work(capsys: Any, tmp_path: P
     assert "the model's chat template is broken: line 2: " in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out.jsonl").exists()
     assert main(["generate", model, "hello", "--max-new-tokens", "1"]) == 0
+    assert "template is broken: line 2: " in capsys.readouterr().err
 
 
 def test_a_template_of_several_fields_wants_them_all(capsysbinary: Any, tmp_path: Path) -> None:

@@ -118,8 +118,9 @@ def test_empty_cells_are_a_record_and_a_blank_line_is_none(tmp_path: Path):
 
 
 def test_a_header_without_rows_is_told(tmp_path: Path):
-    for name, what in (("x.csv", "behind its header"), ("x.txt", "not blank")):
-        file = written(tmp_path / name, "prompt,note\n" if name == "x.csv" else "\n")
+    texts = {"x.csv": "prompt,note\n", "x.txt": "\n", "x.json": "[]\n"}
+    for name, what in (("x.csv", "behind its header"), ("x.txt", "not blank"), ("x.json", "no record$")):
+        file = written(tmp_path / name, texts[name])
         with pytest.raises(DataError, match=what):
             PromptSource.open(str(file)).count()
 

@@ -49,9 +49,11 @@ def test_a_run_is_shown_next_to_full_depth_and_leaves_files(place: Path, capsys:
 
 
 def test_full_depth_may_be_left_out(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    call = arguments(place, "--out", str(tmp_path), "--schedule", "2x", "--limit", "2", "--no-full-depth")
+    call = arguments(place, "--out", str(tmp_path), "--schedule", "2x", "--limit", "1", "--no-full-depth")
     assert main(call) == 0
-    assert "| full " not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| full " not in shown
+    assert not re.search(r"\d ± |\d \[\d", shown)  # one record has no interval
     assert not (tmp_path / "full").exists()
     assert load_run(tmp_path).data["speed"] is None
 
@@ -194,7 +196,7 @@ def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path,
     message = capsys.readouterr().err.splitlines()[-1]
     assert "2 records cannot be used (2 prompt too long)" in message
     assert "line 2: prompt too long: that of record a has 101 tokens, there is room for 90; line 5: " in message
-    assert message.endswith("or skip bad records")
+    assert message.endswith("or give --bad-records skip")
 
 
 def test_bad_records_are_skipped_on_request(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -280,6 +280,7 @@ def test_no_new_token_and_log_probabilities_of_the_prompt(client):
     (choice,) = echoed["choices"]
     assert (len(choice["logprobs"]["tokens"]), choice["finish_reason"]) == (4, "length")
     assert echoed["usage"]["completion_tokens"] == echoed["skipdecode"]["completion_tokens"] == 0
+    assert echoed["skipdecode"]["layers_run"] == echoed["skipdecode"]["layers_full"] == 0
     assert streamed_text(events(client, COMPLETIONS, asked | {"echo": True})) == choice["text"]
     assert post(client, COMPLETIONS, asked)["choices"][0]["text"] == ""
     for new in (0, 3):

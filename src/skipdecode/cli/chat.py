@@ -67,7 +67,7 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
 
 
 def run(config: Config) -> int:
-    """Chat until the input ends; returns 0."""
+    """Chat until the input ends; returns 0, or 1 if a turn or a command of a pipe was refused."""
     from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import schedule_line
 
@@ -88,7 +88,7 @@ def run(config: Config) -> int:
         max_rows=1,
         chat_template_kwargs=config.chat_template_kwargs,
     )
-    session = _Session(config, llm)
+    session, refused = _Session(config, llm), False
     for text in map(str.strip, _lines()):
         if text == "/quit":
             break
@@ -99,7 +99,8 @@ def run(config: Config) -> int:
                 session.answer(text)
         except SkipDecodeError as e:
             note(" ".join(str(e).split()))
-    return 0
+            refused = not sys.stdin.isatty()
+    return int(refused)
 
 
 def _lines() -> Iterator[str]:

@@ -83,7 +83,22 @@ class PromptEncoder:
         self._system = system
         self._variables = checked_variables(tokenizer, variables)
         chat = (template is not None and template.chat) or chat
-        self.chat = chat is not False and _renders_chats(tokenizer, by_default=chat is None)
+        self.chat = chat is not False and self._renders_chats(by_default=chat is None)
+
+    def _renders_chats(self, *, by_default: bool) -> bool:
+        """Whether the tokenizer has a chat template; a broken one is only told where chats are a default."""
+        try:
+            fault = chat_fault(self._tokenizer)
+        except ModelLoadError as e:
+            if not by_default:
+                raise
+            if (line := f"{e}; prompts are left as they are") not in self._told:
+                self._told.add(line)
+                note(line)
+            return False
+        if fault is not None and not by_default:
+            raise UsageError(f"{fault}: give prompts without chat and without a system message")
+        return fault is None
 
     def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
         """One result for each record, in order; errors are part of the results.
@@ -176,19 +191,6 @@ class PromptEncoder:
         return text, shorter
 
 
-def _renders_chats(tokenizer: Any, *, by_default: bool) -> bool:
-    """Whether a tokenizer has a chat template; raises as `PromptEncoder` unless chats are a default."""
-    try:
-        fault = chat_fault(tokenizer)
-    except ModelLoadError:
-        if by_default:
-            return False
-        raise
-    if fault is not None and not by_default:
-        raise UsageError(f"{fault}: give prompts without chat and without a system message")
-    return fault is None
-
-
 def outside(token_ids: Iterable[int], tokenizer: Any, vocabulary: int | None) -> str | None:
     """The first token that a model of `vocabulary` tokens does not know, in words; None if it knows all."""
     token = next((token for token in token_ids if vocabulary is not None and token >= vocabulary), None)
@@ -260,5 +262,5 @@ def encode_prompts(
         remedy = "shorten what is too long, lower max_new_tokens" + (
             "" if template.truncate else ", name a field to cut in the task file (truncate, max_prompt_tokens)"
         )
-        raise DataError(f"{reject_summary(rejects)}; {remedy}" + (", or skip bad records" if items else ""))
+        raise DataError(f"{reject_summary(rejects)}; {remedy}" + (", or give `bad_records` skip" if items else ""))
     return replace(records, items=tuple(items), skipped=(*records.skipped, *rejects)), prompts

@@ -134,7 +134,7 @@ def reject_summary(rejects: Sequence[Reject]) -> str:
 def refuse_rejects(where: str, rejects: Sequence[Reject], *, skip_bad: bool) -> None:
     """Raise DataError if records cannot be used and are not to be skipped; it counts them and names the first ones."""
     if rejects and not skip_bad:
-        raise DataError(f"{where}: {reject_summary(rejects)}; mend them, or skip bad records")
+        raise DataError(f"{where}: {reject_summary(rejects)}; mend them, or give `bad_records` skip")
 
 
 # ---------------------------------------------------------------------- from the fields of a row to its prompt

@@ -94,7 +94,7 @@ class PromptSource:
             raise self._empty()
 
     def _empty(self) -> DataError:
-        what = "line that is not blank" if self.format in ("jsonl", "txt") else "record behind its header"
+        what = {"jsonl": "record", "txt": "line that is not blank"}.get(self.format, "record behind its header")
         return DataError(f"no prompts in {self.name}: it has no {what}")
 
     def close(self) -> None:

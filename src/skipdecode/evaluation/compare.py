@@ -88,7 +88,7 @@ def runs_tables(runs: Sequence[Run]) -> str:
         if how is None
         else f", {how['new_tokens']} new tokens for {how['records']} records on both sides, in turn, medians of "
         f"{how['rounds']} rounds{', engine ' + engines[0] if len(engines) == 1 else ''}; request: with "
-        "prompt; layers/token: of these texts"
+        "prompt; layers/token: of the outputs"
     )
     speeds = _SPEED | ({"engine": _engine} if len(engines) > 1 else {})
     tables: list[tuple[str, Mapping[str, Callable[[Run], str]]]] = [
@@ -124,7 +124,8 @@ def _bounds(interval: Interval | None, sign: str = "") -> str:
 
 
 def _between(value: float, bounds: Mapping[str, float] | None, form: str = ".2f", unit: str = "", by: int = 1) -> str:
-    around = "" if bounds is None else f" [{by * bounds['low']:{form}}, {by * bounds['high']:{form}}]"
+    # The only record, or scores that are all the same, say nothing of an interval.
+    around = "" if bounds is None or bounds["low"] == bounds["high"] else f" [{by * bounds['low']:{form}}, {by * bounds['high']:{form}}]"
     return f"{by * value:{form}}{unit}{around}"
 
 
@@ -137,7 +138,7 @@ def _scored(name: str, run: Run) -> str:
     if (entry := run.data["metrics"].get(name)) is None:
         return "-"
     half, digits = (entry["interval"]["high"] - entry["interval"]["low"]) / 2, 2 if name in IN_NATS else 1
-    return f"{entry['score']:.{digits}f} ± {half:.{digits}f}"
+    return f"{entry['score']:.{digits}f}" + (f" ± {half:.{digits}f}" if half else "")
 
 
 def _gain(name: str, run: Run) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields
 from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -171,7 +172,7 @@ class _Run:
                 pace = Pace.of(self.loaded.model, self._examples(data) if data else [TYPICAL])
                 enough = pace.enough(width, 2 + 5 * (settings.keep is not None))
                 if settings.minutes < enough:
-                    note(f"{minutes} minutes may be too few to tune: about {enough:.0f} leave a third at this speed")
+                    note(f"{minutes} minutes may be too few to tune: about {ceil(enough)} leave a third at this speed")
             if settings.self:
                 most = seconds("answers") if settings.minutes else None
                 data = stages.run("answers", lambda: self.sources.answers(self.loaded, most))
@@ -185,7 +186,7 @@ class _Run:
             left = stages.run(f"left {minutes}", lambda: {"minutes": over})["minutes"]  # the same if it is resumed
             if settings.minutes and left < _SOME_TUNING * settings.minutes:
                 enough = _MORE * (settings.minutes - left)
-                note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: `minutes` of {enough:.0f} leave a third")
+                note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: about {ceil(enough)} leave a third")
             elif settings.minutes:
                 note(f"{left:.1f} minutes of tuning for {aim.name}")
                 tune_it = partial(self._tuned, data, left, tuned, sizes["dev_records"], aim)

@@ -173,7 +173,7 @@ class Preprocessor:
         most = self._limits.max_choices
         if prompts * copies > most:
             field = "n" if copies > most or prompts == 1 else "prompt"
-            raise invalid(f"{prompts} prompts with n={copies} are too many choices: at most {most} together", field)
+            raise invalid(f"{prompts * copies} choices (prompts times n) are too many: at most {most} together", field)
 
     def _checked(self, prompt: Prompt, template: bool) -> list[int]:
         """Token ids of a prompt that leaves room for an answer."""

@@ -248,6 +248,7 @@ class ModelWorker:
         if choice.empty:
             pieces, choice.finish_reason = [], "length"
             choice.tokens.clear()
+            choice.layers_run = 0
         if choice.finish_reason == "error":
             message = "the grammar allows no token here, or takes too much work: simplify it"
             self._fail(state, invalid(message), "error")
