@@ -147,6 +147,14 @@ def test_files_that_are_not_read_are_refused_by_name(tmp_path: Path, name: str, 
         PromptSource.open(str(path))
 
 
+@pytest.mark.parametrize("what", [{"prompt": "a"}, {"data": [{"prompt": "a"}]}])
+def test_an_object_in_several_lines_is_told(tmp_path: Path, what: Any):
+    file = written(tmp_path / "x.json", json.dumps(what, indent=1))
+    for read in (lambda: PromptSource.open(str(file)).count(), lambda: list(read_rows(file))):
+        with pytest.raises(DataError, match="one JSON object in several lines"):
+            read()
+
+
 def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
     model = save_tiny_model(tmp_path / "model")
     data = written(tmp_path / "in.csv", 'id,prompt\na,"x\ny"\nb,1,2\nc,z\n')

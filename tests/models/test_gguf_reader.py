@@ -185,3 +185,9 @@ def before_header(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
         write(writer, path)
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", changed)
+
+
+def test_a_directory_with_a_file_names_the_file(tmp_path: Path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelLoadError, match=r"give the file .*model\.gguf"):
+        load_model(str(tmp_path))

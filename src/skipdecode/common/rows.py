@@ -141,6 +141,9 @@ class Input:
             self._file.seek(0)
             return enumerate(read(self._file, self.name), 1)
         if format == "jsonl":
+            first = self.start().removeprefix(BOM).lstrip().partition(b"\n")[0].rstrip()
+            if first.startswith(b"{") and first.endswith((b"{", b"[")):
+                raise DataError(f"{self.name} is one JSON object in several lines: give an array, or JSON lines")
             return ((line, object_of(raw)) for line, raw in self.lines())
         delimiter = _semicolon_or(_DELIMITERS[format], self.start())
         self._file.seek(0)

@@ -135,7 +135,7 @@ def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, R
         try:
             turns = [(prompt, _response(given)) for prompt, given in read(row)]
             if not turns:
-                raise DataError("no answer: no message of the assistant follows another one")
+                raise DataError("no answer: no assistant's text, without a 'weight' of 0, follows another message")
         except KeyError as e:
             yield line, DataError(f"missing field: {e}", id=row.get("id"))
         except DataError as e:

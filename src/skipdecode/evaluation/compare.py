@@ -124,8 +124,9 @@ def _bounds(interval: Interval | None, sign: str = "") -> str:
 
 
 def _between(value: float, bounds: Mapping[str, float] | None, form: str = ".2f", unit: str = "", by: int = 1) -> str:
-    # The only record, or scores that are all the same, say nothing of an interval.
-    around = "" if bounds is None or bounds["low"] == bounds["high"] else f" [{by * bounds['low']:{form}}, {by * bounds['high']:{form}}]"
+    if bounds is None or bounds["low"] == bounds["high"]:  # as of the only record, which says nothing of others
+        return f"{by * value:{form}}{unit}"
+    around = f" [{by * bounds['low']:{form}}, {by * bounds['high']:{form}}]"
     return f"{by * value:{form}}{unit}{around}"
 
 

@@ -296,7 +296,9 @@ def _on_this_machine(name: str) -> Path | None:
     path = Path(name).expanduser()
     if name and path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelLoadError(f"{name} holds no model: a config.json or an {ADAPTER_FILE} is needed")
+            file = next(map(str, sorted(path.glob("*.gguf"))), None)
+            what = f"give the file {file}" if file else f"a config.json or an {ADAPTER_FILE} is needed"
+            raise ModelLoadError(f"{name} holds no model: {what}")
         return path
     if name.endswith(".gguf"):
         return _from_gguf(name)
