@@ -155,7 +155,22 @@ def test_calls_and_tools_are_learned_as_the_chat_template_writes_them(said: str 
     assert tokenizer.decode(second.prompt).startswith(plain)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" + ASKS
     assert len(encode_examples(read_file(source, template), template, tokenizer)[0]) == 1 + bool(said)
-    assert ("1 answers are left out: calls" in capsys.readouterr().err) is not bool(said)
+    told = capsys.readouterr().err
+    assert ("writes them: tool_calls" in told, "1 answers have nothing else" in told) == (True, not said)
+
+
+def test_reasoning_is_learned_where_the_chat_template_writes_it(capsys: Any) -> None:
+    answer = MESSAGES[1] | {"reasoning_content": "because"}
+    for source in ([{"messages": [MESSAGES[0], answer]}], [{"prompt": MESSAGES[:1], "completion": [answer]}]):
+        template, tokenizer = make_template(RecordOptions(chat=True), source), byte_tokenizer()
+        for thought, wanted in (("<think>{{ m.reasoning_content }}</think>", "<think>because</think>two"), ("", "two")):
+            tokenizer.chat_template = (
+                "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}" + thought + "{% endif %}"
+                "{{ m.content }}{% endfor %}" + ASKS
+            )
+            (example,), _ = encode_examples(read_file(source, template), template, tokenizer)
+            assert tokenizer.decode(example.response[:-1]) == wanted
+        assert "writes them: reasoning_content" in capsys.readouterr().err
 
 
 def test_prepare_writes_calls_as_the_chat_template_does(tmp_path: Path) -> None:

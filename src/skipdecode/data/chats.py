@@ -171,23 +171,24 @@ def _turn(tokenizer: Any, before: str, text: str) -> str:
     return (text + tail if found else text).rstrip()
 
 
-def _answered(tokenizer: Any, text: str, calls: Sequence[Any] = (), tools: Sequence[Any] = ()) -> str:
-    message = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
-    return render_chat(tokenizer, [*_PROBE, message], tools, answer=False)
+def _answered(tokenizer: Any, text: str, more: Mapping[str, Any] = {}, tools: Sequence[Any] = ()) -> str:
+    return render_chat(tokenizer, [*_PROBE, {"role": "assistant", "content": text, **more}], tools, answer=False)
 
 
-def text_with_calls(tokenizer: Any, text: str, calls: Sequence[Any], tools: Sequence[Any]) -> str:
-    """The text of an answer and its calls of tools, as the chat template writes it; `text` if it writes no calls.
+def turn_text(tokenizer: Any, text: str, more: Mapping[str, Any], tools: Sequence[Any]) -> str:
+    """An answer with its calls of tools and its reasoning (`more`) as the chat template writes it; `text` if it does
+    not write them.
 
-    Raises DataError: the template refuses the calls.
+    Raises DataError: the template refuses the answer.
     """
     if template_fault(tokenizer) is not None:
         return text
-    head, _, tail = _answered(tokenizer, _MARK, (), tools).rpartition(_MARK)
-    whole = _answered(tokenizer, text, calls, tools)
-    if whole == _answered(tokenizer, text, (), tools) or not whole.startswith(head := head.rstrip()):
+    whole, begin = _answered(tokenizer, text, more, tools), render_chat(tokenizer, _PROBE, tools)
+    other, _, end = _answered(tokenizer, _MARK, {}, tools).rpartition(_MARK)
+    head = next((head.rstrip() for head in (begin, other) if whole.startswith(head.rstrip())), None)
+    if head is None or whole == _answered(tokenizer, text, {}, tools):
         return text
-    return whole.removeprefix(head).rstrip().removesuffix(tail.rstrip()).strip()
+    return whole.removeprefix(head).rstrip().removesuffix(end.rstrip()).strip()
 
 
 # ---------------------------------------------------------------------- tools

@@ -17,7 +17,7 @@ from skipdecode.common.jsonl import json_line
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, check_streams, read_rows
-from skipdecode.data.chats import chat_fault, response_ids, text_with_calls
+from skipdecode.data.chats import chat_fault, response_ids, turn_text
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length, outside
 from skipdecode.data.records import Record, Reject, Template, read_records, refuse_rejects, reject_summary, usable
 from skipdecode.data.shapes import TEXT, left_out, shape_of, shaped
@@ -228,25 +228,28 @@ def decide_chat(template: Template, loaded: LoadedModel) -> None:
         template.chat = chat_fault(loaded.tokenizer) is None
 
 
-def written_calls(file: RecordFile, template: Template, tokenizer: Any) -> RecordFile:
-    """The records with calls of tools in their responses as text, as the chat template writes them.
+def written_turns(file: RecordFile, template: Template, tokenizer: Any) -> RecordFile:
+    """The records with the calls of tools and the reasoning of their responses in the text, as the chat template has
+    them.
 
-    Calls that it does not write are left out, and so are records that have nothing else; a note counts these.
+    What it does not write is left out, and so are responses that have nothing else; a note names both.
     """
-    kept, rejects, silent = list[Record](), list(file.rejects), 0
+    kept, rejects, unwritten, silent = list[Record](), list(file.rejects), set[str](), 0
     for record in file.records:
-        if calls := record.for_chat.get("tool_calls"):
-            extra, text = {name: v for name, v in record.for_chat.items() if name != "tool_calls"}, record.references[0]
+        if turn := record.for_chat.get("turn"):
+            extra, text = {name: v for name, v in record.for_chat.items() if name != "turn"}, record.references[0]
             try:
-                text = text_with_calls(tokenizer, text, calls, extra.get("tools", ())) if template.chat else text
+                told = turn_text(tokenizer, text, turn, extra.get("tools", ())) if template.chat else text
             except DataError as e:
                 rejects.append(Reject(record.line, str(e)))
                 continue
-            record = replace(record, references=(text,) if text else (), for_chat=extra)
+            unwritten |= set(turn) if told == text else set()
+            record = replace(record, references=(told,) if told else (), for_chat=extra)
         silent += not record.references
         kept += [record] if record.references else []
-    if silent:
-        note(f"{file.name}: {silent} answers are left out: calls of tools, which no chat template writes here")
+    if unwritten:
+        more = f"; {silent} answers have nothing else and are left out" if silent else ""
+        note(f"{file.name}: not learned, as no chat template writes them: {', '.join(sorted(unwritten))}{more}")
     return replace(file, records=tuple(kept), rejects=tuple(rejects))
 
 
@@ -295,7 +298,7 @@ def encode_examples(
     """
     check_end_token(tokenizer)
     encoder = PromptEncoder(tokenizer, None, template=template, vocabulary=vocabulary)
-    file = written_calls(file, template, tokenizer)
+    file = written_turns(file, template, tokenizer)
     examples: list[Example] = []
     rejects = list(file.rejects)
     for at in range(0, len(file.records), _TOKENIZE_AT_ONCE):

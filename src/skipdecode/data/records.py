@@ -49,7 +49,7 @@ class Record:
     values: Mapping[str, str] = field(default_factory=dict)  # the fields that a template put into the prompt, as text
     # Texts that may follow the prompt, none empty; the first is the response that is learned.
     references: tuple[str, ...] = ()
-    # The record's `system` and `tools`, and `tool_calls` of its response, which only a chat template uses.
+    # The record's `system` and `tools`, and `turn` (see `shaped`), which only a chat template uses.
     for_chat: Mapping[str, Any] = field(default_factory=dict)
     # Fields of the record that are not in the prompt, where the user has not chosen the prompt's field.
     left_out: tuple[str, ...] = ()
@@ -211,8 +211,8 @@ class Template:
         responses = (_as_text(name, text).rstrip() for text in texts)
         found = tuple(text if joined else text.lstrip() for text in responses if text)
         extra = {field: value for field, value in for_chat(row, chat=of_chat).items() if field not in values}
-        if self.shape is not None and (calls := row.get("tool_calls")):
-            found, extra = found or ("",), extra | {"tool_calls": calls}
+        if self.shape is not None and (turn := row.get("turn")):
+            found, extra = found or ("",), extra | {"turn": turn}
         return Parts(prompt, values, found, extra)
 
     def values_of_text(self, text: str) -> dict[str, str]:

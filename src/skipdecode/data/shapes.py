@@ -15,6 +15,7 @@ _CALL = "function_call"
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ROLES |= {role: role for role in ("user", "assistant", "system", "tool")} | {"observation": "tool"}
 _ROLES |= {_CALL: "assistant"}
+_MORE = ("tool_calls", "reasoning_content", "thinking")  # of an answer, beside its text
 TEXT = "text"
 """The shape of records that have nothing else: their texts are no chats."""
 Turn = tuple[Any, Any]  # a prompt, as text or messages, and its response, as text or a message
@@ -125,7 +126,7 @@ def left_out(row: Mapping[str, Any], shape: str) -> list[str]:
 def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, Row]]:
     """Rows with `prompt` (text or messages) and `response`: of a conversation one for each answer.
 
-    A response that calls tools has `tool_calls`, in OpenAI's form.
+    A response that is more than text has `turn`: its calls of tools, in OpenAI's form, and its reasoning.
     """
     read = _SHAPES[shape][2]
     for line, row in rows:
@@ -151,7 +152,7 @@ def _response(given: Any) -> dict[str, Any]:
     """The fields of a response, which is text or a message."""
     if not isinstance(given, dict):
         return {"response": given}
-    if not given.get("tool_calls"):
+    if not any(given.get(name) for name in _MORE):
         return {"response": text_of(given.get("content"))}
     (message,) = checked_chat("the answer", [given | {"role": "assistant"}])
-    return {"response": message["content"], "tool_calls": message["tool_calls"]}
+    return {"response": message["content"], "turn": {name: message[name] for name in _MORE if message.get(name)}}

@@ -20,7 +20,7 @@ from skipdecode.data.examples import (
     held_out,
     make_template,
     read_sources,
-    written_calls,
+    written_turns,
 )
 from skipdecode.data.records import refuse_rejects
 from skipdecode.data.source import load_records
@@ -98,7 +98,7 @@ class Sources:
             decide_chat(template, loaded)
             form |= {"prompt_field": "prompt", "response_field": "response", "chat": template.chat}
         for name, file in self._rewritten.items():
-            answer, file = template.responses[0], written_calls(file, template, loaded.tokenizer)
+            answer, file = template.responses[0], written_turns(file, template, loaded.tokenizer)
             refuse_rejects(name, file.rejects, skip_bad=self._settings.skips_bad)
             rows = (
                 {**one.for_chat, **(one.values or {"prompt": one.prompt}), "id": one.id, answer: one.references[0]}
