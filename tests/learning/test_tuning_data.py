@@ -14,7 +14,7 @@ from tokenizers import normalizers
 from checkpoints import CHATML, byte_tokenizer, chatml_tokenizer
 from skipdecode.data.batches import IGNORE, GroupedBatches, collate
 from skipdecode.data.chats import response_ids
-from skipdecode.data.examples import Example, encode_examples, read_file
+from skipdecode.data.examples import Example, RecordOptions, encode_examples, make_template, read_file
 from skipdecode.data.records import Template
 from skipdecode.errors import DataError, UsageError
 from tuning_data import records, write_jsonl
@@ -75,6 +75,13 @@ def test_nothing_usable_is_an_error_even_when_bad_records_are_skipped(tmp_path: 
         load(write_jsonl(tmp_path / "b.jsonl", [b""]))
     with pytest.raises(DataError, match="No such file"):
         load(tmp_path / "none.jsonl")
+
+
+def test_texts_in_place_of_records_and_an_iterator_are_refused() -> None:
+    with pytest.raises(DataError, match="not a mapping: text"):
+        make_template(RecordOptions(), ["a"])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="give a list"):
+        make_template(RecordOptions(), iter(records(2)))  # type: ignore[arg-type]
 
 
 def test_a_record_with_several_responses_is_bad(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import json_line
+from skipdecode.common.jsonl import json_line, kind_of
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, check_streams, read_rows
@@ -103,12 +103,15 @@ def _of_shape(source: Any, chat: bool | None) -> Template:
 
     of_file = isinstance(source, str | Path)
     where, rows = (str(source), (row for _, row in read_rows(source))) if of_file else ("the records", iter(source))
-    first: Any = None
+    if rows is source:
+        raise UsageError("records are read several times, so they cannot be an iterator: give a list or a file")
+    first: Any = DataError("there is none")
     for first in rows:
         if isinstance(first, Mapping):
             break
     if not isinstance(first, Mapping):
-        raise DataError(f"{where}: no record can be read: {first or 'there is none'}")
+        reason = first if isinstance(first, DataError) else f"not a mapping: {kind_of(first)}"
+        raise DataError(f"{where}: no record can be read: {reason}")
     shape = shape_of(first, where)
     unused = left_out(first, shape)
     note(f"{where}: records of {shape}" + (f"; left out: {', '.join(unused)}" if unused else ""))
