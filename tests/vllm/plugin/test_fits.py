@@ -110,7 +110,8 @@ def test_preempted_texts_and_shared_prefixes(checkpoint: Any):
 def test_family(tmp_path: Path, model_type: str):
     taps = int(model_type in ("gemma3_text", "opt", "qwen3"))
     model = save_fitted(tmp_path, model_type, taps)
-    texts, new = prompts((9, 4, 17, 40)), (20, 30, 7, 16)
+    # The two best logits are 1e-3 apart or more. With seed 1 they are 1e-5 apart for OPT, and machines differ.
+    texts, new = prompts((9, 4, 17, 40), seed=2), (20, 30, 7, 16)
     names = ["paper", "no-warm-up", *([] if model_type == "olmo2" else ["split", "gaps"])]
     expected = {name: reference(model, SCHEDULES[name], texts, new) for name in names}
     more = [SCHEDULES[name].to_dict() for name in names[1:]]
