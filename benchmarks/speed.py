@@ -36,6 +36,7 @@ from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import progress_bar, quiet
 from skipdecode.common.tables import figures
 from skipdecode.cost.geometry import ModelGeometry
+from skipdecode.cost.measure import Shape, open_engine
 from skipdecode.cost.model import CostModel
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
@@ -74,14 +75,6 @@ _DRAFT_TOKENS = 10  # transformers' own example
 _TOKEN = 5
 
 
-class Shape(NamedTuple):
-    """Sequences that start together: how many, prompt tokens and new tokens of each."""
-
-    batch: int
-    prompt: int
-    new: int
-
-
 # ---------------------------------------------------------------------- what is timed
 
 
@@ -93,8 +86,7 @@ class Package(Method):
         self._longest = longest
 
     def make_engine(self, max_rows: int) -> Any:
-        _ = self.backend.fast and self.backend.fast.head.short  # makes the 8-bit copy, outside of the timing
-        return self.backend.engine(self.schedule, max_rows=max_rows, prompt_tokens=max_rows * self._longest)
+        return open_engine(self.backend, self.schedule, Shape(max_rows, self._longest, 1))
 
 
 class TokenClock:

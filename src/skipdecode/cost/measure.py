@@ -62,7 +62,7 @@ class Shape(NamedTuple):
 
 def step_seconds(backend: Backend, schedule: Schedule, shape: Shape) -> list[float]:
     """Seconds of each of the `new` - 1 decode steps of all sequences, behind keys and values that are filled in."""
-    engine = _open_engine(backend, schedule, shape)
+    engine = open_engine(backend, schedule, shape)
     engine.fills_prompts = True
     first, *_ = engine.submit(_requests(shape))
     times: list[float] = []
@@ -74,13 +74,13 @@ def step_seconds(backend: Backend, schedule: Schedule, shape: Shape) -> list[flo
 def prompt_seconds(backend: Backend, schedule: Schedule, batch: int, prompt: int) -> float:
     """Seconds of the prompts' forward, and of the choice of the first new tokens."""
     shape = Shape(batch, prompt, 1)
-    engine = _open_engine(backend, schedule, shape)
+    engine = open_engine(backend, schedule, shape)
     engine.decode(_requests(shape))
     return engine.stats.step_seconds
 
 
-def _open_engine(backend: Backend, schedule: Schedule, shape: Shape) -> Engine:
-    """An idle engine for such sequences, whose prompts run in one forward, so that the sequences stay together."""
+def open_engine(backend: Backend, schedule: Schedule, shape: Shape) -> Engine:
+    """An idle engine, whose prompts run in one forward, so that the sequences of a `shape` stay together."""
     if backend.fast is not None:
         _ = backend.fast.head.short  # makes the 8-bit copy of the head: no step is timed with it
     return backend.engine(schedule, max_rows=shape.batch, prompt_tokens=shape.batch * shape.prompt)
