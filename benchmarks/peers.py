@@ -258,7 +258,9 @@ def main() -> None:
             options.cell, new = f"{task} {batch}", 8 if options.few else NEW_TOKENS[task][batch]
             some = prompts[task][first : first + TURNS[batch] * (2 if options.few else REQUESTS[batch])]
             able = {peer: ask for peer, ask in peers.items() if batch == 1 or peer != ALONE}
-            rows += [about | row for row in measured(able, some, new, batch, ends)]
+            for row in measured(able, some, new, batch, ends):
+                rows.append(about | row)
+                print(json.dumps(rows[-1]), flush=True)
             write_result(options.out, "peers", {"rows": rows}, options)
 
 
