@@ -30,12 +30,13 @@ TESTS = (
 # What these tests need besides the extras of the install line.
 EXTRAS = "eval,gguf,peft,serve,tune"
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "psutil", "httpx", "cyllama", "jsonschema")
-# Random texts of this model soon meet one of its many end tokens.
+# Random texts of this model soon meet one of its many end tokens. Its layers take most of the time of a step, as in real
+# models: `prepare` measures, and smaller ones allow hardly any speed-up where Python is slow.
 MAKE_TINY = """
 import sys
 from checkpoints import byte_tokenizer
 from tiny import tiny_model
-model = tiny_model("llama", vocab_size=320)
+model = tiny_model("llama", vocab_size=320, intermediate_size=16384)
 model.generation_config.eos_token_id = [2, *range(200, 259)]
 model.save_pretrained(sys.argv[1])
 byte_tokenizer().save_pretrained(sys.argv[1])
