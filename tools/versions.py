@@ -30,8 +30,8 @@ TESTS = (
 # What these tests need besides the extras of the install line.
 EXTRAS = "eval,gguf,peft,serve,tune"
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "psutil", "httpx", "cyllama", "jsonschema")
-# Random texts of this model soon meet one of its many end tokens. Its layers take most of the time of a step, as in real
-# models: `prepare` measures, and smaller ones allow hardly any speed-up where Python is slow.
+# Random texts of this model soon meet one of its many end tokens. Its layers take most of the time of a step, as in
+# real models: `prepare` measures, and smaller ones allow hardly any speed-up where Python is slow.
 MAKE_TINY = """
 import sys
 from checkpoints import byte_tokenizer

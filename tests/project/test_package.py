@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from checkpoints import byte_tokenizer
+from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.targets import TARGETS, find_compiler
 from tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
 SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+CAN = "(k.multiplies_bytes, k.finds_likeliest)"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 pytestmark = [
@@ -63,7 +65,10 @@ def test_the_installed_wheel_decodes_without_a_compiler(wheel: Path, tmp_path: P
     variables = kept | {"PATH": str(tmp_path), "PYTHONPATH": str(installed), "SKIPDECODE_CACHE": str(cache)}
     command = ["-m", "skipdecode", "generate", str(model), "--engine", "fast", "--max-new-tokens", "4", "one"]
     where = "import skipdecode; print(skipdecode.__file__)"
-    for arguments, expected in ((["-c", where], str(installed)), (command, "")):
+    can = f"from skipdecode.engine.kernels.native import NativeKernels as N; k = N(); print({CAN})"
+    here = NativeKernels()  # compiled for this very processor
+    able = str((here.multiplies_bytes, here.finds_likeliest))
+    for arguments, expected in ((["-c", where], str(installed)), (["-c", can], able), (command, "")):
         done = subprocess.run([sys.executable, *arguments], env=variables, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(expected)

@@ -25,9 +25,10 @@ class Target(NamedTuple):
 
 _V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
+_VNNI = _V4 | {"avx512_vnni"}
 _X86 = {  # the best first
-    "x86-64-v4-bf16": Target(("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _BF16),
+    "x86-64-v4-bf16": Target(("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _VNNI | {"avx512_bf16"}),
+    "x86-64-v4-vnni": Target(("-march=x86-64-v4", "-mavx512vnni"), _VNNI),
     "x86-64-v4": Target(("-march=x86-64-v4",), _V4),
     "x86-64-v3": Target(("-march=x86-64-v3",), _V3),
 }
