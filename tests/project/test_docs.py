@@ -161,6 +161,12 @@ def test_links_lead_somewhere(page: Path):
             assert (page.parent / target.split("#")[0]).exists(), target
 
 
+def test_pages_for_users_name_no_test_and_no_entry_of_the_log():
+    own = ("LOG.md", "CONTRIBUTING.md", "README.md", "adding-a-family.md", "architecture.md", "changelog.md")
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES if page.name not in own}
+    assert [name for name, text in texts.items() if re.search(r"tests/\w+/|LOG\b", text)] == []
+
+
 def test_every_page_has_its_place_in_the_navigation():
     listed = set(re.findall(r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
     assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
