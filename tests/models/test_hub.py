@@ -152,6 +152,9 @@ def test_every_part_of_a_checkpoint_is_checked(tmp_path: Path) -> None:
     save_file(weights | {UP: weights[UP].to(torch.int8)}, part, metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=UP):
         load_model(str(tmp_path), require_tokenizer=False)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"index\.json has no weight_map"):
+        load_model(str(tmp_path), require_tokenizer=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)

@@ -676,7 +676,9 @@ def test_bodies_that_are_no_request(client, content, kind):
 
 
 def test_unknown_paths_models_and_methods(client):
-    assert client.get("/etc/passwd").json()["error"]["code"] == "not_found"
+    error = client.get("/etc/passwd").json()["error"]
+    assert error["code"] == "not_found"
+    assert error["message"].startswith("GET /etc/passwd is not served")
     assert client.get("/..%2f..%2fpyproject.toml").status_code == 404
     assert client.get(COMPLETIONS).json()["error"]["code"] == "method_not_allowed"
     error = post(client, COMPLETIONS, PROMPT | {"model": "/etc/passwd"}, 404)["error"]

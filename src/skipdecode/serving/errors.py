@@ -78,7 +78,10 @@ def add_error_handlers(app: FastAPI) -> None:
         if not isinstance(error, ApiError):
             code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
             headers = None if error.headers is None else dict(error.headers)
-            error = ApiError(error.status_code, code or "invalid_value", error.detail, headers=headers)
+            told = error.detail
+            if error.status_code in (404, 405):
+                told = f"{request.method} {request.url.path[:_LONGEST_NAME]} is not served: /openapi.json lists what is"
+            error = ApiError(error.status_code, code or "invalid_value", told, headers=headers)
         return error.response()
 
     @app.exception_handler(RequestValidationError)

@@ -42,7 +42,10 @@ def stored_tensors(folder: Path, fetch: Callable[[list[str]], object]) -> dict[s
     for name in _FORMATS:
         parts = [name]
         if not (folder / name).is_file() and (index := folder / f"{name}.index.json").is_file():
-            parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            found = json.loads(index.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or not isinstance(found.get("weight_map"), dict):
+                raise ModelLoadError(f"{index} has no weight_map, which names the files of weights: fetch it again")
+            parts = sorted({str(part) for part in found["weight_map"].values()})
         fetch(parts)
         if files := [file for part in parts if (file := folder / part).is_file()]:
             return {name: tensor for file in files for name, tensor in header(file).items()}
