@@ -61,7 +61,8 @@ class _Lines(tqdm):  # type: ignore[type-arg]
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         at_end = self.disable  # tqdm disables a bar, then shows its end
         if self.n != self.last_print_n if at_end else time.time() >= self.last_print_t + self.mininterval:
-            note(" ".join(str(self).split()).replace("s/ ", "s/"))  # the unit of a slow rate
+            # The unit of a slow rate, and a time that nobody knows.
+            note(" ".join(str(self).split()).replace("s/ ", "s/").replace(", ? left", ""))
 
     def set_postfix(self, *values: Any, **named: Any) -> None:
         super().set_postfix(*values, **{**named, "refresh": False})

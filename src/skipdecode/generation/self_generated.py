@@ -283,12 +283,15 @@ class SelfGeneratedData:
             )
             with closing(open_writer(str(path), about["settings"])) as writer:
                 left = [record for record in records if not writer.is_done(record.index)]
-                batches, over, until = 64, math.inf, math.inf
-                if self.seconds is not None:
+                batches, over, until, told = 64, math.inf, math.inf, ""
+                total: int | None = len(records)
+                if self.seconds is not None:  # the clock ends it, most likely before the last record
                     start, whole = time.perf_counter(), share * self.seconds
-                    batches, over, until = 1, start + _ADMITS * whole, start + whole
+                    batches, over, until, total = 1, start + _ADMITS * whole, start + whole, None
+                    told = f"of {len(records)}; ends after {whole / 60:.1f} min at most"
                 begun = takewhile(lambda record: time.perf_counter() < over, left)
-                with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:
+                with progress_bar(total, "row", name=path.stem, done=writer.rows_before) as bar:
+                    bar.set_postfix_str(told, refresh=False)
                     given: dict[str, Any] = {"window_batches": batches, "progress": lambda n, _: bar.update(n)}
                     given |= {"until": until, "least": _LEAST_ANSWERS if encoder is PromptEncoder else _LEAST_PROMPTS}
                     generate_rows(begun, job, writer, len(left), **given)
