@@ -116,7 +116,9 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     again = said(capsys, arguments(place, "--minutes", minutes, *rank))
     assert again["dev_loss"] == tuned["dev_loss"]
     assert [row["scores"] for row in again["rows"]] == [row["scores"] for row in tuned["rows"]]
-    assert said(capsys, arguments(place, "--minutes", "0.01", *rank))["minutes"] == 0  # none are left
+    none_left = said(capsys, arguments(place, "--minutes", "0.01", *rank))
+    assert none_left["minutes"] == 0
+    assert f"--minutes {none_left['more_minutes']:g} " in none_left["next"][1]
 
     assert main(arguments(place, "--minutes", "0", "--seed", "1", *rank)) == 2
     assert "seed" in capsys.readouterr().err

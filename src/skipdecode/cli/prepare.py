@@ -60,7 +60,7 @@ def run(config: Config) -> int:
     config.push()
     files = {name: getattr(config, name) or None for name in ("train", "dev", "test", "cost")}
     ready = prepare(config.ref, **files, out=config.out, started=started, **asdict(config.part(PrepareOptions)))
-    commands = _next(config)
+    commands = _next(config, ready.document["more_minutes"])
     if config.json:
         print(json.dumps(dict(ready.document) | {"next": commands}))
     else:
@@ -69,8 +69,8 @@ def run(config: Config) -> int:
     return 0
 
 
-def _next(config: Config) -> list[str]:
+def _next(config: Config, minutes: float) -> list[str]:
     """The commands that use the result, and that go on with more minutes."""
     again = re.sub(r" --(minutes[ =]\S+|resume)", "", COMMAND.get())
-    more = f"{again} --minutes {max(20.0, 2 * config.minutes):g} --resume"
+    more = f"{again} --minutes {minutes:g} --resume"
     return [f"skipdecode generate {shlex.quote(config.out)} --compare 'Your prompt'", more]

@@ -184,15 +184,16 @@ class _Run:
             aim = self._aim(target, before["rows"])
             over = settings.minutes - (stages.spent(started) + self.ending * before["seconds"] + self.loads) / 60
             left = stages.run(f"left {minutes}", lambda: {"minutes": over})["minutes"]  # the same if it is resumed
+            more = max(20.0, 2 * settings.minutes)
             if settings.minutes and left < _SOME_TUNING * settings.minutes:
-                enough = _MORE * (settings.minutes - left)
-                note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: about {ceil(enough)} leave a third")
+                more = max(more, ceil(_MORE * (settings.minutes - left)))
+                note(f"{minutes} minutes leave {max(0.0, left):.1f} to tune: {more:g} leave a third or more")
             elif settings.minutes:
                 note(f"{left:.1f} minutes of tuning for {aim.name}")
                 tune_it = partial(self._tuned, data, left, tuned, sizes["dev_records"], aim)
                 run = stages.run(f"tuning {minutes}", tune_it, place=tuned, of=of)
                 stages.run(f"evaluation {minutes}", lambda: self._evaluated(size, aim, tuned), of=[of, run["result"]])
-            document = self._document(stages.finished(), aim.name)
+            document = self._document(stages.finished(), aim.name) | {"more_minutes": more}
         ready = Prepared(document, out, self.loaded)
         document["use"] = ready.use
         write_whole(out / PREPARED_FILE, json.dumps(document, indent=1) + "\n")
