@@ -186,6 +186,8 @@ def test_stream_gets_rows_in_order_each_as_soon_as_it_may():
         seen.append(stream.getvalue().count(b"\n"))
     assert seen == [0, 2, 2, 4]
     assert [json.loads(x) for x in stream.getvalue().decode().splitlines()] == [row(i) for i in range(4)]
+    writer.put(4, row(4) | {"text": "a\x85b\u2028c\u2029d"})
+    assert json.loads(stream.getvalue().decode().splitlines()[-1])["text"] == "a\x85b\u2028c\u2029d"
 
 
 def test_interrupted_stream_still_gets_rows_that_waited(tmp_path: Path):

@@ -265,6 +265,8 @@ def test_an_echo_goes_before_the_text_streamed_or_not(client):
     (whole,) = post(client, COMPLETIONS, body | {"echo": True})["choices"]
     assert (whole["text"], whole["logprobs"]) == ("hello, " + text, None)
     assert streamed_text(events(client, COMPLETIONS, body | {"echo": True})) == whole["text"]
+    broken = "a\x85b\u2028c\u2029"  # str.splitlines, and so httpx, would end a line at each
+    assert streamed_text(events(client, COMPLETIONS, body | {"echo": True, "prompt": broken})).startswith(broken)
     stopped = post(client, COMPLETIONS, body | {"echo": True, "stop": "hello", "n": 2})["choices"]
     assert [choice["text"] for choice in stopped] == [whole["text"]] * 2  # the prompt is not searched
     scored = [c["logprobs"] for c in post(client, COMPLETIONS, body | {"echo": True, "logprobs": 2, "n": 2})["choices"]]

@@ -82,9 +82,19 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
+_BREAKS = {character.encode(): json.dumps(character)[1:-1].encode() for character in "\x85\u2028\u2029"}
+
+
+def in_one_line(data: bytes) -> bytes:
+    """JSON with Unicode's line ends escaped: `str.splitlines` and httpx's `iter_lines` would end a line there."""
+    for raw, escaped in _BREAKS.items():
+        data = data.replace(raw, escaped)
+    return data
+
+
 def json_line(row: Any) -> bytes:
-    """One line of JSON in UTF-8, with its line end; half of a surrogate pair is escaped."""
-    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+    """One line of JSON in UTF-8, with its line end; line ends in texts and half of a surrogate pair are escaped."""
+    return in_one_line(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace")) + b"\n"
 
 
 KINDS = (

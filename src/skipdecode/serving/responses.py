@@ -19,6 +19,7 @@ from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from skipdecode.common.jsonl import in_one_line
 from skipdecode.engine.requests import StepOutput
 from skipdecode.generation.calls import CallReader
 from skipdecode.generation.detokenizer import Piece, TokenTexts
@@ -222,7 +223,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
 def server_sent_event(data: dict[str, Any]) -> bytes:
     """One event of a stream."""
-    return b"data: " + to_json(data) + b"\n\n"
+    return b"data: " + in_one_line(to_json(data)) + b"\n\n"
 
 
 class EventStreamResponse(StreamingResponse):
