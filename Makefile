@@ -68,14 +68,14 @@ lock: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch .venv/ready
 
 # The server's clients, for the tests that run against them. They want older versions of some packages than .venv/ready
 # took; the pip of some Pythons searches for a combination for longer than anyone waits, pip 25 and later for seconds.
 .venv/conformance: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,conformance]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,conformance]'
 	touch .venv/conformance
 
 clean:

@@ -92,7 +92,7 @@ def lower_bounds() -> list[str]:
 
 def install(folder: Path, only: Path, *what: str) -> int:
     """Install into the environment, from the checkout."""
-    command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(only), *what]
+    command = ["-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", "-c", str(only), *what]
     return run(folder, *command)
 
 

@@ -89,7 +89,8 @@ def add_checkout(folder: Path) -> None:
 
 def pip(folder: Path) -> list[str]:
     """The environment's own pip."""
-    return [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    options = "-m pip install --quiet --no-compile --disable-pip-version-check"
+    return [str(folder / "bin" / "python"), *options.split()]
 
 
 def runs(python: str) -> bool:
