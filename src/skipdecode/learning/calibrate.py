@@ -12,9 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
-from skipdecode.common.environment import environment, multiplies_bf16
+from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note
@@ -30,7 +28,7 @@ from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.goal import set_goal, suited
 from skipdecode.learning.search import search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
-from skipdecode.learning.tune import copied
+from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import lenders
 from skipdecode.models.fit import Fit, keep_fit, own_fit_kept
@@ -209,9 +207,7 @@ def _without_fit(model: Model) -> Iterator[LoadedModel]:
     """The model, in fp32 on a CPU that emulates bf16, without its fit: a calibration computes another."""
     loaded = getattr(model, "loaded", model)
     loaded = loaded if isinstance(loaded, LoadedModel) else load(ref_of(model))
-    device, dtype = loaded.model.device.type, loaded.model.dtype
-    if device == "cpu" and dtype != torch.float32 and not (dtype == torch.bfloat16 and multiplies_bf16(device)):
-        loaded = replace(loaded, model=copied(loaded.model, torch.float32))
+    loaded = replace(loaded, model=in_hardware_type(loaded.model))
     with own_fit_kept(loaded.model):
         keep_fit(loaded.model, None)
         yield loaded

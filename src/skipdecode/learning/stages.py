@@ -23,6 +23,7 @@ from skipdecode.data.batches import batches_of, response_logits
 from skipdecode.data.examples import Example
 from skipdecode.errors import SkipDecodeError
 from skipdecode.learning.settings import CLOCK_FILE
+from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.carried import RECIPE_FILE
 
 SHARED = ("answers", "sizes", "layers", "evaluation 0")  # their results serve any number of minutes
@@ -160,7 +161,8 @@ class Pace:
 
     @classmethod
     def of(cls, model: Any, examples: Sequence[Example]) -> Pace:
-        """Measured in two forwards on a few records, of which the second counts."""
+        """Measured in two forwards on a few records, of which the second counts, in the type that learning takes."""
+        model = in_hardware_type(model)
         (batch,) = batches_of(examples[:_TIMED], _TIMED)
         batch, took = batch.to(model.device), 0.0
         with torch.inference_mode():

@@ -195,15 +195,17 @@ class Tuner:
                 self._log_dev(log)
                 since = self._spend(since)
             while progress.step < (total := self._steps()):
-                bar.total = total
+                bar.total = total if config.minutes is None else None
                 batches = [self._collate(self._train, next(mine)) for _ in range(config.accumulation)]
                 report, row = self._train_step(batches, total)
                 if progress.step % 32 == 0:  # shapes leave gaps in the heap: 0.2 GB a step at a vocabulary of 262,144
                     return_freed_memory()
                 bar.update()
-                bar.set_postfix(
-                    loss=f"{report.loss:.4f}", dev=_shown(progress.best_loss), tokens_per_s=row["tokens_per_s"]
-                )
+                shown = {"loss": f"{report.loss:.4f}", "dev": _shown(progress.best_loss)}
+                shown |= {"tokens_per_s": row["tokens_per_s"]}
+                if config.minutes is not None:  # of the clock: the first steps say little of how many there will be
+                    shown["minutes_left"] = f"{max(0.0, config.minutes - progress.clock / 60):.1f}"
+                bar.set_postfix(**shown)
                 if log is not None:
                     log.write("train", progress.step, row)
                 since = self._spend(since)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.common.environment import environment
+from skipdecode.common.environment import environment, multiplies_bf16
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
 from skipdecode.common.rows import dataset_id
@@ -385,6 +385,15 @@ def copied(model: Any, dtype: Any) -> Any:
         if weight.untyped_storage().nbytes() != weight.nbytes:
             weight.data = weight.data.clone()
     return copied
+
+
+def in_hardware_type(model: Any) -> Any:
+    """The model, or a copy in fp32 on a CPU that emulates the model's type, which takes several times as long."""
+    import torch
+
+    device, dtype = model.device.type, model.dtype
+    exact = dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bf16(device))
+    return model if exact or device != "cpu" else copied(model, torch.float32)
 
 
 def _name_ends(loaded: LoadedModel, examples: Sequence[Example]) -> None:
