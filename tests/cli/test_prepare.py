@@ -140,8 +140,10 @@ def test_the_fastest_way_that_keeps_a_share_is_recommended(place: Path, tmp_path
     assert best["request_speedup"] > 1
     command = shlex.split(found["next"][0])
     assert ("quantization" in found["use"]) == ("quantization" in best)
-    assert main([*command[1:-2], "red hat", "--max-new-tokens", "4"]) == 0
-    capsys.readouterr()
+    text = said(capsys, [*command[1:-2], "red hat", "--max-new-tokens", "4"])["text"]
+    llm = skipdecode.LLM(tmp_path / "out")
+    assert llm.generate(["red hat"], 4)[0].text == text
+    assert llm.schedule_of(None).is_full == (found["use"].get("schedule") == "full")
     assert main([word for word in asked if word != "--json"]) == 0
     told = capsys.readouterr().out
     assert f"recommended to keep 1%: {best['name']}, {best['request_speedup']:.2f} times as fast" in told

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from skipdecode.common.files import RunDirectory, check_place, held, is_stream
-from skipdecode.common.jsonl import PREPARED_FILE
+from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import Kind, Reads, Writes, kinds, near
 from skipdecode.errors import OptionError, OutputError, SkipDecodeError, UsageError
 
@@ -39,8 +38,7 @@ def add_options(parser: Parser, config: type) -> None:
 
 def prepared(args: argparse.Namespace, config: type) -> argparse.Namespace:
     """The arguments; in place of a directory that `prepare` wrote, the model and the options that it recommends."""
-    file = Path(str(getattr(args, "model", ""))) / PREPARED_FILE
-    for name, value in json.loads(file.read_bytes()).get("use", {}).items() if file.is_file() else ():
+    for name, value in prepared_use(str(getattr(args, "model", ""))).items():
         if (kind := kinds(config).get(name)) and (name == "model" or not hasattr(args, name)):
             setattr(args, name, [value] if kind.many else value)
             if kind.many:

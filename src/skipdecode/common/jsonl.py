@@ -105,6 +105,12 @@ _FORMAT = 1
 PREPARED_FILE = "prepared.json"
 
 
+def prepared_use(folder: str | Path) -> dict[str, Any]:
+    """What a directory that `prepare` wrote recommends: model, schedule, base, quantization. Empty for other names."""
+    file = Path(folder) / PREPARED_FILE
+    return dict(json.loads(file.read_bytes()).get("use", {})) if file.is_file() else {}
+
+
 def heading(kind: str, benchmark: str | None = None) -> dict[str, Any]:
     """The first entries of a result of this kind; for the kind benchmark, also its name."""
     return {"kind": kind, "format": _FORMAT} | ({} if benchmark is None else {"benchmark": benchmark})

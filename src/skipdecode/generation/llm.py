@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
+from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
 from skipdecode.data.chats import MESSAGE_FIELDS, checked_variables
@@ -114,14 +115,15 @@ class LLM:
     Parameters
     ----------
     model : str, Path or LoadedModel
-        A name as for `skipdecode.load`, or its result.
+        A name as for `skipdecode.load`, or its result, or a directory that `prepare` wrote, which also gives the
+        schedule, base and quantization that are not given here.
     schedule : Schedule or str, optional
         The schedule of calls without one: see `schedule_of`. Default: the schedule of the checkpoint, else full depth.
         For a model that is loaded by name, a fit beside a schedule file is used.
     engine : {"auto", "fast", "transformers"}
         The engine; auto: the fast engine if it supports the model.
-    quantization : {"none", "int8", "w8a8"}
-        Quantization of the weights after loading (fast engine, CPUs).
+    quantization : {"none", "int8", "w8a8"}, optional
+        Quantization of the weights after loading (fast engine, CPUs). Default: none.
     dtype, device, base
         For a model that is loaded by name: see `skipdecode.load`.
     max_rows : int
@@ -149,7 +151,7 @@ class LLM:
         schedule: Schedule | str | Path | None = None,
         *,
         engine: str = "auto",
-        quantization: str = "none",
+        quantization: str | None = None,
         dtype: str = "auto",
         device: str | None = None,
         base: str | Path | None = None,
@@ -157,12 +159,16 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(model, LoadedModel):
+            use = prepared_use(model) if isinstance(model, str | Path) else {}
+            model, schedule = use.get("model", model), schedule or use.get("schedule")
+            base, quantization = base or use.get("base"), quantization or use.get("quantization")
             schedule = schedule_file(schedule) if isinstance(schedule, str) else schedule
             named = base_of(str(schedule)) if isinstance(schedule, str | Path) else ""
             files = (named,) if os.path.isfile(named) else ()
             model = load(ModelRef(checked_name(model), files), dtype=dtype, device=device, engine=engine, base=base)
         elif base is not None:
             raise UsageError("base is for an adapter that is loaded by name: give it to skipdecode.load")
+        quantization = quantization or "none"
         self.loaded = model
         if self.loaded.tokenizer is None:
             raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
