@@ -26,7 +26,7 @@ from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import OutputError, UsageError
 from skipdecode.generation.self_generated import TEST_FILE, TRAIN_FILE
-from skipdecode.learning.prepared import neighbours
+from skipdecode.learning.prepared import neighbours, squeezed
 from skipdecode.learning.settings import PREPARE_DIRECTORY
 from skipdecode.learning.stages import Stages
 from skipdecode.models.carried import FIT_FILE
@@ -149,6 +149,14 @@ def test_the_fastest_way_that_keeps_a_share_is_recommended(place: Path, tmp_path
     assert f"recommended to keep 1%: {best['name']}, {best['request_speedup']:.2f} times as fast" in told
 
 
+@pytest.mark.parametrize("share", [0.125, 0.3, 0.9])
+def test_texts_that_are_cut_run_the_depths_of_whole_ones(share: float) -> None:
+    whole = Schedule.from_speedup(24, 1.5, seq_len=120)
+    cut = squeezed(whole, share)
+    assert cut.mean_budget(round(120 * share)) == pytest.approx(whole.mean_budget(120), rel=0.03)
+    assert {cut.layers(i) for i in range(120)} <= {whole.layers(i) for i in range(120)}
+
+
 def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -> None:
     llm = skipdecode.LLM(place / "model", dtype="bfloat16")
     before = llm.generate(["red hat\n"], 8)
@@ -204,6 +212,7 @@ def test_own_answers_need_prompts_alone(place: Path, tmp_path: Path, task: bool)
     assert len(tested) >= len(rows) / 2
     assert not learned.keys() & tested.keys()
     assert [*ready.rows[0]["scores"]] == ["chrf" if task else "1 / perplexity"]
+    assert ("perplexity flatters" in str(ready)) == (not task)
     assert not task or all(tested[row["prompt"]]["ref"] == [row["ref"]] for row in rows if row["prompt"] in tested)
 
 

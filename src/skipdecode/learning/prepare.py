@@ -28,7 +28,7 @@ from skipdecode.evaluation.pictures import kept_charts, save_charts
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
 from skipdecode.learning.goal import prompt_sets, suited
-from skipdecode.learning.prepared import MILDER, NEIGHBOURS, TIMES, Prepared, neighbours, tuned_directory
+from skipdecode.learning.prepared import MILDER, NEIGHBOURS, TIMES, Prepared, neighbours, squeezed, tuned_directory
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
     PREPARE_JOURNAL,
@@ -354,6 +354,8 @@ class _Run:
         # If there is time for one alone, it is the one most likely to keep the share.
         schedules = neighbours(target, place, shares)[:: -1 if shares is MILDER else 1]
         schedules = schedules if size["neighbours"] else schedules[:1]
+        if (share := asked.get("max_new_tokens", 1) / asked.get("speed_tokens", 1)) < 1:  # else cut texts look better
+            schedules = [squeezed(schedule, share) for schedule in schedules]
         return evaluate(tuned or llm, schedules=schedules, **asked).rows
 
     # ------------------------------------------------------------------ results

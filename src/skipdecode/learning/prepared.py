@@ -13,7 +13,7 @@ from typing import Any
 from skipdecode.common.files import write_whole
 from skipdecode.common.tables import Printed, figures
 from skipdecode.errors import ScheduleError
-from skipdecode.evaluation.compare import fastest_that_keeps, impossible, kept_columns
+from skipdecode.evaluation.compare import PERPLEXITY, fastest_that_keeps, impossible, kept_columns
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE
 from skipdecode.models.carried import FIT_FILE
@@ -147,6 +147,12 @@ def neighbours(target: Schedule, place: Path, shares: Mapping[str, float] = NEIG
     return found
 
 
+def squeezed(schedule: Schedule, share: float) -> Schedule:
+    """The schedule with its positions in a share of the tokens: texts cut to that share then run all of its depths."""
+    count = max(1, round(schedule.seq_len * share))
+    return replace(schedule, budgets=tuple(schedule.budget(round(place / share)) for place in range(count)))
+
+
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     columns = kept_columns(rows)
     at = [*columns].index("kept") + 1
@@ -161,6 +167,8 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield from ("kept: worst score, compared with the model before", "", *_table(shown), "")
     if keep is not None:
         yield "exact: drafts from the text, which change no token; w8a8: 8-bit weights and activations"
+    if [*rows[0]["scores"]] == [PERPLEXITY]:
+        yield "perplexity flatters tasks in which one wrong token spoils an answer, such as code: run its tests"
     yield from impossible(rows)
     times = []
     for name, seconds in document["seconds"].items():
