@@ -20,7 +20,6 @@ from tiny import tiny_model
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
 SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
-CAN = "(k.multiplies_bytes, k.finds_likeliest)"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 pytestmark = [
@@ -65,7 +64,8 @@ def test_the_installed_wheel_decodes_without_a_compiler(wheel: Path, tmp_path: P
     variables = kept | {"PATH": str(tmp_path), "PYTHONPATH": str(installed), "SKIPDECODE_CACHE": str(cache)}
     command = ["-m", "skipdecode", "generate", str(model), "--engine", "fast", "--max-new-tokens", "4", "one"]
     where = "import skipdecode; print(skipdecode.__file__)"
-    can = f"from skipdecode.engine.kernels.native import NativeKernels as N; k = N(); print({CAN})"
+    can = "from skipdecode.engine.kernels.native import NativeKernels as N; k = N()"
+    can += "; print((k.multiplies_bytes, k.finds_likeliest))"
     here = NativeKernels()  # compiled for this very processor
     able = str((here.multiplies_bytes, here.finds_likeliest))
     for arguments, expected in ((["-c", where], str(installed)), (["-c", can], able), (command, "")):

@@ -160,15 +160,17 @@ class LLM:
     ) -> None:
         if not isinstance(model, LoadedModel):
             use = prepared_use(model) if isinstance(model, str | Path) else {}
-            model, schedule = use.get("model", model), schedule or use.get("schedule")
-            base, quantization = base or use.get("base"), quantization or use.get("quantization")
+            schedule = use.get("schedule") if schedule is None else schedule
+            base = use.get("base") if base is None else base
+            quantization = use.get("quantization") if quantization is None else quantization
+            model = use.get("model", model)
             schedule = schedule_file(schedule) if isinstance(schedule, str) else schedule
             named = base_of(str(schedule)) if isinstance(schedule, str | Path) else ""
             files = (named,) if os.path.isfile(named) else ()
             model = load(ModelRef(checked_name(model), files), dtype=dtype, device=device, engine=engine, base=base)
         elif base is not None:
             raise UsageError("base is for an adapter that is loaded by name: give it to skipdecode.load")
-        quantization = quantization or "none"
+        quantization = "none" if quantization is None else quantization
         self.loaded = model
         if self.loaded.tokenizer is None:
             raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
