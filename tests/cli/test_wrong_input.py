@@ -167,6 +167,14 @@ def test_a_log_gets_lines_with_rate_and_time_left(monkeypatch: pytest.MonkeyPatc
     assert "loss=1.5" in first
     assert " left" in first
     assert last.startswith("skipdecode: measuring: 4 of 4 batches, ")
+    with progress.progress_bar(None, "step", name="tune") as bar:  # under a clock: seen "00:00 left" of 20 minutes
+        for bar.total in (None, 9):
+            time.sleep(0.06)
+            bar.update()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("skipdecode: tune: 1 steps, ")
+    assert " left" not in first
+    assert " left" in last.removeprefix("skipdecode: tune: 2 of 9 steps, ")
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from skipdecode import Schedule, attach
 from skipdecode.data.batches import IGNORE, Batch, collate
 from skipdecode.data.examples import Example
+from skipdecode.learning import objective
 from skipdecode.learning.objective import KeptTeacher, Objective, Teacher, TrainStep, response_logits, token_losses
 from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.trainer import make_optimizer
@@ -25,13 +26,17 @@ SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
 FAMILIES = ["llama", "gpt2", "opt", "gemma3_text", "gpt_neox", "bloom", "qwen3_moe"]
 
 
-def batch_of(*lengths: tuple[int, int], seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
+def examples_of(*lengths: tuple[int, int]) -> list[Example]:
+    generator = torch.Generator().manual_seed(0)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, VOCAB, (count,), generator=generator).tolist())
 
-    return collate([Example(f"e{i}", ids(p), ids(r)) for i, (p, r) in enumerate(lengths)])
+    return [Example(f"e{i}", ids(p), ids(r)) for i, (p, r) in enumerate(lengths)]
+
+
+def batch_of(*lengths: tuple[int, int]) -> Batch:
+    return collate(examples_of(*lengths))
 
 
 BATCH = batch_of((7, 12), (3, 5), (5, 1))
@@ -153,36 +158,28 @@ def test_a_large_vocabulary_takes_little_more_memory_than_the_logits_of_a_batch(
     assert peak < 4.5
 
 
-def test_accumulated_batches_make_the_step_of_one_large_batch() -> None:
+def test_accumulated_batches_and_parts_make_the_step_of_one_large_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()  # an earlier run in this process may have chosen bf16
-    parts = [batch_of((7, 12), (3, 5)), batch_of((2, 3), seed=1)]
-    rows = [
-        Example(name, tuple(ids[mask > 0][:p].tolist()), tuple(ids[mask > 0][p:].tolist()))
-        for part in parts
-        for name, ids, mask, p in zip(
-            part.ids,
-            part.input_ids,
-            part.attention_mask,
-            (part.attention_mask[:, : part.prompt_length]).sum(1).tolist(),
-            strict=True,
-        )
-    ]
-    results = []
-    for batches in (parts, [collate(rows)]):
+    rows, most = examples_of((7, 12), (3, 5), (2, 3)), objective.ACTIVATIONS
+    parts, whole, results = [collate(rows[:2]), collate(rows[2:])], [collate(rows)], []
+    for batches, memory in (parts, most), (whole, most), (whole, 1):
+        monkeypatch.setattr(objective, "ACTIVATIONS", memory)  # 1: each row alone
         model = tiny_model("llama")
         accelerator = Accelerator(gradient_accumulation_steps=len(batches))
-        with attach(model, SCHEDULE):
+        with attach(model, SCHEDULE) as attachment:
             prepared, optimizer = accelerator.prepare(model, make_optimizer(model, TuneConfig(full=True)))
-            report = TrainStep(accelerator, prepared, optimizer, Objective(), clip=0.0)(batches, 1e-2)
+            said = Objective(KeptTeacher(Teacher(attachment, model), 8), 0.5)
+            report = TrainStep(accelerator, prepared, optimizer, said, clip=0.0)(batches, 1e-2)
         results.append((report, model.lm_head.weight.detach().clone()))
-    (several, weights), (one, expected) = results
-    assert several.tokens == one.tokens == sum(map(len, rows))
-    assert several.loss == pytest.approx(one.loss, rel=1e-5)
-    assert several.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-3)
-    torch.testing.assert_close(weights, expected, atol=2e-3, rtol=0)
+    several, one, alone = results
+    for report, weights in several, alone:
+        assert report.tokens == one[0].tokens == sum(map(len, rows))
+        assert report.loss == pytest.approx(one[0].loss, rel=1e-5)
+        assert report.gradient_norm == pytest.approx(one[0].gradient_norm, rel=1e-3)
+        torch.testing.assert_close(weights, one[1], atol=2e-3, rtol=0)
 
 
 def test_a_teacher_that_keeps_all_words_teaches_as_one_that_runs_and_runs_once() -> None:

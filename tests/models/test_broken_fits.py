@@ -68,19 +68,8 @@ def longer(tensors, about):
         tensors[name] = torch.cat((tensors[name], tensors[name]))
 
 
-def shorter(tensors, about):
-    for name in ROWS:
-        tensors[name] = tensors[name][:-2]
-
-
-def no_rows(tensors, about):
-    for name in ROWS:
-        tensors[name] = tensors[name][:0]
-
-
-def odd_rows(tensors, about):
-    for name in ROWS:
-        tensors[name] = tensors[name][:-1]
+def rows(end):
+    return lambda tensors, about: tensors.update({name: tensors[name][:end] for name in ROWS})
 
 
 def renamed(old, new):
@@ -101,9 +90,9 @@ def entry(name, value):
 
 BROKEN = {
     "more keys and values than the model": longer,
-    "fewer keys and values than the model": shorter,
-    "no keys and values": no_rows,
-    "an odd number of keys and values": odd_rows,
+    "fewer keys and values than the model": rows(-2),
+    "no keys and values": rows(0),
+    "an odd number of keys and values": rows(-1),
     "a number in place of a matrix": tensor("bridges.2.down", lambda t: t[0, 0]),
     "a number in place of a bias": tensor("maps.0.5.bias", lambda t: t[0]),
     "integers": tensor("bridges.2.bias", lambda t: t.int()),

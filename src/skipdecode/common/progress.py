@@ -48,11 +48,8 @@ def progress_bar(total: int | None, unit: str, *, name: str | None = None, done:
     options: dict[str, Any] = {"total": total, "initial": done, "unit": unit, "disable": not shown}
     if sys.stderr.isatty() or not shown:
         return tqdm(desc=name, mininterval=0.2, file=sys.stderr, **options)
-    units = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
-    counted = "{n_fmt}" if total is None else "{n_fmt} of {total_fmt}"
-    form = f"{{desc}}{counted} {units}, {{rate_fmt}}, {{remaining}} left{{postfix}}"
     options |= {"unit": f" {unit}", "mininterval": _LINE_SECONDS, "delay": _LINE_SECONDS, "miniters": 1}
-    return _Lines(desc=name and f"{name}: ", bar_format=form, file=io.StringIO(), **options)
+    return _Lines(desc=name and f"{name}: ", file=io.StringIO(), **options)
 
 
 class _Lines(tqdm):  # type: ignore[type-arg]
@@ -63,6 +60,14 @@ class _Lines(tqdm):  # type: ignore[type-arg]
         if self.n != self.last_print_n if at_end else time.time() >= self.last_print_t + self.mininterval:
             # The unit of a slow rate, and a time that nobody knows.
             note(" ".join(str(self).split()).replace("s/ ", "s/").replace(", ? left", ""))
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What a line is made of; some learn their total on the way, or never, and then no time is left."""
+        known = self.total is not None
+        counted, left = ("{n_fmt} of {total_fmt}", ", {remaining} left") if known else ("{n_fmt}", "")
+        units = f"{self.unit}{'es' if self.unit.endswith('ch') else 's'}"
+        return {**super().format_dict, "bar_format": f"{{desc}}{counted}{units}, {{rate_fmt}}{left}{{postfix}}"}
 
     def set_postfix(self, *values: Any, **named: Any) -> None:
         super().set_postfix(*values, **{**named, "refresh": False})

@@ -25,6 +25,8 @@ IGNORE = -100
 _POOL = 100
 """Batches that are sorted by length together: enough to pad little, few enough to stay random."""
 
+_TENSORS = ("input_ids", "attention_mask", "position_ids", "labels")
+
 
 @dataclass
 class Batch:
@@ -56,8 +58,17 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        names = ("input_ids", "attention_mask", "position_ids", "labels")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS})
+
+    def parts(self, most: int) -> Iterator[Batch]:
+        """The same rows in batches of at most `most` tokens with their padding, or of one row."""
+        count = max(1, most // self.input_ids.shape[1])
+        for first in range(0, len(self.input_ids), count):
+            rows = slice(first, first + count)
+            used = self.attention_mask[rows].any(0).nonzero()
+            start, end = int(used[0]), int(used[-1]) + 1
+            tensors = {name: getattr(self, name)[rows, start:end] for name in _TENSORS}
+            yield replace(self, prompt_length=self.prompt_length - start, ids=self.ids[rows], **tensors)
 
 
 def collate(examples: Sequence[Example]) -> Batch:
