@@ -21,6 +21,7 @@ from skipdecode import Schedule, attach
 from skipdecode.data.batches import GroupedBatches, collate
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError, OutputError
+from skipdecode.learning import trainer
 from skipdecode.learning.checkpoint import read_log
 from skipdecode.learning.objective import Objective
 from skipdecode.learning.settings import TuneConfig
@@ -337,7 +338,8 @@ def test_sampled_budgets_are_judged_at_every_speed_up(tmp_path: Path) -> None:
     assert result.best_dev_loss <= row["cross_entropy"]
 
 
-def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(trainer, "memory_gib", lambda: 1e-4)
     calls = dict.fromkeys(("plain", "checkpointed"), 0)
     original = LlamaMLP.forward
 
@@ -348,6 +350,7 @@ def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(LlamaMLP, "forward", counted)
     for name in calls:
         tune(tmp_path / name, changes={"full": True, "gradient_checkpointing": name == "checkpointed"})
+        assert ("the longest record has" in capsys.readouterr().err) == (name == "plain")
     plain, checkpointed = losses(tmp_path / "plain"), losses(tmp_path / "checkpointed")
     assert calls["checkpointed"] > 1.3 * calls["plain"]  # the forward pass again, in the backward pass
     assert [loss for _, loss in plain] == pytest.approx([loss for _, loss in checkpointed], rel=1e-4)

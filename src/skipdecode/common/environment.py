@@ -58,7 +58,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": memory_gib(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
@@ -157,7 +157,8 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def _memory_gib() -> float | None:
+def memory_gib() -> float | None:
+    """Memory of this machine; None if unknown."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError, AttributeError):

@@ -265,14 +265,17 @@ class TrainStep:
 
     On the CPU of one process, where a lack of memory ends the process without a word, the rows of a batch whose
     activations would take more than `ACTIVATIONS` bytes go through the model in parts, which makes the same step.
+
+    Attribute `token_bytes`: about what the activations of a token take, at full depth and in fp32.
     """
 
     def __init__(self, accelerator: Any, model: Any, optimizer: Any, objective: Objective, clip: float) -> None:
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._objective = objective
         numbers = sum(sum(weight.shape[-2:]) for weight in model.parameters() if weight.ndim > 1)
+        self.token_bytes = _BYTES * max(1, numbers)
         alone = accelerator.distributed_type == DistributedType.NO and accelerator.device.type == "cpu"
-        self._most_tokens = ACTIVATIONS // (_BYTES * max(1, numbers)) if alone else sys.maxsize
+        self._most_tokens = ACTIVATIONS // self.token_bytes if alone else sys.maxsize
         self._clip = clip or math.inf
         self._updates_in_backward = accelerator.distributed_type == DistributedType.DEEPSPEED
 

@@ -25,9 +25,9 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, gather_object, parse_flag_from_env, set_seed
 from torch import nn
 
-from skipdecode.common.environment import keep_freed_memory, multiplies_bf16, return_freed_memory
+from skipdecode.common.environment import keep_freed_memory, memory_gib, multiplies_bf16, return_freed_memory
 from skipdecode.common.files import copy_files
-from skipdecode.common.progress import progress_bar
+from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.batches import Batch, GroupedBatches, collate
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
@@ -173,6 +173,14 @@ class Tuner:
         said = KeptTeacher(teacher, config.teacher_top_k) if kept else teacher
         objective = Objective(said, config.distill_weight)
         self._step = TrainStep(self._accelerator, self._model, optimizer, objective, config.clip)
+        longest, memory = max(map(len, self._train)), memory_gib() or math.inf
+        need = longest * self._step.token_bytes / 2**30
+        if need > memory and self._accelerator.device.type == "cpu" and not config.gradient_checkpointing:
+            note(
+                f"the longest record has {longest:,} tokens, whose activations take about {need:.1f} GiB of the "
+                f"{memory:.1f} here: cut it (truncate and max_prompt_tokens of a task file), or set "
+                "gradient_checkpointing in a --recipe"
+            )
         self._checkpoints = Checkpoints(self._accelerator, self._checkpoint_dir, self._adapter)
 
     def _collate(self, examples: Sequence[Example], indices: Sequence[int]) -> Batch:
