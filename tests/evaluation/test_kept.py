@@ -27,7 +27,9 @@ def evaluated(minutes: float, *runs: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_schedule_that_shortens_prompts_alone_is_not_full_depth():
-    found = with_kept(rows_of({"runs": [run("full", 50, 1.02, 1.0), run("calibrated-1.3x-wall", 40, 1.35, 1.0)]}))
+    full, other = run("full", 50, 1.02, 1.0), run("calibrated-1.3x-wall", 40, 1.35, 1.0)
+    full["metrics"]["bleu"], other["metrics"]["bleu"] = {"score": 4.3}, {"score": 3.2}  # few words: does not decide
+    found = with_kept(rows_of({"runs": [full, other]}))
     assert [(row["full_depth"], row["request_speedup"], row["kept"]) for row in found] == [
         (True, 1.0, 1.0),
         (False, 1.35, pytest.approx(0.8)),

@@ -172,6 +172,7 @@ def _short(name: str) -> str:
 
 
 _NOISE = 1.05  # of speed-ups
+_CLEAR = 5  # of 100
 PERPLEXITY = "1 / perplexity"
 _FULL_DEPTH = ("base", "full")
 Row = Mapping[str, Any]
@@ -209,13 +210,16 @@ def _self_scores(found: Row) -> dict[str, Any]:
 def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows with the share of full depth's scores that each keeps: the smallest over all scores.
 
-    If there are several rows of full depth, a score is compared with the best of them. Scores that are 0 at full depth
-    do not count; without any other, `kept` is None. `kept_interval` is the 95% interval of `kept`, if it is known: if
-    the score is compared with full depth of the same evaluation, which `shares` are about.
+    If there are several rows of full depth, a score is compared with the best of them. Scores below 5 of 100 at full
+    depth do not count beside others, and those of 0 never; without any, `kept` is None. `kept_interval` is the 95%
+    interval of `kept`, if it is known: if the score is compared with full depth of the same evaluation, which `shares`
+    are about.
     """
     full = [row["scores"] for row in rows if row["full_depth"]]
     best = {name: max(scores.get(name, 0.0) for scores in full) for name in full[0]}
-    best = {name: score for name, score in best.items() if score}
+    # BLEU of short summaries: a few words decide it.
+    clear = any(score >= _CLEAR for score in best.values())
+    best = {name: score for name, score in best.items() if score and (score >= _CLEAR or not clear)}
     return [{**row} | _least(row, {name: row["scores"][name] / score for name, score in best.items()}) for row in rows]
 
 
