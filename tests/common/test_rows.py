@@ -83,11 +83,7 @@ def test_only_records_within_the_limit_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("x.csv", "prompt;note\nab;x, y\n"),
-        ("x.csv", '"prompt";"note, if any"\r\n"ab";"x, y"\r\n'),
-    ],
+    ("name", "content"), [("x.csv", "prompt;note\nab;x, y\n"), ("x.csv", '"prompt";"note, if any"\r\n"ab";"x, y"\r\n')]
 )
 def test_semicolons_of_spreadsheets_are_read(tmp_path: Path, name: str, content: str):
     ((line, row),) = read_rows(written(tmp_path / name, content))
@@ -132,13 +128,7 @@ def test_a_header_that_does_not_name_each_column_is_refused(tmp_path: Path, head
     assert refused.value.line == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "start"),
-    [
-        ("x.jsonl.gz", b"\x1f\x8b\x08"),
-        ("x.xlsx", b"PK\x03\x04"),
-    ],
-)
+@pytest.mark.parametrize(("name", "start"), [("x.jsonl.gz", b"\x1f\x8b\x08"), ("x.xlsx", b"PK\x03\x04")])
 def test_files_that_are_not_read_are_refused_by_name(tmp_path: Path, name: str, start: bytes):
     path = written(tmp_path / name, start + b"\n" * 9)
     with pytest.raises(DataError, match=name):

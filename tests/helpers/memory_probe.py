@@ -49,12 +49,7 @@ def main() -> None:
     spec, short = engine.model.spec, engine.model.head.short  # greedy decoding reads the head's 8-bit copy alone
     layers = sum(linear.nbytes for x in spec.layers for linear in (x.qkv, x.out, x.mlp_in, x.mlp_out))
     weights = layers + (short or spec.head).nbytes + model.get_input_embeddings().weight.nbytes
-    figures = {
-        "before": before,
-        "weights": weights,
-        "kv": engine.stats.kv_bytes_peak,
-        "peak": resident("VmHWM"),
-    }
+    figures = {"before": before, "weights": weights, "kv": engine.stats.kv_bytes_peak, "peak": resident("VmHWM")}
     print(json.dumps(figures))
 
 

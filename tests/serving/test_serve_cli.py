@@ -74,6 +74,13 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
     assert (request["status"], request["outcome"], request["schedule"]) == (200, "ok", "mine")
 
 
+def service_of(*arguments):
+    parser = argparse.ArgumentParser()
+    add_options(parser, Config)
+    config = config_from(Config, parser.parse_intermixed_args(arguments))
+    return serve._service(config, serve._checked(config))
+
+
 def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):
     own = Schedule.from_speedup(LAYERS, 2, 16)
     model = save_tiny_model(tmp_path / "tuned")
@@ -82,21 +89,23 @@ def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):
     options = {"curriculum": "sampled", "sampled_speedups": [1.0, 1.5, 2.0]}
     (tmp_path / "tuned" / "recipe.json").write_text(json.dumps({"options": options, "schedule": own.to_dict()}))
     (tmp_path / "mine.json").write_text(Schedule.even(LAYERS, 4, name="mine").to_json())
-    parser = argparse.ArgumentParser()
-    add_options(parser, Config)
-    arguments = [model, "--schedule", str(tmp_path / "mine.json"), "--engine", "transformers"]
-    config = config_from(Config, parser.parse_intermixed_args(arguments))
-    service = serve._service(config, serve._checked(config))
+    service = service_of(model, "--schedule", str(tmp_path / "mine.json"), "--engine", "transformers")
     assert list(service.catalog.loaded) == ["full", "skipdecode-2x", "skipdecode-1.5x", "mine"]
     assert service.catalog.default == "skipdecode-2x"
     assert "not tuned under a schedule" not in capsys.readouterr().err
 
 
+def test_a_model_that_was_tuned_to_shorten_prompts_alone_was_tuned_under_a_schedule(tmp_path, capsys):
+    own = Schedule.split(LAYERS, 4, LAYERS)
+    save_tiny_model(tmp_path / "tuned")
+    (tmp_path / "tuned" / "recipe.json").write_text(json.dumps({"options": {}, "schedule": own.to_dict()}))
+    service = service_of(str(tmp_path / "tuned"), "--engine", "transformers")
+    assert list(service.catalog.loaded) == ["full", own.name]
+    assert "not tuned under a schedule" not in capsys.readouterr().err
+
+
 def test_a_model_without_schedules_is_told_how_to_get_one(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    add_options(parser, Config)
-    config = config_from(Config, parser.parse_intermixed_args([save_tiny_model(tmp_path / "plain")]))
-    service = serve._service(config, serve._checked(config))
+    service = service_of(save_tiny_model(tmp_path / "plain"))
     assert list(service.catalog.loaded) == ["full"]
     said = capsys.readouterr().err
     assert "not tuned under a schedule" in said

@@ -184,10 +184,12 @@ def test_two_empty_answers_are_not_called_equal(browser: Browser, tmp_path: Path
 
 def test_schedules_of_one_speedup_say_how_their_prompts_differ(browser: Browser, model: list[str], tmp_path: Path):
     TWO.with_prompt(tuple(range(4))).save(tmp_path / "split.json")
-    with serving(*model, str(tmp_path / "split.json")) as (address, _), opened(browser, address) as page:
+    Schedule.split(LAYERS, 4, LAYERS, name="alone").save(tmp_path / "alone.json")
+    files = [str(tmp_path / name) for name in ("split.json", "alone.json")]
+    with serving(*model, *files) as (address, _), opened(browser, address) as page:
         ticks = page.locator("#schedule-ticks span")
-        expect(ticks).to_have_count(3)
-        assert sorted(ticks.all_inner_texts()) == ["1.6×", "2×\nprompts\n4", f"2×\nprompts\n{LAYERS}"]
+        expect(ticks).to_have_count(4)
+        assert sorted(ticks.all_inner_texts()) == ["1.6×", "1×\nprompts\n4", "2×\nprompts\n4", f"2×\nprompts\n{LAYERS}"]
         slider, said = page.get_by_role("slider", name="Schedule"), []
         slider.focus()
         for key in ("End", "ArrowLeft"):

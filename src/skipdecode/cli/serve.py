@@ -90,7 +90,7 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
 
     loaded = config.load()
     tuned_under = () if loaded.recipe is None else loaded.recipe.tuned_under
-    tuned_under = tuple(schedule for schedule in tuned_under if schedule.dropped)
+    tuned_under = tuple(schedule for schedule in tuned_under if not schedule.is_full)
     own = loaded.schedule if config.default is None else config.ref.parsed(config.default, config.seq_len)
     service = open_service(
         loaded.model,

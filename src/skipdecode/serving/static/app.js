@@ -30,7 +30,7 @@ async function connect() {
   }
   at("model").textContent = `${model.id} · ${model.num_layers} layers`;
   schedules = model.schedules
-    .filter((schedule) => schedule.nominal_speedup > 1)
+    .filter((schedule) => schedule.nominal_speedup > 1 || schedule.prompt_layers.length < model.num_layers)
     .sort((a, b) => a.nominal_speedup - b.nominal_speedup)
     .map((schedule) => ({ ...schedule, num_layers: model.num_layers }));
   const chosen = schedules.findIndex((schedule) => schedule.name === model.default_schedule);

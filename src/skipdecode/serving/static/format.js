@@ -7,12 +7,13 @@ export const rate = (value) => number(value, value < 100 ? 1 : 0);
 
 export const times = (value) => `${number(value, 2).replace(/\.?0+$/, "")}×`;
 
-/** The speed-up of each schedule; where several have the same one, with the number of layers that prompts run. */
+/** The speed-up of each schedule; where several have the same one, or prompts alone are shorter, with the layers that prompts run. */
 export function speedups(schedules) {
   const shown = schedules.map((schedule) => times(schedule.nominal_speedup));
   return schedules.map(({ prompt_layers: layers }, index) => {
     const shared = shown.filter((text) => text === shown[index]).length > 1;
-    return { speedup: shown[index], prompts: shared ? layers.length : null };
+    const alone = schedules[index].nominal_speedup === 1;
+    return { speedup: shown[index], prompts: shared || alone ? layers.length : null };
   });
 }
 
