@@ -63,6 +63,9 @@ class Batch:
     def parts(self, most: int) -> Iterator[Batch]:
         """The same rows in batches of at most `most` tokens with their padding, or of one row."""
         count = max(1, most // self.input_ids.shape[1])
+        if count >= len(self.input_ids):  # nothing is read back from a device
+            yield self
+            return
         for first in range(0, len(self.input_ids), count):
             rows = slice(first, first + count)
             used = self.attention_mask[rows].any(0).nonzero()

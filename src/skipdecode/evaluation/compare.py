@@ -217,9 +217,8 @@ def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """
     full = [row["scores"] for row in rows if row["full_depth"]]
     best = {name: max(scores.get(name, 0.0) for scores in full) for name in full[0]}
-    # BLEU of short summaries: a few words decide it.
-    clear = any(score >= _CLEAR for score in best.values())
-    best = {name: score for name, score in best.items() if score and (score >= _CLEAR or not clear)}
+    clear = {name: score for name, score in best.items() if score >= _CLEAR}  # a few words decide others
+    best = clear or {name: score for name, score in best.items() if score}
     return [{**row} | _least(row, {name: row["scores"][name] / score for name, score in best.items()}) for row in rows]
 
 

@@ -10,10 +10,9 @@ export const times = (value) => `${number(value, 2).replace(/\.?0+$/, "")}×`;
 /** The speed-up of each schedule; where several have the same one, or prompts alone are shorter, with the layers that prompts run. */
 export function speedups(schedules) {
   const shown = schedules.map((schedule) => times(schedule.nominal_speedup));
-  return schedules.map(({ prompt_layers: layers }, index) => {
+  return schedules.map(({ prompt_layers: layers, nominal_speedup: nominal }, index) => {
     const shared = shown.filter((text) => text === shown[index]).length > 1;
-    const alone = schedules[index].nominal_speedup === 1;
-    return { speedup: shown[index], prompts: shared || alone ? layers.length : null };
+    return { speedup: shown[index], prompts: shared || nominal === 1 ? layers.length : null };
   });
 }
 
