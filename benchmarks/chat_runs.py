@@ -47,14 +47,14 @@ def tuned(runs: Path) -> Path:
         return out
     tune = ["skipdecode", "tune", MODEL, *WORDS, *PACE, *PAUSES]
     if not is_tuned(words):
-        call(*tune, "--steps", "1", "--out", words, "--resume")
+        call(*tune, "--steps", "1", "--out", words)
     if not (fit / TARGET).exists():
         script = Path(__file__).with_name("bundled_fit.py")
         call(sys.executable, script, "--words", words, "--preset", FIT, "--out", fit)
     out.mkdir(exist_ok=True)
     for file in ("self.json", "self.jsonl", "self-dev.jsonl"):  # it goes on with these words
         shutil.copy(words / file, out)
-    call(*tune, *SAMPLED, "--schedule", fit / TARGET, "--steps", "800", "--out", out, "--resume")
+    call(*tune, *SAMPLED, "--schedule", fit / TARGET, "--steps", "800", "--out", out)
     return out
 
 

@@ -83,7 +83,7 @@ class Steps:
                 carry(out, made.carries)
             return
         data = self.answers(made.answers) if made.answers else self.data
-        files = ["--train", data / made.train, "--dev", data / "dev.jsonl", "--out", out, "--resume"]
+        files = ["--train", data / made.train, "--dev", data / "dev.jsonl", "--out", out]
         if made.preset:
             self.call("skipdecode", "tune", "--recipe", HERE.parent / "presets" / made.preset, *files)
             if not self.dry_run:

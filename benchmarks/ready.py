@@ -75,7 +75,7 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
     model = str(checkpoint(task, options))
     command = ["prepare", model, "--target-speedup", str(target), *SELF, *more, *files, *METHODS[method]]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = skipdecode([*command, "--minutes", f"{minutes:g}", "--out", str(out), "--resume", "--json"])
+        code = skipdecode([*command, "--minutes", f"{minutes:g}", "--out", str(out), "--json"])
     if code:
         sys.exit(code)
     found: dict[str, Any] = json.loads(said.getvalue())

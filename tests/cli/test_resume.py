@@ -200,7 +200,7 @@ COMMANDS = {
     "generate": "generate adapter --input in.jsonl --task t.yaml --schedule s.json --max-new-tokens 2 "
     "--output out.jsonl",
     "tune": "tune adapter --full --train in.jsonl --dev in.jsonl --task t.yaml --schedule s.json --out out "
-    "--steps 1 --batch-size 2 --bad-records skip --resume",
+    "--steps 1 --batch-size 2 --bad-records skip",
 }
 
 
@@ -287,7 +287,7 @@ def begun_eval(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
 
 
 @pytest.mark.parametrize("what", CHECKPOINT)
-def test_an_edited_file_is_a_refusal_or_a_new_start_of_eval(
+def test_an_edited_file_is_a_refusal_of_eval_and_a_new_start_with_overwrite(
     what: str, begun_eval: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     before, words = begun_eval
@@ -295,6 +295,39 @@ def test_an_edited_file_is_a_refusal_or_a_new_start_of_eval(
     shutil.copytree(before, place)
     monkeypatch.chdir(place)
     CHECKPOINT[what][0](place)
-    if main([*words, "--out", "out"]) != 2:
+    assert main([*words, "--out", "out"]) == 2
+    if main([*words, "--out", "out", "--overwrite"]) != 2:
         assert main([*words, "--out", "fresh"]) == 0
         assert Path("out/outputs.jsonl").read_bytes() == Path("fresh/outputs.jsonl").read_bytes()
+
+
+# Ends itself by SIGTERM in the middle of the work.
+TERMINATED = """
+import os, signal, sys
+from skipdecode.cli import main
+import skipdecode.common.journal as journal
+import skipdecode.learning.checkpoint as checkpoint
+def terminated(write):
+    def writes(self, *args):
+        write(self, *args)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return writes
+journal.Journal.append = terminated(journal.Journal.append)
+checkpoint.RunLog.write = terminated(checkpoint.RunLog.write)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("verb", ["generate", "tune", "eval"])
+def test_sigterm_is_one_line_that_names_how_to_go_on(verb: str, tmp_path: Path):
+    prepare(tmp_path)
+    evaluated = "eval adapter --data in.jsonl --task t.yaml --schedule s.json --metrics rougeL --out out"
+    words = (COMMANDS | {"eval": evaluated})[verb].split()
+    run = {"cwd": tmp_path, "env": subprocess_environment(), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", TERMINATED, *words], **run)
+    assert done.returncode == 143, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("skipdecode: terminated")
+    assert "the same command" in last
+    assert "Traceback" not in done.stderr
+    assert subprocess.run([sys.executable, "-m", "skipdecode", *words], **run).returncode == 0

@@ -97,7 +97,7 @@ def test_a_run_killed_while_it_speaks_goes_on_to_the_words_of_an_unbroken_one(
     model: str, tuned: Path, tmp_path: Path, until: str
 ) -> None:
     out = tmp_path / "killed"
-    arguments = ["tune", model, *WORDS, *PACE, "--out", str(out), "--resume"]
+    arguments = ["tune", model, *WORDS, *PACE, "--out", str(out)]
     process = subprocess.Popen(command(*arguments), env=subprocess_environment(), stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
@@ -337,7 +337,7 @@ def test_a_preparation_needs_no_data(model: str, tuned: Path, tmp_path: Path, ca
     assert "will be bad" not in told
     assert main([*generate, "--debug"]) == 0
     assert "of rank 2" in capsys.readouterr().err
-    assert main([*call, "--resume"]) == 2
+    assert main(call) == 2
     assert "--self" in capsys.readouterr().err
     # Full depth says the same with a fit, so its words serve a tuning that starts from one.
     on = tmp_path / "on"
@@ -345,7 +345,7 @@ def test_a_preparation_needs_no_data(model: str, tuned: Path, tmp_path: Path, ca
     for name in ("self.json", TRAIN_FILE, DEV_FILE):
         shutil.copy(tuned / name, on)
     fitted = ["--schedule", str(out / "schedule.json"), "--out", str(on)]
-    assert main(["tune", model, *WORDS, *PACE, *fitted, "--resume"]) == 0
+    assert main(["tune", model, *WORDS, *PACE, *fitted]) == 0
     assert words(on) == words(tuned)
     assert main(["tune", "--recipe", str(on / "recipe.json"), "--out", str(tmp_path / "none")]) == 2
     assert "started from a fit" in capsys.readouterr().err

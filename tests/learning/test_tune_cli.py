@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -138,18 +139,18 @@ def test_a_recipe_repeats_the_run_with_its_schedule_and_options_come_before_it(
 
 
 def test_a_run_is_resumed_on_as_many_processes(files: Files, tmp_path: Path, capsys: Any) -> None:
-    command = arguments(files, tmp_path, "--schedule", "2x", "--resume")
+    command = arguments(files, tmp_path, "--schedule", "2x")
     assert main(command) == 0
     recipe = json.loads((tmp_path / "recipe.json").read_text())
     (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"processes": 2, "result": None}))
     capsys.readouterr()
-    assert "started on 2 processes, and 1 would get other batches" in refused(capsys, command)
+    assert "(processes: 2 then, 1 now)" in refused(capsys, command)
 
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path: Path) -> None:
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
-    command = arguments(files, killed, "--schedule", "2x", "--resume", steps=40)
+    command = arguments(files, killed, "--schedule", "2x", steps=40)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-m", "skipdecode", *command], env=environment, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
@@ -166,7 +167,7 @@ def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path:
 
 
 def test_a_run_that_was_cut_off_behind_its_result_is_concluded(files: Files, tmp_path: Path, capsys: Any) -> None:
-    command = arguments(files, tmp_path / "out", "--schedule", "2x", "--resume", "--json")
+    command = arguments(files, tmp_path / "out", "--schedule", "2x", "--json")
     assert main(command) == 0
     whole = json.loads(capsys.readouterr().out)
     weights = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
@@ -175,7 +176,7 @@ def test_a_run_that_was_cut_off_behind_its_result_is_concluded(files: Files, tmp
     assert main(command) == 0
     told = capsys.readouterr()
     assert json.loads(told.out) == whole
-    assert "has a finished run" in told.err
+    assert "has the finished run of this command" in told.err
     assert (tmp_path / "out" / "loss.png").is_file()
     assert not (tmp_path / "out" / "checkpoints").exists()
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == weights
@@ -271,15 +272,24 @@ def test_bad_records_are_refused_or_skipped_by_line(files: Files, tmp_path: Path
     }
 
 
-def test_a_directory_in_use_needs_resume_and_the_same_run(files: Files, tmp_path: Path, capsys: Any) -> None:
+def test_another_command_in_a_directory_is_refused_with_both_and_overwrite_begins_anew(
+    files: Files, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
-    assert main(arguments(files, out)) == 0
+    first = arguments(files, out)
+    assert main(first) == 0
     capsys.readouterr()
-    assert "is not empty" in refused(capsys, arguments(files, out))
-    told = refused(capsys, arguments(files, out, "--resume", "--learning-rate", "0.5"))
-    assert "learning_rate of the options was 0.0003 when the run was started and is now 0.5" in told
+    second = arguments(files, out, "--learning-rate", "0.5")
+    told = refused(capsys, second)
+    assert "learning_rate of the options: 0.0003 then, 0.5 now" in told
+    assert shlex.join(["skipdecode", *first]) in told
     other = files | {"train": str(write_jsonl(tmp_path / "other.jsonl", records(23)))}
-    assert "train of the data was" in refused(capsys, arguments(other, out, "--resume"))
+    assert "train of the data" in refused(capsys, arguments(other, out))
+    before = curve(out)
+    assert main([*second, "--overwrite"]) == 0
+    assert curve(out) != before
+    assert main(second) == 0
+    assert "has the finished run of this command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,27 @@ and writes, and options that need or exclude each other. Rooms below this one wr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import shlex
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from skipdecode import __version__
-from skipdecode.cli.arguments import Parser, add_options, check_together, claimed, config_from, prepared, with_flags
+from skipdecode.cli.arguments import (
+    Parser,
+    add_options,
+    check_together,
+    claimed,
+    config_from,
+    prepared,
+    resumes,
+    with_flags,
+)
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import near
 from skipdecode.common.progress import detailed, quiet
@@ -36,24 +49,26 @@ VERBS = {
     "demo": "compare schedules with full depth on the embedded model",
     "info": "list versions, devices, supported model types and cached models",
 }
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
 _DEBUG = "show tracebacks, details of the run, and warnings of other packages"
 # Errors of a path in the command: wrong usage, not failed work.
 _NO_SUCH_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code (0 done, 1 work failed, 2 wrong usage, 130 interrupted)."""
+    """Run one verb; returns the exit code (0 done, 1 work failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
     try:
-        with detailed() if debug else quiet():
+        with detailed() if debug else quiet(), _sigterm_raised():
             return _run(arguments)
     except SkipDecodeError as error:
         return _fail(str(error), error.exit_code, debug)
-    except KeyboardInterrupt:
-        return _fail("interrupted", _INTERRUPTED, debug)
+    except _Terminated as stop:
+        return _fail(f"terminated{stop}", _TERMINATED, debug)
+    except KeyboardInterrupt as stop:
+        return _fail(f"interrupted{stop}", _INTERRUPTED, debug)
     except BrokenPipeError:
         # The reader of the output has ended (`| head`).
         sys.stderr.close()
@@ -65,6 +80,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _fail(f"{type(error).__name__}: {error} (--debug shows the traceback)", 1, debug)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends the work as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def _sigterm_raised() -> Iterator[None]:
+    """Raise `_Terminated` on SIGTERM, where nobody else handles the signal."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _run(arguments: list[str]) -> int:
@@ -87,6 +124,9 @@ def _run(arguments: list[str]) -> int:
         with claimed(config):
             check_together(config)
             return int(module.run(config))
+    except KeyboardInterrupt as stop:
+        continues = "; the same command continues" if resumes(module.Config) else ""
+        raise type(stop)(str(stop) or continues) from None
     except SkipDecodeError as error:
         raise with_flags(error, module.Config) from error.__cause__
     finally:

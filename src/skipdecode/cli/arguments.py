@@ -1,6 +1,6 @@
 """Command-line arguments from the option fields of a config dataclass, and checks of the paths among them.
 
-Paths are checked before any work, as the options declare them (`path` of `option`): no path is both read and written,
+Paths are checked before any work, as the options declare them (`path` of `option`): no file is both read and written,
 or written twice; an existing file is replaced only with --overwrite; a directory is absent, empty or of an earlier run,
 and one run at a time writes into it. A link counts as its target. Devices, pipes and ``-`` are written without these
 checks.
@@ -16,12 +16,12 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from skipdecode.common.files import RunDirectory, check_place, held, is_stream
+from skipdecode.common.files import RunDirectory, check_output, held
 from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import Kind, Reads, Writes, kinds, near
-from skipdecode.errors import OptionError, OutputError, SkipDecodeError, UsageError
+from skipdecode.errors import OptionError, SkipDecodeError, UsageError
 
 T = TypeVar("T")
 
@@ -165,7 +165,6 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
-OVERWRITE = "replace existing output files; without this option, they are an error"
 # Set by the launchers that accelerate supports: only the first process of a run writes.
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
@@ -173,82 +172,42 @@ _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 @contextlib.contextmanager
 def claimed(config: Any) -> Iterator[None]:
     """Hold the outputs of a command for this process; raises UsageError or OutputError for a path it may not write."""
-    written = _named(config, Writes, RunDirectory)
-    read = _named(config, Reads) if written else []
-    for one in written:
-        if one.directory is None:
-            check_place(one.value)
-    for i, one in enumerate(written):
-        for other in [*written[:i], *read]:
-            one.check_beside(other)
-    overwrite, resume = getattr(config, "overwrite", False), getattr(config, "resume", True)
-    first = all(os.environ.get(name, "0") == "0" for name in _RANKS)
+    overwrite = getattr(config, "overwrite", False)
+    used = dict(_paths(config, Reads))
     with contextlib.ExitStack() as stack:
-        for one in written:
-            if one.directory is None:
-                if Path(one.value).exists() and not is_stream(one.value) and not overwrite:
-                    raise OutputError(f"{one} exists: give --overwrite to replace it, or another name")
+        for path, name in _paths(config, Writes, RunDirectory):
+            if path in used:
+                raise UsageError(f"{used[path]} and {name} are the same, {path}: name another output")
+            used[path] = name
+        for kind, value, name in _values(config, Writes, RunDirectory):
+            use = kind.metadata["path"]
+            if isinstance(use, Writes):
+                check_output(value, name, overwrite=overwrite)
                 continue
-            one.directory.check(one.paths[0], resume=resume, overwrite=overwrite)
-            if first:
-                stack.enter_context(held(one.paths[0]))
+            use.check(Path(value), overwrite=overwrite)
+            if all(os.environ.get(rank, "0") == "0" for rank in _RANKS):
+                stack.enter_context(held(Path(value)))
         yield
 
 
-class _Named(NamedTuple):
-    """The value of an option, the paths that it stands for, and the kind of directory, if it is one."""
-
-    option: str
-    value: str
-    paths: tuple[Path, ...]
-    directory: RunDirectory | None
-
-    def __str__(self) -> str:
-        return f"{self.option} {self.value}"
-
-    def check_beside(self, other: _Named) -> None:
-        """Refuse this output if `other`, which is also read or written, is the same path, inside it or around it."""
-        for mine in self.paths:
-            for theirs in other.paths:
-                if _same(mine, theirs):
-                    which = "" if str(mine) == self.value or str(theirs) == other.value else f", {mine}"
-                    raise UsageError(f"{self} and {other} are the same file{which}: name another output")
-                if self._holds(mine, theirs) or other._holds(theirs, mine):
-                    inside, around = (other, self) if _inside(theirs, mine) else (self, other)
-                    raise UsageError(f"{inside} lies in {around}: name another output")
-
-    def _holds(self, mine: Path, theirs: Path) -> bool:
-        """Whether a path of another option belongs to this one: a file in what is read, or in a run directory."""
-        if self.directory is not None:
-            return _inside(theirs, mine)
-        if not mine.is_dir():
-            return _inside(theirs, mine)
-        if not theirs.is_file():
-            return False
-        return _inside(theirs, mine) or any(map(theirs.samefile, filter(Path.is_file, mine.rglob("*"))))
+def resumes(config: type) -> bool:
+    """Whether the verb of a config recognises an earlier run in its directory, and continues the run."""
+    uses = (kind.metadata["path"] for kind in kinds(config).values())
+    return any(isinstance(use, RunDirectory) and use.marks for use in uses)
 
 
-def _named(config: Any, *uses: type[Reads | Writes | RunDirectory]) -> list[_Named]:
-    """The options with a value that have one of the uses (`Reads`, `Writes`, `RunDirectory`), with their paths."""
-    found = []
+def _values(config: Any, *uses: type[Reads | Writes | RunDirectory]) -> Iterator[tuple[Kind, str, str]]:
+    """Yield each value of the options that have one of the uses, with the name that users give the option."""
     for name, kind in kinds(type(config)).items():
-        use = kind.metadata["path"]
-        if not isinstance(use, uses):
-            continue
-        value, directory = getattr(config, name), use if isinstance(use, RunDirectory) else None
-        for one in value if kind.many else (value,):
-            if one is None or (one == "-" and not directory) or (not one and not isinstance(use, Writes)):
-                continue
-            found.append(_Named(option_name(type(config), name), one, tuple(use.paths(one)), directory))
-    return found
+        value = getattr(config, name)
+        for each in value if kind.many else (value,):
+            if isinstance(kind.metadata["path"], uses) and each not in (None, "", "-"):
+                yield kind, each, f"{option_name(type(config), name)} {each}"
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whether two paths are the same file, also through links; character devices may be given twice."""
-    if one.is_char_device():
-        return False
-    return os.path.realpath(one) == os.path.realpath(other) or (one.exists() and other.exists() and one.samefile(other))
-
-
-def _inside(path: Path, directory: Path) -> bool:
-    return Path(os.path.realpath(directory)) in Path(os.path.realpath(path)).parents
+def _paths(config: Any, *uses: type[Reads | Writes | RunDirectory]) -> Iterator[tuple[Path, str]]:
+    """Yield the paths that the options stand for, without links; devices may be read and written."""
+    for kind, value, name in _values(config, *uses):
+        for path in kind.metadata["path"].paths(value):
+            if not path.is_char_device():
+                yield Path(os.path.realpath(path)), name

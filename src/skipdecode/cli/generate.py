@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from skipdecode.cli.arguments import OVERWRITE
 from skipdecode.cli.options import (
     ChatOptions,
     DecodingOptions,
@@ -37,7 +36,7 @@ from skipdecode.cli.options import (
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import read_json
-from skipdecode.common.options import Reads, Writes, option
+from skipdecode.common.options import OVERWRITE, Reads, Writes, option
 from skipdecode.common.progress import detail, note
 from skipdecode.common.rows import FORMATS
 from skipdecode.data.examples import TemplateOptions
@@ -98,7 +97,7 @@ class Config(RecordRun, TemplateOptions, EngineOptions, DecodingOptions, Schedul
 
 
 def run(config: Config) -> int:
-    """Generate; returns 0, 1 if records could not be used, or 130 if interrupted."""
+    """Generate; returns 0, or 1 if records could not be used."""
     _check(config)
     arguments, format = config.prompts, None if config.format == "auto" else config.format
     source = PromptSource.of_prompts(arguments) if arguments else PromptSource.open(config.input or "-", format)
@@ -138,8 +137,6 @@ def run(config: Config) -> int:
             json_schema=schema,
             shown=(named_text if rows > 1 else plain_text, asked) if _prints_text(config) else None,
         )
-    except KeyboardInterrupt:
-        return 130
     finally:
         source.close()
     _tell(config, stats, settings)

@@ -18,10 +18,9 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from skipdecode.cli.arguments import OVERWRITE
 from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.common.environment import COMMAND
-from skipdecode.common.options import Reads, Writes, option
+from skipdecode.common.options import OVERWRITE, Reads, Writes, option
 from skipdecode.cost.solve import PlanOptions
 from skipdecode.errors import UsageError
 from skipdecode.models.loading.ref import model_files

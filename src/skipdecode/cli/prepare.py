@@ -10,8 +10,8 @@ each, the evaluations a sixth, and the tuning the rest; 0 is without tuning, and
 is trained on its own answers at full depth; a checkpoint that was tuned at full depth needs no other responses.
 --keep 0.98 evaluates drafts and W8A8 weights too, and recommends the fastest way that keeps 98% of every score.
 The directory of --out is a MODEL of every verb: the fastest way that keeps the share, else the schedule.
---resume continues an interrupted run. With another value of --minutes, it reuses answers, layers and fit, whose time
-counts again, and compares the results of both values.
+After an interruption the same command continues. With another value of --minutes, it reuses answers, layers and fit,
+whose time counts again, and compares the results of both values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 
 from skipdecode.cli.options import NamedModel, PushOptions
 from skipdecode.common.environment import COMMAND
-from skipdecode.common.options import Reads, option
+from skipdecode.common.options import OVERWRITE, Reads, option
 from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
 
 
@@ -33,7 +33,7 @@ class Config(NamedModel, PrepareOptions, PushOptions):
     """Options of `skipdecode prepare`."""
 
     out: str = option("directory for all results", path=PREPARE_DIRECTORY)
-    resume: bool = option("continue an earlier run in --out, which may have had other --minutes", default=False)
+    overwrite: bool = option(OVERWRITE, default=False)
     train: str = option(
         "file of training records (JSONL, JSON, Parquet, CSV), or owner/name:split", default="", path=Reads()
     )
@@ -71,6 +71,6 @@ def run(config: Config) -> int:
 
 def _next(config: Config, minutes: float) -> list[str]:
     """The commands that use the result, and that go on with more minutes."""
-    again = re.sub(r" --(minutes[ =]\S+|resume)", "", COMMAND.get())
-    more = f"{again} --minutes {minutes:g} --resume"
+    again = re.sub(r" --(minutes[ =]\S+|overwrite)", "", COMMAND.get())
+    more = f"{again} --minutes {minutes:g}"
     return [f"skipdecode generate {shlex.quote(config.out)} --compare 'Your prompt'", more]

@@ -7,6 +7,7 @@ If MODEL is a LoRA adapter, that adapter is trained further; with --merge it is 
 With --self, no responses are needed: prompts come from a file or are sampled from the model, the model answers them at
 full depth, and is then distilled under the schedule and under milder ones. Prompts and answers stay in OUT/self.jsonl,
 those held out in OUT/self-dev.jsonl.
+After an interruption the same command continues from its last checkpoint.
 On several devices: accelerate launch -m skipdecode tune ...
 """
 
@@ -18,7 +19,7 @@ from typing import ClassVar
 
 from skipdecode.cli.options import MODEL, NamedModel, PushOptions, ScheduleOptions
 from skipdecode.common.files import RunDirectory
-from skipdecode.common.options import Reads, option
+from skipdecode.common.options import OVERWRITE, Reads, option
 from skipdecode.generation.self_generated import ABOUT_FILE
 from skipdecode.learning.settings import TuneOptions
 from skipdecode.models.carried import RECIPE_FILE
@@ -43,7 +44,7 @@ class Config(NamedModel, TuneOptions, ScheduleOptions, PushOptions):
         "file of records that select the best weights (default: a tenth of --train)", default="", path=Reads()
     )
     out: str = option("directory for the tuned model, its recipe and the log", default="", path=_DIRECTORY)
-    resume: bool = option("continue from the last checkpoint in --out, if there is one", default=False)
+    overwrite: bool = option(OVERWRITE, default=False)
     recipe: str | None = option(
         "use the options of a recipe.json, except for those on the command line", default=None, path=Reads()
     )
@@ -67,7 +68,7 @@ def run(config: Config) -> int:
         seq_len=config.seq_len,
         recipe=config.recipe,
         base=config.base,
-        resume=config.resume,
+        overwrite=config.overwrite,
         **{field.name: getattr(config, field.name) for field in fields(TuneOptions) if field.name in config.given},
     )
     if process_state().is_main_process:

@@ -19,7 +19,7 @@ from typing import IO
 from filelock import FileLock, Timeout
 
 from skipdecode.common.tables import byte_size
-from skipdecode.errors import OutputError, SkipDecodeError, UsageError, WriteError
+from skipdecode.errors import OutputError, SkipDecodeError, WriteError
 
 PARTIAL = ".skipdecode-partial-"
 """How files and directories begin that are put into their place when they are whole."""
@@ -55,22 +55,24 @@ def copy_files(source: Path, target: Path) -> None:
         os.replace(partial, target / file.name)
 
 
-def check_place(path: Path | str) -> None:
+def check_output(path: Path | str, name: str = "", *, overwrite: bool = True) -> None:
     """Refuse a path that `write_whole` could not write; for a check before long work.
 
-    Raises OutputError: the path is a directory or a circular link, or its parent directory cannot be written or
-    created.
+    Raises OutputError: the path is a directory or a circular link, its parent directory cannot be written or created,
+    or it exists and `overwrite` is not set. `name` is what the message calls it.
     """
     if is_stream(path):
         return
-    place = linked(Path(path))
-    folder = next(parent for parent in place.absolute().parents if parent.exists())
-    if place.is_dir() or str(path).endswith(os.sep):
+    file = linked(Path(path))
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if file.is_dir() or str(path).endswith(os.sep):
         raise OutputError(f"cannot write {path}: it is a directory; give a file in it")
-    if place.is_symlink():
+    if file.is_symlink():
         raise OutputError(f"cannot write {path}: its link is circular")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"cannot write {path}: {folder} is not a writable directory")
+    if file.exists() and not overwrite:
+        raise OutputError(f"{name or path} exists: give `overwrite` to replace it, or another name")
 
 
 def linked(path: Path) -> Path:
@@ -202,28 +204,25 @@ class RunDirectory:
         """The directory."""
         return (Path(value),)
 
-    def check(self, directory: Path, *, resume: bool, overwrite: bool = False) -> None:
-        """Refuse a directory that the run may not write into.
+    def check(self, directory: Path, *, overwrite: bool = False) -> None:
+        """Refuse a directory that the run may not write into: the run itself compares an earlier run in it.
 
-        Raises OutputError, UsageError: it is a file, cannot be written, has a model in it, has other files in it and
-        `overwrite` is not set, or has an earlier run in it and neither `resume` nor `overwrite` is set.
+        Raises OutputError: it is a file, cannot be written, has a model in it, or has other files in it and `overwrite`
+        is not set.
         """
         if directory.exists() and not directory.is_dir():
             raise OutputError(f"{directory} is a file: give a directory")
-        check_place(directory / _LOCK)
+        check_output(directory / _LOCK)
         names = sorted(p.name for p in directory.iterdir() if p.name != _LOCK) if directory.is_dir() else []
         left = [name for name in names if name.startswith(PARTIAL)]
         # A killed run left the directory in which it made its files, and may have moved some of them.
         killed = any((directory / name).is_dir() for name in left)
         names = [name for name in names if name not in left]
         if any(self._is_mark(path, key) for pattern, key in self.marks.items() for path in directory.glob(pattern)):
-            if not (resume or overwrite):
-                raise UsageError(
-                    f"{directory} is not empty: give `resume` to continue the {self.run} in it, or another directory"
-                )
-        elif model := [name for name in names if name in _OF_MODELS]:
+            return
+        if model := [name for name in names if name in _OF_MODELS]:
             raise OutputError(f"{directory} holds a model ({model[0]}): give another directory")
-        elif names and not (overwrite or killed):
+        if names and not (overwrite or killed):
             shown = ", ".join(names[:_SHOWN]) + (" …" if len(names) > _SHOWN else "")
             raise OutputError(f"{directory} is not empty and holds no {self.run} ({shown}): give another directory")
 

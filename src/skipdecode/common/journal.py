@@ -16,11 +16,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import Lock
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError, WriteError
 
 JOURNAL_KEY, _FORMAT = "skipdecode_partial", 1
+ANEW = "give `overwrite` to begin anew, or another `out`"
 _SYNC_SECONDS = 5.0
 _DIFFERENCES_SHOWN = 3
 _VALUE_CHARACTERS = 48
@@ -94,7 +96,7 @@ class Journal(Generic[Piece]):
                 self._size = end
             self._file.truncate(self._size)
             if not self._size:
-                self._write(json_line({JOURNAL_KEY: _FORMAT, "settings": settings}))
+                self._write(json_line({JOURNAL_KEY: _FORMAT, "settings": settings, "command": COMMAND.get()}))
             undo.pop_all()
 
     def append(self, line: bytes) -> None:
@@ -151,9 +153,7 @@ class Journal(Generic[Piece]):
         if differences:
             more = len(differences) - _DIFFERENCES_SHOWN
             shown = "; ".join(differences[:_DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-            raise OutputError(
-                f"{self.path} was started with other settings ({shown}): use those to continue, or {remedy}"
-            )
+            raise OutputError(other_settings(self.path, shown, json.loads(heading).get("command", ""), remedy))
         return len(heading)
 
     def _whole(self) -> Iterator[tuple[Piece, int]]:
@@ -192,6 +192,12 @@ class Journal(Generic[Piece]):
                 f"cannot write {self.path}: {e.strerror or e}; {self.count} {self._pieces} are kept in it: free "
                 "disk space, then repeat the command"
             ) from None
+
+
+def other_settings(path: Path, differences: str, command: str, remedy: str) -> str:
+    """Message for a run that another command began; `command` is empty if it was begun from Python."""
+    begun, repeat = f" by {command}" if command else "", "that command" if command else "those"
+    return f"{path} was started with other settings ({differences}){begun}: repeat {repeat} to continue, or {remedy}"
 
 
 class KeptValues(Journal[list[Any]]):

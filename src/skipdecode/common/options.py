@@ -22,6 +22,7 @@ from skipdecode.common.jsonl import is_text
 from skipdecode.errors import OptionError, UsageError
 
 T = TypeVar("T")
+OVERWRITE = "begin anew: replace a finished output, and what another command left unfinished"
 
 
 def near(name: object, known: Iterable[str]) -> str:

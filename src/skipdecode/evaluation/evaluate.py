@@ -255,7 +255,7 @@ class _Evaluation:
         if self.saved and not self.options.overwrite and not is_unfinished(out):
             wanted = {*places, out / "full"}
             for place in wanted:
-                EVAL_DIRECTORY.check(place, resume=True)
+                EVAL_DIRECTORY.check(place)
             for place in wanted:
                 check_free(place, overwrite=False)
         return places

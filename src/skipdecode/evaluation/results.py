@@ -19,9 +19,9 @@ import numpy as np
 
 from skipdecode.common.bootstrap import Table
 from skipdecode.common.files import RunDirectory, write_whole
-from skipdecode.common.journal import JOURNAL_KEY, KeptValues, is_begun
+from skipdecode.common.journal import ANEW, JOURNAL_KEY, KeptValues, is_begun
 from skipdecode.common.jsonl import read_result
-from skipdecode.common.options import Options, option, setting
+from skipdecode.common.options import OVERWRITE, Options, option, setting
 from skipdecode.common.rows import read_rows
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, MetricOptions
@@ -79,7 +79,7 @@ class EvaluationSettings(Options):
 class EvaluationOptions(EvaluationSettings, MetricOptions):
     """Options of `skipdecode.evaluate`, documented by their help texts. Raises UsageError for a wrong value."""
 
-    overwrite: bool = option("replace an existing run in --out", default=False)
+    overwrite: bool = option(OVERWRITE, default=False)
     name: str | None = option("text before the schedule's name in tables, such as the checkpoint's name", default=None)
     metrics: tuple[str, ...] = option(
         f"{', '.join(METRICS)} (default: those of the task, without those whose model is neither cached nor can be "
@@ -184,22 +184,22 @@ def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping
 def is_unfinished(directory: Path, about: Mapping[str, Any] | None = None) -> bool:
     """Whether the directory holds an unfinished run: any run, or the one that `about` describes."""
     path = directory / _UNFINISHED
-    return path.exists() if about is None else is_begun(path, _digest(about))
+    return path.exists() if about is None else is_begun(path, _digests(about))
 
 
-def keep_unfinished(directory: Path, about: Mapping[str, Any]) -> KeptValues:
-    """The journal of a run until it is saved.
+def keep_unfinished(directory: Path, about: Mapping[str, Any], *, overwrite: bool) -> KeptValues:
+    """Open the journal of a run until it is saved.
 
-    `about` is JSON-ready and has everything that the outputs depend on. The journal of another run is replaced.
+    `about` is JSON-ready and has everything that the outputs depend on. With `overwrite`, the journal of another run is
+    replaced; else it is refused with an OutputError.
     """
-    restart = not is_unfinished(directory, about)
-    path, remedy = directory / _UNFINISHED, "overwrite"
-    return KeptValues(path, _digest(about), pieces="finished batches", remedy=remedy, restart=restart)
+    restart = overwrite and not is_unfinished(directory, about)
+    return KeptValues(directory / _UNFINISHED, _digests(about), pieces="finished batches", remedy=ANEW, restart=restart)
 
 
-def _digest(about: Mapping[str, Any]) -> dict[str, str]:
-    """A digest, because the whole is as long as the prompts."""
-    return {"sha256": hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()}
+def _digests(about: Mapping[str, Any]) -> dict[str, str]:
+    """Digest each part, because the whole is as long as the prompts."""
+    return {name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in about.items()}
 
 
 # ---------------------------------------------------------------------- the document

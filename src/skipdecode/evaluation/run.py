@@ -67,7 +67,7 @@ class TaskEvaluation:
             # A run that continues wrote the results that are there, or may replace them.
             check_free(directory, overwrite=overwrite or is_unfinished(out, about))
         runs: dict[Path, Run] = {}
-        with closing(keep_unfinished(out, about)) as kept:
+        with closing(keep_unfinished(out, about, overwrite=overwrite)) as kept:
             given = self._generated(list(methods.values()), kept)
             speeds = measured_speeds(list(methods.values()), self.prompts, self.reference_tokens, self.settings, kept)
             # Before scoring, because a signature may be complete only afterwards.

@@ -105,7 +105,7 @@ class OwnTexts:
         tokenizer: Any = base.tokenizer
         whole = about | {"prompts": prompts}
         check_free(out, overwrite=self.options.overwrite or is_unfinished(out, whole))
-        with closing(keep_unfinished(out, whole)) as kept:
+        with closing(keep_unfinished(out, whole, overwrite=self.options.overwrite)) as kept:
             texts = {one: self._decoded(one, prompts, kept) for one in variants}
             rows = self._rows(texts, prompts)
             lengths = [len(text) for text in texts[reference]]

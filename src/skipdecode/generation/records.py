@@ -94,7 +94,7 @@ def generate_records(
         The statistics of the run, and all that its output depends on, JSON-ready.
 
     Raises SkipDecodeError: with `on_error` "stop", a record cannot be used; the output cannot be written; it is of a
-    run with other settings; KeyboardInterrupt: after a note of what is kept.
+    run with other settings; KeyboardInterrupt, which says what is retained.
     """
     from skipdecode.engine.opening import end_tokens
     from skipdecode.generation.run import Job, refuse_bad_rows
@@ -153,9 +153,8 @@ def generate_records(
         if options.on_error == "stop":
             refuse_bad_rows(source.records(form), job)
         return _run(source, form, job, writer, rows, quiet=shown is not None and sys.stdout.isatty()), settings
-    except KeyboardInterrupt:
-        note(f"interrupted: {writer.resume_hint}")
-        raise
+    except KeyboardInterrupt as stop:
+        raise type(stop)(f": {writer.resume_hint}") from None
     finally:
         writer.close()
 

@@ -19,7 +19,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import write_whole
+from skipdecode.common.journal import ANEW, other_settings
 from skipdecode.common.jsonl import json_line, read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note, progress_bar
@@ -126,6 +128,7 @@ class SelfGeneratedData:
     directory: Path
     seed: int  # of all draws
     skip_bad: bool = False  # leave out, and name, records of the file without a prompt, instead of refusing the file
+    overwrite: bool = False  # replace data that were made with other settings
     # Time after which drawing prompts (a third of it) and answering end. Default: all are answered.
     seconds: float | None = None
 
@@ -195,10 +198,15 @@ class SelfGeneratedData:
         }
         settings = json.loads(json.dumps(depend_on))
         if not path.exists():
-            return {"settings": settings, "before_user": "" if source else self._before_user()}
+            before_user = "" if source else self._before_user()
+            return {"settings": settings, "before_user": before_user, "command": COMMAND.get()}
         about: dict[str, Any] = read_json(path)
         if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
-            raise UsageError(f"{path} is of data made with another {other[0]}: repeat that, or give another `out`")
+            if not self.overwrite:
+                raise UsageError(other_settings(path, other[0], about.get("command", ""), ANEW))
+            for file in (ABOUT_FILE, _PROMPTS, _ANSWERS, *(f"{name}.partial" for name in (_PROMPTS, _ANSWERS))):
+                (self.directory / file).unlink(missing_ok=True)
+            return self._begun()
         return about
 
     def _before_user(self) -> str:
@@ -354,16 +362,17 @@ def own_answers(
     held_out: int,
     tested: int = 0,
     seconds: float | None = None,
+    overwrite: bool = False,
 ) -> tuple[Template, dict[str, Any]]:
     """Write the model's answers at full depth to `out`, unless they exist; their template, and the settings.
 
     See `SelfGeneratedData.write_records`, which names the files. `seconds`: the time that drawing and answering may
-    take; default: all prompts are answered.
+    take; default: all prompts are answered. `overwrite`: replace answers that were made with other settings.
     """
     from skipdecode.engine.opening import open_engines
 
     template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.recipe))
     engines = open_engines(loaded.model, "auto", note)
-    about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad
+    about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
     made = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about, seconds)
     return template, made.write_records(held_out, tested)

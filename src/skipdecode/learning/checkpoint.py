@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import write_whole, writing
+from skipdecode.common.journal import ANEW, other_settings
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note
 from skipdecode.data.examples import RecordFile
@@ -225,6 +227,7 @@ def make_recipe(
         "base": base,
         "environment": dict(environment),
         "processes": processes,
+        "command": COMMAND.get(),
         "result": None,
     }
     # Once through JSON, so that it compares equal to one that was read.
@@ -243,18 +246,23 @@ def write_recipe(recipe: Mapping[str, Any], directory: Path) -> None:
     write_whole(directory / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
 
 
-def check_same_run(stored: dict[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UsageError, naming the first difference, unless a resumed run is the run that was started."""
+def is_unfinished(stored: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a stored recipe is of this run, and the run has no result yet."""
+    return stored["result"] is None and next(_differences(stored, now), None) is None
+
+
+def check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
+    """Raise UsageError, naming the first difference, unless the run in a directory is this one."""
+    for difference in _differences(stored, now):
+        raise UsageError(other_settings(directory, difference, stored.get("command", ""), ANEW))
+
+
+def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in words what differs between two recipes; other numbers of processes get other batches."""
     if (before := stored.get("processes", 1)) != now["processes"]:
-        raise UsageError(
-            f"`resume`: the run was started on {before} processes, and {now['processes']} would get other batches: "
-            f"launch as many, or start a new run in another `out`"
-        )
+        yield f"processes: {before} then, {now['processes']} now"
     for part in _MUST_AGREE:
         before, after = stored.get(part) or {}, now[part] or {}
         for name in sorted(before.keys() | after.keys()):
             if before.get(name) != after.get(name):
-                raise UsageError(
-                    f"`resume`: {name} of the {part} was {before.get(name)!r} when the run was started and is now "
-                    f"{after.get(name)!r}; resume with the same, or start a new run in another `out`"
-                )
+                yield f"{name} of the {part}: {before.get(name)!r} then, {after.get(name)!r} now"

@@ -124,7 +124,7 @@ class TuneConfig(Options):
     )
     gradient_checkpointing: bool = setting("compute activations twice to store fewer of them", default=False)
     eval_every: int = option("steps between two evaluations on the dev records", default=50, least=1)
-    checkpoint_every: int = option("steps between two checkpoints from which --resume goes on", default=50, least=1)
+    checkpoint_every: int = option("steps between two checkpoints", default=50, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

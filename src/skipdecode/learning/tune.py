@@ -34,6 +34,7 @@ from skipdecode.learning.checkpoint import (
     check_same_run,
     data_entry,
     dev_losses,
+    is_unfinished,
     make_recipe,
     write_recipe,
 )
@@ -109,7 +110,7 @@ def tune(
     minutes: float | None = None,
     recipe: str | Path | None = None,
     base: str | Path | None = None,
-    resume: bool = False,
+    overwrite: bool = False,
     **options: Any,
 ) -> Tuned:
     """Train a model under a schedule, as a LoRA adapter or in all weights, and save the best weights on dev records.
@@ -137,8 +138,9 @@ def tune(
         A recipe.json, whose options are the defaults.
     base : str or Path, optional
         For an adapter that is loaded by name: its base model.
-    resume : bool
-        Continue the run in `out`, if there is one; a finished run returns its result.
+    overwrite : bool
+        Begin anew if `out` has a finished run, or a run with other settings. An unfinished run of the same call goes on
+        in any case; without `overwrite`, the same call returns the result of a finished run.
     **options
         Other settings of `skipdecode.learning.settings.TuneOptions`; None is not given. The prompt of a record needs
         one of `task`, `prompt_template` and `prompt_field`, and `response_field` unless there is a task.
@@ -146,7 +148,7 @@ def tune(
     Raises
     ------
     UsageError
-        Options or the stored run do not fit together.
+        Options do not fit together, or `out` has a run with other ones.
     DataError
         Records cannot be read.
     DivergedError
@@ -165,7 +167,7 @@ def tune(
     files = schedule_files([schedule])
     ref = ModelRef(checked_name(model), given_base=str(base) if base else None) if loaded is None else loaded.ref
     ref = replace(ref, schedule_files=files) if files else ref
-    return _Run(settings, ref, loaded, train, dev, Path(out), schedule, seq_len, fit, stored, resume).run()
+    return _Run(settings, ref, loaded, train, dev, Path(out), schedule, seq_len, fit, stored, overwrite).run()
 
 
 def _settings(
@@ -201,7 +203,7 @@ class _Run:
     seq_len: int | None
     fit: Fit | str | Path | None
     recipe: Mapping[str, Any] | None
-    resume: bool
+    overwrite: bool
 
     @property
     def goes_on(self) -> bool:
@@ -226,7 +228,10 @@ class _Run:
                 # Refused before texts are generated.
                 settings.curriculum(self._schedule([settings.self_tokens])[0])
                 template, made["self"] = own_answers(
-                    loaded, settings, settings, prompts, out, seed=settings.seed, held_out=settings.dev_records or 0
+                    *(loaded, settings, settings, prompts, out),
+                    seed=settings.seed,
+                    held_out=settings.dev_records or 0,
+                    overwrite=self.overwrite,
                 )
                 files = self._read(template, train=out / TRAIN_FILE, dev=out / DEV_FILE)
         loaded, digest = self._loaded()
@@ -250,10 +255,13 @@ class _Run:
         )
         if dataset := dataset_id(self.train):
             recipe["datasets"] = [dataset]
-        if self.resume and (before := stored_recipe(out)) is not None:
-            check_same_run(before, recipe)
-            if before.get("result") is not None:
-                note(f"{out} has a finished run: its result is shown again")
+        before = stored_recipe(out)
+        if before is not None and self.overwrite and not is_unfinished(before, recipe):
+            before = None
+        if before is not None:
+            check_same_run(before, recipe, out)
+            if before["result"] is not None:
+                note(f"{out} has the finished run of this command: its result is shown again")
                 if state.is_main_process:
                     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
                 return Tuned(out, before)
@@ -263,7 +271,7 @@ class _Run:
             out.mkdir(parents=True, exist_ok=True)
             write_recipe(recipe, out)
         result = tuner.run(
-            resume=self.resume, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out)
+            resume=before is not None, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out)
         )
         if state.is_main_process:
             write_card(out, self.ref, schedule, "tune")

@@ -122,7 +122,7 @@ def export(
     layers = tuple(range(ref.num_layers)) if format == "merged" else check_exportable(chosen, ref)
     if format == "gguf":
         check_architecture(ref.config)
-    _DIRECTORY.check(directory, resume=False, overwrite=overwrite)
+    _DIRECTORY.check(directory, overwrite=overwrite)
     loaded = _loaded(ref, dtype, require_tokenizer=format == "gguf")
     if (line := loaded.untuned_line([chosen])) is not None:
         note(line)
