@@ -21,19 +21,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from quality_plans import PLANS
 from shared import TASKS as TASK_FILES
 from shared import script_parser, write_result
 from tqdm import tqdm
 
-from quality_runs import Steps
 from skipdecode.cli import main as skipdecode
 
 SELF = ["--self", "--self-temperature", "0", "--bertscore-model", "minilm"]
 
 
 class Task(NamedTuple):
-    """A checkpoint at full depth (`full-a` is tuned first, by `quality_runs.py`), the target, the scores to keep."""
+    """A checkpoint that knows the task (empty: --checkpoint names one), the target, the scores to keep."""
 
     checkpoint: str
     target: float
@@ -46,20 +44,10 @@ RECORDS = "--self-records {} --self-tokens {} --test-records {}"
 TASKS = {
     "e2e": Task("e2e-smollm2-135m", 1.6, ("bleu", *SUMMARY), RECORDS.format(320, 64, 128).split()),
     "chat": Task("smollm2-135m", 1.25, ("1 / perplexity",), RECORDS.format(260, 96, 64).split()),
-    "cnn_dm": Task("full-a", 1.9, SUMMARY, RECORDS.format(320, 96, 64).split()),
-    "tldr": Task("full-a", 1.85, SUMMARY, RECORDS.format(320, 80, 128).split()),
+    "cnn_dm": Task("", 1.9, SUMMARY, RECORDS.format(320, 96, 64).split()),
+    "tldr": Task("", 1.85, SUMMARY, RECORDS.format(320, 80, 128).split()),
 }
 METHODS = {"fitted": [], "fitted, no tap": ["--fit-taps", "0"], "without fits": ["--no-fit"]}
-
-
-def checkpoint(task: str, options: argparse.Namespace) -> str | Path:
-    """Name or directory of a task's checkpoint at full depth, which is tuned first if it has to be."""
-    name = options.checkpoint or TASKS[task].checkpoint
-    if task not in PLANS or name not in PLANS[task].checkpoints:
-        return name
-    steps = Steps(PLANS[task], options.data / task, options.work, dry_run=False)
-    steps.make(name)
-    return steps.checkpoint(name)
 
 
 def prepared(task: str, method: str, minutes: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -72,7 +60,7 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
             f"--{name}={options.data / task / file}.jsonl" for name, file in (("prompts", "train"), ("test", "test"))
         ]
         files += ["--task", task if task == "e2e" else str(TASK_FILES / f"{task}.yaml")]
-    model = str(checkpoint(task, options))
+    model = options.checkpoint or TASKS[task].checkpoint
     command = ["prepare", model, "--target-speedup", str(target), *SELF, *more, *files, *METHODS[method]]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = skipdecode([*command, "--minutes", f"{minutes:g}", "--out", str(out), "--json"])
@@ -114,7 +102,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["fitted", "without fits"])
     parser.add_argument("--minutes", nargs="+", type=float, default=[0.0, 10.0])
-    parser.add_argument("--checkpoint", help="in place of the one of each task")
+    parser.add_argument("--checkpoint", help="a checkpoint that was tuned on the task at full depth")
     parser.add_argument("--target", type=float, help="request speed-up, in place of the one of each task")
     parser.add_argument("--more", default="", help="further options of prepare, such as '--self-records 995'")
     parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,17 +59,3 @@ def e2e_prompts(file: Path, tokenizer: Any, limit: int | None = None) -> list[li
     """Token ids of the prompts of E2E records."""
     task = load_task("e2e")
     return encode_prompts(task.template(), load_records(task, str(file), limit=limit), tokenizer)[1]
-
-
-def call(*command: str | Path, dry_run: bool = False) -> None:
-    """Show a command, and run it; a dry run only shows it."""
-    words = list(map(str, command))
-    print("$", shlex.join(words), flush=True)
-    if not dry_run:
-        subprocess.run(words, check=True)
-
-
-def is_tuned(run: Path) -> bool:
-    """Whether `skipdecode tune` came to its end in a directory."""
-    recipe = run / "recipe.json"
-    return recipe.exists() and json.loads(recipe.read_text(encoding="utf-8"))["result"] is not None

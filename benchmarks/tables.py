@@ -19,6 +19,7 @@ from skipdecode.common.jsonl import read_result
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+SKIPPED_CODE = ROOT / "results" / "humaneval-skipping-qwen2.5-coder-0.5b.json"
 METRICS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "bertscore_f1": "BERT-F"}
 BLOCK = re.compile(r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
@@ -113,21 +114,6 @@ def peers(document: Row) -> Table:
     return rows
 
 
-def serve_peers(document: Row) -> Table:
-    """Tokens a second of each server, with the 99th percentiles of first token and between tokens, by streams."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in document["rows"]:
-        figures = f"{row['tokens_per_s']:.0f}; {row['ttft_ms']['p99']:.0f}; {row['itl_ms']['p99']:.0f}"
-        failed = f" ({row['failed']} failed)" if row["failed"] else ""
-        of_load = found.setdefault(row["load"], {})
-        group = of_load.setdefault(row["peer"], {"load": row["load"], "peer": row["peer"]})
-        group[str(row["streams"])] = figures + failed
-    streams = sorted({row["streams"] for row in document["rows"]})
-    columns: list[Column] = [("load", "{load}"), ("server", "{peer}")]
-    rows = [group for of_load in found.values() for group in of_load.values()]
-    return table(rows, columns + [(f"{count} at a time", given(str(count), "")) for count in streams])
-
-
 def serve_load(document: Row) -> Table:
     """Throughput of each schedule, with percentiles of first token and between chunks in milliseconds."""
 
@@ -138,80 +124,6 @@ def serve_load(document: Row) -> Table:
     for what, field in (("first token", "first_token_s"), ("between tokens", "between_chunks_s")):
         columns += [(f"{what}, {quantile}, ms", waited(field, quantile)) for quantile in ("p50", "p99")]
     return table([{"name": name, **row} for name, row in document["schedules"].items()], columns)
-
-
-def structured(document: Row) -> Table:
-    """What a JSON schema adds to a decode step."""
-    columns: list[Column] = [
-        ("model", "{model}"),
-        ("sequences", "{rows}"),
-        ("temperature", "{temperature:g}"),
-        ("CPU ms of a step", "{step_ms:.1f}"),
-        ("with a schema", "{ratio:.2f}x"),
-        ("µs a token", "{more_us_per_token:+.0f}"),
-    ]
-    return table(document["rows"], columns)
-
-
-def exact_head(document: Row) -> Table:
-    """What the 8-bit copy of the head gains in decoding."""
-    columns: list[Column] = [
-        ("batch", "{batch}"),
-        ("nominal", "{nominal_speedup:g}x"),
-        ("full head, ms a step", "{full_head_ms:.2f}"),
-        ("with the copy", "{ms:.2f}"),
-        ("gain", "{gain:.2f}x"),
-    ]
-    return table(document["speed"], columns)
-
-
-def same_tokens(document: Row) -> Table:
-    """How often the 8-bit copy of the head decided, and how many words it left."""
-    columns: list[Column] = [
-        ("prompts", "{data}"),
-        ("weights", lambda row: {"none": "bfloat16"}.get(row["quantization"], row["quantization"])),
-        ("steps", "{steps:,}"),
-        ("decided by the copy", "{rows_decided:,}"),
-        ("other tokens than the full head's", "{different}"),
-        ("fell back", given("fallback_share", ".2%")),
-        ("candidates, mean", given("mean_candidates", ".1f")),
-        ("most", given("max_candidates", "d")),
-    ]
-    return table(document["same"], columns)
-
-
-def predictions(document: Row) -> Table:
-    """Measured and predicted request speed-ups, by lengths and batch: the middle and the largest distance."""
-    groups: dict[str, list[Row]] = {}
-    for row in document["runs"]:
-        groups.setdefault("{lengths}, {prompt_len} + {new_tokens}|{batch}".format_map(row), []).append(row)
-    rows = [["lengths", "batch", "request speed-ups measured", "prediction off by, median", "most"]]
-    for key, group in groups.items():
-        errors = sorted(abs(row["request_error"]) for row in group)
-        gains = [row["request_speedup"] for row in group]
-        span = f"{min(gains):.2f}x to {max(gains):.2f}x"
-        rows.append([*key.split("|"), span, f"{errors[len(errors) // 2]:.1%}", f"{errors[-1]:.1%}"])
-    return rows
-
-
-def vllm(document: Row) -> Table:
-    """The vLLM plugin against stock vLLM in the same run: what was measured of it."""
-    ratios = document["ratios"]
-    what = {
-        "full_depth_overhead": "the plugin at full depth: time a token",
-        "lockstep_8_flat_2x": "8 sequences that start together, flat schedule, nominal 2x: tokens/s of decoding",
-        "lockstep_8_nominal_2x": "8 sequences that start together, linear schedule, nominal 2x: tokens/s of decoding",
-        "mixed_32_linear_2x": "96 requests at once, 32 slots, linear schedule, 2x: tokens/s with prompts",
-        "poisson_flat_2x": "Poisson arrivals, 32 slots, flat schedule at 2x: requests/s at stock's p99 between tokens",
-        "split_requests": "32 requests of 192 + 60 tokens, split schedule (prompts half the layers too): requests/s",
-    }
-    rows = [["what", "against stock, both eager", "against stock's default"]]
-    for key, text in what.items():
-        found = [ratios.get(f"{form}{key}") for form in ("", "default_")]
-        if found != [None, None]:
-            form = "{:+.1%}" if key == "full_depth_overhead" else "{:.2f}x"
-            rows.append([text, *("not measured" if value is None else form.format(value) for value in found)])
-    return rows
 
 
 # ---------------------------------------------------------------------- quality
@@ -464,6 +376,31 @@ def prepared_rows(document: Row) -> Table:
     return table(document["rows"], columns)
 
 
+def first(document: Row) -> Table:
+    """Show for each task of `prepare` what its largest number of minutes brought, and what W8A8 with drafts brings."""
+    columns: list[Column] = [
+        ("Qwen2.5-Coder-0.5B", "{shown}"),
+        ("minutes", "{minutes:g}"),
+        ("request speed-up", times("request_speedup")),
+        ("quality kept", "{kept:.0%}"),
+    ]
+    chosen = (
+        ("tldr", 60, "calibrated-1.8x-wall", "summaries (TL;DR), shorter prompts"),
+        ("e2e", 45, "calibrated-2x-wall, faster", "data to text (E2E), fewer layers"),
+        ("e2e", 45, "calibrated-2x-wall, faster, w8a8", "data to text (E2E), fewer layers and W8A8"),
+        ("code", 0, "full, w8a8, exact", "code, all layers, W8A8 and drafts"),
+        ("code, 1.25x, 60 minutes", 60, "calibrated-1.25x-wall", "code, fewer layers: do not"),
+    )
+    found = {(row["task"], row["minutes"], row["lever"]): row for row in document["rows"]}
+    rows = [dict(found[task, minutes, lever], shown=shown) for task, minutes, lever, shown in chosen]
+    # Perplexity flatters programs: the last row is of problems that are solved.
+    solved = [
+        row["passed"] for row in read_result(ROOT / "results" / "humaneval-skipping-qwen2.5-coder-0.5b.json")["rows"]
+    ]
+    rows[-1]["kept"] = solved[-1] / solved[0]
+    return table(rows, columns)
+
+
 # By name, with the kind of result, or the benchmark, that each is made from.
 TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "bench": ("bench", bench),
@@ -473,6 +410,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "faults": ("families", lambda document: plain(document["faults"])),
     "ready": ("ready", ready),
     "start": ("ready", start),
+    "first": ("prepared-rows", first),
     "ready-minutes": ("ready", ready_minutes),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),
@@ -481,17 +419,11 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "memory": ("memory", memory),
     "names": ("unseen-names", names),
     "prepared-rows": ("prepared-rows", prepared_rows),
-    "predictions": ("prediction", predictions),
     "products": ("product-speed", products),
     "quality": ("quality-table", quality),
     "requests": ("quality-table", requests),
-    "exact-head": ("head", exact_head),
-    "same-tokens": ("head", same_tokens),
     "serve-load": ("serve-load", serve_load),
     "peers": ("peers", peers),
-    "serve-peers": ("serve-peers", serve_peers),
-    "structured": ("structured", structured),
-    "vllm": ("vllm-speed", vllm),
 }
 
 

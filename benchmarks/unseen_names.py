@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from invented_names import invented_names, renamed
-from quality_answers import NAME
 from shared import script_parser, write_result
 from tqdm import tqdm
 
@@ -24,6 +24,7 @@ from skipdecode import LLM, Schedule
 from skipdecode.data.tasks import load_task
 from skipdecode.models.loading.ref import ModelRef
 
+NAME = re.compile(r"(?:name|near)\[([^\]]+)\]")
 ADAPTER = "e2e-smollm2-135m"  # whose schedules are run
 _LINES = (
     "bar cu den fil go har im jo kel len mo ner or pin ran ser tor un vi wen yar zel",
