@@ -44,12 +44,17 @@ _OR_STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"sch
 
 
 def create_app(
-    service: Service, *, keys: ApiKeys | None = None, local_only: bool = False, cors: Sequence[str] = ()
+    service: Service,
+    *,
+    keys: ApiKeys | None = None,
+    local_only: bool = False,
+    cors: Sequence[str] = (),
+    request_seconds: float = 30.0,
 ) -> ASGIApp:
     """The application; its lifespan starts and stops the service's worker.
 
-    `keys`: without any, no key is needed. `local_only`: see `Middleware`. `cors`: origins whose pages may read the
-    answers; "*" is any.
+    `keys`: without any, no key is needed. `local_only` and `request_seconds`: see `Middleware`. `cors`: origins whose
+    pages may read the answers; "*" is any.
     """
 
     @asynccontextmanager
@@ -65,6 +70,7 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         responses={"4XX": failure, "5XX": failure},
     )
     add_error_handlers(app)
@@ -79,6 +85,7 @@ def create_app(
         metrics=service.metrics,
         paths=[route.path for route in app.routes if hasattr(route, "path")],
         local_only=local_only,
+        request_seconds=request_seconds,
     )
     if not cors:
         return guarded

@@ -53,13 +53,9 @@ class Binding(Options):
     host: str = option("address to listen on; 0.0.0.0: all networks of the machine", default="127.0.0.1")
     port: int = option("port to listen on", default=8000, least=0, most=65535)
     drain_seconds: float = option("seconds in which running requests may finish after SIGTERM", default=30.0, above=0)
-    max_connections: int = option(
-        "most open connections; one more closes the one that has waited longest for a whole request, or gets 503",
-        default=1024,
-        least=1,
-    )
+    max_connections: int = option("most open connections; requests on one more get 503", default=1024, least=1)
     request_seconds: float = option(
-        "a connection is closed if a request is not whole so many seconds after its first byte, or none comes",
+        "most seconds from the head of a request to the end of its body, and until the next request on a connection",
         default=30.0,
         above=0,
     )
