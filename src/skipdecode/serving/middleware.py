@@ -96,8 +96,7 @@ class Middleware:
     `keys`: for everything but the page, the health checks and the description of the interface. `max_body_bytes`:
     largest size of a request's body. `paths`: paths that are counted by their own names; all others are counted as
     "other". `local_only`: refuse requests whose Host is not a name of this machine: a page elsewhere that has its name
-    point here (DNS rebinding) is not to use a server that listens on loopback. `request_seconds`: in which a body has to
-    come.
+    point here (DNS rebinding) is not to use a server that listens on loopback. `request_seconds`: for a body to come.
     """
 
     def __init__(
