@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipdecode.errors import UsageError
 from skipdecode.serving.errors import ApiError, invalid
+from skipdecode.serving.limits import Binding, ServerLimits
 from skipdecode.serving.metrics import Metrics
 
 ENVIRONMENT_VARIABLE = "SKIPDECODE_API_KEY"
@@ -93,10 +94,11 @@ def _hash(key: bytes) -> str:
 class Middleware:
     """In front of the ASGI application.
 
-    `keys`: for everything but the page, the health checks and the description of the interface. `max_body_bytes`:
-    largest size of a request's body. `paths`: paths that are counted by their own names; all others are counted as
-    "other". `local_only`: refuse requests whose Host is not a name of this machine: a page elsewhere that has its name
-    point here (DNS rebinding) is not to use a server that listens on loopback. `request_seconds`: for a body to come.
+    `keys`: for everything but the page, the health checks and the description of the interface. `paths`: paths that are
+    counted by their own names; all others are counted as "other".
+
+    On loopback, requests whose Host is not a name of this machine are refused: a page elsewhere that has its name point
+    here (DNS rebinding) is not to use the server.
     """
 
     def __init__(
@@ -104,19 +106,18 @@ class Middleware:
         app: ASGIApp,
         *,
         keys: ApiKeys,
-        max_body_bytes: int,
+        limits: ServerLimits,
+        binding: Binding,
         metrics: Metrics,
         paths: Iterable[str],
-        local_only: bool,
-        request_seconds: float,
     ) -> None:
         self._app = app
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = limits.max_body_bytes
         self._metrics = metrics
         self._paths = frozenset(paths)
-        self._local_only = local_only
-        self._request_seconds = request_seconds
+        self._local_only = binding.is_local
+        self._request_seconds = binding.request_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""

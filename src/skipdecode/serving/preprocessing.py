@@ -136,7 +136,6 @@ class Preprocessor:
         has them already.
         """
         if isinstance(prompt, tuple):
-            self._check_ids(prompt, "prompt")
             return list(prompt)
         if isinstance(prompt, Chat):
             found = token_ids(

@@ -36,11 +36,6 @@ _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
 _SWITCH_SECONDS = 0.00005
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def open_socket(binding: Binding) -> socket.socket:
     """A socket on the address; it takes connections once the server runs.
 
@@ -61,17 +56,10 @@ def open_socket(binding: Binding) -> socket.socket:
 
 def make_server(service: Service, binding: Binding, keys: ApiKeys | None = None) -> uvicorn.Server:
     """A uvicorn server; its `run` returns once it is stopped."""
-    app = create_app(
-        service,
-        keys=keys,
-        local_only=is_loopback(binding.host),
-        cors=binding.cors,
-        request_seconds=binding.request_seconds,
-    )
     _log_to_stderr(binding.log_level)
     _raise_open_files()
     config = uvicorn.Config(
-        app,
+        create_app(service, binding, keys or ApiKeys()),
         http="h11",
         ws="none",
         log_config=None,
