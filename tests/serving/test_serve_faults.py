@@ -167,21 +167,13 @@ def unfinished():
 
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
-TOO_LARGE = {
-    "one header": [HEAD + b"x: " + b"y" * 100_000],
-    "many headers": [HEAD, *(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(1000))],
-    "a path": [b"GET /" + b"z" * 100_000],
-    "trailers": [
-        unfinished().replace(b"content-length: 100", b"transfer-encoding: chunked")[:-1],
-        b"1\r\nx\r\n0\r\n",
-        *(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(1000)),
-    ],
-}
 
 
 def test_heads_are_bounded():
+    lines = [b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(1000)]
+    chunked = unfinished()[:-1].replace(b"content-length: 100", b"transfer-encoding: chunked") + b"1\r\nx\r\n0\r\n"
     with running(tiny_service()) as client:
-        for parts in TOO_LARGE.values():
+        for parts in ([HEAD, *lines], [chunked, *lines], [HEAD + b"x: " + b"y" * 100_000], [b"GET /" + b"z" * 100_000]):
             sock = connected(client)
             with contextlib.suppress(ConnectionError):
                 for part in parts:
@@ -215,45 +207,6 @@ def test_one_connection_too_many_is_told():
         for sock in held:
             sock.close()
         until(lambda: httpx.get(f"{client.base_url}/health").status_code == 200)
-
-
-@pytest.mark.slow
-def test_a_live_client_beside_large_heads_is_as_quick_as_without():
-    """Its 99th percentile at most doubles, over 3 s each."""
-    body = greedy(prompt="hello", max_tokens=8, logit_bias={"2": -100})
-    stop = threading.Event()
-
-    def send_headers(client):
-        while not stop.wait(0.01):
-            sock = connected(client, HEAD)
-            with contextlib.suppress(OSError):
-                for number in range(250_000 // 50):
-                    sock.sendall(b"x-%d: %s\r\n" % (number, b"y" * 50_000))
-            sock.close()
-
-    def p99(client):
-        taken, end = [], time.monotonic() + 3
-        while time.monotonic() < end or len(taken) < 100:
-            start = time.perf_counter()
-            assert client.post(COMPLETIONS, json=body).status_code == 200
-            taken.append(time.perf_counter() - start)
-        return sorted(taken)[int(len(taken) * 0.99)]
-
-    with running(tiny_service()) as client:
-        p99(client)
-        rounds = []
-        while len(rounds) < 3:  # another job of the machine may take a core in one of them
-            before = p99(client)
-            thread = threading.Thread(target=send_headers, args=(client,))
-            thread.start()
-            beside = p99(client)
-            stop.set()
-            thread.join(20)
-            stop.clear()
-            rounds.append((before, beside))
-            if beside <= max(2 * before, 0.05):
-                return
-    pytest.fail(f"99th percentiles without and beside the attack, in seconds: {rounds}")
 
 
 # ---------------------------------------------------------------------- HTTP
@@ -321,9 +274,8 @@ def test_targets_and_headers(client, target, headers, status):
 
 def test_a_body_is_waited_for_where_the_client_waits(client):
     content = json.dumps(SHORT).encode()
-    head = f"POST {COMPLETIONS}/ HTTP/1.1\nHost: localhost\nContent-Type: application/json; charset=utf-8\n"
-    head += f"Connection: close\nExpect: 100-continue\nContent-Length: {len(content)}\n\n"
-    sock = connected(client, head.replace("\n", "\r\n").encode())
+    head = unfinished()[:-3].replace(b"json", b"json; charset=utf-8").replace(b"100", b"%d" % len(content))
+    sock = connected(client, head + b"expect: 100-continue\r\nconnection: close\r\n\r\n")
     assert sock.recv(1000).startswith(b"HTTP/1.1 100")
     sock.sendall(content)
     assert parted(answer_of(sock))[0] == 200
