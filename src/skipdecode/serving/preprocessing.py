@@ -101,7 +101,7 @@ class Preprocessor:
             max_unread=self._limits.max_unread_tokens,
             calls=self._calls(request),
         )
-        sampling = self._sampling(request, state.calls)
+        sampling = self._sampling(request, state.calls)  # once: its rows differ in their seeds
         stops, hidden = StopStrings(request.stops), frozenset(request.stop_token_ids)
         self._check_ids(hidden, "stop_token_ids")
         ends = hidden if request.ignore_eos else self._end_tokens | hidden
@@ -113,15 +113,9 @@ class Preprocessor:
             if request.min_tokens > new_tokens:
                 message = f"min_tokens={request.min_tokens} is not accepted: at most {new_tokens} tokens are generated"
                 raise invalid(message, "min_tokens")
+            row = sampling.for_row(index)
             engine_request = Request(
-                tuple(prompt),
-                max(1, new_tokens),
-                sampling.for_row(index),
-                ends,
-                cache_salt,
-                asked.exact,
-                scored,
-                request.min_tokens,
+                tuple(prompt), max(1, new_tokens), row, ends, cache_salt, asked.exact, scored, request.min_tokens
             )
             detokenizer = Detokenizer(self._texts, stops, hidden)
             state.choices.append(

@@ -87,12 +87,6 @@ class ModelWorker:
         texts = self._texts
         return 0 if texts is None else len(texts.running)
 
-    @property
-    def _running(self) -> list[Choice]:
-        """Choices in the batch."""
-        texts = self._texts
-        return [] if texts is None else list(texts.running.values())
-
     def submit(self, state: RequestState) -> None:
         """Queue a request.
 
@@ -155,8 +149,9 @@ class ModelWorker:
             self._send()
 
     def _all_requests(self) -> set[RequestState]:
+        running = () if self._texts is None else self._texts.running.values()
         with self._wake:
-            return {choice.state for choice in (*self._waiting, *self._running)}
+            return {choice.state for choice in (*self._waiting, *running)}
 
     def _await_work(self) -> bool:
         """Sleep until there is something to do, drop cancelled requests; False once the worker is to stop."""
