@@ -113,7 +113,7 @@ class Checks:
         return sock
 
     async def nonsense(self) -> dict[str, Any]:
-        """Bodies that are no requests, prompts that are too long, and wrong keys."""
+        """Bodies that are no requests, prompts that are too long, heads that are too large, and wrong keys."""
         random.seed(1)
         whole = json.dumps(BODY).encode()
         bodies = {
@@ -132,6 +132,13 @@ class Checks:
             found[name] = statuses
         keys = ["x", KEY[:-1], KEY + "x", KEY.upper(), "x" * 5000]
         wrong = [await self.client.post(PATH, json=BODY, headers={"authorization": f"Bearer {k}"}) for k in keys * 20]
+        heads: Counter[str] = Counter()
+        for _ in range(100):
+            try:
+                heads[str((await self.client.get("/health", headers={"x": "y" * 100_000})).status_code)] += 1
+            except httpx.HTTPError as e:  # closed while the head is sent
+                heads[type(e).__name__] += 1
+        found["large head"] = heads
         found["wrong key"] = Counter(response.status_code for response in wrong)
         return found
 

@@ -14,8 +14,9 @@ import pytest
 from serve_tools import greedy, until
 from skipdecode import Schedule
 from skipdecode.cli import main, serve
-from skipdecode.cli.arguments import add_options, config_from
+from skipdecode.cli.arguments import Parser, add_options, config_from, prepared
 from skipdecode.cli.serve import Config
+from skipdecode.models.loading.ref import served_name
 from textgen_tools import command, save_tiny_model, subprocess_environment
 from tiny import LAYERS
 
@@ -140,6 +141,17 @@ def test_flags_given_twice_are_gathered():
     arguments = ["m", "--schedule", "a", "--schedule", "b", "c"]
     config = config_from(Config, parser.parse_intermixed_args(arguments))
     assert config.schedule == ("a", "b", "c")
+
+
+def test_a_prepared_directory_is_served_under_its_own_name(tmp_path, monkeypatch):
+    (tmp_path / "prepared.json").write_text(json.dumps({"use": {"model": str(tmp_path / "tuned-6")}}))
+    parser = Parser()
+    add_options(parser, Config)
+    args = prepared(parser.read([str(tmp_path)]), Config)
+    assert (args.model, args.name) == (str(tmp_path / "tuned-6"), tmp_path.name)
+    assert prepared(parser.read([str(tmp_path), "--name", "mine"]), Config).name == "mine"
+    monkeypatch.chdir(tmp_path)
+    assert prepared(parser.read(["."]), Config).name == served_name(".") == tmp_path.name
 
 
 @pytest.mark.parametrize("option", [(), ("--no-prefix-cache",)])

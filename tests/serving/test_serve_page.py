@@ -175,6 +175,7 @@ def test_two_empty_answers_are_not_called_equal(browser: Browser, tmp_path: Path
     model.generation_config.eos_token_id = 0
     model.save_pretrained(directory)
     with serving(directory, "--schedule", "2x") as (address, _), opened(browser, address) as page:
+        expect(page.get_by_label("Schedule", exact=True)).to_be_hidden()  # there is one
         run_to_the_end(page)
         for column in ("full", "reduced"):
             expect(page.locator(f"#{column}")).to_contain_text("the model ended its answer at once")
@@ -196,6 +197,8 @@ def test_schedules_of_one_speedup_say_how_their_prompts_differ(browser: Browser,
             page.keyboard.press(key)
             said.append(str(slider.get_attribute("aria-valuetext")).rpartition(", ")[2])
         assert sorted(said) == ["prompts through 4 layers", f"prompts through {LAYERS} layers"]
+        page.keyboard.press("Home")
+        expect(page.locator("#lead")).to_contain_text(f"alone: All {LAYERS} layers for every new token; 4 for prompts")
 
 
 def test_by_keyboard_alone(browser: Browser, address: str):

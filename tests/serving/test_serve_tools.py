@@ -6,6 +6,9 @@ import json
 
 import jsonschema
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic_core import to_json
 
 from checkpoints import HERMES, byte_tokenizer
 from serve_tools import events, greedy, is_idle, running, tiny_served_model, until
@@ -162,24 +165,92 @@ READ = [
     ("qwen", CALL[:-20], CALL[:-20], []),
     ("qwen", '\n{"name": "f", "arguments": {"a": 1}}', "", [("f", {"a": 1})]),  # as Qwen2.5-Coder
     ("qwen", '{"name": "f"} or not', '{"name": "f"} or not', []),
+    ("qwen", f'{{"a": 1}}\n{CALL}', '{"a": 1}', [F]),
+    ("qwen", f'<tool_call>{{{CALL} <tool_call>"{CALL}', '<tool_call>{ <tool_call>"', [F, F]),
+    ("qwen", CALL.replace("</x>", "</tool_call>"), "", [("f", {"a": "</tool_call> ü"})]),
+    ("qwen", CALL.replace("ü", r"\ud83d \ud83d\ude00 \u0000"), "", [("f", {"a": "</x> \ufffd \U0001f600 \0"})]),
+    ("qwen", CALL[:-5], "", [F]),  # cut off in the mark of the end
+    ("qwen", CALL.replace('"f"', "[]"), CALL.replace('"f"', "[]"), []),
+    ("qwen", CALL.replace('"</x> ü"', "1e999"), CALL.replace('"</x> ü"', "1e999"), []),
+    ("qwen", CALL.replace('"</x> ü"', "[" * 9999), CALL.replace('"</x> ü"', "[" * 9999), []),
     ("llama", "hello", "hello", []),
     ("llama", ' {"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
     ("llama", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", {}), ("g", {})]),
+    ("llama", 'See: <|python_tag|>{"name": "f", "parameters": {}}', "See:", [("f", {})]),
+    ("llama", "<|python_tag|>print(5)", "<|python_tag|>print(5)", []),
     ("llama", ' {"answer": 5}', ' {"answer": 5}', []),
     ("llama", 'see {"name": "f", "parameters": {}}', 'see {"name": "f", "parameters": {}}', []),
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "said", "called"), READ, ids=[case[1] for case in READ])
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_calls_are_found_in_a_text_that_comes_in_parts(name, text, said, called, size):
+def read(name, parts):
+    """The text and the calls in parts of an answer; checks what holds for every answer."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATES[name]
     reader = CallReader(CallForm.of(tokenizer, ()), ToolChoice.of([{"function": {"name": each}} for each in "fg"]))
-    parts = [text[i : i + size] for i in range(0, len(text), size)]
     found = [reader.push(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
-    assert "".join(part for part, _ in found) == said
     calls = [call for _, calls in found for call in calls]
-    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == called
+    assert json.loads(to_json(calls)) == calls
     assert [c["index"] for c in calls] == list(range(len(calls)))
     assert len({c["id"] for c in calls}) == len(calls)
+    functions = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
+    return "".join(part for part, _ in found), functions
+
+
+@pytest.mark.parametrize(("name", "text", "said", "called"), READ, ids=range(len(READ)))
+@pytest.mark.parametrize("size", [1, 3, 100_000])
+def test_calls_are_found_in_a_text_that_comes_in_parts(name, text, said, called, size):
+    assert read(name, [text[i : i + size] for i in range(0, len(text), size)]) == (said, called)
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.dictionaries(st.sampled_from(["a", "</tool_call>", '<tool_call>{"', "{}"]) | st.text(), JSON, max_size=3)
+PIECES = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "{",
+        "}",
+        '"',
+        "\\",
+        "\n",
+        " ",
+        ";",
+        "NaN",
+        "1e999",
+        '"name"',
+        ":",
+    ]
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("fg"), ARGUMENTS), min_size=1, max_size=3), st.booleans(), st.data())
+def test_written_calls_are_read_whole_and_in_parts(calls, ascii_only, data):
+    name = data.draw(st.sampled_from(["qwen", "llama"]))
+    begin, key, end, between = {
+        "qwen": ("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
+        "llama": ("", "parameters", "", "; "),
+    }[name]
+    written = [json.dumps({"name": f, key: given}, ensure_ascii=ascii_only) for f, given in calls]
+    text = between.join(begin + call + end for call in written)
+    assert read(name, divided(text, data)) == ("", calls)
+
+
+@given(
+    st.sampled_from(["qwen", "llama"]), st.lists(PIECES | st.just(CALL) | st.text(max_size=5), max_size=12), st.data()
+)
+@example("qwen", ["<tool_call>", '{"name": "f", "arguments": {"a": "', "</tool_call>", CALL], None)
+def test_any_text_gives_the_same_whole_and_in_parts(name, pieces, data):
+    text = "".join(pieces)
+    assert read(name, divided(text, data)) == read(name, [text])
+
+
+def divided(text, data):
+    """The text in parts of a drawn size; without `data`, in characters."""
+    size = 1 if data is None else data.draw(st.integers(1, 20))
+    return [text[i : i + size] for i in range(0, len(text), size)] or [""]

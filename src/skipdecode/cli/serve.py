@@ -55,7 +55,7 @@ def run(config: Config) -> int:
     if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "prometheus_client"))):
         raise MissingExtraError("skipdecode serve", "serve")
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
-    from skipdecode.serving.server import is_loopback, open_socket, run_server
+    from skipdecode.serving.server import open_socket, run_server
 
     keys = ApiKeys.read(config.api_keys)
     if config.prefix_per_key and not keys:
@@ -63,7 +63,7 @@ def run(config: Config) -> int:
     # Before the model is loaded, which takes long.
     listening = open_socket(config)
     service = _service(config, schedules)
-    if not keys and not is_loopback(config.host):
+    if not keys and not config.is_local:
         note(
             f"no API key is set: everybody who can reach {config.host} can use the model (set --api-keys or the "
             f"environment variable {ENVIRONMENT_VARIABLE})"

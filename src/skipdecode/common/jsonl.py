@@ -106,9 +106,14 @@ PREPARED_FILE = "prepared.json"
 
 
 def prepared_use(folder: str | Path) -> dict[str, Any]:
-    """What a directory that `prepare` wrote recommends: model, schedule, base, quantization. Empty for other names."""
+    """What a directory that `prepare` wrote recommends: model, schedule, base, quantization; and the directory's name.
+
+    Empty for other names.
+    """
     file = Path(folder) / PREPARED_FILE
-    return dict(json.loads(file.read_bytes()).get("use", {})) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    return {"name": file.absolute().parent.name, **json.loads(file.read_bytes()).get("use", {})}
 
 
 def heading(kind: str, benchmark: str | None = None) -> dict[str, Any]:

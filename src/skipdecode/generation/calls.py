@@ -20,13 +20,13 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
 class CallForm(NamedTuple):
     """How a model writes a call: a JSON object with `name` and `arguments` (the key) between `begin` and `end`.
 
-    `begins` matches the begin in a text. Without an end, the calls are the whole text.
+    `mark` announces calls in a text. Without an end, they are all that follows.
     """
 
     arguments: str
     begin: str
     end: str
-    begins: re.Pattern[str]
+    mark: str
 
     @classmethod
     def of(cls, tokenizer: Any, tools: Sequence[Tool]) -> CallForm | None:
@@ -56,14 +56,18 @@ class CallForm(NamedTuple):
         return "\n".join([f"start: call{more}", f"call: {names}", *rules])
 
 
-_HERMES = CallForm("arguments", "<tool_call>\n", "\n</tool_call>", re.compile(r"\s*<tool_call>"))
-_LLAMA = CallForm("parameters", "", "", re.compile(r"\A\s*(?=\{)"))
+_HERMES = CallForm("arguments", "<tool_call>\n", "\n</tool_call>", "<tool_call>")
+_LLAMA = CallForm("parameters", "", "", "<|python_tag|>")
+_TO_END = re.compile(r'((?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!/tool_call>))*+)</tool_call>', re.DOTALL)
+"""A text up to the first end mark that is outside of JSON strings."""
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class CallReader:
     """Finds the calls in a text that comes in parts. What is no call of one of the tools stays text.
 
-    A text that begins with `{` is read as Llama's: some models leave out the marks that their template asks for.
+    A text of nothing but calls needs no mark, as Llama writes them: some models leave out the marks that their template
+    asks for.
 
     Attribute `count`: calls so far.
     """
@@ -71,54 +75,79 @@ class CallReader:
     def __init__(self, form: CallForm, calling: ToolChoice) -> None:
         self._form, self._names = form, set(map(name_of, calling.callable))
         self._most = None if calling.several else 1
-        self._rest, self._begin, self._whole = "", "", True
+        self._rest = ""  # not handed out yet
+        self._at_start = True  # nothing was handed out yet
         self.count = 0
 
     def push(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Take the next part; returns the text and the calls, in OpenAI's form, that are certain now."""
-        self._rest += text
-        if self._whole and not self._begin and self._rest.lstrip().startswith("{"):
-            self._form = _LLAMA
-        said, calls, end = "", [], self._form.end.strip()
-        while True:
-            found = None if self._begin or not (self._whole or end) else self._form.begins.search(self._rest)
-            if found is not None:
-                said += self._rest[: found.start()]
-                self._begin, self._rest = found[0] or "{", self._rest[found.end() :]
-            if not self._begin:
-                certain = len(self._rest) if last and not self.count else self._certain(last=last)
-                said, self._rest = said + self._rest[:certain], self._rest[certain:]
-                break
-            inside, closed, rest = self._rest.partition(end) if end else (self._rest, "", "")
-            if not closed and not last:
-                break
-            made = self._calls(inside)
-            said += "" if made else self._begin.removesuffix("{") + inside + closed
-            calls += made
-            self._begin, self._rest, self._whole = "", rest, False
-        self._whole = self._whole and not said
-        return said, calls
+        """Take the next part; returns the text and the calls, in OpenAI's form, that are certain now.
 
-    def _certain(self, *, last: bool) -> int:
-        """The number of characters that are no part of a call: neither its begin nor white space beside that."""
-        begin, text = "" if last else self._form.begin.strip(), self._rest
-        size = next((n for n in range(min(len(begin) - 1, len(text)), 0, -1) if text.endswith(begin[:n])), 0)
-        return len(text[: len(text) - size].rstrip())
+        Together they are the same, however the text is divided.
+        """
+        self._rest += text
+        if self._at_start and self._rest.lstrip().startswith("{"):
+            calls = self._calls(self._rest) if last else []
+            if calls or not last:
+                return "", calls
+        text, calls = self._marked(last=last)
+        self._at_start = self._at_start and not text and not calls
+        return text, calls
+
+    def _marked(self, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text and the calls with marks that are certain now, taken out of what was not handed out yet."""
+        plain, calls, mark = "", list[dict[str, Any]](), self._form.mark
+        while (start := self._rest.find(mark)) >= 0:
+            before, behind = self._rest[:start], self._rest[start + len(mark) :]
+            inside, after = self._candidate(behind, last=last)
+            if inside is None:
+                break
+            if made := self._calls(inside):
+                plain, calls, self._rest = plain + before.rstrip(), calls + made, after
+            else:
+                plain, self._rest = plain + before + mark, behind
+        if start < 0:
+            start = len(self._rest) - (0 if last else _overlap(self._rest, mark))
+        if self.count or not last:  # white space beside a call goes
+            start = len(self._rest[:start].rstrip())
+        plain, self._rest = plain + self._rest[:start], self._rest[start:]
+        return plain, calls
+
+    def _candidate(self, text: str, *, last: bool) -> tuple[str | None, str]:
+        """What stands between a mark and its end, and what follows; None: the end is still to come."""
+        closed = _TO_END.match(text) if self._form.end else None
+        if closed is not None:
+            return closed[1], text[closed.end() :]
+        if not last and text.lstrip()[:1] in ("", "{"):
+            return None, text
+        return text[: len(text) - _overlap(text, self._form.end.strip())], ""
 
     def _calls(self, text: str) -> list[dict[str, Any]]:
         """The calls of a text of JSON objects; none if it has anything else."""
-        decoder, calls, text = json.JSONDecoder(), [], text.strip()
+        calls, text = [], text.strip()
         while text:
             try:
-                call, end = decoder.raw_decode(text)
-                name, given = call["name"], call.get("arguments", call.get("parameters", {}))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                call, end = json.JSONDecoder().raw_decode(text)
+                function = self._function(call)
+            except (ValueError, RecursionError):
                 return []
-            if name not in self._names or not isinstance(given, dict):
-                return []
-            function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
             calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
             text = text[end:].lstrip("; \n")
         calls = calls if self._most is None else calls[: self._most - self.count]
         self.count += len(calls)
         return [{"index": self.count - len(calls) + place, **call} for place, call in enumerate(calls)]
+
+    def _function(self, call: Any) -> dict[str, str]:
+        """The name of a tool and its arguments as text; raises ValueError: this is no call of one of the tools."""
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or name not in self._names:
+            raise ValueError("no tool has this name")
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments are no object")
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return {"name": name, "arguments": _HALF_PAIR.sub("\ufffd", text)}
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The number of characters at the end of a text with which a mark begins."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

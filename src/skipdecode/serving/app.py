@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from skipdecode import __version__
 from skipdecode.serving.errors import ApiError, ErrorResponse, add_error_handlers
+from skipdecode.serving.limits import Binding
 from skipdecode.serving.middleware import ApiKeys, Middleware
 from skipdecode.serving.protocol import (
     ChatRequest,
@@ -43,14 +44,8 @@ _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "require
 _OR_STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
-def create_app(
-    service: Service, *, keys: ApiKeys | None = None, local_only: bool = False, cors: Sequence[str] = ()
-) -> ASGIApp:
-    """The application; its lifespan starts and stops the service's worker.
-
-    `keys`: without any, no key is needed. `local_only`: see `Middleware`. `cors`: origins whose pages may read the
-    answers; "*" is any.
-    """
+def create_app(service: Service, binding: Binding, keys: ApiKeys) -> ASGIApp:
+    """The application on an address; its lifespan starts and stops the service's worker."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -65,6 +60,7 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         responses={"4XX": failure, "5XX": failure},
     )
     add_error_handlers(app)
@@ -74,17 +70,19 @@ def create_app(
     _add_page(app)
     guarded = Middleware(
         app,
-        keys=keys or ApiKeys(),
-        max_body_bytes=service.limits.max_body_bytes,
+        keys=keys,
+        limits=service.limits,
+        binding=binding,
         metrics=service.metrics,
         paths=[route.path for route in app.routes if hasattr(route, "path")],
-        local_only=local_only,
     )
-    if not cors:
+    if not binding.cors:
         return guarded
     # Outermost: what a browser asks beforehand comes without a key, and a refusal is to be read too.
     exposed = ("x-request-id", "retry-after")
-    return CORSMiddleware(guarded, cors, allow_methods=("GET", "POST"), allow_headers="*", expose_headers=exposed)
+    return CORSMiddleware(
+        guarded, binding.cors, allow_methods=("GET", "POST"), allow_headers="*", expose_headers=exposed
+    )
 
 
 # ---------------------------------------------------------------------- paths

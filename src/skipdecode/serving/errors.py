@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -75,32 +75,43 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        if not isinstance(error, ApiError):
-            code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-            headers = None if error.headers is None else dict(error.headers)
-            told = error.detail
-            if error.status_code in (404, 405):
-                told = f"{request.method} {request.url.path[:_LONGEST_NAME]} is not served: /openapi.json lists what is"
-            error = ApiError(error.status_code, code or "invalid_value", told, headers=headers)
-        return error.response()
+        if isinstance(error, ApiError):
+            return error.response()
+        code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        headers = dict(error.headers or {})
+        message = error.detail
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path[:_LONGEST_NAME]} is not served: /openapi.json lists what is"
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_allowed(headers["Allow"].split(", ")))
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers=headers)
+        return ApiError(error.status_code, code or "invalid_value", message, headers=headers).response()
 
     @app.exception_handler(RequestValidationError)
     async def wrong_request(request: Request, error: RequestValidationError) -> Response:
-        return _explained(error.errors()).response()
+        return _explained(error.errors(), request.headers.get("content-type", "")).response()
 
     @app.exception_handler(Exception)
     async def crash(request: Request, error: Exception) -> Response:
         return ApiError(500, "engine_error", "the server failed; the request is lost").response()
 
 
-def _explained(errors: Sequence[Any]) -> ApiError:
-    """What pydantic found wrong with a request, in one line that names the field."""
+def _allowed(methods: Collection[str]) -> list[str]:
+    """The methods of a path: where GET is, there is HEAD, and OPTIONS is everywhere."""
+    return sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set()))
+
+
+def _explained(errors: Sequence[Any], content_type: str) -> ApiError:
+    """What pydantic found wrong with a request of this content type, in one line that names the field."""
     first = errors[0]
     path = [part for part in first["loc"] if part not in ("body", "query", "path")]
     param = _field(path)
     kind = first["type"]
     if kind == "json_invalid":
         return ApiError(400, "invalid_json", "the body is not JSON")
+    if not path and content_type and "json" not in content_type.lower():
+        return ApiError(415, "unsupported_media_type", "send JSON, with content-type: application/json")
     if not path:
         return ApiError(400, "invalid_json", "give a JSON object as the body, with content-type: application/json")
     if kind == "extra_forbidden":

@@ -54,12 +54,10 @@ class Binding(Options):
     port: int = option("port to listen on", default=8000, least=0, most=65535)
     drain_seconds: float = option("seconds in which running requests may finish after SIGTERM", default=30.0, above=0)
     max_connections: int = option(
-        "most open connections; one more closes the one that has waited longest for a whole request, or gets 503",
-        default=1024,
-        least=1,
+        "most open connections; while there are more, requests get 503", default=1024, least=1
     )
     request_seconds: float = option(
-        "a connection is closed if a request is not whole so many seconds after its first byte, or none comes",
+        "most seconds from the head of a request to the end of its body, and until the next request on a connection",
         default=30.0,
         above=0,
     )
@@ -68,6 +66,11 @@ class Binding(Options):
         "origins of web pages that may use the server, such as http://localhost:3000; *: all pages",
         default=(),
     )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches the address."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

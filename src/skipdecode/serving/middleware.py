@@ -1,4 +1,4 @@
-"""What stands in front of every request: host, key, size; and behind it: headers, one line of log, one count."""
+"""What stands in front of every request: target, host, key, size; and behind it: headers, a line of log, a count."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipdecode.errors import UsageError
 from skipdecode.serving.errors import ApiError, invalid
+from skipdecode.serving.limits import Binding, ServerLimits
 from skipdecode.serving.metrics import Metrics
 
 ENVIRONMENT_VARIABLE = "SKIPDECODE_API_KEY"
@@ -35,6 +36,8 @@ _HEADERS = (
 _TIMED = ("/v1/completions", "/v1/chat/completions")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_SINGLE = (b"host", b"authorization", b"content-type", b"content-encoding")
+_AUTHORITY = re.compile(r"https?://([^/?#]*)", re.IGNORECASE)
 
 
 class ApiKeys:
@@ -91,10 +94,11 @@ def _hash(key: bytes) -> str:
 class Middleware:
     """In front of the ASGI application.
 
-    `keys`: for everything but the page, the health checks and the description of the interface. `max_body_bytes`:
-    largest size of a request's body. `paths`: paths that are counted by their own names; all others are counted as
-    "other". `local_only`: refuse requests whose Host is not a name of this machine: a page elsewhere that has its name
-    point here (DNS rebinding) is not to use a server that listens on loopback.
+    `keys`: for everything but the page, the health checks and the description of the interface. `paths`: paths that are
+    counted by their own names; all others are counted as "other".
+
+    On loopback, requests whose Host is not a name of this machine are refused: a page elsewhere that has its name point
+    here (DNS rebinding) is not to use the server.
     """
 
     def __init__(
@@ -102,17 +106,18 @@ class Middleware:
         app: ASGIApp,
         *,
         keys: ApiKeys,
-        max_body_bytes: int,
+        limits: ServerLimits,
+        binding: Binding,
         metrics: Metrics,
         paths: Iterable[str],
-        local_only: bool,
     ) -> None:
         self._app = app
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = limits.max_body_bytes
         self._metrics = metrics
         self._paths = frozenset(paths)
-        self._local_only = local_only
+        self._local_only = binding.is_local
+        self._request_seconds = binding.request_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -121,6 +126,7 @@ class Middleware:
             return
         start = time.perf_counter()
         status = 0
+        scope = _with_origin_form(scope)
         state = scope.setdefault("state", {})
         state |= {"outcome": None, "arrived": start}
 
@@ -134,7 +140,9 @@ class Middleware:
         request_id = uuid.uuid4().hex.encode()
         try:
             self._check(scope)
-            await self._app(scope, self._counted(receive), noting)
+            # HEAD is GET, but that uvicorn sends no body.
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            await self._app({**scope, "method": method}, self._bounded(receive), noting)
         except ApiError as error:
             await error.response()(scope, receive, noting)
         except asyncio.CancelledError:
@@ -145,12 +153,18 @@ class Middleware:
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-        if hosts and found is None:
-            raise invalid("the request needs one Host header: a name or an address, and a port")
-        if self._local_only and (found is None or found[1] not in _LOCAL):
+        names = [name for name, _ in scope["headers"]]
+        if (twice := next((name for name in _SINGLE if names.count(name) > 1), None)) is not None:
+            raise invalid(f"the request has several {twice.decode()} headers: send one")
+        host = headers.get(b"host")  # HTTP/1.0 may leave it out
+        found = None if host is None else _HOST.fullmatch(host.decode("latin-1"))
+        if host is not None and found is None:
+            raise invalid("the Host header is not accepted: give a name or an address, and a port")
+        if self._local_only and found is not None and found[1] not in _LOCAL:
             raise invalid("this Host is not known here: use 127.0.0.1 or localhost, or start the server with --host")
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            message = "a body in a content-encoding is not read: send it as it is"
+            raise ApiError(415, "unsupported_media_type", message, headers={"Accept-Encoding": "identity"})
         path: str = scope["path"]
         holder = self._keys.holder(headers.get(b"authorization", b""))
         scope["state"]["key_holder"] = holder or ""
@@ -161,18 +175,27 @@ class Middleware:
         if length.isdigit() and int(length) > self._max_body_bytes:
             raise self._too_large()
 
-    def _counted(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive) -> Receive:
+        """The messages of a request's body, within the limits of size and time."""
         left = self._max_body_bytes
+        end: float | None = asyncio.get_running_loop().time() + self._request_seconds
 
-        async def counting() -> Message:
-            nonlocal left
-            message = await receive()
+        async def bounded() -> Message:
+            nonlocal left, end
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body was not whole in time: send it within {self._request_seconds:g} s"
+                raise ApiError(408, "request_timeout", text, headers={"Connection": "close"}) from None
             left -= len(message.get("body", b""))
             if left < 0:
                 raise self._too_large()
+            if not message.get("more_body"):
+                end = None  # only the end of the connection is awaited now
             return message
 
-        return counting
+        return bounded
 
     def _too_large(self) -> ApiError:
         # The connection stays: the server reads past the rest of the body. Closed at once, it would be reset while the
@@ -195,6 +218,20 @@ class Middleware:
             "request": request_id.decode(),
         }
         _LOG.info("request", extra={"fields": fields | scope["state"].get("log", {})})
+
+
+def _with_origin_form(scope: Scope) -> Scope:
+    """The request with a target such as /v1/models.
+
+    A target with scheme and host says the host, a slash at the end says nothing, and * (the whole server) is the page.
+    """
+    path, headers = scope["path"], scope["headers"]
+    authority = _AUTHORITY.match(path)
+    if authority is not None:
+        path = path[authority.end() :]
+        headers = [*(header for header in headers if header[0] != b"host"), (b"host", authority[1].encode())]
+    path = "/" if path == "*" else path.rstrip("/") or "/"
+    return {**scope, "path": path, "headers": headers}
 
 
 def _outcome(status: int) -> str:

@@ -12,7 +12,7 @@ from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
-from skipdecode.engine.requests import Request, Sampling, row_seed
+from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import GrammarError, MissingExtraError, UsageError
 from skipdecode.generation.calls import CallForm, parameters_of
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
@@ -34,22 +34,10 @@ class Preprocessor:
 
     Its methods take time with long prompts: call them outside of the event loop, one at a time.
 
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer
-        Copied: the worker's thread decodes with one copy, and prompts are encoded with another.
-    context : int or None
-        Tokens that the model can see at once.
-    vocab_size : int
-        Tokens that the model knows.
-    end_tokens : sequence of int
-        A choice ends after any of them.
-    form : PromptForm, optional
-        Its template is what completions' texts go into.
-    use_template : bool
-        Whether they do, where the request does not say.
-    variables : mapping, optional
-        Of the chat template, where the request gives no others.
+    `tokenizer` is copied: the worker's thread decodes with one copy, and prompts are encoded with another. `context`:
+    tokens that the model can see at once. `end_tokens`: a choice ends after any of them. `form`: its template is what
+    completions' texts go into, and `use_template` whether they do where the request does not say. `variables`: those of
+    the chat template, where the request gives no others.
 
     Raises ModelLoadError: the tokenizer's chat template is no valid program; OptionError: it does not use a variable.
     """
@@ -113,21 +101,21 @@ class Preprocessor:
             max_unread=self._limits.max_unread_tokens,
             calls=self._calls(request),
         )
+        sampling = self._sampling(request, state.calls)  # once: its rows differ in their seeds
         stops, hidden = StopStrings(request.stops), frozenset(request.stop_token_ids)
         self._check_ids(hidden, "stop_token_ids")
         ends = hidden if request.ignore_eos else self._end_tokens | hidden
         echo = isinstance(request, CompletionRequest) and request.echo
         scored = isinstance(request, CompletionRequest) and request.scores_prompt
-        grammar = self._grammar(request)
         for index in range(len(prompts) * copies):
             prompt = prompts[index // copies]
             new_tokens = self._new_tokens(request, len(prompt))
             if request.min_tokens > new_tokens:
                 message = f"min_tokens={request.min_tokens} is not accepted: at most {new_tokens} tokens are generated"
                 raise invalid(message, "min_tokens")
-            sampling = self._sampling(request, index, grammar)
+            row = sampling.for_row(index)
             engine_request = Request(
-                tuple(prompt), max(1, new_tokens), sampling, ends, cache_salt, asked.exact, scored, request.min_tokens
+                tuple(prompt), max(1, new_tokens), row, ends, cache_salt, asked.exact, scored, request.min_tokens
             )
             detokenizer = Detokenizer(self._texts, stops, hidden)
             state.choices.append(
@@ -142,7 +130,6 @@ class Preprocessor:
         has them already.
         """
         if isinstance(prompt, tuple):
-            self._check_ids(prompt, "prompt")
             return list(prompt)
         if isinstance(prompt, Chat):
             found = token_ids(
@@ -209,10 +196,9 @@ class Preprocessor:
             raise ApiError(400, "context_length_exceeded", message, field)
         return asked
 
-    def _grammar(self, request: GenerationRequest) -> Any:
+    def _grammar(self, request: GenerationRequest, form: CallForm | None) -> Any:
         """What the text has to fit, for `Sampling`; None without a grammar."""
         asked: list[tuple[str, GrammarKind, Any]] = [] if request.grammar is None else [request.grammar]
-        form = self._calls(request)
         if form is not None and isinstance(request, ChatRequest) and (calling := request.calling).demanded:
             tools = [(i, tool) for i, tool in enumerate(calling.shown) if tool in calling.callable]
             asked = [(f"tools.{i}.function.parameters", "json", parameters_of(tool)) for i, tool in tools]
@@ -241,14 +227,12 @@ class Preprocessor:
         except (MissingExtraError, UsageError) as e:
             raise ApiError(400, "unsupported_field", str(e), field) from None
 
-    def _sampling(self, request: GenerationRequest, index: int, grammar: Any) -> Sampling:
+    def _sampling(self, request: GenerationRequest, form: CallForm | None) -> Sampling:
         bias = {int(token): value for token, value in request.logit_bias.items()}
         self._check_ids(bias, "logit_bias")
         given = {name: getattr(request, name) for name in kinds(Sampling) if name != "top_logprobs"}
-        given["top_k"] = max(0, request.top_k)
-        if request.seed is not None:
-            given["seed"] = row_seed(request.seed, index)
-        return Sampling(**given, logit_bias=bias, grammar=grammar, top_logprobs=request.top_logprobs_wanted)
+        given |= {"top_k": max(0, request.top_k), "top_logprobs": request.top_logprobs_wanted}
+        return Sampling(**given, logit_bias=bias, grammar=self._grammar(request, form))
 
 
 def _field_of(prompt: Prompt) -> str:

@@ -79,7 +79,7 @@ class Choice(Generated):
     scores: tuple[Any, ...] = field(default=(), init=False)  # of the prompt, see `StepOutput.prompt`
     layers_run: int = field(default=0, init=False)  # for its tokens, all together
     kv_bytes: int = field(default=0, init=False)  # held after the last token
-    kv_bytes_full: int = field(default=0, init=False)  # what full depth would hold
+    kv_bytes_full: int = field(default=0, init=False)  # what full depth would hold then
     admitted: float | None = field(default=None, init=False)  # when it joined the batch
 
 

@@ -272,17 +272,13 @@ async def collect(state: RequestState, service: Service, request: Request) -> li
     Raises ApiError: it failed.
     """
     answer: dict[int, Update] = {}
-    gone = asyncio.create_task(_gone(request))
+    gone = asyncio.create_task(_end_with(request, state))
     try:
         while not state.finished:
-            taking = asyncio.create_task(state.take())
-            done, _ = await asyncio.wait((taking, gone), return_when=asyncio.FIRST_COMPLETED)
-            if taking not in done:
-                taking.cancel()
-                raise ApiError(499, "cancelled", "the client went away")
-            for update in taking.result():
+            updates = await state.take()
+            for update in updates:
                 merge(answer, update)
-            state.note_written(taking.result(), service.metrics)
+            state.note_written(updates, service.metrics)
     finally:
         gone.cancel()
         _close(state, service, request.scope)
@@ -299,7 +295,8 @@ def _close(state: RequestState, service: Service, scope: Scope) -> None:
         service.worker.cancel(state)
 
 
-async def _gone(request: Request) -> None:
-    """Returns when the client closes the connection."""
+async def _end_with(request: Request, state: RequestState) -> None:
+    """Fail a request when its client closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    state.put([ApiError(499, "cancelled", "the client went away")])

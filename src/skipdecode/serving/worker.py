@@ -61,6 +61,7 @@ class ModelWorker:
         self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
         self._events: dict[RequestState, list[Update | ApiError]] = {}  # of this step
+        self._kv_bytes_saved = 0  # in the last step
         self._row_seconds = 1.0  # moving mean of a choice's time in the batch
 
     # ------------------------------------------------------------------ any thread
@@ -85,12 +86,6 @@ class ModelWorker:
         """How many choices are in the batch."""
         texts = self._texts
         return 0 if texts is None else len(texts.running)
-
-    @property
-    def _running(self) -> list[Choice]:
-        """Choices in the batch."""
-        texts = self._texts
-        return [] if texts is None else list(texts.running.values())
 
     def submit(self, state: RequestState) -> None:
         """Queue a request.
@@ -154,8 +149,9 @@ class ModelWorker:
             self._send()
 
     def _all_requests(self) -> set[RequestState]:
+        running = () if self._texts is None else self._texts.running.values()
         with self._wake:
-            return {choice.state for choice in (*self._waiting, *self._running)}
+            return {choice.state for choice in (*self._waiting, *running)}
 
     def _await_work(self) -> bool:
         """Sleep until there is something to do, drop cancelled requests; False once the worker is to stop."""
@@ -217,6 +213,7 @@ class ModelWorker:
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(time.perf_counter() - start)
         stats, texts.engine.stats = texts.engine.stats, EngineStats()
+        self._kv_bytes_saved = max(0, stats.kv_bytes_full_peak - stats.kv_bytes_peak)
         for name in ("drafted_tokens", "accepted_tokens"):
             getattr(self._metrics, name).inc(getattr(stats, name))
         if outputs:
@@ -238,10 +235,7 @@ class ModelWorker:
             state.cached_tokens += output.cached
             self._metrics.prompt_tokens.labels(state.schedule.name).inc(len(choice.request.prompt))
             self._metrics.prefix_hit_tokens.labels(state.schedule.name).inc(output.cached)
-        fed = len(choice.request.prompt) + output.position
         choice.layers_run += output.layers
-        choice.kv_bytes = self._layout.bytes(fed, output.layers)
-        choice.kv_bytes_full = self._layout.bytes(fed, self._num_layers)
         state.depths.add(output.layers)
         prompt = _prompt_pieces(choice, output) if choice.echo and not output.position else ()
         pieces, choice.scores = texts.take(choice, output), output.prompt or choice.scores
@@ -257,6 +251,9 @@ class ModelWorker:
         if prompt or pieces or reason is not None:
             self._tell(state, Update(choice.index, pieces, reason, prompt))
         if reason is not None:
+            fed = len(choice.request.prompt) + output.position
+            choice.kv_bytes = self._layout.bytes(fed, output.layers)
+            choice.kv_bytes_full = self._layout.bytes(fed, self._num_layers)
             self._count(choice)
             self._drop_idle_engine()
 
@@ -313,12 +310,11 @@ class ModelWorker:
                 self.cancel(state)
 
     def _note_memory(self) -> None:
-        engine, running = None if self._texts is None else self._texts.engine, self._running
-        self._metrics.running_rows.set(len(running))
+        engine = None if self._texts is None else self._texts.engine
+        self._metrics.running_rows.set(self._rows)
         self._metrics.kv_bytes_held.set(0 if engine is None else engine.kv_bytes)
         self._metrics.prefix_cache_bytes.set(0 if engine is None else engine.cached_bytes)
-        saved = sum(choice.kv_bytes_full - choice.kv_bytes for choice in running)
-        self._metrics.kv_bytes_saved.set(max(0, saved))
+        self._metrics.kv_bytes_saved.set(self._kv_bytes_saved if self._rows else 0)
 
 
 def _prompt_pieces(choice: Choice, first: StepOutput) -> tuple[Piece, ...]:

@@ -256,7 +256,7 @@ def check_config_values(where: str, values: Any) -> None:
 
 def served_name(name: str) -> str:
     """The name of a model for clients: the last part of its path or hub id."""
-    return Path(name).name or name
+    return Path(name).absolute().name or name
 
 
 def model_files(name: str) -> list[Path]:

@@ -40,6 +40,8 @@ async function connect() {
   speedups = format.speedups(schedules);
   const ticks = speedups.map(({ speedup, prompts }) => (prompts === null ? speedup : `${speedup}\nprompts\n${prompts}`));
   at("schedule-ticks").replaceChildren(...ticks.map((tick) => element("span", tick)));
+  slider.hidden = at("schedule-ticks").hidden = schedules.length < 2;
+  at("schedule-name").ariaHidden = schedules.length > 1; // the slider says it
   reduced.root.hidden = schedules.length === 0;
   at("legend-differs").hidden = schedules.length === 0;
   at("results").hidden = false;
@@ -54,8 +56,9 @@ async function connect() {
 }
 
 const everyLayer = () => {
-  const budgets = [model.num_layers];
-  return { name: "full", nominal_speedup: 1, num_layers: model.num_layers, drop_order: [], budgets };
+  const { num_layers: all } = model;
+  const prompt_layers = Array.from({ length: all }, (_, layer) => layer);
+  return { name: "full", nominal_speedup: 1, num_layers: all, drop_order: [], budgets: [all], prompt_layers };
 };
 
 const chosenSchedule = () => schedules[at("schedule").valueAsNumber];
@@ -89,9 +92,9 @@ function showPlans() {
   at("schedule-name").textContent = `${schedule.name}, ${nominal}${through}`;
   at("schedule").setAttribute("aria-valuetext", `${schedule.name}, nominal speed-up ${schedule.nominal_speedup.toFixed(2)}${through}`);
   const untuned = schedule.tuned === false ? " The model was not tuned under it: its text may fall apart." : "";
-  const plan = `${describePlan(schedule)}; ${format.number(schedule.mean_budget, 1)} on average.`;
+  const plan = `${describePlan(schedule)}; ${format.number(schedule.mean_budget, 1)} on average for new tokens.`;
   at("schedule-plan").textContent = plan + untuned;
-  at("lead").textContent = `Every layer on the left. On the right ${schedule.name}: ${describePlan(schedule)}${through}.`;
+  at("lead").textContent = `Every layer on the left. On the right ${schedule.name}: ${describePlan(schedule)}.`;
 }
 
 // ------------------------------------------------------------------ a run

@@ -192,9 +192,12 @@ export class Column {
 
 /** A schedule in one line of text. */
 export function describePlan(schedule) {
-  const { budgets, num_layers: all } = schedule;
+  const { budgets, num_layers: all, prompt_layers: prompt } = schedule;
   const [most, least] = [budgets[0], budgets[budgets.length - 1]];
-  if (least === all) return `All ${all} layers for every token`;
-  if (most === least) return `${most} of ${all} layers for every token`;
-  return `${most} down to ${least} of ${all} layers, over ${budgets.length} tokens`;
+  const isShort = prompt.length < all;
+  const tokens = isShort ? "new token" : "token";
+  const prompts = isShort ? `; ${prompt.length} for prompts` : "";
+  if (least === all) return `All ${all} layers for every ${tokens}${prompts}`;
+  if (most === least) return `${most} of ${all} layers for every ${tokens}${prompts}`;
+  return `${most} down to ${least} of ${all} layers, over ${budgets.length} ${tokens}s${prompts}`;
 }

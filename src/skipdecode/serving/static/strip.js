@@ -8,10 +8,16 @@ export function layersAt(schedule, depth) {
   return Array.from({ length: schedule.num_layers }, (_, layer) => layer).filter((layer) => !dropped.has(layer));
 }
 
-/** Layers that the schedule plans for the token at `index`; the first one is predicted from the prompt. */
+/** The layers of the first token, which is predicted from the prompt: the prompt's, and those of the next token. */
+function firstLayers(schedule) {
+  const layers = new Set([...schedule.prompt_layers, ...layersAt(schedule, schedule.budgets[0])]);
+  return [...layers].sort((a, b) => a - b);
+}
+
+/** Number of layers that the schedule plans for the token at `index`. */
 export function plannedDepth(schedule, index) {
-  const { budgets, num_layers: all } = schedule;
-  return index === 0 ? all : budgets[Math.min(index - 1, budgets.length - 1)];
+  const { budgets } = schedule;
+  return index === 0 ? firstLayers(schedule).length : budgets[Math.min(index - 1, budgets.length - 1)];
 }
 
 export class Strip {
@@ -77,7 +83,8 @@ export class Strip {
     const [left, right] = this.edges(index);
     const all = this.schedule.num_layers;
     const row = (layer) => Math.round((this.svg.clientHeight * (all - layer)) / all);
-    return layersAt(this.schedule, depth)
+    const layers = index === 0 ? firstLayers(this.schedule) : layersAt(this.schedule, depth);
+    return layers
       .map((layer) => `M${left} ${row(layer + 1)}H${right}V${row(layer) - 1}H${left}Z`)
       .join("");
   }

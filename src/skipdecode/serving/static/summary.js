@@ -34,10 +34,12 @@ function showSpeed(full, reduced, remark) {
   const [fast, slow] = [reduced.figures.tokens_per_s, full.figures.tokens_per_s];
   const speedup = fast && slow ? fast / slow : null;
   const measured = speedup ? `${format.number(speedup, 2)}×` : "–";
-  const nominal = format.times(reduced.schedule.nominal_speedup);
+  const { nominal_speedup: planned, prompt_layers: prompt, num_layers: all } = reduced.schedule;
+  const prompts = prompt.length < all ? `, prompts run ${prompt.length} of ${all} layers` : "";
+  const nominal = format.times(planned) + prompts;
   at("speedup").textContent = measured;
   at("speedup-note").textContent = `nominal ${nominal}; ${remark}`;
-  drawBullet(speedup ?? 0, reduced.schedule.nominal_speedup);
+  drawBullet(speedup ?? 0, planned);
   return `Measured speed-up ${measured}, nominal ${nominal}.`;
 }
 
