@@ -35,17 +35,12 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_START, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 # GGUF's name of a split into words -> the split that a tokenizer makes before the byte-level one.
 SPLITS: dict[str, list[Any]] = {
     "gpt-2": [],
     "smollm": [{"type": "Digits", "individual_digits": True}],
     "llama-bpe": [_WORDS.replace("DIGITS", "{1,3}")],
     "qwen2": [_WORDS.replace("DIGITS", "")],
-    "tekken": [
-        rf"{_START}[{_UPPER}]*[{_LOWER}]+|{_START}[{_UPPER}]+[{_LOWER}]*|\p{{N}}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ],
     "default": [
         r"[\p{P}\$\+<=>\^~\|]+",
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",

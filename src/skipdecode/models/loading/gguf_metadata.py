@@ -17,36 +17,60 @@ from torch import Tensor
 
 from skipdecode.errors import MissingExtraError, ModelLoadError
 
+
+def names(text: str) -> list[str]:
+    """Split the names of a table, which need no quotes then."""
+    return text.split()
+
+
 # A key of the model -> the values with which it is accepted. None: any, because it is read below, or llama.cpp does not
 # read it for these models. Listed values leave the computation as it is without the key.
-_MODEL_KEYS: dict[str, tuple[object, ...] | None] = {
-    **dict.fromkeys(("context_length", "embedding_length", "block_count", "feed_forward_length")),
-    **dict.fromkeys(("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon")),
-    **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count")),
-    **dict.fromkeys(("rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear")),
-    **dict.fromkeys(("rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.freq_base_swa")),
-    **dict.fromkeys(("vocab_size", "tensor_data_layout", "pooling_type", "attention.layer_norm_epsilon")),
-    **dict.fromkeys(("expert_count", "expert_used_count", "nextn_predict_layers"), (0,)),
-    **dict.fromkeys(("attention.sliding_window", "attention.clamp_kqv", "attention.max_alibi_bias"), (0,)),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention.scale"), (0,)),
-    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0, 1)),
-    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_slow"), (1,)),
-    "rope.scaling.yarn_ext_factor": (1,),
+_Keys = dict[str, tuple[object, ...] | None]
+_MODEL_KEYS: _Keys = {
+    **dict.fromkeys(
+        names(
+            "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
+            "attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.dimension_count "
+            "rope.freq_base rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.original_context_length "
+            "rope.scaling.finetuned rope.freq_base_swa vocab_size tensor_data_layout pooling_type "
+            "attention.layer_norm_epsilon"
+        )
+    ),
+    **dict.fromkeys(
+        names(
+            "expert_count expert_used_count nextn_predict_layers attention.sliding_window attention.clamp_kqv "
+            "attention.max_alibi_bias attention.scale attn_logit_softcapping final_logit_softcapping "
+            "rope.scaling.yarn_log_multiplier use_parallel_residual"
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(names("logit_scale embedding_scale residual_scale"), (0, 1)),
+    **dict.fromkeys(
+        names(
+            "attention.causal rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_ext_factor "
+            "rope.scaling.yarn_beta_slow"
+        ),
+        (1,),
+    ),
     "rope.scaling.yarn_beta_fast": (32,),
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "attention.causal": (True,),
-    "use_parallel_residual": (False,),
 }
-_GEMMA_KEYS = dict.fromkeys(
-    ("attention.sliding_window", "attention.sliding_window_pattern", "final_logit_softcapping"), None
+_GEMMA_KEYS: _Keys = dict.fromkeys(
+    names("attention.sliding_window attention.sliding_window_pattern final_logit_softcapping")
 )
-_TOKENIZER_KEYS: dict[str, tuple[object, ...] | None] = {
-    **dict.fromkeys(("model", "pre", "tokens", "token_type", "scores", "merges")),
-    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix")),
-    **dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding")),
-    **dict.fromkeys(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
-    **dict.fromkeys(f"{name}_token_id" for name in ("prefix", "suffix", "middle", "seperator", "cls", "mask")),
-    **dict.fromkeys(("eos_token_ids", "add_padding_token", "add_unknown_token", "token_type_count", "remove_extra_whitespaces", "precompiled_charsmap")),
+_TOKENIZER_KEYS: _Keys = {
+    **dict.fromkeys(
+        names(
+            "model pre tokens token_type scores merges add_bos_token add_eos_token add_space_prefix add_padding_token "
+            "add_unknown_token eos_token_ids token_type_count remove_extra_whitespaces precompiled_charsmap"
+        )
+    ),
+    **dict.fromkeys(
+        f"{name}_token_id"
+        for name in names(
+            "bos eos eot eom unknown padding seperator cls mask prefix suffix middle fim_pre fim_suf fim_mid "
+            "fim_pad fim_rep fim_sep"
+        )
+    ),
     "add_sep_token": (False,),
     "suppress_tokens": ([],),
 }
@@ -103,7 +127,7 @@ class GgufFile:
         self._check_keys("tokenizer.ggml.", _TOKENIZER_KEYS)
         self._check_keys(f"{self.name}.", _MODEL_KEYS | (_GEMMA_KEYS if self.name == "gemma3" else {}))
 
-    def _check_keys(self, prefix: str, accepted: dict[str, tuple[object, ...] | None]) -> None:
+    def _check_keys(self, prefix: str, accepted: _Keys) -> None:
         for key in self.values:
             if not key.startswith(prefix):
                 continue
@@ -112,7 +136,9 @@ class GgufFile:
                 raise ModelLoadError(f"{self.path}: its key {key} is not known: give its safetensors")
             if (known := accepted[name]) is not None and value not in known:
                 words = " or ".join(map(str, known))
-                raise ModelLoadError(f"{self.path}: its key {key} is {value}, of which {words} is read: give safetensors")
+                raise ModelLoadError(
+                    f"{self.path}: its key {key} is {value}, of which {words} is read: give safetensors"
+                )
 
     def _get(self, name: str, default: Any = None) -> Any:
         """A value of the model; an array of one repeated value is that value."""
@@ -159,10 +185,10 @@ class GgufFile:
         model_type, class_name, _ = MODELS[self.name]
         heads, width = self.heads, self.size("embedding_length")
         head_dim = self.size("attention.key_length", width // heads["attn_q"])
-        for name in ("attention.value_length", "rope.dimension_count"):
-            default = head_dim if name.startswith("rope") else width // heads["attn_q"]
-            if self.size(name, default) != head_dim:
-                raise ModelLoadError(f"{self.path}: {self.name}.{name} names a part of a head: give its safetensors")
+        if self.size("attention.value_length", width // heads["attn_q"]) != head_dim:
+            raise ModelLoadError(f"{self.path}: attention.value_length is not key_length: give its safetensors")
+        if self.size("rope.dimension_count", head_dim) != head_dim:
+            raise ModelLoadError(f"{self.path}: rope.dimension_count is a part of a head: give its safetensors")
         return {
             "architectures": [class_name],
             "model_type": model_type,
@@ -213,19 +239,14 @@ class GgufFile:
             length = self.size("context_length")
             rope["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length", 0) or length
         if self.name == "llama" and (factors := self.tensors.get("rope_freqs.weight")) is not None:
-            rope = self._divided(rope, dequantized(factors).flatten(), head_dim)
+            rope = self._llama3(rope, dequantized(factors).flatten(), head_dim)
         if self.name == "gemma3":
             local = {"rope_type": "default", "rope_theta": self._number("rope.freq_base_swa", 10000.0)}
             return {"full_attention": rope, "sliding_attention": local}
         return rope
 
-    def _divided(self, rope: dict[str, Any], factors: Tensor, head_dim: int) -> dict[str, Any]:
-        """Rotary positions whose frequencies the file divides by `factors`, (head_dim / 2,).
-
-        They are Llama 3's if its formula gives these numbers, which the fast engine needs.
-        """
-        if rope["rope_type"] == "yarn":
-            raise ModelLoadError(f"{self.path}: rotary positions of type 'yarn' with rope_freqs: give its safetensors")
+    def _llama3(self, rope: dict[str, Any], factors: Tensor, head_dim: int) -> dict[str, Any]:
+        """Llama 3's scaling, of which the file has only the divisors of the frequencies, (head_dim / 2,)."""
         base, low, high, factor = rope["rope_theta"], 1.0, 4.0, float(factors.max())
         plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         waves, length = 2 * math.pi / plain, 8192.0
@@ -234,19 +255,11 @@ class GgufFile:
             smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)
             length = float((waves * (low + smooth * (high - low)))[between].median().round())
         smooth = ((length / waves - low) / (high - low)).clamp(0, 1)
-        made = 1 / ((1 - smooth) / factor + smooth)
-        if "factor" not in rope and torch.allclose(made, factors.double(), rtol=_FP32_ROUNDING, atol=0):
-            ends = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": int(length)}
-            return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **ends}
-        divisors = (factors * rope.get("factor", 1.0)).tolist()
-        return {
-            "rope_type": "longrope",
-            "rope_theta": base,
-            "short_factor": divisors,
-            "long_factor": divisors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": self.size("context_length"),
-        }
+        same = torch.allclose(1 / ((1 - smooth) / factor + smooth), factors.double(), rtol=_FP32_ROUNDING, atol=0)
+        if not same or "factor" in rope:
+            raise ModelLoadError(f"{self.path}: its rope_freqs are not Llama 3's alone: give its safetensors")
+        lengths = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": int(length)}
+        return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **lengths}
 
 
 def dequantized(tensor: Any, rows: slice = slice(None)) -> Tensor:

@@ -40,8 +40,8 @@ def convert(path: Path, target: Path, dtype: torch.dtype | None = None) -> str:
     file = GgufFile(path)
     stored = dtype or {"F32": torch.float32, "F16": torch.float16}.get(file.kind, torch.bfloat16)
     tokens = GgufTokenizer(file)
+    config = file.config(stored) | tokens.special_ids()
     ids = tokens.special_ids() | {"eos_token_id": tokens.end_ids()}
-    config = file.config(stored) | {name: number for name, number in ids.items() if isinstance(number, int)}
     (target / "config.json").write_text(json.dumps(with_old_names(config), indent=2) + "\n", encoding="utf-8")
     (target / "generation_config.json").write_text(json.dumps(ids) + "\n", encoding="utf-8")
     save_tokenizer(tokens.tokenizer(), target, shown=target)
