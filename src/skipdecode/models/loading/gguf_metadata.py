@@ -17,63 +17,44 @@ from torch import Tensor
 
 from skipdecode.errors import MissingExtraError, ModelLoadError
 
+_Keys = dict[str, tuple[object, ...] | None]
+
 
 def names(text: str) -> list[str]:
     """Split the names of a table, which need no quotes then."""
     return text.split()
 
 
-# A key of the model -> the values with which it is accepted. None: any, because it is read below, or llama.cpp does not
-# read it for these models. Listed values leave the computation as it is without the key.
-_Keys = dict[str, tuple[object, ...] | None]
-_MODEL_KEYS: _Keys = {
-    **dict.fromkeys(
-        names(
-            "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
-            "attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.dimension_count "
-            "rope.freq_base rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.original_context_length "
-            "rope.scaling.finetuned rope.freq_base_swa vocab_size tensor_data_layout pooling_type "
-            "attention.layer_norm_epsilon"
-        )
-    ),
-    **dict.fromkeys(
-        names(
-            "expert_count expert_used_count nextn_predict_layers attention.sliding_window attention.clamp_kqv "
-            "attention.max_alibi_bias attention.scale attn_logit_softcapping final_logit_softcapping "
-            "rope.scaling.yarn_log_multiplier use_parallel_residual"
-        ),
-        (0,),
-    ),
-    **dict.fromkeys(names("logit_scale embedding_scale residual_scale"), (0, 1)),
-    **dict.fromkeys(
-        names(
-            "attention.causal rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_ext_factor "
-            "rope.scaling.yarn_beta_slow"
-        ),
-        (1,),
-    ),
-    "rope.scaling.yarn_beta_fast": (32,),
-}
-_GEMMA_KEYS: _Keys = dict.fromkeys(
-    names("attention.sliding_window attention.sliding_window_pattern final_logit_softcapping")
+def _table(*rows: tuple[tuple[object, ...] | None, str]) -> _Keys:
+    return {name: values for values, text in rows for name in names(text)}
+
+
+# The values with which keys are accepted, and the keys. None: any, because they are read below, or llama.cpp does not
+# read them for these models. Listed values leave the computation as it is without the key.
+_MODEL_KEYS = _table(
+    (None, "context_length embedding_length block_count feed_forward_length vocab_size tensor_data_layout"),
+    (None, "attention.head_count attention.head_count_kv attention.key_length attention.value_length pooling_type"),
+    (None, "attention.layer_norm_rms_epsilon attention.layer_norm_epsilon rope.dimension_count rope.freq_base"),
+    (None, "rope.freq_base_swa rope.scale_linear rope.scaling.type rope.scaling.factor rope.scaling.finetuned"),
+    (None, "rope.scaling.original_context_length"),
+    ((0,), "expert_count expert_used_count nextn_predict_layers use_parallel_residual attention.sliding_window"),
+    ((0,), "attention.clamp_kqv attention.max_alibi_bias attention.scale rope.scaling.yarn_log_multiplier"),
+    ((0,), "attn_logit_softcapping final_logit_softcapping"),
+    ((0, 1), "logit_scale embedding_scale residual_scale"),
+    ((1,), "attention.causal rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_ext_factor"),
+    ((1,), "rope.scaling.yarn_beta_slow"),
+    ((32,), "rope.scaling.yarn_beta_fast"),
 )
-_TOKENIZER_KEYS: _Keys = {
-    **dict.fromkeys(
-        names(
-            "model pre tokens token_type scores merges add_bos_token add_eos_token add_space_prefix add_padding_token "
-            "add_unknown_token eos_token_ids token_type_count remove_extra_whitespaces precompiled_charsmap"
-        )
-    ),
-    **dict.fromkeys(
-        f"{name}_token_id"
-        for name in names(
-            "bos eos eot eom unknown padding seperator cls mask prefix suffix middle fim_pre fim_suf fim_mid "
-            "fim_pad fim_rep fim_sep"
-        )
-    ),
-    "add_sep_token": (False,),
-    "suppress_tokens": ([],),
-}
+_GEMMA_KEYS = _table((None, "attention.sliding_window attention.sliding_window_pattern final_logit_softcapping"))
+_TOKENIZER_KEYS = _table(
+    (None, "model pre tokens token_type token_type_count scores merges precompiled_charsmap remove_extra_whitespaces"),
+    (None, "add_bos_token add_eos_token add_space_prefix add_padding_token add_unknown_token eos_token_ids"),
+    (None, "bos_token_id eos_token_id eot_token_id eom_token_id unknown_token_id padding_token_id cls_token_id"),
+    (None, "seperator_token_id mask_token_id prefix_token_id suffix_token_id middle_token_id fim_pre_token_id"),
+    (None, "fim_suf_token_id fim_mid_token_id fim_pad_token_id fim_rep_token_id fim_sep_token_id"),
+    ((False,), "add_sep_token"),
+    (([],), "suppress_tokens"),
+)
 _QWEN = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _LAYER = {
     "attn_norm": "input_layernorm",

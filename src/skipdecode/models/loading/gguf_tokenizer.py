@@ -10,13 +10,10 @@ from skipdecode.models.loading.gguf_metadata import GgufFile, names
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
 # Tokens that end a text or a turn in llama.cpp, by their text: files name only some of them.
-_ENDS = frozenset(
-    names(
-        "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
-        "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <eos> <turn|> <end_of_utterance> <|tool_response> <｜end▁of▁sentence｜> "
-        "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|file_sep|> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> "
-        "<reponame>"
-    )
+_ENDS = names(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>"
+    " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <eos> <turn|> <end_of_utterance> <|tool_response> <｜end▁of▁sentence｜>"
+    " <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|file_sep|> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"
 )
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # transformers' names of special tokens -> GGUF's.
