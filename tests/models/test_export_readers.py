@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoints import byte_tokenizer, save_adapter
+from llama_cpp import likeliest
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.errors import UsageError
@@ -227,21 +228,6 @@ def test_a_tied_head_is_written_once(tmp_path: Path):
 # ---------------------------------------------------------------------- llama.cpp
 
 
-def likeliest(file: Path) -> list[int]:
-    """llama.cpp's most probable token after each of `IDS`."""
-    binding = pytest.importorskip("cyllama.llama.llama_cpp")
-    options, context = binding.LlamaModelParams(), binding.LlamaContextParams()
-    options.n_gpu_layers = 0
-    context.n_ctx = context.n_batch = context.n_ubatch = 128
-    running = binding.LlamaContext(binding.LlamaModel(str(file), options), context)
-    batch = binding.LlamaBatch(n_tokens=128, embd=0, n_seq_max=1)
-    batch.set_batch(IDS[0].tolist(), 0, True)
-    running.decode(batch)
-    sampler = binding.LlamaSampler(binding.LlamaSamplerChainParams())
-    sampler.add_greedy()
-    return [sampler.sample(running, i) for i in range(IDS.shape[1])]
-
-
 def scaled(family: str, rope: dict[str, Any]) -> Any:
     window = {"mistral": {"sliding_window": None}, "qwen2": {"use_sliding_window": False}}.get(family, {})
     return tiny_model(family, rope_parameters=rope | {"rope_theta": 5000.0}, hidden_size=128, head_dim=32, **window)
@@ -255,7 +241,7 @@ def test_llama_cpp_scales_rotary_positions_as_the_model_does(family: str, rope: 
     pytest.importorskip("gguf")
     model = scaled(family, rope)
     write_gguf(model, tmp_path / "x.gguf", "f16")
-    found = torch.tensor(likeliest(tmp_path / "x.gguf"))[:, None]
+    found = torch.tensor(likeliest(tmp_path / "x.gguf", IDS[0].tolist()))[:, None]
 
     def lost(model: Any) -> float:
         """By how much the logits of these tokens are below the highest ones, at most."""

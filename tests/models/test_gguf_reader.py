@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from checkpoints import byte_tokenizer, chatml_tokenizer
+from llama_cpp import likeliest, vocabulary
 from skipdecode.cli import main
+from skipdecode.engine.opening import load
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.gguf_file import SPLITS, write_gguf
+from skipdecode.models.loading.gguf_metadata import GgufFile, dequantized
+from skipdecode.models.loading.gguf_tokenizer import _SPLIT_OF, GgufTokenizer
 from skipdecode.models.loading.hub import configured_ends, load_model
 from tiny import tiny_model
 
@@ -74,6 +80,10 @@ def test_quantized_weights_are_near(kind: str, most: float, tmp_path: Path) -> N
     model, file = written(tmp_path, kind=kind)
     read = load_model(file).model
     assert read.dtype == (torch.float16 if kind == "f16" else torch.bfloat16)
+    exact = load(file, dtype="float32").model.model.layers[0]
+    assert torch.equal(exact.input_layernorm.weight, model.model.layers[0].input_layernorm.weight)
+    stored = GgufFile(file).tensors["blk.0.ffn_up.weight"]
+    assert torch.equal(exact.mlp.up_proj.weight, dequantized(stored))
     ids = torch.arange(3, 40).unsqueeze(0)
     with torch.no_grad():
         difference = (read.float()(ids).logits - model.float()(ids).logits).abs().mean()
@@ -142,6 +152,13 @@ def test_a_broken_file_is_one_line(change: Any, reason: str, tmp_path: Path, cap
         ("split.count", 3, "one of 3 parts"),
         ("llama.expert_count", 8, "mixture of experts"),
         ("llama.rope.scaling.type", "longrope", "'longrope'"),
+        ("llama.rope.scaling.alpha", 2.0, "key llama.rope.scaling.alpha is not known"),
+        ("llama.rope.scaling.yarn_beta_fast", 8.0, "yarn_beta_fast is 8.0, of which 32 is read"),
+        ("llama.attention.scale", 0.5, "attention.scale is 0.5"),
+        ("llama.attention.sliding_window", 16, "sliding_window is 16"),
+        ("llama.attention.value_length", 8, "value_length is not key_length"),
+        ("tokenizer.ggml.add_sep_token", True, "add_sep_token is True"),
+        ("tokenizer.ggml.normalizer.lowercase", True, "normalizer.lowercase is not known"),
         ("llama.rope.dimension_count", 8, "part of a head"),
         ("tokenizer.ggml.pre", "unknown-split", "'unknown-split'"),
         ("tokenizer.ggml.model", "none", "has no tokenizer"),
@@ -158,22 +175,16 @@ def test_what_would_be_read_wrongly_is_refused_by_name(
         load_model(file)
 
 
-def test_a_head_that_is_stored_twice_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def add_head(writer: Any) -> None:
-        (model,) = kept
-        head = model.lm_head.weight.detach().float().numpy()
-        writer.add_tensor(
-            "output.weight",
-            gguf.quantize(head, gguf.GGMLQuantizationType.Q8_0),
-            raw_dtype=gguf.GGMLQuantizationType.Q8_0,
-        )
-
-    kept = [tiny_model("llama", tie_word_embeddings=True, vocab_size=320, hidden_size=64)]
-    before_header(monkeypatch, add_head)
-    write_gguf(kept[0], tmp_path / "model.gguf", "q4_0", byte_tokenizer())
-    read = load_model(tmp_path / "model.gguf").model
-    assert read.config.tie_word_embeddings
-    assert read.lm_head.weight is read.model.embed_tokens.weight
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_the_head_is_as_stored(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True, vocab_size=320, hidden_size=64)
+    stored = gguf.GGMLQuantizationType[kind]
+    head = gguf.quantize(model.lm_head.weight.detach().numpy(), stored)
+    before_header(monkeypatch, lambda writer: writer.add_tensor("output.weight", head, raw_dtype=stored))
+    write_gguf(model, tmp_path / "model.gguf", "q4_0", byte_tokenizer())
+    read = load(tmp_path / "model.gguf", dtype="float32").model
+    assert read.config.tie_word_embeddings is (kind == "Q8_0")  # of the embedding: then the bits are the same
+    assert torch.equal(read.lm_head.weight, torch.from_numpy(gguf.dequantize(head, stored)))
 
 
 def before_header(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -191,3 +202,96 @@ def test_a_directory_with_a_file_names_the_file(tmp_path: Path):
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ModelLoadError, match=r"give the file .*model\.gguf"):
         load_model(str(tmp_path))
+
+
+# ---------------------------------------------------------------------- as llama.cpp
+
+IDS = [i % 250 + 3 for i in range(0, 1200, 11)]
+OPTIONAL_KEYS: dict[str, list[Any]] = {
+    "rope.scaling.type": ["none", "linear", "yarn"],
+    "rope.scaling.factor": [4.0, 1.0, 0.0],
+    "rope.scale_linear": [2.0],
+    "rope.scaling.original_context_length": [32],
+    "attention.head_count_kv": [[2] * 8],
+    "attention.layer_norm_rms_epsilon": [0.5],
+    "rope.freq_base": [500.0],
+    "logit_scale": [1.0],
+}
+
+
+def changed_file(tmp_path: Path, keys: dict[str, Any], family: str = "llama", drop: tuple[str, ...] = ()) -> Path:
+    """A file with some values changed."""
+
+    def change(writer: Any) -> None:
+        for key in drop:
+            writer.kv_data[0].pop(key, None)
+        for key, value in keys.items():
+            writer.kv_data[0][key] = GGUFValue(value, gguf.GGUFValueType.get_type(value))
+
+    model = tiny_model(family, vocab_size=320, hidden_size=128, head_dim=32, num_hidden_layers=8)
+    with pytest.MonkeyPatch.context() as patch:
+        before_header(patch, change)
+        write_gguf(model, tmp_path / "model.gguf", "f16", byte_tokenizer())
+    return tmp_path / "model.gguf"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    family=st.sampled_from(["llama", "qwen3"]),
+    chosen=st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in OPTIONAL_KEYS.items()}),
+)
+def test_keys_mean_what_llama_cpp_takes_them_for(
+    family: str, chosen: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    merges = {"tokenizer.ggml.merges": ["a b"]}
+    file = changed_file(
+        tmp_path_factory.mktemp("keys"), {f"{family}.{key}": v for key, v in chosen.items()} | merges, family
+    )
+    found = torch.tensor(likeliest(file, IDS))[:, None]
+    with torch.no_grad():
+        expected = load_model(file, dtype="float32").model(torch.tensor([IDS])).logits[0]
+    assert (expected.amax(-1) - expected.gather(1, found)[:, 0]).max() < 0.5
+
+
+PAIRS = [a + b for a in ("Ġ", "Ċ", "a", "S", "'", "1", "!", "$") for b in ("Ġ", "Ċ", "a", "s", "1", "!", "$")]
+SPM = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "<sep>"]
+TOKENS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "tokens": SPM + [f"[PAD{i}]" for i in range(320 - len(SPM))],
+        "scores": [0.0] * 259 + [-20.0, -21.0, -22.0, -3.0, -4.0, -2.0, -1.0] + [-99.0] * 54,
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * 7 + [4] + [5] * 53,
+    },
+    "gpt2": {
+        "tokens": ["<a>", "<s>", "</s>", *byte_tokenizer().convert_ids_to_tokens(list(range(3, 259))), *PAIRS, "<end>"]
+        + [f"[PAD{i}]" for i in range(320 - 260 - len(PAIRS))],
+        "merges": [f"{pair[0]} {pair[1]}" for pair in PAIRS],
+        "token_type": [1, 3, 3] + [1] * (256 + len(PAIRS)) + [4] + [5] * (320 - 260 - len(PAIRS)),
+    },
+}
+SWITCHES = {name: st.booleans() for name in ("add_bos_token", "add_eos_token", "add_space_prefix")}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    model=st.sampled_from(["llama", "gpt2"]),
+    pre=st.sampled_from([*_SPLIT_OF]),
+    chosen=st.fixed_dictionaries({}, optional=SWITCHES | {"bos_token_id": st.just(5), "eos_token_id": st.just(2)}),
+    texts=st.lists(st.text("ab1S's!$ \n", max_size=20), min_size=5, max_size=5),
+)
+def test_texts_are_the_tokens_of_llama_cpp(
+    model: str, pre: str, chosen: dict[str, Any], texts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    keys = {"model": model, "pre": pre} | TOKENS[model] | chosen
+    unnamed = tuple(
+        f"tokenizer.ggml.{name}" for name in ("add_bos_token", "add_eos_token", "bos_token_id", "eos_token_id")
+    )
+    file = changed_file(
+        tmp_path_factory.mktemp("tokens"),
+        {f"tokenizer.ggml.{name}": value for name, value in keys.items()},
+        drop=unnamed,
+    )
+    right, read = vocabulary(file), GgufTokenizer(GgufFile(file))
+    tokenizer = read.tokenizer()
+    for text in [*texts, "a<sep> b</s>a", "1234 a's"]:
+        assert tokenizer(text).input_ids == right.tokenize(text, add_special=True, parse_special=True)
+    assert set(read.end_ids()) == {i for i in range(320) if right.is_eog(i)}

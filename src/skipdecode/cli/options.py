@@ -67,7 +67,8 @@ class NamedModel(Options):
     def ref(self) -> ModelRef:
         """The model of the name, with the schedule files among the options."""
         named: Any = getattr(self, "schedule", None) or ()
-        return ModelRef(self.model, schedule_files([named] if isinstance(named, str) else named), self.adapter_base)
+        files = schedule_files([named] if isinstance(named, str) else named)
+        return ModelRef(self.model, files, self.adapter_base, getattr(self, "dtype", "auto"))
 
 
 @dataclass(frozen=True, kw_only=True)

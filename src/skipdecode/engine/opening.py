@@ -63,7 +63,7 @@ def load(
     """
     limit_threads()
     ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
-    ref = ref if base is None else replace(ref, given_base=str(base))
+    ref = (ref if base is None else replace(ref, given_base=str(base))).in_dtype(dtype)
     chosen = running_dtype(ref, dtype, choose_device(device), engine)
     return load_model(ref, dtype=chosen, device=device, require_tokenizer=require_tokenizer)
 

@@ -116,7 +116,7 @@ def export(
     for name, value, known in (("format", format, FORMATS), ("gguf_type", gguf_type, KINDS), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise OptionError(name, value, f"one of {', '.join(known)}")
-    ref, directory = ref_of(model, [schedule]), Path(out)
+    ref, directory = ref_of(model, [schedule]).in_dtype(dtype), Path(out)
     carried = ref.schedule or Schedule.full(ref.num_layers)
     chosen = carried if schedule is None else ref.parsed(schedule, _SOME_POSITIONS)
     layers = tuple(range(ref.num_layers)) if format == "merged" else check_exportable(chosen, ref)

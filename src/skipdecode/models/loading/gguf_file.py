@@ -41,6 +41,12 @@ SPLITS: dict[str, list[Any]] = {
     "smollm": [{"type": "Digits", "individual_digits": True}],
     "llama-bpe": [_WORDS.replace("DIGITS", "{1,3}")],
     "qwen2": [_WORDS.replace("DIGITS", "")],
+    "default": [
+        r"[\p{P}\$\+<=>\^~\|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"\p{N}+",
+        "[0-9][0-9][0-9]",
+    ],
 }
 
 

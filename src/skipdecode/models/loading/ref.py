@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,20 @@ class ModelRef:
     Every property is computed once, at its first use, and the hub is contacted once. The names of the embedded model
     and of bundled adapters take precedence: a directory of such a name is ``./smollm2-135m``. Properties raise the
     errors of `load_model`. `schedule_files` are the files of the schedules that the model will run. `given_base` is the
-    name of an adapter's base model in place of the one in the adapter's directory.
+    name of an adapter's base model in place of the one in the adapter's directory. `dtype` is the type in which weights
+    of a GGUF file are dequantized, by default that of the file or bf16.
     """
 
     name: str
     schedule_files: tuple[str, ...] = ()
     given_base: str | None = None
+    dtype: str = "auto"
+
+    def in_dtype(self, dtype: str) -> ModelRef:
+        """The same model in another `dtype`; itself if its base model is no GGUF file, or `dtype` is auto."""
+        if dtype in ("auto", self.dtype) or not self.base.endswith(".gguf"):
+            return self
+        return replace(self, dtype=dtype)
 
     @cached_property
     def adapter(self) -> Path | None:
@@ -97,7 +105,7 @@ class ModelRef:
 
     def _located(self, name: str) -> Path:
         """The directory of a whole model or of a hub id; what is small of the latter is fetched once."""
-        if (folder := _on_this_machine(name)) is None:
+        if (folder := _on_this_machine(name, self.dtype)) is None:
             if name not in self._asked:
                 self._asked[name] = (answer := ask_hub(name)), _on_hub(name, answer)
             folder = self._asked[name][1]
@@ -289,8 +297,8 @@ def _adapter_settings(file: Path) -> dict[str, Any]:
     return found
 
 
-def _on_this_machine(name: str) -> Path | None:
-    """The directory of a whole model that is no hub id; None for other names."""
+def _on_this_machine(name: str, dtype: str) -> Path | None:
+    """The directory of a whole model that is no hub id, a GGUF file's in `dtype`; None for other names."""
     if name == smollm2.NAME:
         return smollm2.fetch()
     path = Path(name).expanduser()
@@ -301,15 +309,17 @@ def _on_this_machine(name: str) -> Path | None:
             raise ModelLoadError(f"{name} holds no model: {what}")
         return path
     if name.endswith(".gguf"):
-        return _from_gguf(name)
+        return _from_gguf(name, dtype)
     if name and path.exists():
         raise ModelLoadError(f"{name} is a file: {_ACCEPTED}")
     return None
 
 
-def _from_gguf(name: str) -> Path:
+def _from_gguf(name: str, dtype: str) -> Path:
     """The checkpoint of a GGUF file, or of `owner/name:file.gguf` on the hub: converted into the user's cache, once."""
-    from skipdecode.models.loading.gguf_reader import convert
+    import torch
+
+    from skipdecode.models.loading.gguf_reader import VERSION, convert
 
     repo, _, inside = name.rpartition(":")
     file = Path(name).expanduser()
@@ -321,8 +331,10 @@ def _from_gguf(name: str) -> Path:
     if not file.is_file():
         raise ModelLoadError(f"{name} is no file; of a hub, give owner/name:file.gguf")
     file, state = file.resolve(), file.stat()
-    known = hashlib.sha256(f"{file} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]
-    return add_model(f"{file.stem}-{known}", lambda target: convert(file, target))
+    stored = {"auto": None, "float64": torch.float32}.get(dtype, getattr(torch, dtype, None))
+    known = f"{file} {state.st_size} {state.st_mtime_ns} {stored} {VERSION}"
+    folder = f"{file.stem}-{hashlib.sha256(known.encode()).hexdigest()[:12]}"
+    return add_model(folder, lambda target: convert(file, target, stored))
 
 
 def _on_hub(name: str, answer: HubAnswer) -> Path:

@@ -1,0 +1,35 @@
+"""What llama.cpp reads in a GGUF file, from the package cyllama."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _opened(file: Path, **changes: Any) -> tuple[Any, Any]:
+    binding = pytest.importorskip("cyllama.llama.llama_cpp")
+    options = binding.LlamaModelParams()
+    for name, value in ({"n_gpu_layers": 0} | changes).items():
+        setattr(options, name, value)
+    return binding, binding.LlamaModel(str(file), options)
+
+
+def likeliest(file: Path, ids: list[int]) -> list[int]:
+    """The most probable token after each of `ids`, of which there are 128 at most."""
+    binding, model = _opened(file)
+    context = binding.LlamaContextParams()
+    context.n_ctx = context.n_batch = context.n_ubatch = 128
+    running = binding.LlamaContext(model, context)
+    batch = binding.LlamaBatch(n_tokens=128, embd=0, n_seq_max=1)
+    batch.set_batch(ids, 0, True)
+    running.decode(batch)
+    sampler = binding.LlamaSampler(binding.LlamaSamplerChainParams())
+    sampler.add_greedy()
+    return [sampler.sample(running, i) for i in range(len(ids))]
+
+
+def vocabulary(file: Path) -> Any:
+    """The tokenizer."""
+    return _opened(file, vocab_only=True)[1].get_vocab()
