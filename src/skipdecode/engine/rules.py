@@ -54,7 +54,7 @@ class Rules(Options):
     no_repeat_ngram_size: int = setting("so many tokens in a row do not come again; 0: they may", default=0, least=0)
     suppress_tokens: tuple[int, ...] = setting("token ids that do not come", default=(), least=0)
     begin_suppress_tokens: tuple[int, ...] = setting("token ids that do not come first", default=(), least=0)
-    min_new_tokens: int = setting("new tokens before which no end token comes", default=0, least=0)
+    min_new_tokens: int | None = setting("new tokens before which no end token comes", default=None, least=0)
     min_length: int = setting("the same with the prompt's tokens; min_new_tokens replaces it", default=0, least=0)
     encoder_repetition_penalty: float = setting("logits of the prompt's tokens are multiplied", default=1.0, above=0)
     encoder_no_repeat_ngram_size: int = setting("no so many tokens of the prompt in a row come", default=0, least=0)

@@ -39,7 +39,8 @@ class Sampler:
     def __init__(self, sampling: Sampling, prompt: tuple[int, ...], most: int = 0, ends: Collection[int] = ()) -> None:
         self.sampling, self.failed = sampling, False
         self._grammar: Any = None if sampling.grammar is None else sampling.grammar.deep_copy()
-        self._early = sampling.min_new_tokens or sampling.min_length - len(prompt)
+        least = sampling.min_new_tokens
+        self._early = sampling.min_length - len(prompt) if least is None else least
         self._ends = torch.tensor(sorted(ends) if self._early > 0 else [], dtype=torch.int64)
         self.is_plain_greedy, self._changes = sampling.is_plain_greedy, sampling.changes_logits
         self._rules = sampling.processors(prompt, most, ends)

@@ -114,7 +114,7 @@ class _GenerationFields(Strict):
     presence_penalty: float = _sampling("presence_penalty")
     seed: int | None = _sampling("seed", least=-_INT64, below=_INT64)
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="new tokens of a choice at most")
-    min_tokens: int = _sampling("min_new_tokens")
+    min_tokens: int = _sampling("min_new_tokens", default=0)
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = Field([])
     stop_token_ids: list[TokenId] = Field([], max_length=_MOST_STOP_TOKENS)
     ignore_eos: bool = False
