@@ -15,7 +15,9 @@ import httpx
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule
+from skipdecode.common.progress import note
 from skipdecode.engine import FastEngine, Request, Sampling
+from skipdecode.engine.opening import open_engines
 from skipdecode.serving.limits import Binding, ServerLimits
 from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.server import make_server
@@ -39,13 +41,14 @@ def tiny_service(
 ) -> Service:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
+        model = tiny_served_model(family)
         return open_service(
-            tiny_served_model(family),
+            model,
             byte_tokenizer(),
             name="tiny",
             carried=carried,
             others=(NESTED, OTHER_ORDER),
-            engine=engine,
+            backend=open_engines(model, engine, note),
             limits=ServerLimits(**limits),
         )
 

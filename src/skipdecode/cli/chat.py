@@ -87,6 +87,7 @@ def run(config: Config) -> int:
         quantization=config.quantization,
         max_rows=1,
         chat_template_kwargs=config.chat_template_kwargs,
+        generation_config=config.generation_config,
     )
     session, refused = _Session(config, llm), False
     for text in map(str.strip, _lines()):

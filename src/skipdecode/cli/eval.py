@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from skipdecode.cli.options import BASE, MODEL, SCHEDULE_FILE, EngineOptions, choose_schedule
+from skipdecode.cli.options import BASE, MODEL, SCHEDULE_FILE, CheckpointRules, EngineOptions, choose_schedule
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.tasks import task_file
@@ -46,7 +46,7 @@ def _files_of_run(place: str) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EvaluationOptions, EngineOptions):
+class Config(EvaluationOptions, EngineOptions, CheckpointRules):
     """Options of `skipdecode eval`."""
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
@@ -149,7 +149,12 @@ def _evaluated(config: Config) -> Scores:
 
     def opened(ref: ModelRef) -> LLM:
         loaded = config.load() if ref is config.ref else load(ref, dtype=config.dtype, device=config.device)
-        return LLM(loaded, engine=config.engine, quantization=config.quantization)
+        return LLM(
+            loaded,
+            engine=config.engine,
+            quantization=config.quantization,
+            generation_config=config.generation_config,
+        )
 
     return evaluate(
         config.ref,

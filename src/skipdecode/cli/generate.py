@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,7 +43,6 @@ from skipdecode.data.examples import TemplateOptions
 from skipdecode.data.forms import PromptForm, choose_form
 from skipdecode.data.prompts import asked
 from skipdecode.data.source import PromptSource
-from skipdecode.engine.requests import Sampling
 from skipdecode.errors import UsageError
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.records import RecordRun, generate_records, named_text, output_files, plain_text
@@ -120,6 +119,7 @@ def run(config: Config) -> int:
         engine=config.engine,
         quantization=config.quantization,
         chat_template_kwargs=config.chat_template_kwargs,
+        generation_config=config.generation_config,
     )
     if form.remark is not None:
         note(form.remark)
@@ -131,8 +131,8 @@ def run(config: Config) -> int:
             config,
             form=form,
             schedule=chosen.schedule,
-            sampling=Sampling(**config.sampling_fields()),
-            stop=config.stop,
+            sampling=replace(llm.backend.sampling, **config.sampling_fields()),
+            stop=config.stop or llm.backend.stop,
             exact=config.exact,
             json_schema=schema,
             shown=(named_text if rows > 1 else plain_text, asked) if _prints_text(config) else None,

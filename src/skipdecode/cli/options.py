@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from skipdecode.common.environment import limit_threads
 from skipdecode.common.jsonl import object_of
-from skipdecode.common.options import Options, Reads, option
+from skipdecode.common.options import Options, Reads, kinds, option
 from skipdecode.common.progress import detail, note
 from skipdecode.data.examples import with_breaks
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
@@ -134,7 +134,18 @@ class EngineOptions(NamedModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions(SamplingOptions):
+class CheckpointRules(Options):
+    """Whether the checkpoint says how tokens are chosen."""
+
+    generation_config: bool = option(
+        "follow the rules (repetition_penalty, …) and stop strings of the checkpoint's generation_config.json where no "
+        "option gives others",
+        default=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions(CheckpointRules, SamplingOptions):
     """How the next token is chosen."""
 
     seed: int = option(
@@ -153,8 +164,8 @@ class DecodingOptions(SamplingOptions):
         self.check_effect()
 
     def sampling_fields(self) -> dict[str, Any]:
-        """The fields of `skipdecode.engine.Sampling`."""
-        return {f.name: getattr(self, f.name) for f in fields(SamplingOptions)}
+        """The fields of `skipdecode.engine.Sampling` that are given, and the seed."""
+        return {name: getattr(self, name) for name in kinds(SamplingOptions) if name in {"seed", *self.given}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, EngineOptions, wall_solver_of
-from skipdecode.common.options import Reads, option, setting
+from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, CheckpointRules, EngineOptions, wall_solver_of
+from skipdecode.common.options import Reads, kinds, option, setting
 from skipdecode.common.progress import note
+from skipdecode.engine.rules import Rules
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.ref import served_name
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Binding, ServerLimits, EngineOptions, ChatOptions):
+class Config(Binding, ServerLimits, EngineOptions, ChatOptions, CheckpointRules, Rules):
     """Options of `skipdecode serve`."""
 
     name: str | None = option("name of the model for clients (default: the last part of MODEL)", default=None)
@@ -86,12 +87,17 @@ def _checked(config: Config) -> list[Schedule]:
 
 
 def _service(config: Config, schedules: list[Schedule]) -> Service:
+    from skipdecode.engine.opening import open_engines
     from skipdecode.serving.service import open_service
 
     loaded = config.load()
     tuned_under = () if loaded.recipe is None else loaded.recipe.tuned_under
     tuned_under = tuple(schedule for schedule in tuned_under if not schedule.is_full)
     own = loaded.schedule if config.default is None else config.ref.parsed(config.default, config.seq_len)
+    how = (config.engine, note, config.quantization)
+    backend = open_engines(loaded.model, *how, generation_config=config.generation_config)
+    given = {name: getattr(config, name) for name in kinds(Rules) if name in config.given}
+    backend.sampling = replace(backend.sampling, **given)
     service = open_service(
         loaded.model,
         loaded.tokenizer,
@@ -101,8 +107,7 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         recipe=loaded.recipe,
         use_template=config.template,
         chat_template_kwargs=config.chat_template_kwargs,
-        engine=config.engine,
-        quantization=config.quantization,
+        backend=backend,
         limits=config,
     )
     catalog = service.catalog

@@ -195,7 +195,7 @@ class _Place:
             model = load_model(self.ref, dtype=self.dtype, device=str(self.device), require_tokenizer=False).model
         with own_fit_kept(model):
             keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
-            backend = open_engines(model, self.engine, note, self.quantization)
+            backend = open_engines(model, self.engine, note, self.quantization, generation_config=False)
         cost = measure_cost(backend, batch=self.batch, prompt_len=self.prompt_len, progress=True)
         kind, origin = str(unwrap(model).dtype).removeprefix("torch."), _measured_origin(backend, cost, self.device)
         found = {"cost": cost.to_dict(), "dtype": kind, "origin": origin}

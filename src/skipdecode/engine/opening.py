@@ -21,6 +21,8 @@ from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.model_spec import READERS
+from skipdecode.engine.requests import Sampling
+from skipdecode.engine.rules import rules_line, rules_of, stop_strings
 from skipdecode.engine.scheduler import PROMPT_TOKENS, REFILL_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
@@ -95,11 +97,13 @@ class Backend:
     name : str, optional
         Default: the engines' name, "fast" (with quantized weights "fast-int8" and the like) or "transformers".
 
-    Attribute `weights`: the type in which the engines read the weights.
+    Attributes `weights`: the type in which the engines read the weights. `sampling`, `stop`: how tokens are chosen and
+    the strings that end a text, where a request says nothing else: greedy without rules, and none.
     """
 
     def __init__(self, model: Any, fast: FastModel | None = None, name: str | None = None) -> None:
         self.model, self.fast = model, fast
+        self.sampling, self.stop = Sampling(), tuple[str, ...]()
         self.name = name or (GatedEngine.name if fast is None else fast.name)
         self.num_layers = len(decoder_layers(unwrap(model)))
         quantization = None if fast is None else fast.quantization
@@ -133,9 +137,21 @@ class Backend:
         )
 
 
-def open_engines(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> Backend:
-    """A model's backend; see `open_fast`."""
-    return Backend(model, open_fast(model, engine, note, quantization))
+def open_engines(
+    model: Any,
+    engine: str,
+    note: Callable[[str], None],
+    quantization: str = "none",
+    *,
+    generation_config: bool = True,
+) -> Backend:
+    """A model's backend; see `open_fast`. Requests follow the model's generation config, which a note says."""
+    backend, config = Backend(model, open_fast(model, engine, note, quantization)), unwrap(model).generation_config
+    if generation_config:
+        backend.sampling, backend.stop = Sampling(**rules_of(config).active), stop_strings(config)
+        if (line := rules_line(config)) is not None:
+            note(line)
+    return backend
 
 
 def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> FastModel | None:

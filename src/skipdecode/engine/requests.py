@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self
 
 from skipdecode.common.options import Options, option
+from skipdecode.engine.rules import LEAST_LENGTH, Rules
 from skipdecode.errors import OptionError, UsageError
 
 FinishReason = Literal["eos", "length", "stop", "error"]
@@ -16,10 +17,11 @@ FinishReason = Literal["eos", "length", "stop", "error"]
 
 
 _LEAST_TEMPERATURE = 0.01
+_CUTS = {"top_k": 0, "top_p": 1, "min_p": 0}  # options of sampling alone, with the values that cut nothing
 
 
 @dataclass(frozen=True)
-class SamplingOptions(Options):
+class SamplingOptions(Rules):
     """The options that `Sampling` shares with the command line."""
 
     temperature: float = option("below 0.01 greedy; above, logits are divided by it", default=0.0, least=0)
@@ -42,31 +44,21 @@ class SamplingOptions(Options):
 
     def check_effect(self) -> None:
         """Raise OptionError for a value without effect in greedy decoding."""
-        for each in fields(SamplingOptions) if self.is_greedy else ():
-            value = getattr(self, each.name)
-            if each.name not in ("temperature", "seed") and value != each.default:
-                accepted = f"{each.default:g}, or a temperature too, such as 0.7: it acts on sampling only"
-                raise OptionError(each.name, value, accepted)
+        for name, neutral in _CUTS.items() if self.is_greedy else ():
+            if (value := getattr(self, name)) != neutral:
+                accepted = f"{neutral:g}, or a temperature too, such as 0.7: it acts on sampling only"
+                raise OptionError(name, value, accepted)
 
 
 @dataclass(frozen=True)
 class Sampling(SamplingOptions):
     """The settings by which the next token of a sequence is chosen; every sequence of a batch may have its own.
 
-    Order: grammar, bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
-    Penalties and bias hold for greedy rows too. `logit_bias` is added to the logits of the tokens that it names.
+    Order: least length, bias, transformers' rules in its order, frequency and presence penalty, grammar, temperature,
+    top-k, top-p, min-p. `logit_bias` is added to the logits of the tokens that it names.
     `grammar` says which tokens may come: an `llguidance.LLMatcher` without tokens (`skipdecode.generation.grammar`).
     """
 
-    repetition_penalty: float = option(
-        "logits of tokens seen in prompt or output are divided by it (multiplied where negative)", default=1.0, above=0
-    )
-    frequency_penalty: float = option(
-        "taken from a token's logit for each time that the output has it", default=0.0, least=-2, most=2
-    )
-    presence_penalty: float = option(
-        "taken from the logits of tokens that the output has, however often", default=0.0, least=-2, most=2
-    )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: Any = None
     top_logprobs: int | None = option(
@@ -90,12 +82,12 @@ class Sampling(SamplingOptions):
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the choice is the most likely token of the unchanged logits."""
-        return self.is_greedy and not self.penalises and not self.logit_bias
+        return self.is_greedy and not self.changes_logits
 
     @property
-    def penalises(self) -> bool:
-        """Whether the choice depends on earlier tokens."""
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+    def changes_logits(self) -> bool:
+        """Whether the choice is among changed logits. The least length and the grammar only forbid tokens."""
+        return bool(self.active.keys() - LEAST_LENGTH or self.logit_bias)
 
 
 @dataclass(frozen=True)
@@ -104,8 +96,7 @@ class Request(Options):
 
     A prefix cache, and earlier answers, are shared by requests of the same `cache_salt` only. With `exact`, the fast
     engine drafts where that is faster; the tokens are the same (see `skipdecode.engine.drafts`). With `scores_prompt`,
-    the first output has the log-probabilities of the prompt's tokens, and as many top tokens as `sampling` asks for. No
-    token of `stop_ids` is among the first `min_tokens`.
+    the first output has the log-probabilities of the prompt's tokens, and as many top tokens as `sampling` asks for.
     """
 
     prompt: tuple[int, ...]
@@ -115,7 +106,6 @@ class Request(Options):
     cache_salt: str = ""
     exact: bool = True
     scores_prompt: bool = False
-    min_tokens: int = option("fewest tokens to generate", default=0, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,8 +115,9 @@ class Request(Options):
             raise UsageError("a prompt without tokens is not accepted: give at least one token id")
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise UsageError for a token of the prompt or `logit_bias` outside a vocabulary of `size` tokens."""
-        wrong = next((t for t in (*self.prompt, *self.sampling.logit_bias) if not 0 <= t < size), None)
+        """Raise UsageError for a token of the prompt, `logit_bias` or a rule outside a vocabulary of `size` tokens."""
+        named = *self.prompt, *self.sampling.logit_bias, *self.sampling.named_tokens
+        wrong = next((token for token in named if not 0 <= token < size), None)
         if wrong is not None:
             raise UsageError(f"token {wrong} is outside the model's vocabulary: give token ids from 0 to {size - 1}")
 

@@ -21,7 +21,7 @@ from skipdecode.engine.kernels.native import greedy
 from skipdecode.engine.requests import Request, Sampling
 
 _MOST_TOP = 128  # largest top-k for which candidates are sought
-_LEAST = -1e30  # finite also after the division by a temperature
+_LEAST = -1e30  # of a forbidden token: finite, also after the division by a temperature, as all may be forbidden
 _TRIED = 8  # top tokens of a greedy row that are tried before all that a grammar allows
 _NEAR = 512  # top tokens among which a nucleus is sought first: to sort a whole vocabulary takes milliseconds
 
@@ -29,29 +29,26 @@ _NEAR = 512  # top tokens among which a nucleus is sought first: to sort a whole
 class Sampler:
     """One sequence's settings and state.
 
-    The repetition penalty sees prompt and output, as in transformers; frequency and presence penalty see the output
-    alone, as at OpenAI.
+    Rules see prompt and output, as in transformers; frequency and presence penalty see the output alone, as at OpenAI.
 
-    Attributes `top`: the number of top tokens whose logits are enough for the choice: 1 if greedy, k for top-k; 0: all
-    tokens. A greedy choice that the grammar does not allow needs all tokens too. `failed`: whether the grammar allows
-    no token, or takes too much work.
+    Attributes `top`: the number of top tokens whose logits are enough for most choices: 1 if greedy, a few if rules or
+    a grammar may lower or forbid some, k for top-k; 0: all tokens. `failed`: whether the grammar allows no token, or
+    takes too much work.
     """
 
-    def __init__(
-        self, sampling: Sampling, prompt: tuple[int, ...], min_tokens: int = 0, ends: Collection[int] = ()
-    ) -> None:
+    def __init__(self, sampling: Sampling, prompt: tuple[int, ...], most: int = 0, ends: Collection[int] = ()) -> None:
         self.sampling, self.failed = sampling, False
         self._grammar: Any = None if sampling.grammar is None else sampling.grammar.deep_copy()
-        self._early, self._ends = min_tokens, torch.tensor(sorted(ends) if min_tokens else [], dtype=torch.int64)
-        self.is_plain_greedy = sampling.is_plain_greedy
-        self._prompt = torch.tensor(sorted(set(prompt)) if sampling.repetition_penalty != 1 else [], dtype=torch.int64)
-        self._output: Counter[int] | None = Counter() if sampling.penalises else None
-        self.top = 0
-        if not (sampling.penalises or sampling.logit_bias or sampling.top_logprobs is not None):
-            top_k = 0 if self._grammar is not None or min_tokens else sampling.top_k
-            self.top = top_k if top_k <= _MOST_TOP else 0
-            if sampling.is_greedy:
-                self.top = 1 if self._grammar is None else _TRIED
+        least = sampling.min_new_tokens
+        self._early = sampling.min_length - len(prompt) if least is None else least
+        self._ends = torch.tensor(sorted(ends) if self._early > 0 else [], dtype=torch.int64)
+        self.is_plain_greedy, self._changes = sampling.is_plain_greedy, sampling.changes_logits
+        self._rules = sampling.processors(prompt, most, ends)
+        self._text = torch.tensor([prompt if self._rules else ()], dtype=torch.int64)  # prompt and output, for rules
+        self._output: Counter[int] | None = None
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            self._output = Counter()
+        self.top = self._top()
         self._bias: tuple[Tensor, Tensor] | None = None
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias.items(), strict=True)
@@ -67,17 +64,15 @@ class Sampler:
     @classmethod
     def of(cls, request: Request) -> Self:
         """For a new sequence."""
-        return cls(request.sampling, request.prompt, request.min_tokens, request.stop_ids)
+        return cls(request.sampling, request.prompt, request.max_new_tokens, request.stop_ids)
 
     def takes(self, token: int) -> bool:
         """Whether the top token may be the next one; if so, it is."""
         if self._early > 0 and token in self._ends:
             return False
-        if self._grammar is not None:
-            if not self._grammar.compute_bitmask()[token >> 3] >> (token & 7) & 1:
-                return False
-            self._advance(token)
-        self._early -= 1
+        if self._grammar is not None and not self._grammar.compute_bitmask()[token >> 3] >> (token & 7) & 1:
+            return False
+        self._append(token)
         return True
 
     def forced_tokens(self) -> list[int]:
@@ -86,32 +81,43 @@ class Sampler:
 
     def pick(self, logits: Tensor) -> int:
         """The next token from logits (vocabulary,), fp32 on the CPU; the logits are not changed."""
-        if self._bias is not None or self._output is not None or self._early > 0:
-            logits = logits.clone()
-        if self._early > 0:
-            logits[self._ends] = -math.inf
-        if self._bias is not None:
-            logits.index_add_(0, *self._bias)
-        if self._output is not None:
-            self._penalise(logits, self._output)
+        logits = self._changed(logits)
         allowed = None if self._grammar is None else self._allowed(len(logits))
         if allowed is not None:
-            logits = logits[allowed].clamp_(min=_LEAST)  # ends before `min_tokens` have minus infinity
+            logits = logits[allowed]
         token = int(logits.argmax()) if self._generator is None else self._draw(logits, self._generator)
         token = token if allowed is None else int(allowed[token])
-        if self._output is not None:
-            self._output[token] += 1
-        if self._grammar is not None:
-            self._advance(token)
-        self._early -= 1
+        self._append(token)
         return token
 
-    def first(self, candidates: Candidates, row: int) -> int | None:
-        """The most likely token of a greedy row that may be the next one, if it is among its `top` most likely ones."""
+    def among(self, candidates: Candidates, row: int) -> int | None:
+        """The next token, if the candidates of a row decide it; else None, and nothing has changed."""
         count = candidates.counts[row]
-        logits, order = candidates.logits[row, :count].sort(descending=True, stable=True)
-        near = order[logits >= logits[min(self.top, count) - 1]]
-        return next((token for token in candidates.words[row, near].tolist() if self.takes(token)), None)
+        words, logits = candidates.words[row, :count], candidates.logits[row, :count]
+        if self._generator is not None:
+            return int(words[self.pick(logits)])
+        best, order = logits.sort(descending=True, stable=True)
+        least = best[min(self.top, count) - 1]
+        if self.is_plain_greedy:
+            return next((token for token in words[order[best >= least]].tolist() if self.takes(token)), None)
+        # No logit rises, so a token that is no candidate stays below the least of the top ones.
+        changed = self._changed(torch.full((candidates.size,), -math.inf).index_copy_(0, words, logits))
+        token = int(changed.argmax())
+        if changed[token] < least:
+            return None
+        self._append(token)
+        return token
+
+    def _top(self) -> int:
+        s = self.sampling
+        if s.top_logprobs is not None:
+            return 0
+        if self.is_plain_greedy:
+            return 1 if self._grammar is None else _TRIED
+        if s.is_greedy:
+            return _TRIED if s.only_lower and not s.logit_bias and self._grammar is None else 0
+        free = self._grammar is None and not s.active and not s.logit_bias
+        return s.top_k if free and s.top_k <= _MOST_TOP else 0
 
     def _allowed(self, size: int) -> Tensor:
         """The tokens of a vocabulary that the grammar allows, ascending; all if there are none (`_advance` fails)."""
@@ -119,21 +125,33 @@ class Sampler:
         found = np.flatnonzero(np.unpackbits(bits, count=size, bitorder="little"))
         return torch.from_numpy(found) if len(found) else torch.arange(size)
 
-    def _advance(self, token: int) -> None:
-        """Give a new token to the grammar. A grammar that can go no further allows end tokens alone."""
-        self._grammar.consume_token(token)
-        self.failed = self._grammar.is_error()
+    def _append(self, token: int) -> None:
+        """Note a new token. A grammar that can go no further allows end tokens alone."""
+        self._early -= 1
+        if self._rules:
+            self._text = torch.cat((self._text, self._text.new_tensor([[token]])), dim=1)
+        if self._output is not None:
+            self._output[token] += 1
+        if self._grammar is not None:
+            self._grammar.consume_token(token)
+            self.failed = self._grammar.is_error()
 
-    def _penalise(self, logits: Tensor, output: Counter[int]) -> None:
-        s, new = self.sampling, torch.tensor(list(output), dtype=torch.int64)
-        if s.repetition_penalty != 1:
-            # A token of prompt and output is listed twice and gets the same value twice.
-            seen = torch.cat((self._prompt, new))
-            values = logits[seen]
-            logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
-        if s.frequency_penalty or s.presence_penalty:
-            times = torch.tensor(list(output.values()), dtype=torch.float32)
-            logits[new] -= s.frequency_penalty * times + s.presence_penalty
+    def _changed(self, logits: Tensor) -> Tensor:
+        """The logits under bias, rules and penalties; a copy if there are any."""
+        if self._early <= 0 and not self._changes:
+            return logits
+        logits = logits.clone()
+        if self._early > 0:
+            logits[self._ends] = -math.inf
+        if self._bias is not None:
+            logits.index_add_(0, *self._bias)
+        for rule in self._rules:
+            logits = rule(self._text, logits[None])[0]
+        if self._output is not None:
+            new = torch.tensor(list(self._output), dtype=torch.int64)
+            times = torch.tensor(list(self._output.values()), dtype=torch.float32)
+            logits[new] -= self.sampling.frequency_penalty * times + self.sampling.presence_penalty
+        return logits.clamp_(min=_LEAST)
 
     def _draw(self, logits: Tensor, generator: torch.Generator) -> int:
         s, tokens = self.sampling, None
@@ -195,9 +213,7 @@ class Predicted:
         found = self._logits
         if sampler.is_plain_greedy and sampler.takes(self._greedy[0][row]):
             chosen, logprob = self._greedy[0][row], self._greedy[1][row]
-        elif isinstance(found, Candidates) and not sampler.is_plain_greedy:
-            return NextToken(int(found.words[row, sampler.pick(found.logits[row, : found.counts[row]])]))
-        elif isinstance(found, Candidates) and (best := sampler.first(found, row)) is not None:
+        elif isinstance(found, Candidates) and (best := sampler.among(found, row)) is not None:
             return NextToken(best)
         else:
             values = found.full(row) if isinstance(found, Candidates) else self._local[row]

@@ -99,6 +99,7 @@ class Method:
         engine, ends = self.make_engine(rows or len(prompts)), frozenset(eos)
         most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         options: dict[str, Any] = {"stop_ids": ends, "exact": self.exact, "cache_salt": cache_salt}
+        options["sampling"] = self.backend.sampling
         decoded = engine.decode([Request(tuple(p), new, **options) for p, new in zip(prompts, most, strict=True)])
         stats = engine.stats
         return Generation(
@@ -111,11 +112,12 @@ class Method:
         )
 
     def settings(self) -> dict[str, Any]:
-        """JSON-ready parameters, for the result: the name, the schedule if it skips layers, drafts and quantization."""
+        """JSON-ready parameters, for the result: name, schedule if it skips layers, drafts, quantization, rules."""
         schedule = {} if self.full_depth else {"schedule": self.schedule.to_dict()}
         fast = self.backend.fast
         weights = {} if fast is None or fast.quantization is None else {"quantization": fast.quantization}
-        return {"name": self.name} | schedule | ({"exact": True} if self.exact else {}) | weights
+        rules = {"rules": self.backend.sampling.active} if self.backend.sampling.active else {}
+        return {"name": self.name} | schedule | ({"exact": True} if self.exact else {}) | weights | rules
 
 
 def other_ways(backend: Backend, schedules: Sequence[Schedule], which: str) -> list[Method]:
@@ -128,10 +130,11 @@ def other_ways(backend: Backend, schedules: Sequence[Schedule], which: str) -> l
     full = Schedule.full(backend.num_layers)
     ways = [Method(backend, full, "full, exact", exact=True)]
     try:
-        fast = open_engines(backend.model, "fast", lambda text: None, "w8a8")
+        fast = open_engines(backend.model, "fast", lambda text: None, "w8a8", generation_config=False)
     except SkipDecodeError as e:
         note(f"no W8A8: {e}")
         return ways
+    fast.sampling = backend.sampling
     ways += [Method(fast, full, "full, w8a8", beside=True), Method(fast, full, "full, w8a8, exact", exact=True)]
     skipping = [schedule for schedule in schedules if which == "all" and not schedule.is_full]
     return ways + [Method(fast, schedule, f"{schedule.name}, w8a8") for schedule in skipping]

@@ -147,9 +147,7 @@ class OwnTexts:
         asked = Template("{prompt}", chat=True) if self.options.chat else recipe_template(loaded.recipe)
         template, seed = default_template(base.tokenizer, asked), row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"
-        data = SelfGeneratedData(
-            base, reference.make_engine, template, self._generated, self.source, out, seed, skip_bad
-        )
+        data = SelfGeneratedData(base, reference.backend, template, self._generated, self.source, out, seed, skip_bad)
         known = (
             row
             for file in (TRAIN_FILE, DEV_FILE)
@@ -199,7 +197,7 @@ class OwnTexts:
     def _decoded(self, method: Method, prompts: list[list[int]], kept: KeptValues) -> list[list[int]]:
         """New tokens of a method for prompts, the end token included; `kept` has those of an interrupted run."""
         most, size = self._generated.self_tokens, self.options.batch_size
-        sampling = self._generated.answers(self.options.seed)
+        sampling = self._generated.answers(self.options.seed, method.backend.sampling)
         ends = end_tokens(self.base.loaded.model, self.base.tokenizer)
         rows: list[list[int]] = []
         with progress_bar(len(prompts), "text", name=f"texts, {method.name}") as bar:

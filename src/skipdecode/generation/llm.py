@@ -130,6 +130,8 @@ class LLM:
         Most prompts that are decoded together.
     chat_template_kwargs : mapping, optional
         Variables of the chat template, such as ``{"enable_thinking": False}``.
+    generation_config : bool
+        Whether calls follow the rules and stop strings of the checkpoint's generation config; see `generate`.
 
     Attributes
     ----------
@@ -157,6 +159,7 @@ class LLM:
         base: str | Path | None = None,
         max_rows: int = 8,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        generation_config: bool = True,
     ) -> None:
         if not isinstance(model, LoadedModel):
             use = prepared_use(model) if isinstance(model, str | Path) else {}
@@ -186,7 +189,8 @@ class LLM:
         self.schedule_of(schedule)
         self._lock = _LOCKS.setdefault(unwrap(self.loaded.model), threading.RLock())
         with self._lock:  # the projection weights may be fused
-            self.backend = open_engines(self.loaded.model, engine, note, quantization)
+            how = (engine, note, quantization)
+            self.backend = open_engines(self.loaded.model, *how, generation_config=generation_config)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
         self.grammars = Grammars(self.tokenizer, vocabulary_size(self.loaded.model), self._ends)
         self._engine: Engine | None = None
@@ -232,7 +236,7 @@ class LLM:
         max_new_tokens: int = 128,
         *,
         schedule: Schedule | str | Path | None = None,
-        stop: str | Sequence[str] | None = (),
+        stop: str | Sequence[str] | None = None,
         template: bool | str = True,
         exact: bool = True,
         json_schema: Mapping[str, Any] | str | None = None,
@@ -252,7 +256,7 @@ class LLM:
         schedule : Schedule or str, optional
             The schedule of this call: see `schedule_of`.
         stop : str or sequence of str, optional
-            Stop strings: they end an output and are cut off.
+            Stop strings: they end an output and are cut off. Default: those of the generation config, if it has some.
         template : bool or str
             False: texts stay as they are; or a template in place of the checkpoint's or the model's (see `Prompt`).
         exact : bool
@@ -262,8 +266,9 @@ class LLM:
             Every text that ends by itself (`finish_reason` "eos") is JSON that this schema accepts; needs the extra
             `structured`.
         **sampling
-            Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, … The random numbers of a prompt
-            depend on the seed and its index in the list, not on its batch.
+            Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, repetition_penalty, … Rules that
+            are not given are those of the generation config. The random numbers of a prompt depend on the seed and its
+            index in the list, not on its batch.
 
         Warns
         -----
@@ -371,7 +376,7 @@ class LLM:
         max_new_tokens: int,
         *,
         schedule: Schedule | str | Path | None = None,
-        stop: str | Sequence[str] | None = (),
+        stop: str | Sequence[str] | None = None,
         template: bool | str = True,
         exact: bool = True,
         json_schema: Mapping[str, Any] | str | None = None,
@@ -383,14 +388,14 @@ class LLM:
             raise OptionError("template", template, "True, False, or a template such as '{text}'")
         if not isinstance(exact, bool):
             raise OptionError("exact", exact, "True or False")
-        drawn = Sampling(**sampling)
+        drawn = replace(self.backend.sampling, **sampling)
         drawn.check_effect()
         how = Decoding(
             texts=self.texts,
             sampling=self.constrained(drawn, json_schema),
             max_new_tokens=_positive("max_new_tokens", max_new_tokens),
             ends=self._ends,
-            stop=StopStrings((stop,) if isinstance(stop, str) else stop or ()),
+            stop=StopStrings((stop,) if isinstance(stop, str) else self.backend.stop if stop is None else stop),
             exact=exact,
             grammars=self.grammars,
         )

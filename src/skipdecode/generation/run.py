@@ -184,7 +184,8 @@ class _Run:
             return
         if not place:
             self.compared.append([])
-        self.compared[-1].append(Request(one.request.prompt, len(one.tokens)))
+        sampling = replace(one.request.sampling, grammar=None)
+        self.compared[-1].append(Request(one.request.prompt, len(one.tokens), sampling))
 
 
 def generate_rows(
@@ -291,7 +292,7 @@ def _compared(
     def decode(side: Literal["schedule", "full"], batch: list[Request], tokens: int) -> EngineStats:
         engine = engines[side](len(batch))
         options: dict[str, Any] = {"exact": exact and side == "schedule", "cache_salt": f"compare {warm}"}
-        engine.decode([Request(request.prompt, tokens, **options) for request in batch])
+        engine.decode([Request(request.prompt, tokens, request.sampling, **options) for request in batch])
         return engine.stats
 
     warm = False

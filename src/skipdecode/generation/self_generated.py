@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import takewhile
@@ -32,13 +32,14 @@ from skipdecode.data.forms import PromptForm, recipe_template
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length
 from skipdecode.data.records import Record, Reject, Template, refuse_rejects, reject_summary
 from skipdecode.data.source import PromptSource
+from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.records import open_writer
 from skipdecode.models.loading.base_weights import checkpoint_digest
 
 if TYPE_CHECKING:
-    from skipdecode.engine.base import Engine
+    from skipdecode.engine.opening import Backend
     from skipdecode.models.loading.hub import LoadedModel
 
 TRAIN_FILE, DEV_FILE, TEST_FILE = "self.jsonl", "self-dev.jsonl", "self-test.jsonl"
@@ -82,10 +83,10 @@ class SelfGeneratedOptions(Options):
         most=1,
     )
 
-    def answers(self, seed: int) -> Sampling:
-        """How answers are sampled."""
+    def answers(self, seed: int, rules: Sampling) -> Sampling:
+        """How answers are sampled, under the rules of the model."""
         top_p = self.self_top_p if self.self_temperature else 1.0
-        return Sampling(temperature=self.self_temperature, top_p=top_p, seed=seed)
+        return replace(rules, temperature=self.self_temperature, top_p=top_p, seed=seed)
 
 
 def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
@@ -121,7 +122,7 @@ class SelfGeneratedData:
     """Prompts and answers of a model, kept in a directory."""
 
     loaded: LoadedModel
-    make_engine: Callable[[int], Engine]  # from a number of rows to an engine of the model at full depth
+    backend: Backend  # of the model
     template: Template  # template of the prompts; see `default_template`
     options: SelfGeneratedOptions
     source: PromptSource | None  # the file of prompts that the options name; without one they are drawn
@@ -160,7 +161,7 @@ class SelfGeneratedData:
             return about
         check_end_token(self.loaded.tokenizer)
         records = self.prompts()
-        sampling = self.options.answers(row_seed(self.seed, 2))
+        sampling = self.options.answers(row_seed(self.seed, 2), self.backend.sampling)
         share = 1.0 if self.source else 2 / 3
         rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens, share)
         kept = self._kept("answers", map(_cut, rows), set(), 2)
@@ -285,8 +286,9 @@ class SelfGeneratedData:
                 sampling=sampling,
                 max_new_tokens=most,
                 ends=end_tokens(model, tokenizer),
+                stop=StopStrings(self.backend.stop),
                 encoder=encoder(tokenizer, context_length(model.config), template=self.template),
-                make_engine=self.make_engine,
+                make_engine=lambda rows: self.backend.engine(max_rows=rows),
                 batch_size=size,
             )
             with closing(open_writer(str(path), about["settings"])) as writer:
@@ -324,7 +326,7 @@ class SelfGeneratedData:
 
     def _fault(self, row: dict[str, Any], text: str) -> str:
         """Why a text is not kept; empty if it is."""
-        if row.get("finish_reason") != "eos":
+        if row.get("finish_reason") not in ("eos", "stop"):
             return "too long for the context" if "error" in row else "not ended"
         tokenizer: Any = self.loaded.tokenizer
         ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -372,7 +374,6 @@ def own_answers(
     from skipdecode.engine.opening import open_engines
 
     template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.recipe))
-    engines = open_engines(loaded.model, "auto", note)
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
-    made = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about, seconds)
+    made = SelfGeneratedData(loaded, open_engines(loaded.model, "auto", note), *about, seconds)
     return template, made.write_records(held_out, tested)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.options import kinds
@@ -39,6 +40,8 @@ class Preprocessor:
     completions' texts go into, and `use_template` whether they do where the request does not say. `variables`: those of
     the chat template, where the request gives no others.
 
+    Attributes `sampling`, `stops`: of requests that do not say.
+
     Raises ModelLoadError: the tokenizer's chat template is no valid program; OptionError: it does not use a variable.
     """
 
@@ -66,6 +69,7 @@ class Preprocessor:
         self._use_template = use_template and self._form.template is not None
         self._end_tokens = frozenset(end_tokens)
         self._vocab_size = vocab_size
+        self.sampling, self.stops = Sampling(), StopStrings()
         self._grammars = Grammars(self._tokenizer, vocab_size, self._end_tokens)
         self._catalog = catalog
         self._limits = limits
@@ -102,7 +106,8 @@ class Preprocessor:
             calls=self._calls(request),
         )
         sampling = self._sampling(request, state.calls)  # once: its rows differ in their seeds
-        stops, hidden = StopStrings(request.stops), frozenset(request.stop_token_ids)
+        stops = StopStrings(request.stops) if "stop" in request.model_fields_set else self.stops
+        hidden = frozenset(request.stop_token_ids)
         self._check_ids(hidden, "stop_token_ids")
         ends = hidden if request.ignore_eos else self._end_tokens | hidden
         echo = isinstance(request, CompletionRequest) and request.echo
@@ -114,9 +119,7 @@ class Preprocessor:
                 message = f"min_tokens={request.min_tokens} is not accepted: at most {new_tokens} tokens are generated"
                 raise invalid(message, "min_tokens")
             row = sampling.for_row(index)
-            engine_request = Request(
-                tuple(prompt), max(1, new_tokens), row, ends, cache_salt, asked.exact, scored, request.min_tokens
-            )
+            engine_request = Request(tuple(prompt), max(1, new_tokens), row, ends, cache_salt, asked.exact, scored)
             detokenizer = Detokenizer(self._texts, stops, hidden)
             state.choices.append(
                 Choice(engine_request, detokenizer, state, index, index % copies, echo, not new_tokens)
@@ -230,9 +233,14 @@ class Preprocessor:
     def _sampling(self, request: GenerationRequest, form: CallForm | None) -> Sampling:
         bias = {int(token): value for token, value in request.logit_bias.items()}
         self._check_ids(bias, "logit_bias")
-        given = {name: getattr(request, name) for name in kinds(Sampling) if name != "top_logprobs"}
-        given |= {"top_k": max(0, request.top_k), "top_logprobs": request.top_logprobs_wanted}
-        return Sampling(**given, logit_bias=bias, grammar=self._grammar(request, form))
+        given = {name: getattr(request, name) for name in kinds(Sampling) if name in request.model_fields_set}
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            self._check_ids(given.get(name, ()), name)
+        given |= {"temperature": request.temperature, "top_k": max(0, request.top_k), "logit_bias": bias}
+        given |= {"grammar": self._grammar(request, form), "top_logprobs": request.top_logprobs_wanted}
+        if "min_tokens" in request.model_fields_set:
+            given["min_new_tokens"] = request.min_tokens
+        return replace(self.sampling, **given)
 
 
 def _field_of(prompt: Prompt) -> str:

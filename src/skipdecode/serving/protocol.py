@@ -19,6 +19,7 @@ from skipdecode.serving.messages import VARIABLES, Chat, Message, Neutral, Stric
 _MOST_STOPS = 16
 _MOST_STOP_TOKENS = 64
 _MOST_STOP_CHARACTERS = 1000
+_MOST_SUPPRESSED = 1000
 _INT64 = 2**63
 _UNUSED = "accepted; not used, not kept"
 _OBJECT = {"type": "object"}
@@ -106,11 +107,14 @@ class _GenerationFields(Strict):
     min_p: float = _sampling("min_p")
     # Far beyond what is of use, and so that no logit overflows.
     repetition_penalty: float = _sampling("repetition_penalty", above=None, least=0.1, most=10)
+    no_repeat_ngram_size: int = _sampling("no_repeat_ngram_size")
+    suppress_tokens: list[TokenId] = Field([], max_length=_MOST_SUPPRESSED, description="token ids that do not come")
+    begin_suppress_tokens: list[TokenId] = Field([], max_length=_MOST_SUPPRESSED, description="not as first token")
     frequency_penalty: float = _sampling("frequency_penalty")
     presence_penalty: float = _sampling("presence_penalty")
     seed: int | None = _sampling("seed", least=-_INT64, below=_INT64)
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="new tokens of a choice at most")
-    min_tokens: int = Field(0, ge=0, description="new tokens before which no end token comes")
+    min_tokens: int = _sampling("min_new_tokens", default=0)
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = Field([])
     stop_token_ids: list[TokenId] = Field([], max_length=_MOST_STOP_TOKENS)
     ignore_eos: bool = False

@@ -13,6 +13,7 @@ from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.data.chats import template_fault
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
+from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.generation.detokenizer import TokenTexts
@@ -120,8 +121,7 @@ def open_service(
     recipe: Recipe | None = None,
     use_template: bool = True,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    engine: str = "auto",
-    quantization: str = "none",
+    backend: Backend | None = None,
     limits: ServerLimits | None = None,
 ) -> Service:
     """A service for a loaded model; its worker is not started yet.
@@ -129,7 +129,7 @@ def open_service(
     `model`: its projection weights may be fused in place. `name`: the model's name as clients see it. `carried` and
     `others`: see `Catalog`. `recipe`: the checkpoint's; `use_template` puts completions into its template where a
     request does not say. `chat_template_kwargs`: variables of the chat template, where a request gives no others.
-    `engine` and `quantization`: see `skipdecode.engine.opening.open_fast`.
+    `backend`: of the model; what requests do not say is as it says. Default: that of `open_engines`.
 
     Raises UsageError, ScheduleError, UnsupportedModelError.
     """
@@ -139,7 +139,7 @@ def open_service(
         check_schedule(plain.config, schedule)
     form = choose_form(recipe)
     catalog = Catalog(num_layers, carried, others, () if recipe is None else recipe.tuned_under)
-    source = open_engines(model, engine, note, quantization)
+    source = backend or open_engines(model, "auto", note)
     make_engine = partial(
         source.engine,
         max_rows=limits.max_rows,
@@ -154,6 +154,7 @@ def open_service(
     preprocessor = Preprocessor(
         tokenizer, context, words, ends, catalog, limits, form, use_template, chat_template_kwargs
     )
+    preprocessor.sampling, preprocessor.stops = source.sampling, StopStrings(source.stop)
     told = {name: getattr(form.template, name, None) for name in ("prompt", "fields", "chat")}
     longest, metrics = limits.max_prompt_tokens + limits.max_new_tokens, Metrics(num_layers)
     return Service(

@@ -42,13 +42,15 @@ class Candidates(NamedTuple):
     """The top token of each row (the first of equals), and the candidates with their logits.
 
     `words` are token ids, int64 of shape (rows, MOST_WORDS); the first `counts` of each row are valid, ascending.
-    `logits` are those of the full head, fp32 of the same shape. `full` gives the logits of all tokens of a row.
+    `logits` are those of the full head, fp32 of the same shape. `size` is that of the vocabulary, and `full` gives the
+    logits of all tokens of a row.
     """
 
     best: list[int]
     words: Tensor
     logits: Tensor
     counts: list[int]
+    size: int
     full: Callable[[int], Tensor] = lambda row: torch.empty(0)
 
 
@@ -71,6 +73,7 @@ class ShortHead:
         self._full = kernels.linear_args(spec, self._keep)
         self._call = load_library().skipdecode_likeliest
         self.version, (size, columns) = _version(weight), weight.shape
+        self._size = size
         groups, padded = -(-size // _GROUP), -(-columns // _STEP) * _STEP
         self._codes = huge_pages(torch.empty(groups, padded // 4, _GROUP, 4, dtype=torch.uint8))
         self._numbers = torch.zeros(4, groups * _GROUP)
@@ -101,7 +104,7 @@ class ShortHead:
         args.words, args.logits = words.data_ptr(), logits.data_ptr()
         self._call(ctypes.c_void_p(ctypes.addressof(args)))
         best, counts = made.tolist()
-        return None if min(counts) < 0 else Candidates(best, words, logits, counts)
+        return None if min(counts) < 0 else Candidates(best, words, logits, counts, self._size)
 
     def _copy(self, part: Tensor, start: int) -> None:
         """Codes and bounds of the tokens from `start` on; the bounds are enlarged by their own rounding errors."""
