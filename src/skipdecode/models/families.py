@@ -14,6 +14,10 @@ from skipdecode.models.release import before
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import lent_order
 
+# Types of PEFT adapters, and entries of the configs of other types, with which an adapter is no change of weights.
+_NOT_OF_WEIGHTS = ("ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA")
+_BEYOND_WEIGHTS = ("layer_replication", "alora_invocation_tokens", "arrow_config", "sample_at_inference")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -103,14 +107,28 @@ _REFUSED = {
 def unwrap(model: Any) -> Any:
     """The transformers causal LM: `model` itself, or the base model of a PEFT wrapper.
 
-    Raises AttachError if the wrapper is prompt learning, which passes its virtual tokens as a cache of its own.
+    Raises AttachError if the adapter is not one of weights (`check_adapter`).
     """
     if not hasattr(model, "get_base_model"):
         return model
-    config = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False):
-        raise AttachError("PEFT prompt learning is not supported: its virtual tokens bring their own cache; use LoRA")
+    check_adapter(model.active_peft_config)
     return model.get_base_model()
+
+
+def check_adapter(config: Any) -> None:
+    """Refuse an adapter, by its PEFT config, that is not a fixed change of the base model's own weights.
+
+    Virtual tokens bring their own cache, and routers, repeated layers and samples are not in any weight of the model.
+
+    Raises AttachError.
+    """
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    entry = next((name for name in _BEYOND_WEIGHTS if getattr(config, name, None)), None)
+    if entry is not None or kind in _NOT_OF_WEIGHTS or config.is_prompt_learning:
+        raise AttachError(
+            f"a PEFT adapter of type {kind}{f' with {entry}' if entry else ''} is not supported: a fixed change of the "
+            "model's own weights is needed, such as LoRA, not prompt learning, routing, sampling or more layers"
+        )
 
 
 def find_family(model: Any) -> Family:

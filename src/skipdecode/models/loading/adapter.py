@@ -11,11 +11,37 @@ from typing import Any
 
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
-from skipdecode.models.families import unwrap
-from skipdecode.models.loading.ref import ADAPTER_FILE, told
-from skipdecode.models.loading.stored import StoredTensor, check_stored, check_tensors, header
+from skipdecode.models.families import check_adapter, unwrap
+from skipdecode.models.loading.ref import ADAPTER_FILE, one_line, told
+from skipdecode.models.loading.stored import StoredTensor, check_stored, check_tensors, header, without_numbers
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
+# Initial values for which PEFT changes the base, at each loading by other data or random numbers.
+_NOT_REPEATED = ("corda", "loftq", "pissa_niter")
+_MERGE = "add `merge`, which merges it and tunes a fresh one"
+_EQUAL = 0.02  # of the standard deviation of logits; in fp32, merges of all types differ by 4e-5 at most
+
+
+def check_mergeable(adapter: Path, config: Any) -> None:
+    """Refuse an adapter in a directory that cannot be merged into a base model of this config; reads no weights.
+
+    Raises AttachError, ModelLoadError: the message names the adapter's type.
+    """
+    import peft
+    import torch
+
+    with told(str(adapter), f"its {ADAPTER_FILE} is none that peft {peft.__version__} reads"), _without_warnings():
+        settings = peft.PeftConfig.from_pretrained(str(adapter))
+    check_adapter(settings)
+    initial = str(getattr(settings, "init_lora_weights", ""))
+    if initial.startswith(_NOT_REPEATED):
+        raise ModelLoadError(
+            f"{adapter}: with init_lora_weights {initial!r} PEFT changes the base model anew at each loading: save the "
+            "adapter as an ordinary LoRA (path_initial_model_for_weight_conversion of peft's save_pretrained)"
+        )
+    if getattr(settings, "lora_bias", False) or settings.peft_type == "BEFT":  # the base must have a bias to add to
+        with torch.device("meta"), told(str(adapter), _not_merged(settings)), _without_warnings():
+            peft.PeftModel(without_numbers(config), settings).merge_and_unload()
 
 
 def put_adapter(model: Any, adapter: Path, device: Any) -> Any:
@@ -26,7 +52,6 @@ def put_adapter(model: Any, adapter: Path, device: Any) -> Any:
     options: dict[str, Any] = {"torch_device": str(device), "autocast_adapter_dtype": False}
     with told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars(), _without_warnings():
         adapted = peft.PeftModel.from_pretrained(model, str(adapter), **options)
-        unwrap(adapted)  # refuses prompt learning, whose tensors are not checked as others are
         # Again, as only this returns which tensors did not fit.
         found = adapted.load_adapter(str(adapter), adapted.active_adapter, **options)
         tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -34,8 +59,17 @@ def put_adapter(model: Any, adapter: Path, device: Any) -> Any:
     # With a grown vocabulary PEFT saves a trained copy of a module twice, and loads it by the shorter name.
     shorter = {name: name.replace(".modules_to_save.", ".") for name in found.unexpected_keys}
     unexpected = {name for name, short in shorter.items() if short == name or short not in stored}
-    check_tensors(str(adapter), tensors.items(), missing=found.missing_keys, unexpected=unexpected)
+    whole = adapted.state_dict(keep_vars=True)
+    loaded = {id(tensor) for name, tensor in whole.items() if name not in found.missing_keys}
+    missing = {name for name in found.missing_keys if id(whole.get(name)) not in loaded}  # some types share tensors
+    check_stored(str(adapter), {name: each for name, each in stored.items() if _is_number(tensors.get(name))})
+    check_tensors(str(adapter), tensors.items(), missing=missing, unexpected=unexpected)
     return adapted.eval()
+
+
+def _is_number(tensor: Any) -> bool:
+    """Whether the adapter has plain numbers in this tensor, not indices; None is a tensor that it does not have."""
+    return tensor is None or bool(tensor.is_floating_point())
 
 
 def _stored(adapter: Path) -> dict[str, StoredTensor]:
@@ -47,13 +81,11 @@ def _stored(adapter: Path) -> dict[str, StoredTensor]:
 def add_tokens(model: Any, adapter: Path) -> None:
     """Give a base model as many rows of embeddings as an adapter in a directory was made with.
 
-    Raises ModelLoadError: the adapter's file does not hold all rows, so that the added ones are unknown, or holds no
-    plain numbers.
+    Raises ModelLoadError: the adapter's file does not hold all rows, so that the added ones are unknown.
     """
     with told(str(adapter), "the adapter's weights do not load"):
         stored = _stored(adapter)
         settings = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
-    check_stored(str(adapter), stored)
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: f"base_model.model.{name}" for name, module in model.named_modules()}
     whole = {
@@ -93,6 +125,8 @@ def with_lora(model: Any, rank: int, alpha: float | None, dropout: float, target
     except ImportError:
         raise MissingExtraError("tuning a LoRA adapter (not needed with `full`)", "tune") from None
     if hasattr(model, "get_base_model"):
+        if (kind := model.active_peft_config.peft_type) != "LORA":
+            raise UsageError(f"the adapter is of type {kind.value}, and only LoRA is tuned further: {_MERGE}")
         return _own_lora(model, peft.get_peft_model_state_dict(model, save_embedding_layers=False))
     lora = peft.LoraConfig(
         r=rank,
@@ -113,8 +147,7 @@ def _own_lora(model: Any, adapter: Collection[str]) -> Any:
     """A PeftModel whose adapter, tensors of these names, is made trainable, in fp32 as a fresh one."""
     if foreign := sorted(name for name in adapter if "lora_" not in name):
         raise UsageError(
-            f"the adapter holds more than LoRA matrices, such as {foreign[0]}, and cannot be tuned further: add "
-            "`merge`, which merges it and tunes a fresh one"
+            f"the adapter holds more than LoRA matrices, such as {foreign[0]}, and cannot be tuned further: {_MERGE}"
         )
     for name, weight in model.named_parameters():
         weight.requires_grad_("lora_" in name)
@@ -130,25 +163,42 @@ def merge_adapter(model: Any) -> Any:
     two: the adapter's update is for one module, and a merge would put it into both. If both are still equal after the
     merge, the head shares the tensor again; else the config says that it does not.
 
-    Raises UsageError: the adapter cannot be merged. Part of it may be merged by then.
+    Raises UsageError: the adapter cannot be merged, or, in fp32, the merged model has other logits. Part of it may be
+    merged by then.
     """
     base = unwrap(model)
     if base is model:
         return model
-    if (merge := getattr(model, "merge_and_unload", None)) is None:
-        raise UsageError("its adapter cannot be merged into the weights")
+    refusal, before = _not_merged(model.active_peft_config), _some_logits(base)
     split = _split_head(base)
     try:
         with _without_warnings():
-            base = merge()
-    except (ValueError, TypeError, NotImplementedError) as e:
-        raise UsageError(f"its adapter cannot be merged into the weights ({e})") from None
+            base = model.merge_and_unload()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as e:
+        raise UsageError(f"{refusal}: {one_line(e)}") from None
+    if base.dtype.itemsize >= 4 and (_some_logits(base) - before).abs().max() > _EQUAL * before.std():
+        raise UsageError(f"{refusal}: the merged model would have other logits")
     table, head = base.get_input_embeddings(), base.get_output_embeddings()
     if split and head.weight.shape == table.weight.shape and head.weight.equal(table.weight):
         head.weight = table.weight
     if split:
         base.config.tie_word_embeddings = head.weight is table.weight
     return base
+
+
+def _not_merged(settings: Any) -> str:
+    return f"its adapter, of PEFT's type {settings.peft_type.value}, cannot be merged into the weights"
+
+
+def _some_logits(model: Any) -> Any:
+    """The logits of a few tokens, without dropout."""
+    import torch
+
+    was_training = model.training
+    with torch.inference_mode():
+        logits = model.eval()(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
+    model.train(was_training)
+    return logits
 
 
 @contextmanager

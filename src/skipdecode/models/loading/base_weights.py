@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _PLACES = 64
 _CAST = 0.004
+_SAMPLE = "_skipdecode_base_sample"
 _OTHER_MODEL = 0.3
 _OF_THE_PLACE = ("_name_or_path", "transformers_version")  # entries of a config that do not affect the output
 
@@ -43,17 +44,17 @@ def base_entry(model: Any, path: Path) -> dict[str, Any]:
     }
 
 
-def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | None) -> None:
-    """Compare the base model of an adapter with the weights in the adapter's recipe (`known`), if there are any.
+def check_base(sample: list[float], base: str, adapter: Path, known: Mapping[str, Any] | None) -> None:
+    """Compare the sample of an adapter's base model with the weights in the adapter's recipe (`known`), if it has any.
 
     If the weights differ by rounding only, a note says by how much.
 
-    Raises ModelLoadError if `model` has other weights.
+    Raises ModelLoadError if the base model has other weights.
     """
     if known is None:
         return
     source = f" ({known['source']})" if known.get("source") else ""
-    away = _distance(known.get("weights"), base_sample(model))
+    away = _distance(known.get("weights"), sample)
     if away > _OTHER_MODEL:
         raise ModelLoadError(
             f"the adapter {adapter} was tuned on other weights{source} than {base} has: give it the base it was tuned "
@@ -80,7 +81,7 @@ def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = (), digest
     fit.check_fits(model, f"fit {file}")
     for schedule in schedules:
         fit.check_prompts(Schedule.load(schedule), f"fit {file}")
-    if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(unwrap(model))):
+    if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(model)):
         raise FitError(f"fit {file}: was made for other weights than this model has: make one with skipdecode prepare")
     keep_fit(model, fit)
 
@@ -141,13 +142,23 @@ def is_other_model(known: Any, now: list[float]) -> bool:
 
 
 def base_sample(model: Any) -> list[float]:
-    """A sample of the model's weights from all its matrices but those of an adapter, to six digits."""
+    """A sample of the model's weights from all its matrices but those of an adapter, to six digits.
+
+    Of a model with an adapter, the one kept of its base before (`keep_base_sample`): some adapters change the base.
+    """
+    if (known := model.__dict__.get(_SAMPLE)) is not None:
+        return list(known)
     named = ((n, p) for n, p in model.named_parameters() if "lora_" not in n)
     matrices = [(n, p) for n, p in named if p.dim() > 1 and p.is_floating_point()]
     # Steps of the golden ratio: no two matrices are read at the same place.
     shares = [(i * 0.6180339887 % 1, matrices[i * len(matrices) // _PLACES][1]) for i in range(_PLACES)]
     values = [matrix.flatten()[int(share * matrix.numel())].item() for share, matrix in shares]
     return [float(f"{value:.6g}") for value in values]
+
+
+def keep_base_sample(adapted: Any, sample: list[float]) -> None:
+    """Record in a PeftModel the sample of its base model that was taken without the adapter."""
+    adapted.__dict__[_SAMPLE] = sample
 
 
 def _distance(known: Any, now: list[float]) -> float:

@@ -16,8 +16,8 @@ from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
 from skipdecode.models.carried import GENERATION_FILE, Recipe, carry, keep_tuned, schedule_file, untuned_line
 from skipdecode.models.families import decoder_layers, unwrap
-from skipdecode.models.loading.adapter import add_tokens, put_adapter
-from skipdecode.models.loading.base_weights import check_base, put_fit
+from skipdecode.models.loading.adapter import add_tokens, check_mergeable, put_adapter
+from skipdecode.models.loading.base_weights import base_sample, check_base, keep_base_sample, put_fit
 from skipdecode.models.loading.ref import LOCAL, ModelRef, one_line, told
 from skipdecode.models.loading.stored import (
     StoredTensor,
@@ -144,6 +144,8 @@ def load_model(
     ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
     if ref.adapter is not None and importlib.util.find_spec("peft") is None:
         raise MissingExtraError(f"the adapter {ref.name}", "peft")
+    if ref.adapter is not None:
+        check_mergeable(ref.adapter, ref.config)
     recipe, fit = ref.recipe, ref.fit
     tokenizer = _tokenizer(ref, require_tokenizer)
     model = _base_model(ref, dtype, target)
@@ -156,8 +158,10 @@ def load_model(
         is_own = ref.own_fit is not None and ref.own_fit.resolve() == fit.resolve()
         put_fit(model, fit, near, ref.fit_digest if is_own else None)
     if ref.adapter is not None:
-        check_base(model, ref.base, ref.adapter, None if recipe is None else recipe.base)
+        sample = base_sample(model)
+        check_base(sample, ref.base, ref.adapter, None if recipe is None else recipe.base)
         model = put_adapter(model, ref.adapter, target)
+        keep_base_sample(model, sample)
         _take_generation_config(unwrap(model), ref.adapter)
         if ref.schedule is not None:
             carry(model, ref.schedule, ref.fit_digest)

@@ -107,7 +107,7 @@ def _check_sizes(where: str, stored: Mapping[str, StoredTensor], config: Any) ->
     if 0 < held < layers:
         raise ModelLoadError(f"{where}: its config has {layers} layers and its weights have {held}: {remedy}")
     numbers = sum(prod(tensor.shape) for tensor in stored.values())
-    if not _is_quantized(config) and (needed := _numbers_of(config)) > 2 * numbers:
+    if not _is_quantized(config) and (needed := without_numbers(config).num_parameters()) > 2 * numbers:
         raise ModelLoadError(
             f"{where}: its config describes a model of {needed:,} numbers and its weights have {numbers:,}: {remedy}"
         )
@@ -131,13 +131,13 @@ def _numbered(names: Iterable[str], config: Any) -> Iterator[tuple[str, int, str
             yield name, int(found[1]), found[2]
 
 
-def _numbers_of(config: Any) -> int:
+def without_numbers(config: Any) -> Any:
+    """The model of a config on the device meta: names and shapes of its weights, and no memory for them."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return AutoModelForCausalLM.from_config(config)
 
 
 def without_wrappers(stored: Iterable[str]) -> dict[str, str] | None:
