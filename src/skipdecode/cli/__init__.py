@@ -30,7 +30,7 @@ from skipdecode.cli.arguments import (
     resumes,
     with_flags,
 )
-from skipdecode.common.environment import COMMAND
+from skipdecode.common.environment import COMMAND, isolated_torch
 from skipdecode.common.options import near
 from skipdecode.common.progress import detailed, quiet
 from skipdecode.errors import SkipDecodeError
@@ -55,6 +55,7 @@ _DEBUG = "show tracebacks, details of the run, and warnings of other packages"
 _NO_SUCH_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
+@isolated_torch()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code (0 done, 1 work failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM)."""
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -1,4 +1,4 @@
-"""The environment of a result: versions, processor, threads, commit, date; without host and user names."""
+"""The environment of a run: what a result says of it (no host and user names), and torch's settings during a call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import math
 import mmap
 import os
 import platform
+import random
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +49,6 @@ def environment() -> dict[str, Any]:
     """
     import torch
 
-    limit_threads()
     commit, changed = source_commit()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -87,6 +89,7 @@ def cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
+@cache
 def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """The number of logical processors that this process may use: by affinity, and by the CPU quota of its containers.
 
@@ -118,9 +121,8 @@ def _quota(group: Path) -> float:
     return math.inf
 
 
-@lru_cache(maxsize=1)
 def limit_threads() -> None:
-    """Have torch use at most `usable_cores` threads; once, so that a later choice holds. OMP_NUM_THREADS is a choice.
+    """Have torch use at most `usable_cores` threads, unless OMP_NUM_THREADS says otherwise.
 
     More threads than processors wait for each other: on one processor, 4 threads decode at a quarter of the rate of 1.
     """
@@ -129,6 +131,90 @@ def limit_threads() -> None:
     cores = usable_cores()
     if torch.get_num_threads() > cores and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(cores)
+
+
+# ---------------------------------------------------------------------- torch's settings
+
+_ISOLATED: ContextVar[bool] = ContextVar("isolated", default=False)
+_LOCK = threading.Lock()
+_calls = 0  # that run now, in all threads
+_restore: Callable[[], None]
+
+
+@contextlib.contextmanager
+def isolated_torch() -> Iterator[None]:
+    """Run under torch's own settings, whatever the caller has set; the caller's settings and random states return.
+
+    Covers default type and device, gradients, autocast, anomaly detection, threads and random numbers. Every public
+    function that computes is decorated with it; nested calls cost nothing. What is global to the process is saved by
+    the first of parallel calls, and restored by the last.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or _ISOLATED.get():  # not imported: nothing is set
+        with _isolated():
+            yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_isolated())
+        stack.enter_context(_process_settings(torch))
+        stack.enter_context(torch.inference_mode(False))  # switches gradients on, too
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    token = _ISOLATED.set(True)
+    try:
+        yield
+    finally:
+        _ISOLATED.reset(token)
+
+
+@contextlib.contextmanager
+def _process_settings(torch: Any) -> Iterator[None]:
+    """Set what is global to the process; the last of parallel calls restores it."""
+    global _calls, _restore
+    with _LOCK:
+        _calls += 1
+        if _calls == 1:
+            _restore = _restorer(torch)
+            torch.set_default_dtype(torch.float32)
+            torch.autograd.set_detect_anomaly(False)
+            limit_threads()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _calls -= 1
+            if _calls == 0:
+                _restore()
+
+
+def _restorer(torch: Any) -> Callable[[], None]:
+    """A function that restores the process's settings and random states as they are now."""
+    import numpy as np
+
+    set_anomaly = partial(torch.autograd.set_detect_anomaly, check_nan=torch.is_anomaly_check_nan_enabled())
+    saved: list[tuple[Callable[[Any], object], Any]] = [
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (set_anomaly, torch.is_anomaly_enabled()),
+        (torch.set_num_threads, torch.get_num_threads()),
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+    ]
+    if torch.cuda.is_initialized():
+        saved.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+
+    def restore() -> None:
+        for setter, value in saved:
+            setter(value)
+
+    return restore
 
 
 def source_commit() -> tuple[str | None, bool | None]:

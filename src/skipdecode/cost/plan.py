@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.common.tables import Printed, byte_size, speedups
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
@@ -25,6 +26,7 @@ from skipdecode.schedule.order import bottom_up, prompt_set, top_down
 _WIDTH, _SHOWN_ORDER = 80, 12
 
 
+@isolated_torch()
 def plan(
     model: Model,
     schedule: Schedule | str | Path | None = None,

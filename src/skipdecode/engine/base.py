@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.engine.requests import FinishReason, Request, StepOutput
 from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
@@ -127,6 +128,7 @@ class Engine(ABC):
         self.began = time.perf_counter()
         self._submitted = 0
 
+    @isolated_torch()
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
         """Queue requests; returns their numbers, which continue those of earlier requests.
 
@@ -215,6 +217,7 @@ class Engine(ABC):
             self.close()
             raise
 
+    @isolated_torch()
     def decode(self, requests: Collection[Request], schedule: Schedule | None = None) -> list[Decoded]:
         """Decode requests to their ends, under the engine's schedule or their own; the rows in their order."""
         sequences = self._sequences(requests, schedule)

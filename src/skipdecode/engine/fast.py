@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.engine.base import Engine, NextToken
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates
@@ -108,6 +109,7 @@ class FastEngine(Engine):
                     return
         self._scheduler.drop(number)
 
+    @isolated_torch()
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """Admit sequences, then run a part of the waiting prompts, and one token of every other sequence.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import StepOutput
 from skipdecode.engine.sampling import Predicted, Sampler, scores
@@ -110,6 +111,7 @@ class GatedEngine(Engine):
     def close(self) -> None:
         self._queues, self._batch = {}, None
 
+    @isolated_torch()
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One forward of the batch: its prompts, or a token per sequence. A new batch starts when the last one ends."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.common.environment import limit_threads, multiplies_bf16, read_in_turn
+from skipdecode.common.environment import isolated_torch, multiplies_bf16, read_in_turn
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
@@ -32,6 +32,7 @@ from skipdecode.models.loading.ref import ModelRef, one_line
 from skipdecode.schedule import Schedule
 
 
+@isolated_torch()
 def load(
     name: str | Path | ModelRef,
     *,
@@ -63,7 +64,6 @@ def load(
     base : str or Path, optional
         For an adapter: the name of its base model. Default: the one that its directory names.
     """
-    limit_threads()
     ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
     ref = (ref if base is None else replace(ref, given_base=str(base))).in_dtype(dtype)
     chosen = running_dtype(ref, dtype, choose_device(device), engine)
@@ -137,6 +137,7 @@ class Backend:
         )
 
 
+@isolated_torch()
 def open_engines(
     model: Any,
     engine: str,

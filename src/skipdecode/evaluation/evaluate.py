@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import is_stream
 from skipdecode.common.progress import note
 from skipdecode.common.rows import read_rows
@@ -107,6 +108,7 @@ class Scores:
         return "rows" in self.runs[0].data
 
 
+@isolated_torch()
 def evaluate(
     model: Model,
     data: Data | None = None,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
@@ -64,7 +65,7 @@ def _one_at_a_time(method: M) -> M:
 
     @functools.wraps(method)
     def waiting(llm: LLM, *args: Any, **keywords: Any) -> Any:
-        with llm._lock:
+        with llm._lock, isolated_torch():
             return method(llm, *args, **keywords)
 
     return cast("M", waiting)
@@ -147,6 +148,7 @@ class LLM:
         The statistics of the last finished call.
     """
 
+    @isolated_torch()
     def __init__(
         self,
         model: str | Path | LoadedModel,
@@ -206,6 +208,7 @@ class LLM:
         """The schedules by name: full depth, and those that the weights were tuned under."""
         return named_schedules(self.num_layers, self.loaded.schedule, self.loaded.recipe)
 
+    @isolated_torch()
     def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
         """The schedule of a call with this argument.
 

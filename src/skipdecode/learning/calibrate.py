@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from skipdecode.common.environment import environment
+from skipdecode.common.environment import environment, isolated_torch
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note
@@ -97,6 +97,7 @@ class Calibrated(Printed):
         return ["", f"on {where}, the learned schedule is not better than: {', '.join(better)}"] if better else []
 
 
+@isolated_torch()
 def calibrate(
     model: Model,
     data: Source,

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import PREPARED_FILE, heading, json_line
 from skipdecode.common.progress import note
@@ -60,6 +61,7 @@ _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
 _PACE, _CANDIDATES, _BATCH = 75, 3, 4
 
 
+@isolated_torch()
 def prepare(
     model: Model,
     train: Source | None = None,

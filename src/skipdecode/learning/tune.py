@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.common.environment import environment, multiplies_bf16
+from skipdecode.common.environment import environment, isolated_torch, multiplies_bf16
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
 from skipdecode.common.rows import dataset_id
@@ -98,6 +98,7 @@ class Tuned:
         return "\n".join(lines)
 
 
+@isolated_torch()
 def tune(
     model: str | Path | LoadedModel | LLM | None = None,
     train: Source | None = None,

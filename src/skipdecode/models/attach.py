@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.errors import (
     AlreadyAttachedError,
     AttachError,
@@ -128,6 +129,7 @@ class Attachment:
         call of a part of the model, such as its decoder, which runs full depth.
     """
 
+    @isolated_torch()
     def __init__(self, model: Any, schedule: Schedule | str | None = None, fit: Fit | None = None) -> None:
         self._model = unwrap(model)
         self._family = find_family(self._model)
@@ -172,6 +174,7 @@ class Attachment:
         return self._schedule
 
     @schedule.setter
+    @isolated_torch()
     def schedule(self, schedule: Schedule) -> None:
         if not isinstance(schedule, Schedule):
             raise ScheduleError(f"a Schedule is needed, not {type(schedule).__name__}: see skipdecode.Schedule")
@@ -188,6 +191,7 @@ class Attachment:
         return self._fit
 
     @fit.setter
+    @isolated_torch()
     def fit(self, fit: Fit | None) -> None:
         if fit is not None:
             fit.check_fits(self._model)

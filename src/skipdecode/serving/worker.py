@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.requests import StepOutput
@@ -131,6 +132,7 @@ class ModelWorker:
 
     # ------------------------------------------------------------------ the thread
 
+    @isolated_torch()
     def _run(self) -> None:
         try:
             while self._await_work():

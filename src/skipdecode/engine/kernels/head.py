@@ -20,7 +20,7 @@ from torch import Tensor
 from skipdecode.engine.kernels import load_library
 from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.spec import LinearSpec
-from skipdecode.engine.kernels.weights import QuantizedWeight, huge_pages, in_blocks, quantize
+from skipdecode.engine.kernels.weights import QuantizedWeight, address, huge_pages, in_blocks, quantize
 
 MOST_ROWS = 32
 """Maximum rows of a forward for which the copy is used; with more rows the full head is as fast."""
@@ -76,7 +76,7 @@ class ShortHead:
         self._size = size
         groups, padded = -(-size // _GROUP), -(-columns // _STEP) * _STEP
         self._codes = huge_pages(torch.empty(groups, padded // 4, _GROUP, 4, dtype=torch.uint8))
-        self._numbers = torch.zeros(4, groups * _GROUP)
+        self._numbers = torch.zeros(4, groups * _GROUP, dtype=torch.float32)
         rows = max(1, _CHUNK // (columns * _GROUP)) * _GROUP
         for start in range(0, size, rows):
             self._copy(weight[start : start + rows].detach(), start)
@@ -86,8 +86,8 @@ class ShortHead:
         self.bounded = bool(errors.isfinite().all() and norms.max() < _LARGEST and bias.abs().max() < _LARGEST)
         self.nbytes = self._codes.nbytes + self._numbers.nbytes
         self._args = _Args(
-            head=ctypes.addressof(self._full), codes=self._codes.data_ptr(), scales=scales.data_ptr(),
-            errors=errors.data_ptr(), norms=norms.data_ptr(), bias=None if spec.bias is None else bias.data_ptr(),
+            head=ctypes.addressof(self._full), codes=self._codes.data_ptr(), scales=address(scales),
+            errors=address(errors), norms=address(norms), bias=None if spec.bias is None else address(bias),
             most=MOST_WORDS,
         )  # fmt: skip
 
@@ -98,10 +98,11 @@ class ShortHead:
         """
         rows, full, args = len(tops), self._full, self._args
         wanted, made = torch.tensor(tops, dtype=torch.int32), torch.empty(2, rows, dtype=torch.int64)
-        words, logits = torch.empty(rows, MOST_WORDS, dtype=torch.int64), torch.empty(rows, MOST_WORDS)
-        full.x, full.m, full.ldx = hidden.data_ptr(), rows, hidden.stride(0)
+        words = torch.empty(rows, MOST_WORDS, dtype=torch.int64)
+        logits = torch.empty(rows, MOST_WORDS, dtype=torch.float32)
+        full.x, full.m, full.ldx = address(hidden), rows, hidden.stride(0)
         args.tops, args.best, args.counts = (t.data_ptr() for t in (wanted, *made))
-        args.words, args.logits = words.data_ptr(), logits.data_ptr()
+        args.words, args.logits = words.data_ptr(), address(logits)
         self._call(ctypes.c_void_p(ctypes.addressof(args)))
         best, counts = made.tolist()
         return None if min(counts) < 0 else Candidates(best, words, logits, counts, self._size)
@@ -145,7 +146,7 @@ class NativeHead:
     def __init__(self, kernels: NativeKernels, spec: LinearSpec, before: NativeHead | None = None) -> None:
         self._kernels, self._spec = kernels, spec
         self._linear = kernels.linear(spec)
-        self._logits = torch.empty(0, spec.weight.shape[0])
+        self._logits = torch.empty(0, spec.weight.shape[0], dtype=torch.float32)
         # The head is read again, with the same weights, when a longer text needs more positions.
         self._short: ShortHead | None = None if before is None else before._short
         plain = not isinstance(spec.weight, QuantizedWeight) and spec.activation == "none"
@@ -170,7 +171,7 @@ class NativeHead:
         """
         rows, vocabulary = len(hidden), self._logits.shape[1]
         if rows > len(self._logits):
-            self._logits = torch.empty(rows, vocabulary)
+            self._logits = torch.empty(rows, vocabulary, dtype=torch.float32)
         self.fell_back = False
         if tops and rows <= MOST_ROWS and (short := self.short) is not None:
             found = short(hidden, [min(top, vocabulary) for top in tops])
@@ -182,6 +183,6 @@ class NativeHead:
         return self._logits[:rows]
 
     def _full_row(self, hidden: Tensor, row: int) -> Tensor:
-        logits = torch.empty(1, self._logits.shape[1])
+        logits = torch.empty(1, self._logits.shape[1], dtype=torch.float32)
         self._linear(hidden[row : row + 1], logits, 1, False)
         return logits[0]

@@ -27,7 +27,7 @@ from skipdecode.engine.kernels.spec import (
     check_layers,
     check_linear,
 )
-from skipdecode.engine.kernels.weights import QuantizedWeight
+from skipdecode.engine.kernels.weights import QuantizedWeight, address
 
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTIZED = {"int8": 2, "w8a8": 3}
@@ -120,12 +120,12 @@ class NativeKernels:
         """A function that computes `spec`; activations and results are fp32 with contiguous rows."""
         keep: list[Any] = []
         args = self.linear_args(spec, keep)
-        function, address = self._linear, ctypes.addressof(args)
+        function, arguments = self._linear, ctypes.addressof(args)
 
         def call(x: torch.Tensor, out: torch.Tensor, rows: int, accumulate: bool) -> None:
-            args.x, args.y, args.m = x.data_ptr(), out.data_ptr(), rows
+            args.x, args.y, args.m = address(x), address(out), rows
             args.ldx, args.ldy, args.accumulate = x.stride(0), out.stride(0), accumulate
-            function(address)
+            function(arguments)
 
         call.keep = (keep, args)  # type: ignore[attr-defined]  # the C++ side holds only their addresses
         return call
@@ -164,17 +164,17 @@ class NativeKernels:
             args.map = self.linear_args(linear, keep)
             args.map.eps, args.map.ldx, args.map.ldy = linear.eps, args.map.k, args.qkv.n
             keep.append(first := fit.first[index].detach().float().contiguous())
-            args.first = first.data_ptr()
+            args.first = address(first)
 
     def linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
         """`spec` as a C structure; the tensors that it points to are appended to `keep`."""
         check_linear(spec)
         weight = spec.weight
         vectors = [None if t is None else t.detach().float().contiguous() for t in (spec.bias, spec.gamma, spec.beta)]
-        bias, gamma, beta = (None if t is None else t.data_ptr() for t in vectors)
+        bias, gamma, beta = (None if t is None else address(t) for t in vectors)
         keep += [weight, *vectors]
         if isinstance(weight, QuantizedWeight):
-            codes, scales, kind = weight.codes, weight.scales.data_ptr(), _QUANTIZED[weight.kind]
+            codes, scales, kind = weight.codes, address(weight.scales), _QUANTIZED[weight.kind]
         else:
             codes, scales, kind = weight, None, WEIGHT_DTYPES[weight.dtype]
         return LinearArgs(
@@ -207,9 +207,9 @@ class NativeStack:
             self._allocate(rows)
         layer_rows = array("i", chain.from_iterable(given.layers))
         args.layer_rows, args.bridged, args.rows = layer_rows.buffer_info()[0], given.bridged, rows
-        args.before = None if given.before is None else given.before.data_ptr()
-        args.hidden, args.pages, args.table = given.hidden.data_ptr(), pages.data_ptr(), table.data_ptr()
-        args.slots, args.positions = given.slots.data_ptr(), given.positions.data_ptr()
+        args.before = None if given.before is None else address(given.before, torch.int32)
+        args.hidden, args.pages, args.table = address(given.hidden), pages.data_ptr(), address(table, torch.int32)
+        args.slots, args.positions = address(given.slots, torch.int32), address(given.positions, torch.int32)
         args.page_tokens, args.page_dtype = pages.shape[3], WEIGHT_DTYPES[pages.dtype]
         args.page_size = pages.stride(0)
         args.table_layer, args.table_width = table.stride(0), table.stride(1)
@@ -223,22 +223,22 @@ class NativeStack:
         wide = max(first.mlp_in.n, *(layer.down.n for layer in self._layers))
         features = max(layer.map.k for layer in self._layers) if self._args.taps else 0
         widths = max(first.out.n, *(layer.qkv.n for layer in self._layers)), first.out.k, wide, features
-        self._buffers = tuple(torch.empty(rows, n) for n in widths)
-        addresses = (t.data_ptr() for t in self._buffers)
+        self._buffers = tuple(torch.empty(rows, n, dtype=torch.float32) for n in widths)
+        addresses = map(address, self._buffers)
         self._args.qkv, self._args.attended, self._args.wide, self._args.features = addresses
         self._rows = rows
 
 
 def _norm_args(gamma: torch.Tensor, eps: float, keep: list[Any]) -> LinearArgs:
     keep.append(gamma := gamma.detach().float().contiguous())
-    return LinearArgs(gamma=gamma.data_ptr(), k=len(gamma), ldx=len(gamma), ldy=len(gamma), prologue=1, eps=eps)
+    return LinearArgs(gamma=address(gamma), k=len(gamma), ldx=len(gamma), ldy=len(gamma), prologue=1, eps=eps)
 
 
 def _attention_args(spec: AttentionSpec, keep: list[Any]) -> AttentionArgs:
     tensors = (spec.cos, spec.sin, spec.q_gamma, spec.k_gamma, spec.q_scale, spec.taps)
     made = [None if t is None else t.detach().float().contiguous() for t in tensors]
     keep += made
-    cos, sin, q_gamma, k_gamma, q_scale, taps = (None if t is None else t.data_ptr() for t in made)
+    cos, sin, q_gamma, k_gamma, q_scale, taps = (None if t is None else address(t) for t in made)
     return AttentionArgs(
         cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, q_scale=q_scale, taps=taps, heads=spec.heads,
         kv_heads=spec.kv_heads, dim=spec.head_dim, width=len(spec.taps) - 1 if spec.taps is not None else 0,
@@ -256,9 +256,9 @@ def greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
         best, index = logits.max(dim=-1)
         return index.tolist(), (best - logits.logsumexp(-1)).tolist()
     rows, vocabulary = logits.shape
-    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
     args = GreedyArgs(
-        logits=logits.data_ptr(), tokens=tokens.data_ptr(), logprobs=logprobs.data_ptr(), rows=rows,
+        logits=address(logits), tokens=tokens.data_ptr(), logprobs=logprobs.data_ptr(), rows=rows,
         vocabulary=vocabulary,
     )  # fmt: skip
     load_library().skipdecode_greedy(ctypes.c_void_p(ctypes.addressof(args)))

@@ -22,6 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from skipdecode.errors import UnfitModelError
+
 Quantization = Literal["int8", "w8a8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "w8a8")
 
@@ -40,6 +42,13 @@ def huge_pages(tensor: Tensor) -> Tensor:
         # A refusal (a kernel without huge pages) changes nothing.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return tensor
+
+
+def address(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """The address of a tensor for a kernel that reads this type; raises UnfitModelError if it has another."""
+    if tensor.dtype != dtype or tensor.device.type != "cpu":
+        raise UnfitModelError(f"a kernel reads {dtype} on the CPU, not {tensor.dtype} on {tensor.device}: report this")
+    return tensor.data_ptr()
 
 
 class Arena:

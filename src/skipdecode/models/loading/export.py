@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import PARTIAL, RunDirectory, write_whole, writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OptionError, ScheduleError, UsageError
@@ -73,6 +74,7 @@ class Exported:
         return f"{self.path}: {len(self.layers)} of {self.schedule.num_layers} layers: {numbers}"
 
 
+@isolated_torch()
 def export(
     model: Model,
     out: str | Path,
