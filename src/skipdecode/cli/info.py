@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from skipdecode.cli.options import BASE, MODEL
-from skipdecode.common.environment import environment
+from skipdecode.common.environment import environment, limit_threads
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.models.loading.ref import model_files
 
@@ -70,6 +70,7 @@ def _report() -> dict[str, Any]:
     from skipdecode.models.loading import smollm2
     from skipdecode.models.loading.beside import cached_models
 
+    limit_threads()
     machine = environment()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {

@@ -15,6 +15,7 @@ from skipdecode.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 64 * 2**20
+TO_UTF8 = "convert the file, as with: iconv -f CP1252 -t UTF-8 IN > OUT"
 Row = dict[str, Any] | DataError
 """The object of a line, or the error of the line."""
 
@@ -54,6 +55,11 @@ def object_of(raw: bytes | None) -> Row:
         return DataError("not JSON that can be read: a number has too many digits")
     except DataError as e:
         return e
+    return row_of(value)
+
+
+def row_of(value: Any) -> Row:
+    """An object as a row, or the error of another value."""
     return value if isinstance(value, dict) else DataError(f"not a JSON object: {kind_of(value)}")
 
 
@@ -64,7 +70,7 @@ def decoded(raw: bytes | None) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as e:
-        raise DataError(f"not UTF-8: byte {e.start + 1} of the line") from None
+        raise DataError(f"not UTF-8: byte {e.start + 1} of the line; {TO_UTF8}") from None
 
 
 def is_text(text: str) -> bool:
@@ -79,7 +85,8 @@ def is_text(text: str) -> bool:
 def kind_of(value: Any) -> str:
     """The kind of a JSON value, in words for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    names |= {int: "a number", float: "a number"}
+    return names.get(type(value), f"of type {type(value).__name__}")
 
 
 _BREAKS = {character.encode(): json.dumps(character)[1:-1].encode() for character in "\x85\u2028\u2029"}

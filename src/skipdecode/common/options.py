@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from skipdecode.common.files import RunDirectory
 from skipdecode.common.jsonl import is_text
+from skipdecode.common.plain import unwrapped
 from skipdecode.errors import OptionError, UsageError
 
 T = TypeVar("T")
@@ -136,7 +137,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, kind in kinds(type(self)).items():
-            value = getattr(self, name)
+            value = _own_types(getattr(self, name))
+            object.__setattr__(self, name, value)  # options are frozen
             if value is None and kind.optional:
                 continue
             if kind.many and not isinstance(value, tuple | list):
@@ -188,6 +190,15 @@ class Kind(NamedTuple):
             return f"{least} to {most}"
         words = ((least, "{} or more"), (above, "more than {}"), (most, "up to {}"), (below, "less than {}"))
         return ", ".join(text.format(bound) for bound, text in words if bound is not None)
+
+
+def _own_types(value: Any) -> Any:
+    """A value, or all of several values, in Python's own types: numbers of numpy and torch are taken."""
+    if isinstance(value, Mapping):
+        return {unwrapped(name): unwrapped(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(unwrapped, value))
+    return unwrapped(value)
 
 
 def _is_finite(value: float) -> bool:

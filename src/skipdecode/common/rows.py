@@ -1,13 +1,15 @@
-"""Files of records: JSON lines, JSON arrays, Parquet, or CSV with a header, also compressed, from a file or a pipe.
+"""Records from files and from Python.
 
-``owner/name:split`` or ``owner/name:config:split`` is a dataset of a hub; the first part may be a directory. So may
-be the whole name, if `datasets` saved one dataset there.
-
-JSON lines and CSV are read line by line: memory does not grow with the file. Other kinds are refused by name.
+Files are JSON lines, JSON arrays, tables that pandas wrote as JSON, Parquet, Arrow, or CSV with a header, also
+compressed, from a file or a pipe. ``owner/name:split`` or ``owner/name:config:split`` is a dataset of a hub; the first
+part may be a directory. So may be the whole name, if `datasets` saved one dataset there, or if its files are the parts
+of one table. JSON lines and CSV are read line by line: memory does not grow with the file. Other kinds are refused by
+name.
 """
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import csv
 import gzip
@@ -15,6 +17,7 @@ import hashlib
 import io
 import itertools
 import json
+import lzma
 import os
 import re
 import shutil
@@ -22,30 +25,43 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
 from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, Row, decoded, is_text, kind_of, object_of, read_lines
+from skipdecode.common.jsonl import (
+    BOM,
+    MAX_LINE_BYTES,
+    TO_UTF8,
+    Row,
+    decoded,
+    is_text,
+    json_line,
+    object_of,
+    read_lines,
+    row_of,
+)
+from skipdecode.common.plain import plain
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 
 FORMATS = ("jsonl", "csv", "tsv")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
-_PACKED = (".gz", ".zst")
+_PACKED = (".gz", ".zst", ".bz2", ".xz")
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _START_BYTES = 4096
 _MOST_LINES = 5  # of a wrong CSV record: more lines are other records, after a quote that is not closed
-_PARQUET, _GZIP, _ZSTD = b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_PARQUET, _ARROW, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_TABLES = (_PARQUET, _ARROW, _ARROW_STREAM)
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DATASET = re.compile(r"(?P<id>[^:]+)(:(?P<config>[^:/\[]+))?:(?P<split>[^:/\[]+(\[[^\]]*\])?)")
+_PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 _NOT_READ = {
-    b"ARROW1": "an Arrow file: write it as Parquet or JSON lines first",
+    b"FEA1": "an old Feather file: write it as Parquet or JSON lines",
     b"PK\x03\x04": "a spreadsheet or a zip archive: save it as CSV, or unpack it first",
-    b"BZh": "compressed: unpack it first (bzip2 -dk)",
-    b"\xfd7zXZ": "compressed: unpack it first (xz -dk)",
 }
 
 
@@ -86,6 +102,10 @@ class Input:
         name = "standard input" if str(path) == "-" else str(path)
         named = None if os.path.exists(name) else _DATASET.fullmatch(name)
         asked: dict[str, Any] = named.groupdict() if named else {"id": name}
+        if os.path.isdir(name) and (parts := _parts(Path(name))):
+            data = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+            data.writelines(json_line(row) for part in parts for row in _whole_rows(part))
+            return cls(name, data)
         if os.path.isdir(asked["id"]) or (named and _HUB_ID.fullmatch(asked["id"])):
             data = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             table = load_split(**asked).with_format("arrow")[:]
@@ -97,9 +117,10 @@ class Input:
             copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             with nullcontext(sys.stdin.buffer) if str(path) == "-" else Path(path).open("rb") as stream:
                 _spool(stream, copy, name)
+            copy.seek(0)
         except OSError as e:
             raise DataError(f"cannot read the input {path}: {e.strerror or e}") from None
-        return cls(name, copy)
+        return cls(name, _unpacked(copy, name))
 
     @cached_property
     def sha256(self) -> str:
@@ -119,15 +140,35 @@ class Input:
     def check(self) -> None:
         """Refuse, with a DataError that says what to do, other kinds of files, by their first bytes."""
         start = self.start()
-        if b"\r" in start.rstrip() and not start.startswith(_PARQUET) and b"\n" not in start + self._file.read(2**20):
-            raise DataError(f"{self.name} has lines that end with CR alone: convert them (tr '\\r' '\\n')")
+        if start.startswith(_TABLES):
+            return
         for magic, what in _NOT_READ.items():
             if start.startswith(magic):
                 raise DataError(f"{self.name} is {what}")
+        if start.startswith(_UTF16) or b"\0" in start:
+            raise DataError(f"{self.name} is text in UTF-16, or no text: {TO_UTF8.replace('CP1252', 'UTF-16')}")
+        if b"\r" in start.rstrip() and b"\n" not in start + self._file.read(2**20):
+            raise DataError(f"{self.name} has lines that end with CR alone: convert them (tr '\\r' '\\n')")
 
     def is_whole(self, format: str) -> bool:
-        """Whether the file is read as a whole: Parquet, or a JSON array in place of lines."""
-        return self.start().startswith(_PARQUET) or (format == "jsonl" and self.begins_with(b"["))
+        """Whether the file is read as a whole: Parquet, Arrow, or in place of JSON lines an array or a table."""
+        is_json = format == "jsonl" and (self.begins_with(b"[") or self._table is not None)
+        return is_json or self.start().startswith(_TABLES)
+
+    @cached_property
+    def _table(self) -> list[Row] | None:
+        """The records of one JSON object that is a table of pandas; None for other files."""
+        if not self.begins_with(b"{"):
+            return None
+        self._file.seek(0)
+        first = self._file.readline(MAX_LINE_BYTES).removeprefix(BOM)
+        if first.strip() != b"{" and self._file.read(_START_BYTES).strip():  # JSON lines, not one object
+            return None
+        self._file.seek(0)
+        try:
+            return _pandas_rows(json.loads(decoded(self._file.read().removeprefix(BOM))), self.name)
+        except (ValueError, RecursionError):
+            return None
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
         """The lines; see `read_lines`."""
@@ -137,9 +178,10 @@ class Input:
     def rows(self, format: str) -> Iterator[tuple[int, Row]]:
         """The records in one of `FORMATS`; see `read_rows`."""
         if self.is_whole(format):
-            read = _parquet_rows if self.start().startswith(_PARQUET) else _array_rows
+            read = _table_rows if self.start().startswith(_TABLES) else _array_rows
+            found = self._table if format == "jsonl" else None
             self._file.seek(0)
-            return enumerate(read(self._file, self.name), 1)
+            return enumerate(read(self._file, self.name) if found is None else found, 1)
         if format == "jsonl":
             first = self.start().removeprefix(BOM).lstrip().partition(b"\n")[0].rstrip()
             if first.startswith(b"{") and first.endswith((b"{", b"[")):
@@ -176,21 +218,46 @@ def dataset_id(source: object) -> str | None:
 
 def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:
     """The file, or a temporary copy of what is compressed in it."""
-    start = file.read(len(_ZSTD))
+    start = file.read(_START_BYTES)
     file.seek(0)
-    if not start.startswith((_GZIP, _ZSTD)):
+    opener = next((opener for sign, opener in _PACKERS.items() if start.startswith(sign)), None)
+    if opener is None:
         return file
     copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `Input.close`
     with file:
         try:
-            if start.startswith(_GZIP):
-                stream: Any = gzip.GzipFile(fileobj=file)
-            else:
-                stream = _pyarrow(name).CompressedInputStream(file, "zstd")
-            shutil.copyfileobj(stream, copy)
-        except (EOFError, OSError, zlib.error) as e:
+            shutil.copyfileobj(opener(file), copy)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as e:
             raise DataError(f"{name} is damaged: {e}") from None
     return copy
+
+
+def _unpacked_zstd(file: IO[bytes]) -> IO[bytes]:
+    return cast("IO[bytes]", _pyarrow("a .zst file").CompressedInputStream(file, "zstd"))
+
+
+_PACKERS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
+    b"\x1f\x8b": lambda file: cast("IO[bytes]", gzip.GzipFile(fileobj=file)),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": _unpacked_zstd,
+}
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The files of a directory that are the parts of one table: their names differ in numbers alone. Else none."""
+    if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return []
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name[0] not in "._")
+    parts = [path for path in files if format_of(path) or path.suffix in (".parquet", ".arrow", ".feather")]
+    return parts if len({re.sub(r"\d+", "", path.name) for path in parts}) == 1 else []
+
+
+def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+    for line, row in read_rows(path):
+        if isinstance(row, DataError):
+            raise DataError(f"{path}: {row}", line)
+        yield row
 
 
 def load_split(id: str, split: str | None = None, config: str | None = None, revision: str | None = None) -> Any:
@@ -201,7 +268,10 @@ def load_split(id: str, split: str | None = None, config: str | None = None, rev
     """
     saved, alone = Path(id, split or "", "state.json").is_file(), Path(id, "state.json").is_file()
     if split is None and not saved:
-        raise DataError(f"{id} is a directory: give a file, or name a split of the dataset in it ({id}:train)")
+        known = Path(id, "dataset_dict.json")
+        splits = json.loads(known.read_bytes()).get("splits", []) if known.is_file() else ["train"]
+        named = " or ".join(f"{id}:{name}" for name in splits)
+        raise DataError(f"{id} is a directory: give a file, or name a split of the dataset in it ({named})")
     if split is not None and alone:
         raise DataError(f"the dataset saved in {id} has no splits: give {id}")
     try:
@@ -225,14 +295,21 @@ def _pyarrow(name: str) -> Any:
     return pyarrow
 
 
-def _parquet_rows(file: IO[bytes], name: str) -> Iterator[Row]:
-    arrow = _pyarrow(name)
+def _table_rows(file: IO[bytes], name: str) -> Iterator[Row]:
+    """The rows of a Parquet or Arrow file, without the columns in which pandas keeps an index."""
+    arrow, start = _pyarrow(name), file.read(len(_ARROW))
+    file.seek(0)
     try:
-        for batch in arrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
+        if start.startswith(_PARQUET):
+            batches = arrow.parquet.ParquetFile(file).iter_batches(batch_size=1024)
+        else:
+            opened = arrow.ipc.open_file if start == _ARROW else arrow.ipc.open_stream
+            batches = opened(file).read_all().to_batches(max_chunksize=1024)
+        for batch in batches:
             for row in batch.to_pylist():
-                yield {name: _without_nulls(value) for name, value in row.items()}
+                yield {k: plain(_without_nulls(value)) for k, value in row.items() if not _PANDAS_INDEX.fullmatch(k)}
     except (arrow.ArrowException, OSError) as e:
-        raise DataError(f"{name} is no whole Parquet file: {' '.join(str(e).split())[:120]}") from None
+        raise DataError(f"{name} is no whole Parquet or Arrow file: {' '.join(str(e).split())[:120]}") from None
 
 
 def _without_nulls(value: Any) -> Any:
@@ -247,8 +324,30 @@ def _array_rows(file: IO[bytes], name: str) -> Iterator[Row]:
         rows = json.loads(decoded(file.read().removeprefix(BOM)))
     except (DataError, RecursionError, ValueError) as e:
         raise DataError(f"{name} is no whole JSON array: {e}") from None
-    for row in rows:
-        yield row if isinstance(row, dict) else DataError(f"not a JSON object: {kind_of(row)}")
+    yield from map(row_of, rows)
+
+
+def _pandas_rows(table: dict[str, Any], name: str) -> list[Row] | None:
+    """The records of a table by the `orient` with which pandas wrote it; None for another object."""
+    data = table.get("data")
+    if isinstance(data, list) and isinstance(columns := table.get("columns"), list):
+        return [dict(zip(columns, row, strict=True)) for row in data]  # "split"
+    if isinstance(data, list) and isinstance(schema := table.get("schema"), dict):
+        index = schema.get("primaryKey", [])
+        return [{field: value for field, value in row.items() if field not in index} for row in data]  # "table"
+    inner = list(table.values())
+    if not inner or not all(isinstance(each, dict) and each.keys() == inner[0].keys() for each in inner):
+        return None
+    counted, inner_counted = (all(map(str.isdecimal, keys)) for keys in (table, inner[0]))
+    if inner_counted and not counted:
+        return [{field: values[row] for field, values in table.items()} for row in inner[0]]  # "columns"
+    if counted and not inner_counted:
+        return inner  # "index"
+    if len(inner) > 1:
+        raise DataError(
+            f"{name} is a table whose rows and columns cannot be told apart: write it with orient='records'"
+        )
+    return None
 
 
 def _spool(stream: IO[bytes], copy: IO[bytes], name: str) -> None:
@@ -302,8 +401,9 @@ def _csv_rows(lines: Iterable[bytes], delimiter: str, name: str) -> Iterator[tup
             if header is None:
                 header = [field.strip() for field in fields]
                 if not all(map(is_text, header)):
-                    raise DataError(f"{name}: the header is not UTF-8", line)
-                if "" in header or len(set(header)) < len(header):
+                    raise DataError(f"{name}: the header is not UTF-8: {TO_UTF8}", line)
+                named = [*itertools.dropwhile(lambda column: not column, header)]  # pandas' index has no name
+                if "" in named or len(set(named)) < len(named):
                     raise DataError(f"{name}: the header must have each column once, and has {', '.join(header)}", line)
                 continue
             row = _object(header, fields, delimiter)
@@ -318,10 +418,10 @@ def _object(header: list[str], fields: list[str], delimiter: str) -> Row:
             id=id if header[0] == "id" else None,  # in another position, the field may be that of another column
         )
     if not all(map(is_text, fields)):
-        return DataError("not UTF-8", id=id)
+        return DataError(f"not UTF-8: {TO_UTF8}", id=id)
     if delimiter == "\t" and any("\t" in field and "\n" in field for field in fields):
         return DataError("a field that begins with a quote has tabs and line ends in it", id=id)
-    return dict(zip(header, fields, strict=True))
+    return {column: field for column, field in zip(header, fields, strict=True) if column}
 
 
 def _checked_span(row: Row, lines: int, name: str, line: int) -> Row:

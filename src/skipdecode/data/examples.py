@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import json_line, kind_of
+from skipdecode.common.jsonl import json_line, kind_of, row_of
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, check_streams, read_rows
@@ -103,8 +103,6 @@ def _of_shape(source: Any, chat: bool | None) -> Template:
 
     of_file = isinstance(source, str | Path)
     where, rows = (str(source), (row for _, row in read_rows(source))) if of_file else ("the records", iter(source))
-    if rows is source:
-        raise UsageError("records are read several times, so they cannot be an iterator: give a list or a file")
     first: Any = DataError("there is none")
     for first in rows:
         if isinstance(first, Mapping):
@@ -165,7 +163,7 @@ def read_file(
         name, digest, stream, rows = opened.name, opened.sha256, is_stream(path), read_rows(opened)
     else:
         digest = hashlib.sha256(b"".join(map(json_line, path))).hexdigest()
-        name, stream, rows = "records", False, enumerate(map(dict, path), 1)
+        name, stream, rows = "records", False, enumerate(map(row_of, path), 1)
     rows = rows if template.shape is None else shaped(rows, template.shape)
     for record in usable(read_records(islice(rows, limit), template), rejects):
         if record.is_blank:

@@ -31,6 +31,8 @@ from skipdecode.models.carried import Recipe
 # Fields of shapes, of which a record has one; and fields that are prompts where none of these is there.
 _SHAPES, _OTHERS = ("prompt", "messages", "instruction", "question"), ("text", "input", "mr")
 PROMPT_FIELDS = (*_SHAPES, *_OTHERS)
+TOKEN_FIELD = "prompt_token_ids"
+"""The field that has a prompt's token ids in place of text, as in vLLM."""
 # A field of these may be the value of a template's only field; the others belong to records of another form.
 _TEXT_FIELDS = ("prompt", "messages", "instruction", "text", "input")
 _TOGETHER = {"instruction": ("instruction", "input"), "question": ("context", "question")}
@@ -44,6 +46,10 @@ _ANSWERED = "completions"
 _FORMATS = {"text": None, "json_object": {"type": "object"}}
 _OF_FORMATS, _OF_SCHEMAS = {"type", "json_schema"}, {"name", "description", "schema", "strict"}
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
+
+
+Prompt = str | list[Message] | Mapping[str, Any]
+"""A text, a chat, or a row of a file."""
 
 
 class PromptForm:
@@ -77,13 +83,13 @@ class PromptForm:
         self.name, self.template, self.remark, self.chat = name, template, remark, chat
         self.guessed: str | None = None
 
-    def row(self, prompt: str | list[Message]) -> dict[str, Any]:
+    def row(self, prompt: Prompt) -> dict[str, Any]:
         """A text or a chat as a row of a file."""
-        return {self.name or "prompt": prompt}
+        return dict(prompt) if isinstance(prompt, Mapping) else {self.name or "prompt": prompt}
 
-    def record(self, prompt: str | list[Message] | Mapping[str, Any]) -> Record:
+    def record(self, prompt: Prompt) -> Record:
         """A single record of a text, a chat or a row; it has an `error` if it cannot be used."""
-        return next(read_records([(1, dict(prompt) if isinstance(prompt, Mapping) else self.row(prompt))], self))
+        return next(read_records([(1, self.row(prompt))], self))
 
     def read(self, row: Mapping[str, Any]) -> Parts:
         """The prompt and the values of its template; raises DataError if it is missing, empty or not text."""
@@ -93,6 +99,8 @@ class PromptForm:
                 raise DataError(f"url {url!r} is not answered: give /v1/chat/completions or /v1/completions")
             as_it_is = {"chat": False} if self.template is None else {}  # a completion's prompt, as in the server
             return self._read(_of_body(body))._replace(asked=_asked(body) | as_it_is)
+        if self.name is None and row.get(TOKEN_FIELD) is not None:
+            return Parts("", token_ids=_checked_ids(row[TOKEN_FIELD]))
         return self._read(row)
 
     def _read(self, row: Mapping[str, Any]) -> Parts:
@@ -156,6 +164,17 @@ class PromptForm:
         if self.name is None and name in _TOGETHER:
             value = joined(*map(row.get, _TOGETHER[name]))
         return checked_text(f"field {name!r}", value)
+
+
+def are_token_ids(value: Any) -> bool:
+    """Whether a value is a list of whole numbers, and not empty."""
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _checked_ids(value: Any) -> tuple[int, ...]:
+    if not are_token_ids(value):
+        raise DataError(f"field {TOKEN_FIELD!r} has no token ids: give a list of whole numbers")
+    return tuple(value)
 
 
 def _as_chat(row: Mapping[str, Any]) -> Mapping[str, Any]:

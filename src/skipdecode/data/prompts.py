@@ -106,14 +106,20 @@ class PromptEncoder:
         In a prompt longer than `most` tokens, or than its template's limit, the field that may be cut loses its end. A
         prompt without such a field, or too long without the field, is not changed.
         """
-        found = [self._rendered(record) for record in records]
+        found = [self._of_ids(record) if record.token_ids else self._rendered(record) for record in records]
         for is_chat in (False, True):
             chats = (self._is_chat(p.record) for p in found)
-            rows = [n for n, chat in enumerate(chats) if found[n].error is None and chat == is_chat]
+            texts = [n for n, chat in enumerate(chats) if found[n].error is None and chat == is_chat]
+            rows = [n for n in texts if not records[n].token_ids]
             ids = self._token_ids([found[n].text for n in rows], is_chat) if rows else []
             for number, row in zip(rows, ids, strict=True):
                 found[number] = self._checked(records[number], *self._cut(found[number], row, most))
         return found
+
+    def _of_ids(self, record: Record) -> EncodedPrompt:
+        """The prompt of a record that has token ids in place of text."""
+        prompt = self._checked(record, "", list(record.token_ids))
+        return replace(prompt, text=self._tokenizer.decode(prompt.token_ids))
 
     def _is_chat(self, record: Record) -> bool:
         return not isinstance(record.prompt, str) or (self.chat and record.asked.get("chat", True))
@@ -193,10 +199,10 @@ class PromptEncoder:
 
 def outside(token_ids: Iterable[int], tokenizer: Any, vocabulary: int | None) -> str | None:
     """The first token that a model of `vocabulary` tokens does not know, in words; None if it knows all."""
-    token = next((token for token in token_ids if vocabulary is not None and token >= vocabulary), None)
+    token = next((token for token in token_ids if vocabulary is not None and not 0 <= token < vocabulary), None)
     if token is None:
         return None
-    word = tokenizer.convert_ids_to_tokens(token)
+    word = tokenizer.convert_ids_to_tokens(token) if 0 <= token < len(tokenizer) else None
     return f"token {token} ({word!r}) outside the model's vocabulary of {vocabulary} tokens"
 
 

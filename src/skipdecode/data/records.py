@@ -34,6 +34,7 @@ class Parts(NamedTuple):
     for_chat: Mapping[str, Any] = {}
     left_out: tuple[str, ...] = ()
     asked: Mapping[str, Any] = {}
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Record:
     # Settings of this record alone: `sampling` (fields of `Sampling`), `max_new_tokens`, `stop`, `json_schema`, `chat`,
     # `calling` (a `ToolChoice`).
     asked: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: tuple[int, ...] = ()  # in place of a prompt
     has_id: bool = True  # whether `id` is the record's own, not the line number
 
     @property

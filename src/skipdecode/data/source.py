@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from skipdecode.common.jsonl import Row, decoded
+from skipdecode.common.jsonl import Row, decoded, row_of
 from skipdecode.common.rows import Input, format_of, load_split, read_rows
-from skipdecode.data.forms import PromptForm
+from skipdecode.data.forms import Prompt, PromptForm
 from skipdecode.data.records import Record, Reject, read_records, refuse_rejects, usable
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, UsageError
@@ -56,9 +56,9 @@ class PromptSource:
         return cls(opened, format)
 
     @classmethod
-    def of_prompts(cls, prompts: Sequence[str]) -> Self:
-        """Prompts given as arguments: records 1, 2, … with the field `prompt`."""
-        data = "".join(json.dumps({"prompt": p}) + "\n" for p in prompts).encode()
+    def of_prompts(cls, prompts: Iterable[Prompt]) -> Self:
+        """Prompts given as arguments: records 1, 2, … with the field `prompt`, or with their own."""
+        data = "".join(json.dumps(PromptForm().row(p)) + "\n" for p in prompts).encode()
         return cls(Input("arguments", io.BytesIO(data)), "jsonl")
 
     def records(self, form: PromptForm | None = None) -> Iterator[Record]:
@@ -179,7 +179,7 @@ def _named_rows(
     if isinstance(data, str | Path):
         return str(data), read_rows(data)
     if data is not None:
-        return "the records", ((line, dict(row)) for line, row in enumerate(data, 1))
+        return "the records", enumerate(map(row_of, data), 1)
     if task.hub is not None:
         return task.hub.id, _hub_rows(task.hub)
     raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file of records")

@@ -5,12 +5,15 @@ Knows nothing about models and metrics. Every field of a task file is checked; e
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
+
+import regex
+from regex import Pattern
 
 from skipdecode.common.options import Options, near, option
 from skipdecode.data.records import Record, Template
@@ -182,17 +185,39 @@ def _filled(kind: type[T], data: Mapping[Any, Any], lines: Mapping[str, int], wh
 
 # ---------------------------------------------------------------------- what a response repeats
 
-_WORD = r"[A-ZÀ-ÖØ-Þ][\w'’-]+"
-_VALUE = re.compile(rf"(?<!\w)(?:{_WORD}(?: {_WORD})*|\d[\d.,]*\d)(?!\w)")
+_SCRIPTS = "".join(f"\\p{{scx={name}}}" for name in ["Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar"])
+_UNSPACED = rf"(?=[{_SCRIPTS}])\p{{L}}"  # a letter of a script that has no spaces between words
+_LETTER = rf"(?:(?!{_UNSPACED})[\p{{L}}\p{{M}}\p{{Nd}}])"
+_NAME = rf"\p{{Lu}}(?:{_LETTER}|[_'’-])+"
+
+
+@cache
+def unspaced_letter() -> Pattern:
+    """Matches a letter of a script without spaces, with its marks."""
+    return regex.compile(rf"{_UNSPACED}\p{{M}}*")
+
+
+@cache
+def word() -> Pattern:
+    """Matches a word: letters, marks and digits, or one letter of a script without spaces with its marks."""
+    return regex.compile(rf"{_UNSPACED}\p{{M}}*|{_LETTER}+")
+
+
+@cache
+def _value() -> Pattern:
+    return regex.compile(rf"(?<!{_LETTER}|_)(?:{_NAME}(?: {_NAME})*|\d[\d.,]*\d)(?!{_LETTER}|_)")
 
 
 def repeated(record: Record, fields: Sequence[str]) -> list[str]:
-    """Names and numbers in these fields of a record that half of its references have too; a number has two digits."""
+    """Names and numbers in these fields of a record that half of its references have too; a number has two digits.
+
+    A name begins with a capital letter, so a script without capitals has numbers alone.
+    """
     found: dict[str, None] = {}
     for field in fields:
         text = record.values.get(field, "")
-        small = set(re.findall(r"\w+", text))
+        small = set(word().findall(text))
         # A word that is written small elsewhere in the text began a sentence.
-        found |= dict.fromkeys(value for value in _VALUE.findall(text) if value.lower() not in small - {value})
+        found |= dict.fromkeys(value for value in _value().findall(text) if value.lower() not in small - {value})
     texts = record.references
     return [value for value in found if 2 * sum(value in text for text in texts) >= max(1, len(texts))]

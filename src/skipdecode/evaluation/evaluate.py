@@ -13,6 +13,7 @@ from typing import Any
 
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import is_stream
+from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.common.rows import read_rows
 from skipdecode.cost.source import wall_solver
@@ -132,7 +133,7 @@ def evaluate(
     model : LLM, LoadedModel, str or Path
         A model that is loaded, or a name as for `skipdecode.load`.
     data : str, Path or records, optional
-        JSONL or CSV file, or mappings. Default with a task: the task's data set.
+        A file, mappings or a table, as for `skipdecode.tune`. Default with a task: the task's data set.
     schedules : Schedule or str, or a list of them
         Schedules, or their texts (`skipdecode.schedule.grammar`), such as "2x:p15"; full depth runs beside them.
         Default: the checkpoint's own, else full depth.
@@ -162,6 +163,7 @@ def evaluate(
     OutputError
         `out` has results already, and `overwrite` is not set.
     """
+    data, prompts = as_records(data), as_records(prompts)
     work = _Evaluation(model, schedules, out, loader, EvaluationOptions(**options))
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)

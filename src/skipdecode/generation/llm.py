@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
@@ -19,9 +19,10 @@ from typing import Any, Literal, TypeVar, cast, overload
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import near
+from skipdecode.common.plain import check_split, listed, unwrapped
 from skipdecode.common.progress import note
 from skipdecode.data.chats import MESSAGE_FIELDS, checked_variables
-from skipdecode.data.forms import choose_form
+from skipdecode.data.forms import TOKEN_FIELD, are_token_ids, choose_form
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.records import Message
 from skipdecode.data.stopping import StopStrings
@@ -47,8 +48,9 @@ from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of
 
-Prompt = str | list[Message] | Mapping[str, Any]
-"""A text; a chat, as a list of ``{"role": …, "content": …}``; or a record for the checkpoint's template.
+Prompt = str | list[Message] | list[int] | Mapping[str, Any]
+"""A text; a chat, as a list of ``{"role": …, "content": …}``; token ids, as a list of numbers or
+``{"prompt_token_ids": …}``; or a record for the checkpoint's template.
 
 A text goes into the template that the checkpoint was tuned on, else into the chat template of the model, if it has one.
 """
@@ -253,7 +255,7 @@ class LLM:
         Parameters
         ----------
         prompts : a prompt, or a list of prompts
-            See `Prompt`.
+            See `Prompt`. A table, such as a DataFrame or a dataset, is a list of records.
         max_new_tokens : int
             Most new tokens of an output; fewer at the end of the context.
         schedule : Schedule or str, optional
@@ -360,14 +362,13 @@ class LLM:
     @_one_at_a_time
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
         """Prompts as token ids, with their `room` in the context; a prompt that cannot be used has an `error`."""
-        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-            raise OptionError("prompts", prompts, "a list of prompts")
+        rows = [{TOKEN_FIELD: each} if are_token_ids(each) else each for each in listed(prompts, "prompts")]
         form = choose_form(
             self.loaded.recipe,
             no_template=not template,
             prompt_template=template if isinstance(template, str) else None,
         )
-        records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(prompts)]
+        records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(rows)]
         vocabulary = vocabulary_size(self.loaded.model)
         about: dict[str, Any] = {"template": form.template, "chat": form.chat, "vocabulary": vocabulary}
         about |= {"told": self._told, "variables": self.variables}
@@ -440,6 +441,7 @@ class LLM:
 
 def _positive(name: str, value: Any) -> int:
     """`value` if it is a whole number above 0; raises OptionError."""
+    value = unwrapped(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(name, value, "a whole number, 1 or more")
     return value
@@ -463,11 +465,10 @@ def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> O
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one or several; a list of messages is one chat."""
+    """A list of prompts from one or several; a list of messages is one chat, and one of whole numbers its token ids."""
+    check_split(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise OptionError("prompts", prompts, "a text, a chat, a record, or a list of these")
-    listed: list[Any] = list(prompts)
-    is_chat = bool(listed) and all(isinstance(p, Mapping) and {"role"} < p.keys() <= MESSAGE_FIELDS for p in listed)
-    return [listed] if is_chat else listed
+    found = listed(prompts, "prompts")
+    is_chat = bool(found) and all(isinstance(p, Mapping) and {"role"} < p.keys() <= MESSAGE_FIELDS for p in found)
+    return [found] if is_chat or are_token_ids(found) else found

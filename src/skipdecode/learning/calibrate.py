@@ -15,6 +15,7 @@ from typing import Any
 from skipdecode.common.environment import environment, isolated_torch
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import heading
+from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.common.tables import Printed, figures
 from skipdecode.cost.geometry import ModelGeometry
@@ -117,8 +118,8 @@ def calibrate(
     model : LLM, LoadedModel, str or Path
         A model that is loaded, or a name as for `skipdecode.load`. The arithmetic is in its type, and in fp32 on a CPU
         that has no instructions for that.
-    data : str, Path or list of mapping
-        Records with prompt and response: a JSONL or CSV file, or a list.
+    data : str, Path or records
+        Records with prompt and response, as for `skipdecode.tune`.
     out : str or Path, optional
         Directory for schedule.json, the fit and calibration.json. An interrupted call continues from the
         measurements that it has.
@@ -137,6 +138,7 @@ def calibrate(
     DivergedError
         A state or a loss is not finite.
     """
+    data = as_records(data)
     settings, ref = CalibrateOptions(**options), ref_of(model)
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")

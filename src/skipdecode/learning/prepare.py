@@ -16,11 +16,13 @@ from typing import Any
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import PREPARED_FILE, heading, json_line
+from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.examples import Example, RecordOptions, Source, encode_source, make_template, read_sources
+from skipdecode.data.forms import PromptForm
 from skipdecode.engine.opening import load
 from skipdecode.evaluation.compare import with_kept
 from skipdecode.evaluation.evaluate import evaluate
@@ -82,11 +84,11 @@ def prepare(
     ----------
     model : LLM, LoadedModel, str or Path
         A model that is loaded, which stays as it is, or a name as for `skipdecode.load`.
-    train, dev : str, Path or list of mapping, optional
-        Records to learn from, and records that select the best weights: files (JSONL, JSON, Parquet, CSV) or lists.
+    train, dev : str, Path or records, optional
+        Records to learn from, and records that select the best weights, as for `skipdecode.tune`.
         Without `dev`, every tenth record of `train` is held out. Without both, the model learns its own answers to
         `prompts` at full depth.
-    test : str, Path or list of mapping, optional
+    test : str, Path or records, optional
         Records to evaluate on. Default: `dev`. For own answers without a task: a file of prompts. Default: prompts
         that are not learned from.
     prompts : str, Path or list of str, optional
@@ -112,8 +114,9 @@ def prepare(
     options.setdefault("self", train is None and dev is None)
     place = Path(out)
     PREPARE_DIRECTORY.check(place, resume=True)
+    train, dev, test, prompts = map(as_records, (train, dev, test, prompts))
     if prompts is not None and not isinstance(prompts, str | Path):
-        write_whole(place / PROMPTS_FILE, b"".join(json_line({"prompt": prompt}) for prompt in prompts))
+        write_whole(place / PROMPTS_FILE, b"".join(map(json_line, map(PromptForm().row, prompts))))
         prompts = place / PROMPTS_FILE
     settings = PrepareOptions(prompts=None if prompts is None else str(prompts), **options)
     sources = {name: one for name, one in (("train", train), ("dev", dev), ("test", test)) if one}

@@ -26,6 +26,7 @@ from skipdecode.data.records import refuse_rejects
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.errors import UsageError
+from skipdecode.evaluation.metrics import MetricOptions, check_metrics
 from skipdecode.generation.self_generated import DEV_FILE, TEST_FILE, TRAIN_FILE, open_prompts, own_answers
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.models.loading.hub import LoadedModel
@@ -66,6 +67,7 @@ class Sources:
             if isinstance(test, str | Path):
                 open_prompts(replace(settings, prompts=str(test)))
             return
+        check_metrics(self.task(1).metrics, settings.part(MetricOptions), note)
         if not settings.self:
             whole = self._template.shape is not None
             learned = {name: one for name, one in self._sources.items() if whole or name != "test"}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.environment import environment, isolated_torch, multiplies_bf16
 from skipdecode.common.options import near
+from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.common.rows import dataset_id
 from skipdecode.cost.source import wall_solver
@@ -120,8 +121,9 @@ def tune(
     ----------
     model : str, Path, LoadedModel or LLM
         A name as for `skipdecode.load`, or a loaded model, which stays as it is: a copy is trained.
-    train, dev : str, Path or list of mapping
-        Records to learn from, and records that select the best weights: files (JSONL, JSON, Parquet, CSV) or lists.
+    train, dev : str, Path or records
+        Records to learn from, and records that select the best weights: files (JSONL, JSON, Parquet, CSV), lists of
+        mappings, or tables (`skipdecode.common.plain.listed`).
         Without `dev`, every tenth record of `train` is held out. With `self=True` there are none: the model answers
         `prompts` (a file; default: drawn from the model) and learns its answers.
     out : str or Path
@@ -155,6 +157,7 @@ def tune(
     DivergedError
         A loss or gradient is not finite.
     """
+    train, dev = as_records(train), as_records(dev)
     stored = None if recipe is None else read_recipe(Path(recipe))
     settings, known = _settings(stored, recipe, {"minutes": minutes, **options})
     if not model and "model" in known:

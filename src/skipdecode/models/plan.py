@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipdecode.common.plain import unwrapped
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.schedule import Schedule
 
@@ -123,9 +124,9 @@ def label_positions(labels: Tensor) -> Tensor:
 
 def check_prompt_length(value: Any, columns: int, past: Any) -> None:
     """Raise UnsupportedFeatureError unless `value` is a number of prompt columns: whole, 0 or more, one if cached."""
-    numbers = value.tolist() if isinstance(value, Tensor) else [value]
+    numbers = unwrapped(value)
     numbers = numbers if isinstance(numbers, list) else [numbers]
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+    if any(type(n) is not int or n < 0 for n in numbers):
         raise UnsupportedFeatureError(f"prompt_length={value!r} is not accepted: give whole numbers of 0 or more")
     if past is not None and len(numbers) > 1:
         raise UnsupportedFeatureError("prompt_length with a cache is one number: the rows of a cache are in lockstep")

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Any, Literal
 
+from skipdecode.common.plain import unwrapped
 from skipdecode.errors import ScheduleError
 
 Order = Literal["bottom-up", "even", "top-down"]
@@ -23,7 +24,7 @@ _MOST_POSITIONS = 1_000_000
 
 def require_int(field: str, value: Any) -> None:
     """Raise ScheduleError unless `value` is a whole number."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if type(unwrapped(value)) is not int:
         raise ScheduleError(f"{field}={value!r} is not accepted: give a whole number")
 
 
@@ -36,7 +37,7 @@ def require_positive(field: str, value: Any) -> None:
 
 def require_speedup(value: Any) -> None:
     """Raise ScheduleError unless `value` is a number of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+    if type(unwrapped(value)) not in (int, float) or not 1 <= value < math.inf:
         raise ScheduleError(f"nominal_speedup={value!r} is not accepted: give a number of 1 or more")
 
 
@@ -45,7 +46,7 @@ def int_tuple(field: str, values: Any, *, ordered: bool = True) -> tuple[int, ..
     unsuitable = str | bytes | Set if ordered else str | bytes
     if isinstance(values, unsuitable) or not isinstance(values, Iterable):
         raise ScheduleError(f"{field}={values!r} is not accepted: give a list of whole numbers")
-    result = tuple(values)
+    result = tuple(map(unwrapped, values))
     for value in result:
         require_int(field, value)
     return result

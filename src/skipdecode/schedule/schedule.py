@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.plain import unwrapped
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.order import (
@@ -87,6 +88,7 @@ class Schedule:
     def __post_init__(self) -> None:
         for name in ("num_layers", "warmup_layers"):
             require_int(name, getattr(self, name))
+            object.__setattr__(self, name, unwrapped(getattr(self, name)))
         for name in ("drop_order", "budgets"):
             object.__setattr__(self, name, int_tuple(name, getattr(self, name)))
         require_positive("num_layers", self.num_layers)
@@ -104,9 +106,10 @@ class Schedule:
         for name in ("name", "family", "variant"):
             if not isinstance(getattr(self, name), str):
                 raise ScheduleError(f"{name}={getattr(self, name)!r} is not accepted: give text")
-        speedup = self.speedup
-        if speedup is not None and (isinstance(speedup, bool) or not isinstance(speedup, int | float)):
+        speedup = unwrapped(self.speedup)
+        if type(speedup) not in (int, float, type(None)):
             raise ScheduleError(f"speedup={speedup!r} is not accepted: give a number or none")
+        object.__setattr__(self, "speedup", speedup)
         object.__setattr__(self, "family", self.family or self.name or "custom")
         if not self.name:
             label = self.curve if speedup is None else f"{self.curve}-{speedup:g}x"
@@ -352,7 +355,7 @@ class Schedule:
         name: str = "even",
     ) -> Self:
         """Skips evenly spaced layers (Unified Layer Skipping, arXiv 2404.06954). `budgets` is one number or a list."""
-        values = (budgets,) if isinstance(budgets, int) else int_tuple("budgets", budgets)
+        values = int_tuple("budgets", budgets if isinstance(budgets, Iterable) else (budgets,))
         order = layer_order.evenly_spaced(num_layers, values[-1] if values else num_layers, warmup_layers)
         return cls(num_layers, order, values, warmup_layers, prompt, name)
 
@@ -378,7 +381,7 @@ class Schedule:
         return cls(
             num_layers,
             order,
-            (budgets,) if isinstance(budgets, int) else int_tuple("budgets", budgets),
+            int_tuple("budgets", budgets if isinstance(budgets, Iterable) else (budgets,)),
             warmup_layers,
             tuple(range(prompt_layers)),
             name,

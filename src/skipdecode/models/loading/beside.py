@@ -48,13 +48,11 @@ class HubAnswer:
     revision: str | None = None
 
 
-def ask_hub(name: str, *, connect_seconds: float | None = None) -> HubAnswer:
+def ask_hub(name: str) -> HubAnswer:
     """Whether the hub has this model, ``owner/name`` or ``owner/name@revision``.
 
     One request, answered within seconds; none when offline mode is on, or when the hub could not be reached within the
     last minute.
-
-    `connect_seconds` is how long it waits for a connection, and for its encryption.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import (
@@ -75,9 +73,7 @@ def ask_hub(name: str, *, connect_seconds: float | None = None) -> HubAnswer:
     if earlier is not None and time.monotonic() - asked < _REMEMBERED_SECONDS:
         return earlier
     try:
-        # To connect, to read, to write, to get a free connection: what the client's HTTP library takes.
-        timeout: Any = (connect_seconds or TIMEOUT_SECONDS, *[TIMEOUT_SECONDS] * 3)
-        info = HfApi().model_info(repo_id, revision=revision or None, timeout=timeout)
+        info = HfApi().model_info(repo_id, revision=revision or None, timeout=TIMEOUT_SECONDS)
     except GatedRepoError:
         return HubAnswer(
             "absent", "the hub keeps it behind terms: accept them on its page and log in with 'hf auth login'"

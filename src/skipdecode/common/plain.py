@@ -1,0 +1,70 @@
+"""What Python users hand over, in Python's own types: numbers of numpy and torch, tables of pandas, and their like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import date, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from skipdecode.errors import DataError, OptionError
+
+
+def unwrapped(value: Any) -> Any:
+    """A number, array or tensor of numpy, torch or pandas in Python's own types; other values as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def plain(value: Any) -> Any:
+    """A value of a record in the types of JSON: dates and exact numbers are text, a missing value is null."""
+    value = unwrapped(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(plain, value)]
+    is_nan = isinstance(value, float) and math.isnan(value)
+    if is_nan or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
+        return None
+    return str(value) if isinstance(value, date | time | Decimal | UUID) else value
+
+
+def listed(data: object, name: str = "records") -> list[Any]:
+    """The items of a list, an array, a generator or a table, in Python's own types; rows of a table as dictionaries.
+
+    Tables are DataFrames of pandas and polars, Arrow's tables and datasets of `datasets`.
+
+    Raises DataError: a dataset with splits; OptionError: `data` is one mapping, text, or nothing to iterate over.
+    """
+    check_split(data)
+    table: Any = data
+    if hasattr(table, "with_format"):  # datasets; in a format of other libraries, rows are theirs
+        table = table.with_format(None)
+    elif hasattr(table, "collect_schema") and hasattr(table, "collect"):  # a lazy frame of polars
+        table = table.collect()
+    if hasattr(table, "to_dicts"):
+        table = table.to_dicts()
+    elif hasattr(table, "to_pylist"):
+        table = table.to_pylist()
+    elif hasattr(table, "iterrows"):
+        if not table.columns.is_unique:
+            raise DataError(
+                f"{name}: the table must have each column once, and has {', '.join(map(str, table.columns))}"
+            )
+        table = table.to_dict("records")
+    if isinstance(table, str | bytes | bytearray | Mapping) or not isinstance(table, Iterable):
+        raise OptionError(name, data, "a list of them, or a table such as a DataFrame")
+    return [*map(plain, table)]
+
+
+def check_split(data: object) -> None:
+    """Raise DataError, with the names of the splits, for a dataset that has several."""
+    if isinstance(data, Mapping) and data and all(hasattr(split, "with_format") for split in data.values()):
+        raise DataError(f"the dataset has splits: give one of them ({', '.join(map(str, data))})")
+
+
+def as_records(source: Any) -> Any:
+    """A name of records as it is, other sources as a list of mappings; see `listed`."""
+    return source if source is None or isinstance(source, str | Path) else listed(source)
