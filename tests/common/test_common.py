@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from skipdecode.cli.options import EngineOptions
-from skipdecode.common.environment import limit_threads, usable_cores
+from skipdecode.common.environment import isolated_torch, usable_cores
 from skipdecode.common.files import copy_files
 from skipdecode.common.journal import KeptValues, is_begun
 from skipdecode.common.options import check_name
@@ -110,11 +110,13 @@ def test_threads_are_those_of_the_processors_unless_they_are_chosen(monkeypatch:
     threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(affinity)})
+        usable_cores.cache_clear()
         torch.set_num_threads(3)
-        EngineOptions(model="m", threads=3).use_threads()
-        limit_threads()  # as when a model is loaded
+        with isolated_torch():  # as in a command
+            EngineOptions(model="m", threads=3).use_threads()
+            with isolated_torch():  # as when a model is loaded
+                assert torch.get_num_threads() == 3
         assert torch.get_num_threads() == 3
-        limit_threads.cache_clear()
         EngineOptions(model="m").use_threads()
         assert torch.get_num_threads() == 1
     finally:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pandas as pd
 import pytest
 
 from skipdecode.cli import main
@@ -128,7 +132,17 @@ def test_a_header_that_does_not_name_each_column_is_refused(tmp_path: Path, head
     assert refused.value.line == 1
 
 
-@pytest.mark.parametrize(("name", "start"), [("x.jsonl.gz", b"\x1f\x8b\x08"), ("x.xlsx", b"PK\x03\x04")])
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("x.jsonl.gz", b"\x1f\x8b\x08"),
+        ("x.xlsx", b"PK\x03\x04"),
+        ("x.feather", b"FEA1"),
+        ("x.pkl", b"\x80\x05\x95\0"),
+        ("x.csv", "id,text\n1,a\n".encode("utf-16")),
+        ("x.jsonl", '{"prompt": "a"}\n'.encode("utf-16-le")),
+    ],
+)
 def test_files_that_are_not_read_are_refused_by_name(tmp_path: Path, name: str, start: bytes):
     path = written(tmp_path / name, start + b"\n" * 9)
     with pytest.raises(DataError, match=name):
@@ -158,8 +172,68 @@ def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
     assert capsys.readouterr().out == printed.out
 
 
-def test_a_header_in_another_encoding_is_refused(tmp_path: Path):
-    path = tmp_path / "utf16.csv"
-    path.write_bytes("id,text\n1,a\n".encode("utf-16"))
-    with pytest.raises(DataError, match="the header is not UTF-8"):
-        list(read_rows(path))
+def test_other_encodings_have_a_remedy(tmp_path: Path):
+    for name, text in (("x.csv", "größe,text\n1,a\n"), ("y.csv", "text,n\nß,1\n"), ("z.jsonl", '{"text": "ß"}\n')):
+        path = written(tmp_path / name, text.encode("latin1"))
+        with pytest.raises(DataError, match="not UTF-8.*iconv"):
+            raise next(row for _, row in read_rows(path) if isinstance(row, DataError))
+
+
+# ---------------------------------------------------------------------- files of pandas and datasets
+
+ROWS = [{"prompt": "abc", "n": 1}, {"prompt": "def", "n": 2}]
+FRAME = pd.DataFrame(ROWS, index=[7, 9])
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "x.csv": lambda path: FRAME.astype(str).to_csv(path),
+    "semicolons.csv": lambda path: FRAME.astype(str).to_csv(path, sep=";"),
+    "levels.tsv": lambda path: FRAME.astype(str).set_index([[1, 2], [3, 4]]).to_csv(path, sep="\t"),
+    "mark.csv": lambda path: FRAME.astype(str).to_csv(path, encoding="utf-8-sig", lineterminator="\r\n"),
+    "x.jsonl": lambda path: FRAME.to_json(path, orient="records", lines=True),
+    "records.json": lambda path: FRAME.to_json(path, orient="records", indent=2),
+    "columns.json": lambda path: FRAME.to_json(path),
+    "indented.json": lambda path: FRAME.to_json(path, indent=2),
+    "index.json": lambda path: FRAME.to_json(path, orient="index"),
+    "split.json": lambda path: FRAME.to_json(path, orient="split"),
+    "table.json": lambda path: FRAME.to_json(path, orient="table"),
+    "x.parquet": lambda path: FRAME.to_parquet(path),
+    "x.feather": lambda path: FRAME.reset_index(drop=True).to_feather(path),
+    "shard.arrow": lambda path: shutil.copy(saved(path) / "data-00000-of-00001.arrow", path),
+    "saved": saved,
+    "shards": lambda path: [
+        path.mkdir(exist_ok=True),
+        *(FRAME[n : n + 1].to_parquet(path / f"part-{n}.parquet") for n in (0, 1)),
+    ],
+    "x.jsonl.gz": lambda path: FRAME.to_json(path, orient="records", lines=True),
+    "x.jsonl.bz2": lambda path: FRAME.to_json(path, orient="records", lines=True),
+    "x.jsonl.xz": lambda path: FRAME.to_json(path, orient="records", lines=True),
+    "x.jsonl.zst": lambda path: FRAME.to_json(path, orient="records", lines=True),
+}
+
+
+def saved(path: Path) -> Path:
+    folder = path.with_suffix("") if path.suffix else path
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_files_of_pandas_and_datasets_are_read(tmp_path: Path, name: str):
+    WRITERS[name](tmp_path / name)
+    rows = [row for _, row in read_rows(tmp_path / name)]
+    assert [{**row, "n": int(row["n"])} for row in rows] == ROWS
+    source = PromptSource.open(str(tmp_path / name))
+    assert [record.prompt for record in source.records()] == ["abc", "def"]
+    assert source.count() == 2
+
+
+def test_what_may_be_two_tables_is_refused_by_name(tmp_path: Path):
+    FRAME.set_axis(["x", "y"]).to_json(tmp_path / "labels.json")
+    with pytest.raises(DataError, match="orient='records'"):
+        list(read_rows(tmp_path / "labels.json"))
+    datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match="splits:train"):
+        list(read_rows(tmp_path / "splits"))
+    for split in ("train", "test"):
+        FRAME.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    with pytest.raises(DataError, match="is a directory"):
+        list(read_rows(tmp_path))

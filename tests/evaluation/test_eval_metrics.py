@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sacrebleu
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from rouge_score import rouge_scorer
 
 from checkpoints import save_tiny_encoder
+from skipdecode.data.records import Record
+from skipdecode.data.tasks import repeated
 from skipdecode.errors import DataError, MissingExtraError, ModelLoadError, UsageError
-from skipdecode.evaluation.metrics import METRICS, MetricOptions, make_metrics
+from skipdecode.evaluation.metrics import METRICS, MetricOptions, check_metrics, make_metrics
 
 # The example of sacrebleu's own documentation.
 OUTPUTS = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]
@@ -77,6 +83,55 @@ def test_statistics_add_up_over_records(name: str):
     assert metric.score(table[drawn].sum(axis=0)) == pytest.approx(metric.score(again.sum(axis=0)))
 
 
+TEXTS = {
+    "Cyrillic": "кот сидит на ковре у окна",
+    "Japanese": "猫は窓のそばに座っています",
+    "Chinese": "我今天去了北京。",
+    "Thai": "แมวนั่งอยู่บนเสื่อ",
+    "Khmer": "ឆ្មាអង្គុយនៅលើកន្ទេល",
+    "Hindi": "नमस्ते दुनिया यह एक परीक्षण है",
+    "Korean": "고양이가 매트 위에 앉아 있다",
+    "Arabic": "القطة تجلس على السجادة",
+    "Vietnamese": "mèo ở đó ngồi trên thảm",
+}
+
+
+@pytest.mark.parametrize("script", TEXTS)
+@pytest.mark.parametrize("name", ["bleu", "chrf", "rouge1", "rouge2", "rougeL"])
+def test_a_copy_scores_100_in_every_script(name: str, script: str):
+    text = TEXTS[script]
+    assert score(name, [text], [[text]]) == pytest.approx(100)
+    assert 0 < score(name, [text[: -len(text) // 4]], [[text]]) < 100
+    folded = unicodedata.normalize("NFD", text.upper())
+    assert name in ("bleu", "chrf") or score(name, [folded], [[text]]) == pytest.approx(100)
+
+
+@given(st.text(st.characters(codec="ascii"), max_size=40), st.text(st.characters(codec="ascii"), min_size=1))
+def test_rouge_of_ascii_is_rouge_scores(output: str, reference: str):
+    assume(reference.strip())
+    expected = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True).score(reference, output)["rougeL"].fmeasure
+    assert score("rougeL", [output], [[reference]]) == pytest.approx(100 * expected)
+    quoted = f"“{reference}”—{reference}…"  # signs that are not ASCII change no word
+    assert make_metrics(["rougeL"])[0].tokenize(quoted) == make_metrics(["rougeL"])[0].tokenize(
+        f"{reference} {reference}"
+    )
+
+
+def test_names_and_numbers_are_found_in_every_script():
+    text = "Орёл стоит 1200 рублей; 価格は3400円です"
+    record = Record(0, 1, "a", "", values={"text": text}, references=(text,))
+    assert repeated(record, ["text"]) == ["Орёл", "1200", "3400"]
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_missing_library_is_told_at_once(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, METRICS[name].library, None)
+    with pytest.raises(MissingExtraError):
+        check_metrics([name], MetricOptions(), print)
+    other = "bleu" if METRICS[name].library != "sacrebleu" else "rougeL"
+    assert check_metrics([name, other], MetricOptions(), print) == [other]
+
+
 @pytest.mark.parametrize("name", ["bleu", "rougeL"])
 def test_missing_references_and_lengths_are_refused(name: str):
     (metric,) = make_metrics([name])
@@ -130,7 +185,8 @@ def test_bertscore_says_what_it_lacks(encoder: str, monkeypatch: pytest.MonkeyPa
         make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder))
     with pytest.raises(ModelLoadError, match="does not load at layer 9"):
         make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder, bertscore_layers=9))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("gt_all") else find_spec(name))
     with pytest.raises(MissingExtraError, match=r"skipdecode\[eval-offline\]"):
         make_metrics(["bertscore_f1"], MetricOptions(bertscore_model="minilm"))
 

@@ -137,8 +137,8 @@ def limit_threads() -> None:
 
 _ISOLATED: ContextVar[bool] = ContextVar("isolated", default=False)
 _LOCK = threading.Lock()
-_calls = 0  # that run now, in all threads
-_restore: Callable[[], None]
+_restorers: list[Callable[[], None]] = []
+"""One for each of the calls that run now, in all threads; the first restores what is global to the process."""
 
 
 @contextlib.contextmanager
@@ -146,52 +146,38 @@ def isolated_torch() -> Iterator[None]:
     """Run under torch's own settings, whatever the caller has set; the caller's settings and random states return.
 
     Covers default type and device, gradients, autocast, anomaly detection, threads and random numbers. Every public
-    function that computes is decorated with it; nested calls cost nothing. What is global to the process is saved by
-    the first of parallel calls, and restored by the last.
+    function that computes is decorated with it; a nested call does nothing. What is global to the process is set by the
+    first of parallel calls, and restored by the last.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or _ISOLATED.get():  # not imported: nothing is set
-        with _isolated():
-            yield
-        return
+    torch = None if _ISOLATED.get() else sys.modules.get("torch")  # not imported: nothing is set
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_isolated())
-        stack.enter_context(_process_settings(torch))
-        stack.enter_context(torch.inference_mode(False))  # switches gradients on, too
-        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
+        stack.callback(_ISOLATED.reset, _ISOLATED.set(True))
+        if torch is not None:
+            _set_process(torch)
+            stack.callback(_restore_process)
+            stack.enter_context(torch.inference_mode(False))  # switches gradients on, too
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
         yield
 
 
-@contextlib.contextmanager
-def _isolated() -> Iterator[None]:
-    token = _ISOLATED.set(True)
-    try:
-        yield
-    finally:
-        _ISOLATED.reset(token)
-
-
-@contextlib.contextmanager
-def _process_settings(torch: Any) -> Iterator[None]:
-    """Set what is global to the process; the last of parallel calls restores it."""
-    global _calls, _restore
+def _set_process(torch: Any) -> None:
     with _LOCK:
-        _calls += 1
-        if _calls == 1:
-            _restore = _restorer(torch)
+        _restorers.append(_restorer(torch))
+        if len(_restorers) == 1:
             torch.set_default_dtype(torch.float32)
             torch.autograd.set_detect_anomaly(False)
             limit_threads()
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _calls -= 1
-            if _calls == 0:
-                _restore()
+
+
+def _restore_process() -> None:
+    with _LOCK:
+        restore = _restorers[0]
+        _restorers.pop()
+        if not _restorers:
+            restore()
 
 
 def _restorer(torch: Any) -> Callable[[], None]:

@@ -34,37 +34,31 @@ def plain(value: Any) -> Any:
 def listed(data: object, name: str = "records") -> list[Any]:
     """The items of a list, an array, a generator or a table, in Python's own types; rows of a table as dictionaries.
 
-    Tables are DataFrames of pandas and polars, Arrow's tables and datasets of `datasets`.
-
-    Raises DataError: a dataset with splits; OptionError: `data` is one mapping, text, or nothing to iterate over.
+    Tables are DataFrames of pandas and polars, Arrow's tables and datasets of `datasets`. A text or a mapping is one
+    item. Raises DataError: a dataset has splits, or a table a column twice; OptionError: there is nothing to iterate.
     """
-    check_split(data)
     table: Any = data
-    if hasattr(table, "with_format"):  # datasets; in a format of other libraries, rows are theirs
+    if isinstance(data, Mapping):
+        if data and all(hasattr(split, "with_format") for split in data.values()):
+            raise DataError(f"{name}: the dataset has splits, give one of them: {', '.join(map(str, data))}")
+        table = [data]
+    elif isinstance(data, str):
+        table = [data]
+    elif hasattr(table, "with_format"):  # datasets; in the format of another library, rows are its own
         table = table.with_format(None)
-    elif hasattr(table, "collect_schema") and hasattr(table, "collect"):  # a lazy frame of polars
-        table = table.collect()
-    if hasattr(table, "to_dicts"):
-        table = table.to_dicts()
-    elif hasattr(table, "to_pylist"):
+    elif hasattr(table, "to_pylist"):  # Arrow
         table = table.to_pylist()
-    elif hasattr(table, "iterrows"):
+    elif hasattr(table, "to_dicts") or hasattr(table, "collect_schema"):  # polars, whose lazy frame has no rows yet
+        table = table.lazy().collect().to_dicts()
+    elif hasattr(table, "iterrows"):  # pandas
         if not table.columns.is_unique:
-            raise DataError(
-                f"{name}: the table must have each column once, and has {', '.join(map(str, table.columns))}"
-            )
+            raise DataError(f"{name}: a column is there twice: {', '.join(map(str, table.columns))}")
         table = table.to_dict("records")
-    if isinstance(table, str | bytes | bytearray | Mapping) or not isinstance(table, Iterable):
+    if isinstance(table, bytes | bytearray) or not isinstance(table, Iterable):
         raise OptionError(name, data, "a list of them, or a table such as a DataFrame")
     return [*map(plain, table)]
 
 
-def check_split(data: object) -> None:
-    """Raise DataError, with the names of the splits, for a dataset that has several."""
-    if isinstance(data, Mapping) and data and all(hasattr(split, "with_format") for split in data.values()):
-        raise DataError(f"the dataset has splits: give one of them ({', '.join(map(str, data))})")
-
-
 def as_records(source: Any) -> Any:
-    """A name of records as it is, other sources as a list of mappings; see `listed`."""
+    """A name of records, or None, as it is; other sources as a list of mappings: see `listed`."""
     return source if source is None or isinstance(source, str | Path) else listed(source)

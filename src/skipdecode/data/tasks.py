@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
 import regex
-from regex import Pattern
 
 from skipdecode.common.options import Options, near, option
 from skipdecode.data.records import Record, Template
@@ -189,23 +187,11 @@ _SCRIPTS = "".join(f"\\p{{scx={name}}}" for name in ["Han", "Hiragana", "Katakan
 _UNSPACED = rf"(?=[{_SCRIPTS}])\p{{L}}"  # a letter of a script that has no spaces between words
 _LETTER = rf"(?:(?!{_UNSPACED})[\p{{L}}\p{{M}}\p{{Nd}}])"
 _NAME = rf"\p{{Lu}}(?:{_LETTER}|[_'’-])+"
-
-
-@cache
-def unspaced_letter() -> Pattern:
-    """Matches a letter of a script without spaces, with its marks."""
-    return regex.compile(rf"{_UNSPACED}\p{{M}}*")
-
-
-@cache
-def word() -> Pattern:
-    """Matches a word: letters, marks and digits, or one letter of a script without spaces with its marks."""
-    return regex.compile(rf"{_UNSPACED}\p{{M}}*|{_LETTER}+")
-
-
-@cache
-def _value() -> Pattern:
-    return regex.compile(rf"(?<!{_LETTER}|_)(?:{_NAME}(?: {_NAME})*|\d[\d.,]*\d)(?!{_LETTER}|_)")
+UNSPACED_LETTER = regex.compile(rf"{_UNSPACED}\p{{M}}*")
+"""A letter of a script without spaces, with its marks."""
+WORD = regex.compile(rf"{UNSPACED_LETTER.pattern}|{_LETTER}+")
+"""Letters, marks and digits up to another character, or one letter of a script without spaces."""
+_VALUE = regex.compile(rf"(?<!{_LETTER}|_)(?:{_NAME}(?: {_NAME})*|\d[\d.,]*\d)(?!{_LETTER}|_)")
 
 
 def repeated(record: Record, fields: Sequence[str]) -> list[str]:
@@ -216,8 +202,8 @@ def repeated(record: Record, fields: Sequence[str]) -> list[str]:
     found: dict[str, None] = {}
     for field in fields:
         text = record.values.get(field, "")
-        small = set(word().findall(text))
+        small = set(WORD.findall(text))
         # A word that is written small elsewhere in the text began a sentence.
-        found |= dict.fromkeys(value for value in _value().findall(text) if value.lower() not in small - {value})
+        found |= dict.fromkeys(value for value in _VALUE.findall(text) if value.lower() not in small - {value})
     texts = record.references
     return [value for value in found if 2 * sum(value in text for text in texts) >= max(1, len(texts))]

@@ -23,7 +23,7 @@ import numpy as np
 from skipdecode.common.bootstrap import Table, ratio_of_sums
 from skipdecode.common.options import Options, check_name, option
 from skipdecode.common.progress import without_foreign_bars
-from skipdecode.data.tasks import unspaced_letter, word
+from skipdecode.data.tasks import UNSPACED_LETTER, WORD
 from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.models.loading.beside import ask_hub, snapshot
 
@@ -153,13 +153,14 @@ class Bleu(_Sacre):
     sacre_class = "BLEU"
 
     def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
-        rows = super()._rows([*map(_spaced, outputs)], [[*map(_spaced, texts)] for texts in references])
+        rows = super()._rows([*map(spaced, outputs)], [[*map(spaced, texts)] for texts in references])
         self.signature += "|unspaced:letters"
         return rows
 
 
-def _spaced(text: str) -> str:
-    return text if text.isascii() else unspaced_letter().sub(r" \g<0> ", text)
+def spaced(text: str) -> str:
+    """A text with spaces around each letter of a script that has none."""
+    return text if text.isascii() else UNSPACED_LETTER.sub(r" \g<0> ", text)
 
 
 class Chrf(_Sacre):
@@ -191,7 +192,7 @@ class _Rouge(MeanMetric):
         if text.isascii():
             return list(self._stemmed(text))
         folded = unicodedata.normalize("NFC", text.casefold())
-        words = word().findall(folded) or list("".join(folded.split()))
+        words = WORD.findall(folded) or list("".join(folded.split()))
         return [stem for each in words for stem in (self._stemmed(each) if each.isascii() else [each])]
 
     def _values(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import near
-from skipdecode.common.plain import check_split, listed, unwrapped
+from skipdecode.common.plain import listed, unwrapped
 from skipdecode.common.progress import note
 from skipdecode.data.chats import MESSAGE_FIELDS, checked_variables
 from skipdecode.data.forms import TOKEN_FIELD, are_token_ids, choose_form
@@ -466,9 +466,6 @@ def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> O
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one or several; a list of messages is one chat, and one of whole numbers its token ids."""
-    check_split(prompts)
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
     found = listed(prompts, "prompts")
     is_chat = bool(found) and all(isinstance(p, Mapping) and {"role"} < p.keys() <= MESSAGE_FIELDS for p in found)
     return [found] if is_chat or are_token_ids(found) else found

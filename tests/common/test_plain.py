@@ -1,0 +1,105 @@
+"""What Python users hand over: tables, arrays and numbers of other libraries, read in one way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+
+from skipdecode import LLM, Schedule, calibrate, evaluate, tune
+from skipdecode.common.plain import listed
+from skipdecode.engine import Sampling
+from skipdecode.errors import DataError, OptionError
+from textgen_tools import save_tiny_model
+
+ROWS = [{"prompt": "abc", "n": 1}, {"prompt": "def", "n": 2}]
+DATASET = datasets.Dataset.from_list(ROWS)
+
+
+class Polars:
+    """A frame with the interface of polars."""
+
+    def lazy(self) -> Any:
+        return self
+
+    collect = lazy
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        return ROWS
+
+
+TABLES = {
+    "list": ROWS,
+    "tuple": tuple(ROWS),
+    "generator": (row for row in ROWS),
+    "pandas": pd.DataFrame(ROWS, index=["x", "y"]),
+    "polars": Polars(),
+    "arrow": pa.Table.from_pylist(ROWS),
+    "dataset": DATASET,
+    "formatted dataset": DATASET.with_format("torch"),
+    "iterable dataset": DATASET.to_iterable_dataset(),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_rows_of_every_table_are_records(kind: str):
+    assert listed(TABLES[kind]) == ROWS
+
+
+def test_values_of_records_are_those_of_json():
+    values = {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True), "d": torch.tensor(2), "e": [np.str_("x")]}
+    assert listed([values]) == [{"a": 0.5, "b": 3, "c": True, "d": 2, "e": ["x"]}]
+    missing = pd.DataFrame({"a": [None, 1.5], "b": pd.array([None, 1], "Int64"), "c": [pd.NaT, pd.Timestamp(0)]})
+    assert listed(missing)[0] == {"a": None, "b": None, "c": None}
+    assert listed(missing)[1] == {"a": 1.5, "b": 1, "c": "1970-01-01 00:00:00"}
+    assert listed(np.array(["x", "y"])) == listed(pd.Series(["x", "y"])) == ["x", "y"]
+
+
+def test_what_has_no_rows_is_refused_by_name():
+    for splits in (datasets.DatasetDict(train=DATASET, test=DATASET), {"train": DATASET.to_iterable_dataset()}):
+        with pytest.raises(DataError, match="train"):
+            listed(splits)
+    for wrong in (b"text", 5):
+        with pytest.raises(OptionError):
+            listed(wrong)
+    with pytest.raises(DataError, match="twice"):
+        listed(pd.DataFrame([["a", "b"]], columns=["x", "x"]))
+
+
+def test_numbers_of_numpy_and_torch_are_options():
+    assert Sampling(temperature=np.float32(0.5), seed=np.int64(1), top_k=torch.tensor(3)) == Sampling(0.5, 3, seed=1)
+    assert Sampling(logit_bias={np.int64(7): np.float32(2)}).logit_bias == {7: 2.0}
+    with pytest.raises(OptionError):
+        Sampling(top_k=np.bool_(True))
+    plain = Schedule.from_speedup(num_layers=8, nominal_speedup=2, seq_len=4)
+    wrapped = Schedule.from_speedup(num_layers=np.int64(8), nominal_speedup=np.float32(2), seq_len=np.int32(4))
+    assert wrapped == plain
+    assert wrapped.to_dict() == plain.to_dict()
+
+
+def test_tables_are_taken_by_every_verb(tmp_path: Any):
+    model = save_tiny_model(tmp_path / "model")
+    llm = LLM(model)
+    options: dict[str, Any] = {"max_new_tokens": np.int64(2), "template": False}
+    outputs = llm.generate(ROWS, **options)
+    assert [output.prompt for output in llm.generate(pd.DataFrame(ROWS), **options)] == ["abc", "def"]
+    with pytest.raises(DataError, match="splits"):
+        llm.generate(datasets.DatasetDict(train=DATASET), **options)
+    ids = llm.tokenizer([row["prompt"] for row in ROWS]).input_ids
+    for prompts in (ids, np.array(ids), [{"prompt_token_ids": row} for row in ids], torch.tensor(ids)):
+        assert llm.generate(prompts, **options) == outputs
+    assert llm.generate(ids[0], **options) == outputs[:1]
+    for wrong in ([-1], [10**12], [True]):
+        with pytest.raises(DataError):
+            llm.generate([wrong], **options)
+    pairs = pd.DataFrame([{"prompt": f"say {i}", "response": f"xyz {i}"} for i in range(12)])
+    assert tune(llm, pairs, out=tmp_path / "tuned", schedule="2x", steps=np.int64(1)).path.is_dir()
+    found = calibrate(llm, pairs, nominal_speedup=np.float32(2), records=4, held_out=2, fit=False, method="even")
+    assert found.schedule.num_layers == llm.num_layers
+    scores = evaluate(llm, pairs, "2x", metrics=("rougeL",), max_new_tokens=2, limit=np.int64(2), full_depth=False)
+    assert scores.runs[0].data["n"] == 2
