@@ -175,7 +175,7 @@ def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
 def test_other_encodings_have_a_remedy(tmp_path: Path):
     for name, text in (("x.csv", "größe,text\n1,a\n"), ("y.csv", "text,n\nß,1\n"), ("z.jsonl", '{"text": "ß"}\n')):
         path = written(tmp_path / name, text.encode("latin1"))
-        with pytest.raises(DataError, match="not UTF-8.*iconv"):
+        with pytest.raises(DataError, match=r"not UTF-8.*iconv"):
             raise next(row for _, row in read_rows(path) if isinstance(row, DataError))
 
 
@@ -183,6 +183,14 @@ def test_other_encodings_have_a_remedy(tmp_path: Path):
 
 ROWS = [{"prompt": "abc", "n": 1}, {"prompt": "def", "n": 2}]
 FRAME = pd.DataFrame(ROWS, index=[7, 9])
+
+
+def saved(path: Path) -> Path:
+    folder = path.with_suffix("") if path.suffix else path
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder)
+    return folder
+
+
 WRITERS: dict[str, Callable[[Path], object]] = {
     "x.csv": lambda path: FRAME.astype(str).to_csv(path),
     "semicolons.csv": lambda path: FRAME.astype(str).to_csv(path, sep=";"),
@@ -208,12 +216,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "x.jsonl.xz": lambda path: FRAME.to_json(path, orient="records", lines=True),
     "x.jsonl.zst": lambda path: FRAME.to_json(path, orient="records", lines=True),
 }
-
-
-def saved(path: Path) -> Path:
-    folder = path.with_suffix("") if path.suffix else path
-    datasets.Dataset.from_list(ROWS).save_to_disk(folder)
-    return folder
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -166,8 +166,8 @@ class Input:
             return None
         self._file.seek(0)
         try:
-            return _pandas_rows(json.loads(decoded(self._file.read().removeprefix(BOM))), self.name)
-        except (ValueError, RecursionError):
+            return _pandas_rows(json.loads(self._file.read().removeprefix(BOM)), self.name)
+        except (ValueError, TypeError, RecursionError):  # no JSON, or columns with several names
             return None
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
@@ -332,7 +332,7 @@ def _pandas_rows(table: dict[str, Any], name: str) -> list[Row] | None:
     data = table.get("data")
     if isinstance(data, list) and isinstance(columns := table.get("columns"), list):
         return [dict(zip(columns, row, strict=True)) for row in data]  # "split"
-    if isinstance(data, list) and isinstance(schema := table.get("schema"), dict):
+    if isinstance(schema := table.get("schema"), dict) and isinstance(data, list):
         index = schema.get("primaryKey", [])
         return [{field: value for field, value in row.items() if field not in index} for row in data]  # "table"
     inner = list(table.values())
