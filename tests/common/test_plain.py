@@ -21,24 +21,11 @@ ROWS = [{"prompt": "abc", "n": 1}, {"prompt": "def", "n": 2}]
 DATASET = datasets.Dataset.from_list(ROWS)
 
 
-class Polars:
-    """A frame with the interface of polars."""
-
-    def lazy(self) -> Any:
-        return self
-
-    collect = lazy
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        return ROWS
-
-
 TABLES = {
     "list": ROWS,
     "tuple": tuple(ROWS),
     "generator": (row for row in ROWS),
     "pandas": pd.DataFrame(ROWS, index=["x", "y"]),
-    "polars": Polars(),
     "arrow": pa.Table.from_pylist(ROWS),
     "dataset": DATASET,
     "formatted dataset": DATASET.with_format("torch"),
@@ -58,17 +45,12 @@ def test_values_of_records_are_those_of_json():
     assert listed(missing)[0] == {"a": None, "b": None, "c": None}
     assert listed(missing)[1] == {"a": 1.5, "b": 1, "c": "1970-01-01 00:00:00"}
     assert listed(np.array(["x", "y"])) == listed(pd.Series(["x", "y"])) == ["x", "y"]
-
-
-def test_what_has_no_rows_is_refused_by_name():
-    for splits in (datasets.DatasetDict(train=DATASET, test=DATASET), {"train": DATASET.to_iterable_dataset()}):
-        with pytest.raises(DataError, match="train"):
-            listed(splits)
     for wrong in (b"text", 5):
         with pytest.raises(OptionError):
             listed(wrong)
-    with pytest.raises(DataError, match="twice"):
-        listed(pd.DataFrame([["a", "b"]], columns=["x", "x"]))
+    for refused in (datasets.DatasetDict(train=DATASET), pd.DataFrame([["a", "b"]], columns=["x", "x"])):
+        with pytest.raises(DataError):
+            listed(refused)
 
 
 def test_numbers_of_numpy_and_torch_are_options():
@@ -88,8 +70,6 @@ def test_tables_are_taken_by_every_verb(tmp_path: Any):
     options: dict[str, Any] = {"max_new_tokens": np.int64(2), "template": False}
     outputs = llm.generate(ROWS, **options)
     assert [output.prompt for output in llm.generate(pd.DataFrame(ROWS), **options)] == ["abc", "def"]
-    with pytest.raises(DataError, match="splits"):
-        llm.generate(datasets.DatasetDict(train=DATASET), **options)
     ids = llm.tokenizer([row["prompt"] for row in ROWS]).input_ids
     for prompts in (ids, np.array(ids), [{"prompt_token_ids": row} for row in ids], torch.tensor(ids)):
         assert llm.generate(prompts, **options) == outputs

@@ -196,7 +196,7 @@ def _own_types(value: Any) -> Any:
     """A value, or all of several values, in Python's own types: numbers of numpy and torch are taken."""
     if isinstance(value, Mapping):
         return {unwrapped(name): unwrapped(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return type(value)(map(unwrapped, value))
     return unwrapped(value)
 

@@ -248,7 +248,7 @@ def _parts(folder: Path) -> list[Path]:
     """The files of a directory that are the parts of one table: their names differ in numbers alone. Else none."""
     if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return []
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name[0] not in "._")
+    files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] not in "._")
     parts = [path for path in files if format_of(path) or path.suffix in (".parquet", ".arrow", ".feather")]
     return parts if len({re.sub(r"\d+", "", path.name) for path in parts}) == 1 else []
 

@@ -31,8 +31,7 @@ from skipdecode.models.carried import Recipe
 # Fields of shapes, of which a record has one; and fields that are prompts where none of these is there.
 _SHAPES, _OTHERS = ("prompt", "messages", "instruction", "question"), ("text", "input", "mr")
 PROMPT_FIELDS = (*_SHAPES, *_OTHERS)
-TOKEN_FIELD = "prompt_token_ids"
-"""The field that has a prompt's token ids in place of text, as in vLLM."""
+_TOKEN_IDS = "prompt_token_ids"  # vLLM's field, in place of a text
 # A field of these may be the value of a template's only field; the others belong to records of another form.
 _TEXT_FIELDS = ("prompt", "messages", "instruction", "text", "input")
 _TOGETHER = {"instruction": ("instruction", "input"), "question": ("context", "question")}
@@ -48,8 +47,8 @@ _OF_FORMATS, _OF_SCHEMAS = {"type", "json_schema"}, {"name", "description", "sch
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
-Prompt = str | list[Message] | Mapping[str, Any]
-"""A text, a chat, or a row of a file."""
+Prompt = str | list[Message] | list[int] | Mapping[str, Any]
+"""A text, a chat, token ids, or a row of a file."""
 
 
 class PromptForm:
@@ -84,8 +83,10 @@ class PromptForm:
         self.guessed: str | None = None
 
     def row(self, prompt: Prompt) -> dict[str, Any]:
-        """A text or a chat as a row of a file."""
-        return dict(prompt) if isinstance(prompt, Mapping) else {self.name or "prompt": prompt}
+        """A text, a chat or token ids as a row of a file."""
+        if isinstance(prompt, Mapping):
+            return dict(prompt)
+        return {self.name or (_TOKEN_IDS if are_token_ids(prompt) else "prompt"): prompt}
 
     def record(self, prompt: Prompt) -> Record:
         """A single record of a text, a chat or a row; it has an `error` if it cannot be used."""
@@ -99,7 +100,7 @@ class PromptForm:
                 raise DataError(f"url {url!r} is not answered: give /v1/chat/completions or /v1/completions")
             as_it_is = {"chat": False} if self.template is None else {}  # a completion's prompt, as in the server
             return self._read(_of_body(body))._replace(asked=_asked(body) | as_it_is)
-        if self.name is None and are_token_ids(ids := row.get(TOKEN_FIELD)):
+        if self.name is None and are_token_ids(ids := row.get(_TOKEN_IDS)):
             return Parts("", token_ids=tuple(ids or ()))
         return self._read(row)
 

@@ -154,7 +154,7 @@ class Bleu(_Sacre):
 
     def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
         rows = super()._rows([*map(spaced, outputs)], [[*map(spaced, texts)] for texts in references])
-        self.signature += "|unspaced:letters"
+        self.signature += "|unspaced:letters" if rows else ""
         return rows
 
 

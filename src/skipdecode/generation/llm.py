@@ -22,7 +22,7 @@ from skipdecode.common.options import near
 from skipdecode.common.plain import listed, unwrapped
 from skipdecode.common.progress import note
 from skipdecode.data.chats import MESSAGE_FIELDS, checked_variables
-from skipdecode.data.forms import TOKEN_FIELD, are_token_ids, choose_form
+from skipdecode.data.forms import are_token_ids, choose_form
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.records import Message
 from skipdecode.data.stopping import StopStrings
@@ -362,13 +362,14 @@ class LLM:
     @_one_at_a_time
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
         """Prompts as token ids, with their `room` in the context; a prompt that cannot be used has an `error`."""
-        rows = [{TOKEN_FIELD: each} if are_token_ids(each) else each for each in listed(prompts, "prompts")]
+        if isinstance(prompts, str | Mapping):
+            raise OptionError("prompts", prompts, "a list of prompts")
         form = choose_form(
             self.loaded.recipe,
             no_template=not template,
             prompt_template=template if isinstance(template, str) else None,
         )
-        records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(rows)]
+        records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(listed(prompts, "prompts"))]
         vocabulary = vocabulary_size(self.loaded.model)
         about: dict[str, Any] = {"template": form.template, "chat": form.chat, "vocabulary": vocabulary}
         about |= {"told": self._told, "variables": self.variables}
