@@ -226,7 +226,9 @@ def changed_file(tmp_path: Path, keys: dict[str, Any], family: str = "llama", dr
         for key in drop:
             writer.kv_data[0].pop(key, None)
         for key, value in keys.items():
-            writer.kv_data[0][key] = GGUFValue(value, gguf.GGUFValueType.get_type(value))
+            # llama.cpp refuses signed numbers here.
+            kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+            writer.kv_data[0][key] = GGUFValue(value, kind)
 
     model = tiny_model(family, vocab_size=320, hidden_size=128, head_dim=32, num_hidden_layers=8)
     with pytest.MonkeyPatch.context() as patch:
