@@ -230,16 +230,16 @@ def _parquet_rows(file: IO[bytes], name: str) -> Iterator[Row]:
     try:
         for batch in arrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
             for row in batch.to_pylist():
-                yield {name: _without_nulls(value) for name, value in row.items()}
+                yield {name: without_nulls(value) for name, value in row.items()}
     except (arrow.ArrowException, OSError) as e:
         raise DataError(f"{name} is no whole Parquet file: {' '.join(str(e).split())[:120]}") from None
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """A value without the null fields of its objects: a table gives each object the fields of all others."""
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value
 
 
 def _array_rows(file: IO[bytes], name: str) -> Iterator[Row]:

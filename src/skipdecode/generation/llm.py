@@ -19,10 +19,10 @@ from typing import Any, Literal, TypeVar, cast, overload
 from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
-from skipdecode.data.chats import MESSAGE_FIELDS, checked_variables
+from skipdecode.data.chats import checked_variables
 from skipdecode.data.forms import choose_form
+from skipdecode.data.messages import Message, is_message
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
-from skipdecode.data.records import Message
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens, load, open_engines
@@ -461,5 +461,4 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise OptionError("prompts", prompts, "a text, a chat, a record, or a list of these")
     listed: list[Any] = list(prompts)
-    is_chat = bool(listed) and all(isinstance(p, Mapping) and {"role"} < p.keys() <= MESSAGE_FIELDS for p in listed)
-    return [listed] if is_chat else listed
+    return [listed] if listed and all(map(is_message, listed)) else listed
