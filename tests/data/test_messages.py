@@ -70,11 +70,9 @@ WRITTEN: dict[str, tuple[list[dict[str, Any]], str]] = {
 SHAREGPT: dict[str, tuple[list[dict[str, Any]], str]] = {
     "human": ([{"from": "human", "value": "a"}], "<user>a"),
     "gpt": ([{"from": "gpt", "value": "a", "weight": None}], "<assistant>a"),
-    "system": ([{"from": "system", "value": "a"}], "<system>a"),
-    "call": (
-        [{"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "5"}],
-        CALLED + "<tool>5",
-    ),
+    "system of ShareGPT": ([{"from": "system", "value": "a"}], "<system>a"),
+    "call of ShareGPT": ([{"from": "function_call", "value": json.dumps(CALL)}], CALLED),
+    "observation": ([{"from": "observation", "value": "5"}], "<tool>5"),
 }
 
 
@@ -95,25 +93,19 @@ def read(row: dict[str, Any], tokenizer: Any) -> set[str]:
     return {generated.error or generated.text, tokenizer.decode(examples[-1].prompt), tokenizer.decode(scored[-1])}
 
 
-@given(st.lists(st.sampled_from(sorted(WRITTEN)), min_size=1, max_size=4), st.booleans())
-def test_a_conversation_gives_one_prompt_by_every_reader(names: list[str], with_tools: bool) -> None:
-    chat = [message for name in names for message in WRITTEN[name][0]] + [{"role": "user", "content": "end"}]
-    wanted = ("1" if with_tools else "") + "".join(WRITTEN[name][1] for name in names) + "<user>end<assistant>"
-    row: dict[str, Any] = {"messages": [*chat, {"role": "assistant", "content": "x", "unknown": 1}], "prompt": "other"}
+@given(st.lists(st.sampled_from([*WRITTEN, *SHAREGPT]), min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_a_conversation_gives_one_prompt_by_every_reader(names: list[str], with_tools: bool, as_text: bool) -> None:
+    written = [(WRITTEN | SHAREGPT)[name] for name in names]
+    chat = [message for messages, _ in written for message in messages] + [{"role": "user", "content": "end"}]
+    wanted = ("1" if with_tools else "") + "".join(text for _, text in written) + "<user>end<assistant>"
+    whole = [*chat, {"role": "assistant", "content": "x", "unknown": 1}]
+    row: dict[str, Any] = {"messages": json.dumps(whole) if as_text else whole, "prompt": "other"}
     if with_tools:
         row["tools"] = json.dumps(TOOLS)
     assert read(row, tokenizer_of()) == {wanted}
-    request = ChatRequest(messages=chat, tools=TOOLS if with_tools else [])  # type: ignore[arg-type]
-    assert chat_text(tokenizer_of(), request.prompts()[0]) == wanted  # type: ignore[arg-type]
-
-
-@given(st.lists(st.sampled_from(sorted(SHAREGPT)), max_size=4), st.booleans())
-def test_a_conversation_of_sharegpt_is_the_same(names: list[str], as_text: bool) -> None:
-    chat = [message for name in ["human", *names, "human"] for message in SHAREGPT[name][0]]
-    chat.append({"from": "gpt", "value": "x"})
-    row = {"conversations": json.dumps(chat) if as_text else chat}
-    wanted = "<user>a" + "".join(SHAREGPT[name][1] for name in names) + "<user>a<assistant>"
-    assert read(row, tokenizer_of()) == {wanted}
+    if not SHAREGPT.keys() & {*names}:
+        request: Any = ChatRequest(messages=chat, tools=TOOLS if with_tools else [])
+        assert chat_text(tokenizer_of(), request.prompts()[0]) == wanted
 
 
 def test_messages_that_a_template_leaves_out_are_said(capsys: Any) -> None:
@@ -142,9 +134,6 @@ def test_white_space_of_an_answer_is_learned(answer: str, template: str | None) 
         made.chat = template is not None
         (example,), _ = encode_examples(read_file([row], made), made, tokenizer)
         assert tokenizer.decode(example.response) == answer + end
-
-
-def test_a_text_is_halved_with_its_white_space() -> None:
     rows = [{"text": "  def f():\n  return 1\n"}]
     (record,) = read_file(rows, make_template(RecordOptions(), rows)).records
     assert (record.prompt, record.references) == ("  def f():\n", ("  return 1\n",))

@@ -28,6 +28,7 @@ from skipdecode.data.examples import (
     read_file,
     read_sources,
 )
+from skipdecode.data.forms import PromptForm
 from skipdecode.data.shapes import SHAPES as KNOWN
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import Task
@@ -132,19 +133,7 @@ def test_a_shape_is_known_by_its_fields(name: str) -> None:
     task = Task("mine", "{mr}", ("response",), ("bleu",), 8)
     scored = load_records(task, source, shape=known_shape(source, "", "", task.template()))
     assert [(one.prompt, one.references[0]) for one in scored.items] == expected * 200
-
-
-@pytest.mark.parametrize("name", ["instruction and input", "question and context", "conversations"])
-def test_generate_makes_the_same_prompts(name: str, tmp_path: Path, capsys: Any) -> None:
-    row, expected = SHAPES[name]
-    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
-    command = ["generate", saved_model(tmp_path), "--input", str(tmp_path / "in.jsonl"), "--max-new-tokens", "2"]
-    assert main([*command, "--include-prompt"]) == 0
-    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
-    prompt = expected[-1][0]
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    rendered: Any = byte_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert found["prompt"] == rendered
+    assert PromptForm().record(row).prompt == (expected[-1][0] if name != "text" else row["text"])
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

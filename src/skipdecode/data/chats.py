@@ -138,15 +138,12 @@ def unused_roles(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any], variables: Mapping[str, Any] = {}
 ) -> set[str]:
     """Roles of which the template leaves out a message; answers do not count, since some are left out by intent."""
-    marks = [f"{_MARK}-{number}." if message["content"] else "" for number, message in enumerate(messages)]
     if {message["role"] for message in messages} <= {"user", "assistant"}:
         return set()
-    marked = [message | {"content": mark} for message, mark in zip(messages, marks, strict=True)]
+    marked = [m | {"content": f"{_MARK}-{n}." if m["content"] else ""} for n, m in enumerate(messages)]
     text = _rendered(tokenizer, marked, tools, variables)
-    if text is None:  # refused for its contents
-        return set()
-    lost = (message["role"] for message, mark in zip(messages, marks, strict=True) if mark not in text)
-    return {role for role in lost if role != "assistant"}
+    # A template that refuses the marks says nothing.
+    return {m["role"] for m in marked if text is not None and m["content"] not in text} - {"assistant"}
 
 
 def unused_fields(

@@ -109,10 +109,14 @@ def make_template(options: RecordOptions, source: Source | None = None) -> Templ
 def known_shape(source: Any, remedy: str, answers: str, template: Template | None = None) -> Shape | None:
     """The shape of the records of a source, which a note names; None if they are written for the template.
 
-    `remedy`, `answers` and the errors are those of `skipdecode.data.shapes.shape_of`.
+    Records that can be read only once are taken as written for it. `remedy`, `answers` and the errors are those of
+    `skipdecode.data.shapes.shape_of`.
     """
     where, rows = "the records", source
-    if isinstance(source, str | Path):
+    is_file = isinstance(source, str | Path)
+    if template is not None and (is_stream(source) if is_file else not isinstance(source, Sequence)):
+        return None
+    if is_file:
         where, rows = str(source), (row for _, row in read_rows(source))
     elif not isinstance(source, Sequence):
         raise UsageError("records are read several times, so they cannot be an iterator: give a list or a file")

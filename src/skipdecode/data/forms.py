@@ -12,7 +12,7 @@ from skipdecode.common.options import kinds
 from skipdecode.data.chats import ToolChoice
 from skipdecode.data.messages import Message, chat_fields
 from skipdecode.data.records import Parts, Record, Template, read_records
-from skipdecode.data.shapes import NOTHING, PROMPT_FIELDS, Shape, fitting_shape, prompt_shape, shape_of_field
+from skipdecode.data.shapes import NOTHING, PROMPT_FIELDS, Shape, fitting_shapes, prompt_shape, shape_of_field
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.requests import Request, Sampling
@@ -106,15 +106,9 @@ class PromptForm:
 
         A template that is the prompt alone adds nothing to it, so a shape says what the prompt is.
         """
-        if self.name is not None or (template.prompt == "{prompt}" and self._is_shaped(row)):
+        if self.name is not None or (template.prompt == "{prompt}" and len(fitting_shapes(row)) == 1):
             return False
         return any(field in row and not isinstance(row[field], list) for field in template.fields)
-
-    def _is_shaped(self, row: Mapping[str, Any]) -> bool:
-        try:
-            return fitting_shape(row) is not None
-        except DataError:
-            return False
 
     def _shape(self, row: Mapping[str, Any]) -> Shape:
         """The shape of a row's prompt."""

@@ -95,14 +95,11 @@ def shape_of_field(name: str) -> Shape:
     return Shape(name, name, (name,))
 
 
-def fitting_shape(row: Mapping[str, Any]) -> Shape | None:
-    """The shape of a record that has prompt and response, None if it has none; raises DataError if two fit."""
+def fitting_shapes(row: Mapping[str, Any]) -> list[Shape]:
+    """List the shapes in which a record has prompt and response; those with an empty prompt where there is no other."""
     fitting = [shape for shape in _SHAPES if shape.fits(row)]
     fitting = [shape for shape in fitting if shape is not TEXT] or fitting  # Alpaca's `text` has prompt and response
-    fitting = [shape for shape in fitting if row[shape.key] not in NOTHING] or fitting
-    if len(fitting) > 1:
-        raise DataError(f"its records fit {fitting[0].name!r} and {fitting[1].name!r}")
-    return fitting[0] if fitting else None
+    return [shape for shape in fitting if row[shape.key] not in NOTHING] or fitting
 
 
 def prompt_shape(row: Mapping[str, Any], fields: Sequence[str] = PROMPT_FIELDS) -> Shape | None:
@@ -110,18 +107,14 @@ def prompt_shape(row: Mapping[str, Any], fields: Sequence[str] = PROMPT_FIELDS) 
 
     A record with a response has the shape that it is learned in. Raises DataError if two prompts are there.
     """
-    try:
-        shape = fitting_shape(row)
-    except DataError:
-        shape = None
-    if shape is not None and shape is not TEXT:
-        return shape
+    fitting = fitting_shapes(row)
+    if len(fitting) == 1 and fitting[0] is not TEXT:
+        return fitting[0]
     filled = [field for field in fields if row.get(field) not in NOTHING]
-    named = [field for field in filled if field in _KEYS]
-    if len(named) > 1 or (not named and len(filled) > 1):
-        first, second, *_ = named or filled
-        raise DataError(f"fits {first!r} and {second!r}: name the field of the prompt")
-    key = next((field for field in (*named, *filled, *fields) if field in row), None)
+    filled = [field for field in filled if field in _KEYS] or filled
+    if len(filled) > 1:
+        raise DataError(f"fits {filled[0]!r} and {filled[1]!r}: name the field of the prompt")
+    key = next((field for field in (*filled, *fields) if field in row), None)
     if key is None:
         return None
     return next((shape for shape in _SHAPES if shape.key == key), shape_of_field(key))
@@ -137,28 +130,28 @@ def shape_of(
 
     Raises DataError: there is no record, or none has prompt and response of one shape.
     """
-    first = "no record can be read: there is none"
-    for number, row in enumerate(islice(rows, _ROWS_SEARCHED)):
-        try:
-            if not isinstance(row, Mapping):
-                reason = row if isinstance(row, DataError) else f"not a mapping: {kind_of(row)}"
-                raise DataError(f"no record can be read: {reason}")
-            if accepts(row):
-                return None, row
-            if (shape := fitting_shape(row)) is not None:
-                return shape, row
-            raise DataError(f"its records have {_without_response(row, answers)}; {remedy}")
-        except DataError as e:
-            first = first if number else str(e)
-    raise DataError(f"{where}: {first}")
+    errors = []
+    for row in islice(rows, _ROWS_SEARCHED):
+        if not isinstance(row, Mapping):
+            reason = row if isinstance(row, DataError) else f"not a mapping: {kind_of(row)}"
+            errors.append(f"no record can be read: {reason}")
+            continue
+        fitting = fitting_shapes(row)
+        if accepts(row):
+            return None, row
+        if len(fitting) == 1:
+            return fitting[0], row
+        has = f"fit {fitting[0].name!r} and {fitting[1].name!r}" if fitting else _without_response(row, answers)
+        errors.append(f"its records {has}; {remedy}")
+    raise DataError(f"{where}: {(*errors, 'no record can be read: there is none')[0]}")
 
 
 def _without_response(row: Mapping[str, Any], answers: str) -> str:
     alone = next((shape for shape in _SHAPES if row.get(shape.key) not in NOTHING), None)
     if alone is None:
-        return f"{', '.join(map(repr, row)) or 'no field'}, which is none of: {'; '.join(SHAPES)}"
+        return f"have {', '.join(map(repr, row)) or 'no field'}, which is none of: {'; '.join(SHAPES)}"
     wanted = "an answer of the assistant" if alone.chat else f"a field {' or '.join(map(repr, alone.responses))}"
-    return f"prompts ({alone.key!r}) and no responses ({wanted}): {answers}"
+    return f"have prompts ({alone.key!r}) and no responses ({wanted}): {answers}"
 
 
 def shaped(rows: Iterable[tuple[int, Row]], shape: Shape) -> Iterator[tuple[int, Row]]:

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.files import is_stream
 from skipdecode.common.progress import note
 from skipdecode.cost.source import wall_solver
 from skipdecode.data.chats import chat_fault
@@ -200,10 +199,7 @@ class _Evaluation:
     def on_records(self, data: Data | None, task: Task | str | Path | None, out: Path) -> list[Run]:
         options, chosen = self.options, task_of(self.ref, task)
         skip_bad = options.bad_records == "skip"
-        read_once = is_stream(data) if isinstance(data, str | Path) else not isinstance(data, Sequence)
-        shape = None
-        if task is None and not read_once:
-            shape = known_shape(data, _REMEDY, _ANSWERS, chosen.template())
+        shape = None if task is not None else known_shape(data, _REMEDY, _ANSWERS, chosen.template())
         is_plain = task is None and recipe_template(self.ref.recipe) is None
         chosen = replace(chosen, chat=chosen.chat or options.chat)
         most = options.max_new_tokens or chosen.max_new_tokens
