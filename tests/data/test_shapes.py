@@ -19,8 +19,19 @@ from checkpoints import HERMES, byte_tokenizer
 from skipdecode import evaluate
 from skipdecode.cli import main
 from skipdecode.common.rows import read_rows
-from skipdecode.data.examples import RecordOptions, encode_examples, held_out, make_template, read_file, read_sources
+from skipdecode.data.examples import (
+    RecordOptions,
+    encode_examples,
+    held_out,
+    known_shape,
+    make_template,
+    read_file,
+    read_sources,
+)
+from skipdecode.data.forms import PromptForm
 from skipdecode.data.shapes import SHAPES as KNOWN
+from skipdecode.data.source import load_records
+from skipdecode.data.tasks import Task
 from skipdecode.errors import DataError
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.sources import Sources
@@ -35,7 +46,7 @@ SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text}
 SHAPES: dict[str, tuple[dict[str, Any], list[tuple[Any, str]]]] = {
     "prompt and response": ({"prompt": "a", "response": "b"}, [("a", "b")]),
     "prompt and completion": ({"prompt": "a", "completion": "b"}, [("a", "b")]),
-    "prompt and completion of a text": ({"prompt": "a", "completion": " b\n"}, [("a", " b")]),
+    "prompt and completion of a text": ({"prompt": "a", "completion": " b\n"}, [("a", " b\n")]),
     "prompt and completion of messages": (
         {"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]},
         [(MESSAGES[:1], "two")],
@@ -53,6 +64,8 @@ SHAPES: dict[str, tuple[dict[str, Any], list[tuple[Any, str]]]] = {
     "instruction": ({"instruction": "a", "input": "", "output": "b"}, [("a", "b")]),
     "instruction and input": ({"instruction": "a", "input": "c", "output": "b"}, [("a\n\nc", "b")]),
     "question": ({"question": "a", "answer": "b"}, [("a", "b")]),
+    "question and answers": ({"question": "a", "answers": {"text": ["b", "b"], "answer_start": [1, 9]}}, [("a", "b")]),
+    "messages with a prompt beside them": ({"messages": MESSAGES[:2], "prompt": "one"}, [(MESSAGES[:1], "two")]),
     "question and context": ({"question": "a", "context": "c", "answer": "b"}, [("c\n\na", "b")]),
     "text": ({"text": "one two three four"}, [("one two three", " four")]),
 }
@@ -116,19 +129,11 @@ def test_a_shape_is_known_by_its_fields(name: str) -> None:
     (file,) = read_sources({"train": source}, template, {}, skip_bad=False).values()
     assert [(one.prompt, one.references[0]) for one in file.records] == expected * 200
     assert len({one.id for one in file.records}) == len(expected) * 200
-
-
-@pytest.mark.parametrize("name", ["instruction and input", "question and context", "conversations"])
-def test_generate_makes_the_same_prompts(name: str, tmp_path: Path, capsys: Any) -> None:
-    row, expected = SHAPES[name]
-    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
-    command = ["generate", saved_model(tmp_path), "--input", str(tmp_path / "in.jsonl"), "--max-new-tokens", "2"]
-    assert main([*command, "--include-prompt"]) == 0
-    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
-    prompt = expected[-1][0]
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    rendered: Any = byte_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert found["prompt"] == rendered
+    # A checkpoint that was tuned on a field of another name.
+    task = Task("mine", "{mr}", ("response",), ("bleu",), 8)
+    scored = load_records(task, source, shape=known_shape(source, "", "", task.template()))
+    assert [(one.prompt, one.references[0]) for one in scored.items] == expected * 200
+    assert PromptForm().record(row).prompt == (expected[-1][0] if name != "text" else row["text"])
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

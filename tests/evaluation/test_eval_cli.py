@@ -184,7 +184,7 @@ def test_records_left_out_are_told_with_lines(place: Path, tmp_path: Path, capsy
     call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full")
     call[call.index("--data") + 1] = data
     assert main(call) == 0
-    assert "1 record left out; lines 3 (no reference text)" in capsys.readouterr().err
+    assert "1 record left out: line 3: no reference text" in capsys.readouterr().err
 
 
 def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -207,9 +207,9 @@ def test_bad_records_are_skipped_on_request(place: Path, tmp_path: Path, capsys:
     assert main(call) == 2
     assert "line 3: missing field: 'answer'" in capsys.readouterr().err
     assert main([*call, "--bad-records", "skip"]) == 0
-    notes = [line for line in capsys.readouterr().err.splitlines() if " left out; " in line]
-    assert notes[0].startswith("skipdecode: 2 records left out; lines 3 (missing field")
-    assert notes[1].startswith("skipdecode: 1 record left out; lines 2 (prompt too long: that of record a")
+    notes = [line for line in capsys.readouterr().err.splitlines() if " left out: " in line]
+    assert notes[0].startswith("skipdecode: 2 records left out: line 3: missing field")
+    assert notes[1].startswith("skipdecode: 1 record left out: line 2: prompt too long: that of record a")
     run = load_run(tmp_path / "run")
     assert [row["id"] for row in run.outputs] == ["1", "4", "5"]
     assert [line for line, _ in run.data["config"]["skipped_records"]] == [3, 6, 2]

@@ -50,7 +50,7 @@ def test_tokens_are_those_of_prompt_and_response_and_end_with_the_end_token(tmp_
     assert not rejects
     assert [e.id for e in examples] == ["r0", "r1", "r2", "4"]
     assert tokenizer.decode(examples[3].prompt) == "red 7\n"
-    assert tokenizer.decode(examples[3].response) == "a b</s>"
+    assert tokenizer.decode(examples[3].response) == " a b </s>"
     assert list(examples[3].prompt) == tokenizer("red 7\n")["input_ids"]
 
 

@@ -507,7 +507,7 @@ REFUSED = [
     (
         CHAT,
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages.0.tool_calls.0.function",
+        "messages",
         "invalid_value",
     ),
     ("/tokenize", {}, "prompt", "invalid_value"),

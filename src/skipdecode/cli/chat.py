@@ -37,7 +37,7 @@ from skipdecode.common.jsonl import decoded, read_lines
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.chats import chat_fault
-from skipdecode.data.records import Message
+from skipdecode.data.messages import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
 from skipdecode.models.carried import bundled_schedules, schedule_file
 from skipdecode.models.loading.ref import ModelRef, model_files

@@ -307,16 +307,16 @@ def _table_rows(file: IO[bytes], name: str) -> Iterator[Row]:
             batches = opened(file).read_all().to_batches(max_chunksize=1024)
         for batch in batches:
             for row in batch.to_pylist():
-                yield {k: plain(_without_nulls(value)) for k, value in row.items() if not _PANDAS_INDEX.fullmatch(k)}
+                yield {k: plain(without_nulls(value)) for k, value in row.items() if not _PANDAS_INDEX.fullmatch(k)}
     except (arrow.ArrowException, OSError) as e:
         raise DataError(f"{name} is no whole Parquet or Arrow file: {' '.join(str(e).split())[:120]}") from None
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """A value without the null fields of its objects: a table gives each object the fields of all others."""
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value
 
 
 def _array_rows(file: IO[bytes], name: str) -> Iterator[Row]:

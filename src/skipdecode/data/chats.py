@@ -7,9 +7,10 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from skipdecode.data.records import Message
+from skipdecode.data.messages import REASONING, Message
 from skipdecode.errors import DataError, ModelLoadError, OptionError
 
 Tool = Mapping[str, Any]
@@ -17,8 +18,6 @@ _CHOICES = (
     'none, auto, required, {"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools", '
     '"allowed_tools": {"mode": "auto" or "required", "tools": [...]}}, with names of `tools`'
 )
-MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking"}
-"""By which a list of messages is told from a list of records."""
 _PROBE = [{"role": "user", "content": "a"}]
 _OF_TOOLS = ("name", "tool_call_id")
 _MARK = "8c1f0e"  # a text that stands nowhere else in a rendered chat
@@ -93,12 +92,20 @@ def render_chat(
 ) -> str:
     """The text of a chat, up to where an answer begins if `answer`; `variables` are further ones of the template.
 
+    The role `developer` becomes `system`, as OpenAI says, and reasoning gets another of its names, where the template
+    does not read what the messages have.
+
     Raises DataError: the template refuses the chat; ModelLoadError: the template is no valid program.
     """
     try:
+        template = str(tokenizer.get_chat_template(tools=list(tools) or None))
         return str(
             tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=answer, **variables
+                [_adapted(message, template) for message in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=answer,
+                **variables,
             )
         )
     except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
@@ -106,6 +113,37 @@ def render_chat(
         if jinja is not None and isinstance(e, jinja.TemplateSyntaxError):
             raise ModelLoadError(f"the model's chat template is broken: line {e.lineno}: {reason}") from e
         raise DataError(f"the chat template refuses the record: {reason}") from e
+
+
+def _adapted(message: Message, template: str) -> Message:
+    """A message with the role and the name of its reasoning that a template reads."""
+    adapted, read = dict(message), _names_read(template)
+    if message["role"] == "developer" and "developer" not in read:
+        adapted["role"] = "system"
+    given = [name for name in REASONING if name in message]
+    wanted = [name for name in REASONING if name in read]
+    if given and wanted and not {*given} & {*wanted}:
+        adapted[wanted[0]] = adapted.pop(given[0])
+    return adapted
+
+
+@lru_cache
+def _names_read(template: str) -> set[str]:
+    """The role and the names of reasoning that a template has as texts or as attributes."""
+    names = ("developer", *REASONING)
+    return {name for name in names if re.search(rf"""\.{name}\b|['"]{name}['"]""", template)}
+
+
+def unused_roles(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any], variables: Mapping[str, Any] = {}
+) -> set[str]:
+    """Roles of which the template leaves out a message; answers do not count, since some are left out by intent."""
+    if {message["role"] for message in messages} <= {"user", "assistant"}:
+        return set()
+    marked = [m | {"content": f"{_MARK}-{n}." if m["content"] else ""} for n, m in enumerate(messages)]
+    text = _rendered(tokenizer, marked, tools, variables)
+    # A template that refuses the marks says nothing.
+    return {m["role"] for m in marked if text is not None and m["content"] not in text} - {"assistant"}
 
 
 def unused_fields(
@@ -161,14 +199,18 @@ def response_ids(texts: Sequence[str], tokenizer: Any, *, chat: bool = False) ->
 
 
 def _turn(tokenizer: Any, before: str, text: str) -> str:
-    """What the template writes for an answer behind the prompt `before`, without white space at its end."""
+    """What the template writes for an answer behind the prompt `before`, without white space behind the answer's end.
+
+    White space of the answer itself stays, unless the template takes it off.
+    """
     whole = _answered(tokenizer, text)
-    if whole.startswith(before):
-        return whole[len(before) :].rstrip()
-    # The beginning of an answer is written otherwise than that of a finished one. The text of an answer may be part of
-    # what ends it, such as "end" of <|im_end|>, so the end is found behind another text.
+    # The text of an answer may be part of what ends it, such as "end" of <|im_end|>, so the end is found behind another
+    # text.
     _, found, tail = _answered(tokenizer, _MARK).rpartition(_MARK)
-    return (text + tail if found else text).rstrip()
+    if not whole.startswith(before):  # the beginning of an answer is written otherwise than that of a finished one
+        return text + tail.rstrip() if found else text
+    turn = whole[len(before) :]
+    return turn.removesuffix(tail) + tail.rstrip() if turn.endswith(text + tail) else turn.rstrip()
 
 
 def _answered(tokenizer: Any, text: str, more: Mapping[str, Any] = {}, tools: Sequence[Any] = ()) -> str:
@@ -185,10 +227,12 @@ def turn_text(tokenizer: Any, text: str, more: Mapping[str, Any], tools: Sequenc
         return text
     whole, begin = _answered(tokenizer, text, more, tools), render_chat(tokenizer, _PROBE, tools)
     other, _, end = _answered(tokenizer, _MARK, {}, tools).rpartition(_MARK)
-    head = next((head.rstrip() for head in (begin, other) if whole.startswith(head.rstrip())), None)
+    head = next((head for head in (begin, other) if whole.startswith(head.rstrip())), None)
     if head is None or whole == _answered(tokenizer, text, {}, tools):
         return text
-    return whole.removeprefix(head).rstrip().removesuffix(end.rstrip()).strip()
+    turn = whole.removesuffix(end) if whole.endswith(end) else whole.rstrip().removesuffix(end.rstrip())
+    # White space behind the head that the template does not write there is not the answer's.
+    return turn.removeprefix(head) if turn.startswith(head) else turn.removeprefix(head.rstrip()).lstrip()
 
 
 # ---------------------------------------------------------------------- tools

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import json_line, kind_of, row_of
+from skipdecode.common.jsonl import json_line, row_of
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, check_streams, read_rows
 from skipdecode.data.chats import chat_fault, response_ids, turn_text
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length, outside
 from skipdecode.data.records import Record, Reject, Template, read_records, refuse_rejects, reject_summary, usable
-from skipdecode.data.shapes import TEXT, left_out, shape_of, shaped
+from skipdecode.data.shapes import TEXT, Shape, shape_of, shaped
 from skipdecode.data.tasks import load_task, task_file
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.families import vocabulary_size
@@ -28,6 +28,8 @@ from skipdecode.models.families import vocabulary_size
 if TYPE_CHECKING:  # imports torch
     from skipdecode.models.loading.hub import LoadedModel
 
+_REMEDY = "give a `task`, or `prompt_field` (or `prompt_template`) with `response_field`"
+_ANSWERS = "`self` learns the model's own answers to `prompts`"
 _HELD_OUT = 10
 _TOKENIZE_AT_ONCE = 1000
 Source = str | Path | Sequence[Mapping[str, Any]]
@@ -61,7 +63,10 @@ class RecordOptions(TemplateOptions):
 
     EXCLUDES: ClassVar = {"task": ("response_field", "chat")}
 
-    prompt_field: str | None = option("field with the prompt, in place of a template", default=None)
+    prompt_field: str | None = option(
+        "field with the prompt, in place of a template; it goes into the model's chat template, if there is one",
+        default=None,
+    )
     response_field: str | None = option("field with the response", default=None)
     chat: bool = option("apply the model's chat template, with the prompt as user message", default=False)
     bad_records: str = option(
@@ -88,32 +93,38 @@ def make_template(options: RecordOptions, source: Source | None = None) -> Templ
     given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
     read_once = isinstance(source, str | Path) and is_stream(source)
     if not given and source is not None and not read_once and options.response_field is None:
-        return _of_shape(source, options.chat or None)
+        shape = known_shape(source, _REMEDY, _ANSWERS)
+        return Template("{prompt}", "response", chat=options.chat or (False if shape is TEXT else None), shape=shape)
     if len(given) != 1:
         raise UsageError("give one of `task`, `prompt_template` and `prompt_field`")
     if options.task is not None:
         return load_task(options.task).template()
     if options.response_field is None:
         raise UsageError("`response_field` is missing: give the field of the record that is the response")
-    prompt = options.prompt_template or f"{{{options.prompt_field}}}"
-    return Template(prompt, options.response_field, chat=options.chat)
+    if options.prompt_template is not None:
+        return Template(options.prompt_template, options.response_field, chat=options.chat)
+    return Template(f"{{{options.prompt_field}}}", options.response_field, chat=options.chat or None)
 
 
-def _of_shape(source: Any, chat: bool | None) -> Template:
+def known_shape(source: Any, remedy: str, answers: str, template: Template | None = None) -> Shape | None:
+    """The shape of the records of a source, which a note names; None if they are written for the template.
 
-    of_file = isinstance(source, str | Path)
-    where, rows = (str(source), (row for _, row in read_rows(source))) if of_file else ("the records", iter(source))
-    first: Any = DataError("there is none")
-    for first in rows:
-        if isinstance(first, Mapping):
-            break
-    if not isinstance(first, Mapping):
-        reason = first if isinstance(first, DataError) else f"not a mapping: {kind_of(first)}"
-        raise DataError(f"{where}: no record can be read: {reason}")
-    shape = shape_of(first, where)
-    unused = left_out(first, shape)
-    note(f"{where}: records of {shape}" + (f"; left out: {', '.join(unused)}" if unused else ""))
-    return Template("{prompt}", "response", chat=bool(chat) if shape == TEXT else chat, shape=shape)
+    Records that can be read only once are taken as written for it. `remedy`, `answers` and the errors are those of
+    `skipdecode.data.shapes.shape_of`.
+    """
+    where, rows = "the records", source
+    is_file = isinstance(source, str | Path)
+    if template is not None and (is_stream(source) if is_file else not isinstance(source, Sequence)):
+        return None
+    if is_file:
+        where, rows = str(source), (row for _, row in read_rows(source))
+    elif not isinstance(source, Sequence):
+        raise UsageError("records are read several times, so they cannot be an iterator: give a list or a file")
+    shape, first = shape_of(rows, where, remedy, answers, template.fits if template else lambda row: False)
+    if shape is not None:
+        unused = shape.left_out(first)
+        note(f"{where}: records of {shape.name}" + (f"; left out: {', '.join(unused)}" if unused else ""))
+    return shape
 
 
 def self_template(options: RecordOptions) -> Template | None:
@@ -229,29 +240,34 @@ def decide_chat(template: Template, loaded: LoadedModel) -> None:
         template.chat = chat_fault(loaded.tokenizer) is None
 
 
-def written_turns(file: RecordFile, template: Template, tokenizer: Any) -> RecordFile:
-    """The records with the calls of tools and the reasoning of their responses in the text, as the chat template has
-    them.
+def written_turns(
+    name: str, records: Sequence[Record], template: Template, tokenizer: Any
+) -> tuple[tuple[Record, ...], list[Reject]]:
+    """The records with calls of tools and reasoning in the text of their responses, as the chat template has them.
 
-    What it does not write is left out, and so are responses that have nothing else; a note names both.
+    What it does not write is left out, and so are responses that have nothing else; a note names both, and `name`, the
+    source of the records. Records whose response the template refuses are rejects.
     """
-    kept, rejects, unwritten, silent = list[Record](), list(file.rejects), set[str](), 0
-    for record in file.records:
-        if turn := record.for_chat.get("turn"):
-            extra, text = {name: v for name, v in record.for_chat.items() if name != "turn"}, record.references[0]
+    written, rejects, unwritten, silent = list[Record](), list[Reject](), set[str](), 0
+    for record in records:
+        turn = record.for_chat.get("turn")
+        if turn is not None:
+            extra, text = {n: v for n, v in record.for_chat.items() if n != "turn"}, record.references[0]
             try:
-                told = turn_text(tokenizer, text, turn, extra.get("tools", ())) if template.chat else text
+                whole = turn_text(tokenizer, text, turn, extra.get("tools", ())) if template.chat else text
             except DataError as e:
                 rejects.append(Reject(record.line, str(e)))
                 continue
-            unwritten |= set(turn) if told == text else set()
-            record = replace(record, references=(told,) if told else (), for_chat=extra)
-        silent += not record.references
-        kept += [record] if record.references else []
+            unwritten |= set(turn) if whole == text else set()
+            record = replace(record, references=(whole,) if whole else (), for_chat=extra)
+        if record.references:
+            written.append(record)
+        else:
+            silent += 1
     if unwritten:
         more = f"; {silent} answers have nothing else and are left out" if silent else ""
-        note(f"{file.name}: not learned, as no chat template writes them: {', '.join(sorted(unwritten))}{more}")
-    return replace(file, records=tuple(kept), rejects=tuple(rejects))
+        note(f"{name}: left out of responses, as no chat template writes them: {', '.join(sorted(unwritten))}{more}")
+    return tuple(written), rejects
 
 
 def encode_source(
@@ -299,13 +315,12 @@ def encode_examples(
     """
     check_end_token(tokenizer)
     encoder = PromptEncoder(tokenizer, None, template=template, vocabulary=vocabulary)
-    file = written_turns(file, template, tokenizer)
     examples: list[Example] = []
-    rejects = list(file.rejects)
-    for at in range(0, len(file.records), _TOKENIZE_AT_ONCE):
-        chunk = file.records[at : at + _TOKENIZE_AT_ONCE]
-        texts = [text.strip() if template.chat else text for text in (record.references[0] for record in chunk)]
-        responses = response_ids(texts, tokenizer, chat=bool(template.chat))
+    records, rejects = written_turns(file.name, file.records, template, tokenizer)
+    rejects += file.rejects
+    for at in range(0, len(records), _TOKENIZE_AT_ONCE):
+        chunk = records[at : at + _TOKENIZE_AT_ONCE]
+        responses = response_ids([record.references[0] for record in chunk], tokenizer, chat=bool(template.chat))
         for prompt, response in zip(encoder.encode(chunk), responses, strict=True):
             try:
                 if (fault := outside(response, tokenizer, vocabulary)) is not None:

@@ -8,34 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skipdecode.common.jsonl import kind_of
 from skipdecode.common.options import kinds
 from skipdecode.data.chats import ToolChoice
-from skipdecode.data.records import (
-    Message,
-    Parts,
-    Record,
-    Template,
-    checked_chat,
-    checked_text,
-    for_chat,
-    read_records,
-)
-from skipdecode.data.shapes import joined, messages_of
+from skipdecode.data.messages import Message, chat_fields
+from skipdecode.data.records import Parts, Record, Template, read_records
+from skipdecode.data.shapes import NOTHING, PROMPT_FIELDS, Shape, fitting_shapes, prompt_shape, shape_of_field
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, OptionError, UsageError
 from skipdecode.models.carried import Recipe
 
-# Fields of shapes, of which a record has one; and fields that are prompts where none of these is there.
-_SHAPES, _OTHERS = ("prompt", "messages", "instruction", "question"), ("text", "input", "mr")
-PROMPT_FIELDS = (*_SHAPES, *_OTHERS)
 _TOKEN_IDS = "prompt_token_ids"  # vLLM's field, in place of a text
-# A field of these may be the value of a template's only field; the others belong to records of another form.
-_TEXT_FIELDS = ("prompt", "messages", "instruction", "text", "input")
-_TOGETHER = {"instruction": ("instruction", "input"), "question": ("context", "question")}
-"""Two fields of one prompt, as Alpaca's and SQuAD's records have them."""
 _SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
@@ -44,7 +28,6 @@ _OF_SERVERS = ("model", "stream", "stream_options", "user", "metadata", "store")
 _ANSWERED = "completions"
 _FORMATS = {"text": None, "json_object": {"type": "object"}}
 _OF_FORMATS, _OF_SCHEMAS = {"type", "json_schema"}, {"name", "description", "schema", "strict"}
-_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 Prompt = str | list[Message] | list[int] | Mapping[str, Any]
@@ -60,8 +43,7 @@ class PromptForm:
     Parameters
     ----------
     name : str, optional
-        The field. Default: those of the template, or else the one of `PROMPT_FIELDS` that a record has; a record that
-        fits two shapes is refused. An `input` follows its `instruction` after an empty line.
+        The field. Default: those of the template, or else those of the record's shape (`skipdecode.data.shapes`).
     template : Template, optional
         Goes to `PromptEncoder` too. Default: prompts stay as they are.
     remark : str, optional
@@ -86,7 +68,9 @@ class PromptForm:
         """A text, a chat or token ids as a row of a file."""
         if isinstance(prompt, Mapping):
             return dict(prompt)
-        return {self.name or (_TOKEN_IDS if are_token_ids(prompt) else "prompt"): prompt}
+        if are_token_ids(prompt):
+            return {self.name or _TOKEN_IDS: prompt}
+        return {self.name or ("prompt" if isinstance(prompt, str) else "messages"): prompt}
 
     def record(self, prompt: Prompt) -> Record:
         """A single record of a text, a chat or a row; it has an `error` if it cannot be used."""
@@ -110,73 +94,52 @@ class PromptForm:
             values = template.values(row)
             if not any(value.strip() for value in values.values()):
                 raise DataError(f"field {template.fields[0]!r} is empty")
-            extra = {name: value for name, value in for_chat(row, chat=False).items() if name not in values}
+            extra = {name: value for name, value in chat_fields(row, chat=False).items() if name not in values}
             return Parts(template.render(values), values, for_chat=extra)
-        given, row = row, _as_chat(row) if self.name is None else row
-        name = self._field(row)
-        prompt = self._prompt(name, row)
-        extra = for_chat(row, chat=not isinstance(prompt, str))
-        shown = name if name in given else "conversations"
+        shape = self._shape(row)
+        prompt = shape.prompt(row)
+        extra = chat_fields(row, chat=not isinstance(prompt, str))
         if self.name is None and template is None and self.guessed is None:
-            self.guessed = " and ".join(field for field in _TOGETHER.get(name, (shown,)) if field in given)
-        left_out = () if self.name is not None else _unused(name, row, extra)
+            first = (shape.key, *(field for field in shape.fields if field != shape.key))
+            self.guessed = " and ".join(field for field in first if field in row)
+        left_out = () if self.name is not None else _unused(shape, row, extra)
         if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-            *prompt, _ = prompt
-            left_out = (*left_out, f"the answer at the end of {shown!r}")
+            prompt, left_out = prompt[:-1], (*left_out, f"the answer at the end of {shape.key!r}")
             if not prompt:
-                raise DataError(f"field {name!r} has an answer, and no message before it")
+                raise DataError(f"field {shape.key!r} has an answer, and no message before it")
         if template is None or not isinstance(prompt, str):
             return Parts(prompt, for_chat=extra, left_out=left_out)
         values = template.values_of_text(prompt)
         return Parts(template.render(values), values, (), extra, left_out)
 
     def _fills(self, row: Mapping[str, Any], template: Template) -> bool:
-        """Whether the template renders a row: the row has fields of it that are not chats."""
-        return self.name is None and any(f in row and not isinstance(row[f], list) for f in template.fields)
+        """Whether the template renders a row: the row has fields of it that are not chats.
 
-    def _field(self, row: Mapping[str, Any]) -> str:
-        """The field that is the prompt."""
-        filled = [field for field in PROMPT_FIELDS if row.get(field) not in _NOTHING]
-        if self.name is None and self.template is None:
-            filled = [field for field in filled if field in _SHAPES] or filled
-            if len(filled) > 1:
-                raise DataError(f"fits {filled[0]!r} and {filled[1]!r}: name the field of the prompt")
-        fields = PROMPT_FIELDS if self.template is None else (*_TEXT_FIELDS, *self.template.fields)
-        name = self.name or next((f for f in [*filled, *fields] if f in row and f in fields), None)
-        if name is None and self.template is not None:
+        A template that is the prompt alone adds nothing to it, so a shape says what the prompt is.
+        """
+        if self.name is not None or (template.prompt == "{prompt}" and len(fitting_shapes(row)) == 1):
+            return False
+        return any(field in row and not isinstance(row[field], list) for field in template.fields)
+
+    def _shape(self, row: Mapping[str, Any]) -> Shape:
+        """The shape of a row's prompt."""
+        if self.name is not None and self.name not in row:
+            raise DataError(f"field {self.name!r} is missing ({_named(row)})")
+        fields = PROMPT_FIELDS
+        if self.template is not None:  # `mr` belongs to records of another form
+            fields = (*PROMPT_FIELDS[:-1], *self.template.fields)
+        shape = prompt_shape(row, fields) if self.name is None else shape_of_field(self.name)
+        if shape is None and self.template is not None:
             self.template.values(row)  # raises for the missing field
-        if name is None:
+        if shape is None:
             wanted = ", ".join(map(repr, PROMPT_FIELDS))
             raise DataError(f"no field {wanted}: name the field of the prompt ({_named(row)})")
-        if name not in row:
-            raise DataError(f"field {name!r} is missing ({_named(row)})")
-        return name
-
-    def _prompt(self, name: str, row: Mapping[str, Any]) -> str | list[Message]:
-        value = row[name]
-        if not isinstance(value, str | list):
-            raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
-        if not (value.strip() if isinstance(value, str) else value):
-            raise DataError(f"field {name!r} is empty")
-        if self.name is None and name == "messages" and isinstance(value, str):
-            raise DataError("field 'messages' is text: give a list of messages")
-        if isinstance(value, list):
-            return checked_chat(name, value)
-        if self.name is None and name in _TOGETHER:
-            value = joined(*map(row.get, _TOGETHER[name]))
-        return checked_text(f"field {name!r}", value)
+        return shape
 
 
 def are_token_ids(value: Any) -> bool:
     """Whether a value is a list of whole numbers, and not empty."""
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
-
-
-def _as_chat(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of ShareGPT's form with its chat as `messages`."""
-    if "conversations" in row and "messages" not in row:
-        return {n: v for n, v in row.items() if n != "conversations"} | {"messages": messages_of(row)}
-    return row
 
 
 def _of_body(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +168,7 @@ def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
         if (schema := schema_of(given.get("response_format", {"type": "text"}))) is not None:
             found["json_schema"] = schema
         if "messages" in given and any(name in given for name in _OF_TOOLS[:2]):
-            parallel, tools = given.get("parallel_tool_calls", True), for_chat(body, chat=True).get("tools", ())
+            parallel, tools = given.get("parallel_tool_calls", True), chat_fields(body, chat=True).get("tools", ())
             found["calling"] = ToolChoice.of(tools, given.get("tool_choice", "auto"), several=parallel is not False)
             if found["calling"].shown and schema is not None:
                 raise OptionError("response_format", given["response_format"], "text beside tools")
@@ -236,10 +199,10 @@ def _named(row: Mapping[str, Any]) -> str:
     return f"the record has {', '.join(names[:8]) or 'no field'}{', …' if len(names) > 8 else ''}"
 
 
-def _unused(name: str, row: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields with content that do not go into the prompt, which is the field `name`."""
-    used = {"id", *extra, *_TOGETHER.get(name, (name,))}
-    return tuple(repr(field) for field, value in row.items() if field not in used and value not in _NOTHING)
+def _unused(shape: Shape, row: Mapping[str, Any], extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields with content that do not go into the prompt."""
+    used = {"id", *extra, *shape.fields}
+    return tuple(repr(field) for field, value in row.items() if field not in used and value not in NOTHING)
 
 
 def choose_form(

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skipdecode.common.progress import note
-from skipdecode.data.chats import chat_fault, checked_variables, render_chat, token_ids, unused_fields
-from skipdecode.data.records import Record, Reject, Template, checked_text, reject_summary
+from skipdecode.data.chats import chat_fault, checked_variables, render_chat, token_ids, unused_fields, unused_roles
+from skipdecode.data.messages import checked_text
+from skipdecode.data.records import Record, Reject, Template, reject_summary
 from skipdecode.data.source import Records
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 
@@ -143,13 +144,15 @@ class PromptEncoder:
             raise DataError("the record is a chat, but the model's tokenizer has no chat template")
         messages = [{"role": "user", "content": words}] if isinstance(words, str) else words
         unused = set[str]()
-        if messages[0]["role"] == "system":
+        if messages[0]["role"] in ("system", "developer"):
             unused = {"system"} & extra.keys()
         elif (system := extra.get("system", self._system)) is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        text = render_chat(self._tokenizer, messages, tools := extra.get("tools", ()), variables=self._variables)
+        tools = extra.get("tools", ())
+        text = render_chat(self._tokenizer, messages, tools, variables=self._variables)
         unused |= unused_fields(self._tokenizer, messages, tools, text, self._variables)
-        self._tell({*record.left_out, *map(repr, unused)})
+        roles = unused_roles(self._tokenizer, messages, tools, self._variables)
+        self._tell({*record.left_out, *map(repr, unused), *(f"messages of the role {role!r}" for role in roles)})
         return text
 
     def _tell(self, left_out: set[str]) -> None:

@@ -8,21 +8,18 @@ Text only; knows nothing about tokens and models.
 
 from __future__ import annotations
 
-import json
-import math
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from skipdecode.common.jsonl import Row, is_text, kind_of
+from skipdecode.common.jsonl import Row, kind_of
+from skipdecode.data.messages import Message, as_text, chat_fields, checked_text, read_messages
+from skipdecode.data.shapes import Shape, found_field
 from skipdecode.errors import DataError, UsageError
 
-Message = dict[str, Any]
-"""A message of a chat: ``role``, ``content``, and other fields that a chat template may use."""
-_REJECTS_SHOWN, _FIELDS_SHOWN, _CHARACTERS_SHOWN = 5, 20, 80
+_REASONS_SHOWN = _LINES_SHOWN = 5
 
 
 class Parts(NamedTuple):
@@ -127,10 +124,23 @@ def reject_summary(rejects: Sequence[Reject]) -> str:
     """One line: the number of records that cannot be used, the reasons, and the lines of the first ones."""
     kinds = Counter(reject.reason.split(":")[0] for reject in rejects)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    shown = "; ".join(f"line {line}: {reason}" for line, reason in rejects[:_REJECTS_SHOWN])
-    more = f"; and {len(rejects) - _REJECTS_SHOWN} more" if len(rejects) > _REJECTS_SHOWN else ""
     noun = "record" if len(rejects) == 1 else "records"
-    return f"{len(rejects)} {noun} cannot be used ({counts}): {shown}{more}"
+    return f"{len(rejects)} {noun} cannot be used ({counts}): {lines_by_reason(rejects)}"
+
+
+def lines_by_reason(rejects: Sequence[Reject]) -> str:
+    """One line: each reason once, with the first lines that it is for, and the number of further reasons."""
+    lines: dict[str, list[int]] = {}
+    for line, reason in rejects:
+        lines.setdefault(reason, []).append(line)
+    shown = []
+    for reason, numbers in list(lines.items())[:_REASONS_SHOWN]:
+        first = ", ".join(map(str, numbers[:_LINES_SHOWN]))
+        more = f" and {len(numbers) - _LINES_SHOWN} more" if len(numbers) > _LINES_SHOWN else ""
+        shown.append(f"line{'s' if len(numbers) > 1 else ''} {first}{more}: {reason}")
+    if len(lines) > _REASONS_SHOWN:
+        shown.append(f"and {sum(map(len, list(lines.values())[_REASONS_SHOWN:]))} more")
+    return "; ".join(shown)
 
 
 def refuse_rejects(where: str, rejects: Sequence[Reject], *, skip_bad: bool) -> None:
@@ -159,8 +169,9 @@ class Template:
         The field that is cut at its end if a prompt is longer than `max_prompt_tokens`.
     max_prompt_tokens : int, optional
         Longest prompt in tokens; goes with `truncate`.
-    shape : str, optional
-        One of `skipdecode.data.shapes.SHAPES`, from which rows are brought to the fields `prompt` and `response`.
+    shape : Shape, optional
+        Of the records, which `skipdecode.data.shapes.shaped` brings to the fields `prompt` and `response`. Their text
+        is the value of the only field, and their chats stay chats.
 
     Raises UsageError if the prompt names no field or holds more than plain fields, or `truncate` is none of them.
     """
@@ -173,7 +184,7 @@ class Template:
         chat: bool | None = False,
         truncate: str | None = None,
         max_prompt_tokens: int | None = None,
-        shape: str | None = None,
+        shape: Shape | None = None,
     ) -> None:
         self.shape = shape
         self.prompt = prompt
@@ -198,24 +209,34 @@ class Template:
 
     def values(self, row: Mapping[str, Any]) -> dict[str, str]:
         """The fields of the template as text; DataError if one is missing or not text."""
-        return {name: _as_text(name, row[_found(row, (name,))]) for name in self.fields}
+        return {name: as_text(name, row[found_field(row, (name,))]) for name in self.fields}
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Whether a record has what the template needs, and a response."""
+        try:
+            self.read(row)
+        except DataError:
+            return False
+        return True
 
     def read(self, row: Mapping[str, Any]) -> Parts:
         """Prompt, values of its fields, responses that are not empty; DataError if a field is missing or not text."""
-        name = _found(row, self.responses)
-        alone = self.prompt == f"{{{self.fields[0]}}}"
-        of_chat = alone and isinstance(row.get(self.fields[0]), list)
-        values = {} if of_chat else self.values(row)
+        name = "response" if self.shape is not None else found_field(row, self.responses)
         texts = row[name] if isinstance(row[name], list) else [row[name]]
-        prompt = checked_chat(self.fields[0], row[self.fields[0]]) if of_chat else self.render(values)
-        # White space between two fields of a text belongs to it, unless the first ends with some.
-        joined = alone and not (self.chat or isinstance(prompt, list) or prompt[-1:].isspace())
-        responses = (_as_text(name, text).rstrip() for text in texts)
-        found = tuple(text if joined else text.lstrip() for text in responses if text)
-        extra = {field: value for field, value in for_chat(row, chat=of_chat).items() if field not in values}
+        references = tuple(text for text in (as_text(name, text) for text in texts) if text.strip())
+        prompt, values = self._prompt(row)
+        extra = {n: v for n, v in chat_fields(row, chat=not isinstance(prompt, str)).items() if n not in values}
         if self.shape is not None and (turn := row.get("turn")):
-            found, extra = found or ("",), extra | {"turn": turn}
-        return Parts(prompt, values, found, extra)
+            references, extra = references or ("",), extra | {"turn": turn}
+        return Parts(prompt, values, references, extra)
+
+    def _prompt(self, row: Mapping[str, Any]) -> tuple[str | list[Message], dict[str, str]]:
+        """The prompt, and the values of its fields; a chat, which has none, may be all that a prompt is."""
+        name = "prompt" if self.shape is not None else self.fields[0]
+        if isinstance(row.get(name), list) and (self.shape is not None or self.prompt == f"{{{name}}}"):
+            return read_messages(name, row[name]), {}
+        values = self.values(row) if self.shape is None else self.values_of_text(row["prompt"])
+        return self.render(values), values
 
     def values_of_text(self, text: str) -> dict[str, str]:
         """A plain text as the value of the only field; from a rendered prompt, the value is extracted.
@@ -233,88 +254,6 @@ class Template:
         if text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
             text = text[len(before) : len(text) - len(after)]
         return {name: text}
-
-
-def _found(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The first of the names that the record has."""
-    name = next((name for name in names if name in row), None)
-    if name is None:
-        shown = [repr(name if len(name) <= _CHARACTERS_SHOWN else name[:_CHARACTERS_SHOWN] + "…") for name in row]
-        present = ", ".join(shown[:_FIELDS_SHOWN]) or "none"
-        present += f" and {len(shown) - _FIELDS_SHOWN} more" if len(shown) > _FIELDS_SHOWN else ""
-        raise DataError(f"missing field: {' or '.join(map(repr, names))}; the record has {present}")
-    return name
-
-
-def _as_text(name: str, value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"field is no text: {name!r} is {kind_of(value)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"field is no text: {name!r} is {value}, not a finite number")
-    return checked_text(f"field is no text: {name!r}", str(value))
-
-
-def checked_text(where: str, text: str) -> str:
-    """`text` if it can be written as UTF-8; else DataError."""
-    if not is_text(text):
-        raise DataError(f"{where} has half of a surrogate pair, which is no text")
-    return text
-
-
-def checked_chat(field: str, messages: Sequence[Any]) -> list[Message]:
-    """The messages of a record, without fields that are null; DataError if one cannot be used."""
-    return [_checked_message(f"message {number} of field {field!r}", m) for number, m in enumerate(messages, 1)]
-
-
-def _checked_message(where: str, message: Any) -> Message:
-    fields = {name: v for name, v in message.items() if v is not None} if isinstance(message, dict) else {}
-    calls = _checked_objects(f"'tool_calls' of {where}", fields.pop("tool_calls", []))
-    fields["content"] = content = text_of(fields.get("content", "" if calls else None))
-    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
-        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
-    fields |= {"tool_calls": [_with_arguments(call) for call in calls]} if calls else {}
-    return fields | {name: checked_text(where, fields[name]) for name in ("role", "content")}
-
-
-def text_of(content: Any) -> Any:
-    """The content of a message; of parts that are all text, in OpenAI's form, their text."""
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    told = [text for text in texts if isinstance(text, str)]
-    return "".join(told) if parts and len(told) == len(parts) else content
-
-
-def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of a tool with its arguments as an object, which chat templates take."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(found := function.get("arguments"), str):
-        return call
-    with suppress(ValueError, RecursionError):
-        found = json.loads(found or "{}")
-    if not isinstance(found, dict):
-        raise DataError("'arguments' of a call are no JSON object")
-    return call | {"function": {**function, "arguments": found}}
-
-
-def for_chat(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
-    """The system message and the tools of a record; `chat`: its tools have to be right. They may be JSON's text."""
-    system, tools = row.get("system"), row.get("tools")
-    found: dict[str, Any] = {}
-    if isinstance(system, str) and system.strip():
-        found["system"] = checked_text("field 'system'", system)
-    if isinstance(tools, str):
-        with suppress(ValueError):
-            tools = json.loads(tools)
-    if tools and (chat or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        found["tools"] = _checked_objects("field 'tools'", tools)
-    return found
-
-
-def _checked_objects(where: str, found: Any) -> list[Any]:
-    """A list of objects; raises DataError if it is something else."""
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise DataError(f"{where} is {kind_of(found)}: give a list of objects")
-    return found
 
 
 def _fields_of(prompt: str) -> tuple[str, ...]:

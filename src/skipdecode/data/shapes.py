@@ -1,158 +1,229 @@
-"""Records as other tools write them: the shape is told by the fields, and each becomes prompts with their responses."""
+"""Records as other tools write them: the shape is told by the fields, and has prompts and their responses."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from skipdecode.common.jsonl import Row, kind_of
-from skipdecode.data.records import checked_chat, text_of
+from skipdecode.data.messages import REASONING, Message, as_text, checked_text, has_answer, read_messages
 from skipdecode.errors import DataError
 
-_CALL = "function_call"
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")} | {"observation": "tool"}
-_ROLES |= {_CALL: "assistant"}
-_MORE = ("tool_calls", "reasoning_content", "thinking")  # of an answer, beside its text
-TEXT = "text"
+_MORE = ("tool_calls", *REASONING)  # of an answer, beside its text
+_FIELDS_SHOWN, _CHARACTERS_SHOWN = 20, 80
+_ROWS_SEARCHED = 1000  # of which one has to have a known shape
+NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""Values of a field that is as good as absent."""
+Prompt = str | list[Message]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Where records have their prompts and responses.
+
+    `key` is the field that tells the shape; `fields` are those of the prompt, in their order in it; `responses` those
+    that may hold the response, none if it is in the prompt's field; `chat`: that field is a chat and nothing else.
+    """
+
+    name: str
+    key: str
+    fields: tuple[str, ...]
+    responses: tuple[str, ...] = ()
+    chat: bool = False
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Whether a record has a prompt and a response of this shape."""
+        if row.get(self.key) is None:
+            return False
+        if self.chat:
+            return has_answer(row[self.key])
+        return not self.responses or any(row.get(name) is not None for name in self.responses)
+
+    def prompt(self, row: Mapping[str, Any]) -> Prompt:
+        """Read the whole prompt, as text or as a chat; raises DataError if it is empty or neither."""
+        value = row[self.key]
+        if self.chat or isinstance(value, list):
+            messages = read_messages(self.key, value)
+            if not messages:
+                raise DataError(f"field {self.key!r} is empty")
+            return [{name: entry for name, entry in message.items() if name != "weight"} for message in messages]
+        if not isinstance(value, str):
+            raise DataError(f"field {self.key!r} is {kind_of(value)}: give text, or a list of chat messages")
+        if not value.strip():
+            raise DataError(f"field {self.key!r} is empty")
+        parts = [row[name] for name in self.fields if isinstance(row.get(name), str) and row[name].strip()]
+        return checked_text(f"field {self.key!r}", "\n\n".join(parts))
+
+    def turns(self, row: Mapping[str, Any]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+        """Read each prompt with the fields of its response: `response`, and `turn` of one that is more than text."""
+        if self.chat:
+            yield from _answers(read_messages(self.key, row[self.key]))
+        elif self.name == TEXT.name:
+            yield _halves(row[self.key])
+        else:
+            name = found_field(row, self.responses)
+            yield self.prompt(row), _response(name, row[name])
+
+    def left_out(self, row: Mapping[str, Any]) -> list[str]:
+        """List fields of a record that are neither prompt nor response."""
+        used = {"id", "system", "tools", *self.fields, *self.responses}  # an encoder says where the two are not used
+        return [name for name, value in row.items() if name not in used and value not in NOTHING]
+
+
+TEXT = Shape("text", "text", ("text",))
 """The shape of records that have nothing else: their texts are no chats."""
-Turn = tuple[Any, Any]  # a prompt, as text or messages, and its response, as text or a message
+_SHAPES = (
+    Shape("prompt and response", "prompt", ("prompt",), ("response",)),
+    Shape("prompt and completion", "prompt", ("prompt",), ("completion",)),
+    Shape("messages", "messages", ("messages",), chat=True),
+    Shape("conversations", "conversations", ("conversations",), chat=True),
+    Shape("instruction, input and output", "instruction", ("instruction", "input"), ("output",)),
+    Shape("question, context and answer", "question", ("context", "question"), ("answer", "answers")),
+    TEXT,
+)
+SHAPES = tuple(shape.name for shape in _SHAPES)
+_KEYS = tuple(dict.fromkeys(shape.key for shape in _SHAPES if shape is not TEXT))
+PROMPT_FIELDS = (*_KEYS, "text", "input", "mr")
+"""Fields of prompts; the last three are prompts where none of the others is there."""
 
 
-def _completion(row: Mapping[str, Any]) -> Iterator[Turn]:
-    prompt, given = row["prompt"], row["completion"]
-    if isinstance(given, list):  # messages, as the prompt then is
-        if len(given) != 1 or not isinstance(given[0], dict):
-            raise DataError("field 'completion' has several messages: give one answer")
-        given = given[0]
-    yield prompt, given
+def shape_of_field(name: str) -> Shape:
+    """The shape of records whose prompt is one field."""
+    return Shape(name, name, (name,))
 
 
-def _messages(row: Mapping[str, Any]) -> Iterator[Turn]:
-    """Each answer, of text or calls of tools, with the messages before it, where OpenAI's `weight` is not 0."""
-    messages = messages_of(row)
-    learned = [isinstance(one, dict) and one.get("role") == "assistant" and one.pop("weight", 1) for one in messages]
-    for number, message in enumerate(messages):
-        if number and learned[number] and (message.get("content") or message.get("tool_calls")):
-            yield messages[:number], message
+def fitting_shapes(row: Mapping[str, Any]) -> list[Shape]:
+    """List the shapes in which a record has prompt and response; those with an empty prompt where there is no other."""
+    fitting = [shape for shape in _SHAPES if shape.fits(row)]
+    fitting = [shape for shape in fitting if shape is not TEXT] or fitting  # Alpaca's `text` has prompt and response
+    return [shape for shape in fitting if row[shape.key] not in NOTHING] or fitting
 
 
-def _halves(row: Mapping[str, Any]) -> Iterator[Turn]:
-    """A text to continue: its first half, up to white space, and the rest."""
-    if not isinstance(text := row["text"], str):
-        raise DataError(f"field 'text' is {kind_of(text)}: give text")
-    half = len(text := text.strip()) // 2
-    space = re.search(r"\s", text[half:])
-    cut = half + (space.start() if space else 0)
-    yield text[:cut], text[cut:]
+def prompt_shape(row: Mapping[str, Any], fields: Sequence[str] = PROMPT_FIELDS) -> Shape | None:
+    """The shape of a record to generate from, whose prompt is one of `fields`, None if it has none.
 
-
-# Fields that a record must have, others that belong to it, and its prompts with responses.
-_SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Mapping[str, Any]], Iterable[Turn]]]] = {
-    "prompt and response": (("prompt", "response"), (), lambda row: [(row["prompt"], row["response"])]),
-    "prompt and completion": (("prompt", "completion"), (), _completion),
-    "messages": (("messages",), (), _messages),
-    "conversations": (("conversations",), (), _messages),
-    "instruction, input and output": (
-        ("instruction", "output"),
-        ("input",),
-        lambda row: [(joined(row["instruction"], row.get("input")), row["output"])],
-    ),
-    "question, context and answer": (
-        ("question", "answer"),
-        ("context",),
-        lambda row: [(joined(row.get("context"), row["question"]), row["answer"])],
-    ),
-    TEXT: (("text",), (), _halves),
-}
-SHAPES = tuple(_SHAPES)
-
-
-def joined(first: Any, second: Any) -> Any:
-    """Two parts of a prompt with an empty line between them; a part that is empty or absent is left out."""
-    if isinstance(first, str) and isinstance(second, str) and first.strip() and second.strip():
-        return f"{first}\n\n{second}"
-    return second if first is None or first == "" else first
-
-
-def messages_of(row: Mapping[str, Any]) -> list[Any]:
-    """The messages of a chat under the names of OpenAI or of ShareGPT."""
-    name = "messages" if "messages" in row else "conversations"
-    found = row[name]
-    if not isinstance(found, list):
-        raise DataError(f"field {name!r} is {kind_of(found)}: give a list of messages")
-    turns = [dict(turn) if isinstance(turn, Mapping) else turn for turn in found]
-    for turn in turns:
-        if isinstance(turn, dict) and "from" in turn:
-            if (role := turn.pop("from")) not in _ROLES:
-                raise DataError(f"'from' is {role!r}: give one of {', '.join(_ROLES)}")
-            turn |= {"role": _ROLES[role], "content": turn.pop("value", None)}
-            if role == _CALL:  # JSON's text of one call or several
-                turn["tool_calls"] = _calls(turn.pop("content"))
-    return turns
-
-
-def _calls(text: Any) -> list[Any]:
-    try:
-        found = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        raise DataError(f"'value' of a {_CALL!r} is no JSON: give an object with name and arguments") from None
-    return [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found])]
-
-
-def shape_of(row: Mapping[str, Any], where: str) -> str:
-    """The shape of a record to learn from; raises DataError if none or two fit."""
-    fitting = [name for name, (needed, _, _) in _SHAPES.items() if all(field in row for field in needed)]
-    if len(fitting) == 1 or fitting[1:] == [TEXT]:  # Alpaca's `text` has prompt and response
+    A record with a response has the shape that it is learned in. Raises DataError if two prompts are there.
+    """
+    fitting = fitting_shapes(row)
+    if len(fitting) == 1 and fitting[0] is not TEXT:
         return fitting[0]
-    has = ", ".join(map(repr, row)) or "no field"
-    what = (
-        f"fit {' and '.join(map(repr, fitting))}" if fitting else f"have {has}, which is none of: {'; '.join(SHAPES)}"
-    )
-    raise DataError(
-        f"{where}: its records {what}; give a `task`, or `prompt_field` (or `prompt_template`) with `response_field`"
-    )
+    filled = [field for field in fields if row.get(field) not in NOTHING]
+    filled = [field for field in filled if field in _KEYS] or filled
+    if len(filled) > 1:
+        raise DataError(f"fits {filled[0]!r} and {filled[1]!r}: name the field of the prompt")
+    key = next((field for field in (*filled, *fields) if field in row), None)
+    if key is None:
+        return None
+    return next((shape for shape in _SHAPES if shape.key == key), shape_of_field(key))
 
 
-def left_out(row: Mapping[str, Any], shape: str) -> list[str]:
-    """Fields of a record that are neither prompt nor response."""
-    needed, more, _ = _SHAPES[shape]
-    used = {*needed, *more, "id", "system", "tools"}  # where these two are not in a prompt, its encoder says so
-    return [name for name, value in row.items() if name not in used and value not in (None, "", [])]
+def shape_of(
+    rows: Iterable[Any], where: str, remedy: str, answers: str, accepts: Callable[[Mapping[str, Any]], bool]
+) -> tuple[Shape | None, Mapping[str, Any]]:
+    """The shape of records to learn from or to score, and the first record that has one.
+
+    The shape is None where the caller `accepts` a record as it is. Errors name the records by `where`; `remedy` says
+    how fields are named, and `answers` what to do with prompts alone.
+
+    Raises DataError: there is no record, or none has prompt and response of one shape.
+    """
+    errors = []
+    for row in islice(rows, _ROWS_SEARCHED):
+        if not isinstance(row, Mapping):
+            reason = row if isinstance(row, DataError) else f"not a mapping: {kind_of(row)}"
+            errors.append(f"no record can be read: {reason}")
+            continue
+        fitting = fitting_shapes(row)
+        if accepts(row):
+            return None, row
+        if len(fitting) == 1:
+            return fitting[0], row
+        has = f"fit {fitting[0].name!r} and {fitting[1].name!r}" if fitting else _without_response(row, answers)
+        errors.append(f"its records {has}; {remedy}")
+    raise DataError(f"{where}: {(*errors, 'no record can be read: there is none')[0]}")
 
 
-def shaped(rows: Iterable[tuple[int, Row]], shape: str) -> Iterator[tuple[int, Row]]:
-    """Rows with `prompt` (text or messages) and `response`: of a conversation one for each answer.
+def _without_response(row: Mapping[str, Any], answers: str) -> str:
+    alone = next((shape for shape in _SHAPES if row.get(shape.key) not in NOTHING), None)
+    if alone is None:
+        return f"have {', '.join(map(repr, row)) or 'no field'}, which is none of: {'; '.join(SHAPES)}"
+    wanted = "an answer of the assistant" if alone.chat else f"a field {' or '.join(map(repr, alone.responses))}"
+    return f"have prompts ({alone.key!r}) and no responses ({wanted}): {answers}"
+
+
+def shaped(rows: Iterable[tuple[int, Row]], shape: Shape) -> Iterator[tuple[int, Row]]:
+    """Rows with `prompt` (text or messages) and `response` (texts): of a conversation one for each answer.
 
     A response that is more than text has `turn`: its calls of tools, in OpenAI's form, and its reasoning.
     """
-    read = _SHAPES[shape][2]
     for line, row in rows:
         if isinstance(row, DataError):
             yield line, row
             continue
         try:
-            turns = [(prompt, _response(given)) for prompt, given in read(row)]
+            found_field(row, (shape.key,))
+            turns = list(shape.turns(row))
             if not turns:
                 raise DataError("no answer: no assistant's text, without a 'weight' of 0, follows another message")
-        except KeyError as e:
-            yield line, DataError(f"missing field: {e}", id=row.get("id"))
         except DataError as e:
             yield line, DataError(str(e), id=row.get("id"))
-        else:
-            for number, (prompt, response) in enumerate(turns, 1):
-                id = row.get("id") if len(turns) == 1 else f"{row.get('id') or line}.{number}"
-                more = {name: row.get(name) for name in ("tools", "system")}
-                yield line, more | {"prompt": prompt, **response} | ({} if id is None else {"id": id})
+            continue
+        for number, (prompt, response) in enumerate(turns, 1):
+            id = row.get("id") if len(turns) == 1 else f"{row.get('id') or line}.{number}"
+            more = {name: row.get(name) for name in ("tools", "system")}
+            yield line, more | {"prompt": prompt, **response} | ({} if id is None else {"id": id})
 
 
-def _response(given: Any) -> dict[str, Any]:
-    """The fields of a response, which is text or a message."""
-    if not isinstance(given, dict):
-        return {"response": given}
-    if not any(given.get(name) for name in _MORE):
-        return {"response": text_of(given.get("content"))}
-    (message,) = checked_chat("the answer", [given | {"role": "assistant"}])
-    return {"response": message["content"], "turn": {name: message[name] for name in _MORE if message.get(name)}}
+def found_field(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The first of the names that a record has; raises DataError if it has none."""
+    name = next((name for name in names if name in row), None)
+    if name is None:
+        shown = [repr(name if len(name) <= _CHARACTERS_SHOWN else name[:_CHARACTERS_SHOWN] + "…") for name in row]
+        present = ", ".join(shown[:_FIELDS_SHOWN]) or "none"
+        present += f" and {len(shown) - _FIELDS_SHOWN} more" if len(shown) > _FIELDS_SHOWN else ""
+        raise DataError(f"missing field: {' or '.join(map(repr, names))}; the record has {present}")
+    return name
+
+
+# ---------------------------------------------------------------------- responses
+
+
+def _answers(messages: list[Message]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+    """Each answer that is learned, of text or calls of tools, with the messages before it."""
+    learned = [message.pop("weight", 1) != 0 for message in messages]
+    for number, message in enumerate(messages):
+        is_answer = message["role"] == "assistant" and (message["content"] or message.get("tool_calls"))
+        if number and is_answer and learned[number]:
+            yield messages[:number], _response_of(message)
+
+
+def _halves(text: Any) -> tuple[str, dict[str, Any]]:
+    """A text to continue: its first half, up to white space, and the rest."""
+    if not isinstance(text, str):
+        raise DataError(f"field 'text' is {kind_of(text)}: give text")
+    start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    half = (start + end) // 2
+    space = re.search(r"\s", text[half:end])
+    cut = half + (space.start() if space else 0)
+    return text[:cut], {"response": [text[cut:]]}
+
+
+def _response(field: str, value: Any) -> dict[str, Any]:
+    """The response in a field: text, several texts, SQuAD's `text` of answers, or a message."""
+    if isinstance(value, Mapping) and isinstance(value.get("text"), list):
+        value = value["text"]
+    texts = value if isinstance(value, list) else [value]
+    if any(isinstance(text, Mapping) for text in texts):
+        if len(texts) > 1:
+            raise DataError(f"field {field!r} has several messages: give one answer")
+        (message,) = read_messages(field, [{"role": "assistant"} | texts[0]])
+        return _response_of(message)
+    return {"response": list(dict.fromkeys(as_text(field, text) for text in texts))}
+
+
+def _response_of(message: Message) -> dict[str, Any]:
+    turn = {name: message[name] for name in _MORE if message.get(name)}
+    return {"response": [message["content"]]} | ({"turn": turn} if turn else {})

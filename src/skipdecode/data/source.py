@@ -14,6 +14,7 @@ from skipdecode.common.jsonl import Row, decoded, row_of
 from skipdecode.common.rows import Input, format_of, load_split, read_rows
 from skipdecode.data.forms import Prompt, PromptForm
 from skipdecode.data.records import Record, Reject, read_records, refuse_rejects, usable
+from skipdecode.data.shapes import Shape, shaped
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, UsageError
 
@@ -134,6 +135,7 @@ def load_records(
     task: Task,
     data: str | Path | Iterable[Mapping[str, Any]] | None = None,
     *,
+    shape: Shape | None = None,
     skip_bad: bool = False,
     limit: int | None = None,
 ) -> Records:
@@ -141,18 +143,23 @@ def load_records(
 
     Records with an empty prompt or no reference are always left out, and named by line.
 
-    `skip_bad`: leave out records that cannot be read, instead of refusing the file. `limit`: only the first records;
+    `shape`: of the records, whose prompts then fill the only field of the task's prompt. `skip_bad`: leave out records
+    that cannot be read, instead of refusing the file. `limit`: only the first records;
     errors after them are not reported.
 
     Raises DataError: a line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice
     (all unless `skip_bad`, all counted), a file that cannot be opened, or no record left to score.
     """
     source, rows = _named_rows(task, data)
+    template = task.template()
+    template.shape = shape
+    if shape is not None:
+        rows = shaped(rows, shape)
     items: dict[str, Record] = {}
     skipped: list[Reject] = []
     wrong: list[Reject] = []
     end = None
-    for record in usable(read_records(rows, task.template()), wrong):
+    for record in usable(read_records(rows, template), wrong):
         if record.is_blank:
             skipped.append(Reject(record.line, "empty prompt"))
         elif not record.references:

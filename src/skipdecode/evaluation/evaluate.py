@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.environment import isolated_torch
-from skipdecode.common.files import is_stream
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
-from skipdecode.common.rows import read_rows
 from skipdecode.cost.source import wall_solver
 from skipdecode.data.chats import chat_fault
-from skipdecode.data.examples import RecordOptions, make_template, read_file
+from skipdecode.data.examples import known_shape, written_turns
 from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
+from skipdecode.data.records import refuse_rejects
 from skipdecode.data.shapes import TEXT
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.engine.opening import load
-from skipdecode.errors import DataError, ModelLoadError, UsageError
+from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
 from skipdecode.evaluation.methods import Method, other_ways
 from skipdecode.evaluation.metrics import MetricOptions, check_metric, check_metrics, make_metrics
@@ -47,6 +46,8 @@ from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 
+_REMEDY = "give a `task`, which names their fields"
+_ANSWERS = "`prompts` in place of `data` compares without references"
 AnySchedule = Schedule | str | Path
 Data = str | Path | Iterable[Mapping[str, Any]]
 """A JSONL or CSV file, or records."""
@@ -202,20 +203,15 @@ class _Evaluation:
     def on_records(self, data: Data | None, task: Task | str | Path | None, out: Path) -> list[Run]:
         options, chosen = self.options, task_of(self.ref, task)
         skip_bad = options.bad_records == "skip"
-        guessed = data is not None and task is None and recipe_template(self.ref.recipe) is None
-        rows, as_chats = _of_known_shape(data, skip_bad=skip_bad) if guessed else (None, False)
+        shape = None if task is not None else known_shape(data, _REMEDY, _ANSWERS, chosen.template())
+        is_plain = task is None and recipe_template(self.ref.recipe) is None
         chosen = replace(chosen, chat=chosen.chat or options.chat)
         most = options.max_new_tokens or chosen.max_new_tokens
         prompt_room(context_length(self.ref.config), most)
         carried = self.ref.schedule
         asked = self._chosen(chosen.response_tokens.get("p95", most)) or [carried or Schedule.full(self.ref.num_layers)]
         places = self._places(asked, out)
-        try:
-            records = load_records(chosen, rows or data, skip_bad=skip_bad, limit=options.limit)
-        except DataError as e:
-            if task is None:
-                e.args = (f"{e} (`task` names other fields)",)
-            raise
+        records = load_records(chosen, data, shape=shape, skip_bad=skip_bad, limit=options.limit)
         note_left_out(records.skipped)
         if task is None:
             note(f"task {chosen.name}, prompts {chosen.prompt!r}")
@@ -225,7 +221,11 @@ class _Evaluation:
         names = check_metrics(options.metrics or chosen.metrics, metric_options, None if named else note)
         metrics = make_metrics(names, metric_options)
         llm = self._open(self.model)
-        chosen = replace(chosen, chat=chosen.chat or (as_chats and chat_fault(llm.tokenizer) is None))
+        as_chats = is_plain and shape is not TEXT and chat_fault(llm.tokenizer) is None
+        chosen = replace(chosen, chat=chosen.chat or as_chats)
+        written, rejects = written_turns("data", records.items, chosen.template(), llm.tokenizer)
+        refuse_rejects("data", rejects, skip_bad=skip_bad and bool(written))
+        records = replace(records, items=written, skipped=(*records.skipped, *rejects))
         _check_template(llm.loaded, chosen)
         untuned = llm.loaded.untuned_line(s for s in asked if not s.is_full)
         for line in (untuned, f"engine: {llm.backend.name}"):
@@ -344,24 +344,6 @@ def task_of(ref: ModelRef, task: Task | str | Path | None) -> Task:
     fields = ("prompt", "chat", "truncate", "max_prompt_tokens")
     found = {name: getattr(template, name) for name in fields}
     return replace(plain, **found, references=tuple(dict.fromkeys((*template.responses, *plain.references))))
-
-
-def _of_known_shape(data: Any, *, skip_bad: bool) -> tuple[list[dict[str, Any]] | None, bool]:
-    """Records of another shape than prompts as text as prompts with responses, None for others; and whether they may
-    be chats.
-    """
-    if isinstance(data, str | Path):
-        rows: Iterator[Any] = iter(()) if is_stream(data) else (row for _, row in read_rows(data))
-    else:
-        rows = iter(data if isinstance(data, Sequence) else ())
-    first = next((row for row in rows if isinstance(row, Mapping)), {"prompt": ""})
-    if isinstance(first.get("prompt"), str):
-        return None, True
-    template = make_template(RecordOptions(), data)
-    file = read_file(data, template, skip_bad=skip_bad)
-    found = file.records
-    known = [{**one.for_chat, "id": one.id, "prompt": one.prompt, "response": one.references[0]} for one in found]
-    return known, template.shape != TEXT
 
 
 def _check_template(loaded: LoadedModel, task: Task) -> None:

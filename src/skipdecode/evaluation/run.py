@@ -17,7 +17,7 @@ from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.chats import response_ids
 from skipdecode.data.prompts import context_length, encode_prompts, outside, prompt_room
-from skipdecode.data.records import Reject
+from skipdecode.data.records import Reject, lines_by_reason
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task, repeated
 from skipdecode.engine.opening import end_tokens
@@ -166,7 +166,8 @@ class TaskEvaluation:
         A signature has library, version and settings of a metric; a fidelity figure's is its definition.
         """
         records = self.records.items
-        texts, references = self._texts(outputs.tokens), [record.references for record in records]
+        texts = self._texts(outputs.tokens)
+        references = [[reference.strip() for reference in record.references] for record in records]
         tables: dict[str, Table] = {}
         signatures = dict(FIDELITY)
         for metric in self.metrics:
@@ -271,7 +272,4 @@ class TaskEvaluation:
 def note_left_out(rejects: Sequence[Reject]) -> None:
     """Note how many records are left out, and the line and reason of the first ones; nothing if there are none."""
     if rejects:
-        lines = ", ".join(f"{line} ({reason})" for line, reason in rejects[:5])
-        more = " ..." if len(rejects) > 5 else ""
-        noun = "record" if len(rejects) == 1 else "records"
-        note(f"{len(rejects)} {noun} left out; lines {lines}{more}")
+        note(f"{len(rejects)} record{'s' if len(rejects) > 1 else ''} left out: {lines_by_reason(rejects)}")

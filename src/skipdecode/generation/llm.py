@@ -21,10 +21,10 @@ from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import near
 from skipdecode.common.plain import listed, unwrapped
 from skipdecode.common.progress import note
-from skipdecode.data.chats import MESSAGE_FIELDS, checked_variables
+from skipdecode.data.chats import checked_variables
 from skipdecode.data.forms import are_token_ids, choose_form
+from skipdecode.data.messages import Message, is_message
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
-from skipdecode.data.records import Message
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens, load, open_engines
@@ -468,5 +468,5 @@ def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> O
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one or several; a list of messages is one chat, and one of whole numbers its token ids."""
     found = listed(prompts, "prompts")
-    is_chat = bool(found) and all(isinstance(p, Mapping) and {"role"} < p.keys() <= MESSAGE_FIELDS for p in found)
+    is_chat = bool(found) and all(map(is_message, found))
     return [found] if is_chat or are_token_ids(found) else found

@@ -113,8 +113,11 @@ def forget_prompts(directory: Path) -> None:
 
 
 def default_template(tokenizer: Any, template: Template | None = None) -> Template:
-    """`template`, or plain prompts: as chats if the model has a chat template."""
-    return template or Template("{prompt}", "response", chat=chat_fault(tokenizer) is None)
+    """`template`, or plain prompts; where it does not say, they are chats if the model has a chat template."""
+    template = template or Template("{prompt}", "response", chat=None)
+    if template.chat is None:
+        template.chat = chat_fault(tokenizer) is None
+    return template
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def prepare(
     started = time.perf_counter() if started is None else started
     options.setdefault("self", train is None and dev is None)
     place = Path(out)
-    PREPARE_DIRECTORY.check(place, resume=True)
+    PREPARE_DIRECTORY.check(place)
     train, dev, test, prompts = map(as_records, (train, dev, test, prompts))
     if prompts is not None and not isinstance(prompts, str | Path):
         write_whole(place / PROMPTS_FILE, b"".join(map(json_line, map(PromptForm().row, prompts))))

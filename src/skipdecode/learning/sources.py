@@ -96,15 +96,17 @@ class Sources:
     def given(self, loaded: LoadedModel) -> dict[str, Any]:
         """The records and their form: as they are, or, of a known shape or with a part held out, as files."""
         form, template = {name: getattr(self._settings, name) for name in _FORM}, self._template
-        if template.shape is not None:
+        answer = template.responses[0]
+        if not self._settings.task:
             decide_chat(template, loaded)
-            form |= {"prompt_field": "prompt", "response_field": "response", "chat": template.chat}
+            form |= {"prompt_template": template.prompt, "prompt_field": None, "response_field": answer}
+            form["chat"] = template.chat
         for name, file in self._rewritten.items():
-            answer, file = template.responses[0], written_turns(file, template, loaded.tokenizer)
-            refuse_rejects(name, file.rejects, skip_bad=self._settings.skips_bad)
+            records, rejects = written_turns(name, file.records, template, loaded.tokenizer)
+            refuse_rejects(name, [*file.rejects, *rejects], skip_bad=self._settings.skips_bad)
             rows = (
                 {**one.for_chat, **(one.values or {"prompt": one.prompt}), "id": one.id, answer: one.references[0]}
-                for one in file.records
+                for one in records
             )
             place = self._sources[name] = self._out / "records" / f"{name}.jsonl"
             write_whole(place, b"".join(map(json_line, rows)))

@@ -8,20 +8,28 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.options import kinds
-from skipdecode.data.chats import chat_fault, token_ids
+from skipdecode.data.chats import (
+    chat_fault,
+    render_chat,
+    template_fault,
+    token_ids,
+    unread_variable,
+    unused_fields,
+    unused_roles,
+)
 from skipdecode.data.forms import PromptForm
+from skipdecode.data.messages import REASONING, checked_text, read_messages
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.errors import GrammarError, MissingExtraError, UsageError
+from skipdecode.errors import DataError, GrammarError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.generation.calls import CallForm, parameters_of
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import GrammarKind, Grammars
 from skipdecode.serving.errors import ApiError, invalid
 from skipdecode.serving.limits import ServerLimits
-from skipdecode.serving.messages import Chat, chat_text
-from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, Prompt
+from skipdecode.serving.protocol import Chat, ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from skipdecode.serving.request_state import Choice, RequestState
 
 if TYPE_CHECKING:
@@ -246,3 +254,47 @@ class Preprocessor:
 def _field_of(prompt: Prompt) -> str:
     """The name under which it was sent."""
     return "messages" if isinstance(prompt, Chat) else "prompt"
+
+
+# ---------------------------------------------------------------------- the text of a chat
+
+
+def chat_text(tokenizer: Any, chat: Chat, defaults: Mapping[str, Any] = {}) -> str:
+    """The prompt of a chat, up to where the answer begins; `defaults` are variables that the request may change.
+
+    Raises ApiError: the template refuses the chat, or does not use one of its fields.
+    """
+    if (fault := template_fault(tokenizer)) is not None:
+        raise invalid(f"{fault}: use completions", "messages")
+    variables = {**defaults, **_variables(tokenizer, chat)}
+    try:
+        messages = read_messages("messages", [message.model_dump(exclude_unset=True) for message in chat.messages])
+        text = render_chat(tokenizer, messages, chat.tools, variables=variables)
+        if roles := unused_roles(tokenizer, messages, chat.tools, variables):
+            raise _unsupported(f"messages of the role {min(roles)}", "messages")
+        # Templates leave out old reasoning by intent.
+        if unused := unused_fields(tokenizer, messages, chat.tools, text, variables) - {*REASONING}:
+            name = min(unused)
+            raise _unsupported(name, name if name == "tools" else f"messages.{name}")
+        return checked_text("the rendered prompt", text)
+    except (DataError, ModelLoadError) as e:
+        raise invalid(str(e), "messages") from None
+
+
+def _variables(tokenizer: Any, chat: Chat) -> Mapping[str, Any]:
+    """The variables that a request gives to the template."""
+    if (unread := unread_variable(tokenizer, chat.variables, chat.tools or None)) is not None:
+        raise _unsupported(unread, f"chat_template_kwargs.{unread}"[:100])
+    effort = chat.reasoning_effort
+    if effort is None:
+        return chat.variables
+    made: dict[str, Any] = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+    made = {name: value for name, value in made.items() if unread_variable(tokenizer, [name]) is None}
+    if not made:
+        raise _unsupported("reasoning_effort", "reasoning_effort")
+    return made | dict(chat.variables)
+
+
+def _unsupported(name: str, param: str) -> ApiError:
+    message = f"this model's chat template does not use {name[:100]}: leave it out"
+    return ApiError(400, "unsupported_field", message, param)

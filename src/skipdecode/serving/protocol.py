@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from skipdecode.data.chats import ToolChoice
 from skipdecode.data.forms import schema_of
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import OptionError
 from skipdecode.generation.grammar import GrammarKind
-from skipdecode.serving.errors import invalid
-from skipdecode.serving.messages import VARIABLES, Chat, Message, Neutral, Strict, Text, Tool, Variables
+from skipdecode.serving.errors import ApiError, invalid
 
 _MOST_STOPS = 16
 _MOST_STOP_TOKENS = 64
@@ -23,6 +23,47 @@ _MOST_SUPPRESSED = 1000
 _INT64 = 2**63
 _UNUSED = "accepted; not used, not kept"
 _OBJECT = {"type": "object"}
+
+
+def _whole_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_text)]
+Neutral = Mapping[str, tuple[Any, ...]]
+
+
+class Strict(BaseModel):
+    """Fields that are known, of the right type. What is null, or changes nothing, is as good as left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_implemented(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if value is None:
+                continue
+            if name in cls.model_fields or name not in cls.neutral:
+                kept[name] = value
+            elif not any(_same(value, neutral) for neutral in cls.neutral[name]):
+                accepted = "".join(f", or give {neutral!r}" for neutral in cls.neutral[name])
+                message = f"{name} is not implemented: leave it out{accepted}"
+                raise ApiError(400, "unsupported_field", message, name)
+        return kept
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
 
 TokenId = Annotated[int, Field(ge=0)]
 Stop = Annotated[Text, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
@@ -93,6 +134,63 @@ class StructuredOutputs(Strict):
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
+
+
+# ---------------------------------------------------------------------- chats
+
+
+class Message(Strict):
+    """One message of a chat; an answer of this server, or of OpenAI's, may be sent back as it came.
+
+    `skipdecode.data.messages` reads it, as it reads those of files.
+    """
+
+    neutral = {"annotations": ([],), "audio": ()}
+    type: Literal["text", "message"] | None = Field(None, description="accepted; says nothing more than the role")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    refusal: Text | None = Field(None, description="the content of an answer without another")
+    name: Text | None = Field(None, description="refused if the chat template does not use it")
+    tool_calls: list[dict[str, Any]] = []
+    function_call: dict[str, Any] | None = Field(None, description="OpenAI's older form of one call")
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = Field(None, description="of an earlier answer, for chat templates that use it")
+    reasoning: Text | None = Field(None, description="as reasoning_content")
+    thinking: Text | None = Field(None, description="as reasoning_content")
+
+
+Variables = dict[str, Any]
+_VARIABLES = "variables of the chat template, such as enable_thinking"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages, and what else their chat template is given."""
+
+    messages: list[Message]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class _Declared(Strict):
+    name: _Name
+    description: Text | None = None
+    parameters: dict[str, Any] = Field({})
+    strict: bool = Field(False, description="accepted; a schema holds where tool_choice demands a call")
+
+
+class Tool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: _Declared
+
+
+# ---------------------------------------------------------------------- requests
 
 
 class _GenerationFields(Strict):
@@ -236,7 +334,7 @@ class ChatRequest(_GenerationFields):
 
     neutral: ClassVar[Neutral] = {**_NEUTRAL, **_NEUTRAL_IN_CHATS}
     messages: Annotated[list[Message], Field(min_length=1)]
-    chat_template_kwargs: Variables = Field({}, description=VARIABLES)
+    chat_template_kwargs: Variables = Field({}, description=_VARIABLES)
     reasoning_effort: Text | None = Field(None, description="for the chat template; none: enable_thinking=false too")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -293,7 +391,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    chat_template_kwargs: Variables = Field({}, description=VARIABLES)
+    chat_template_kwargs: Variables = Field({}, description=_VARIABLES)
     add_special_tokens: bool | None = Field(
         None, description="the start token and the like; default: true, but for a chat, whose template has them"
     )

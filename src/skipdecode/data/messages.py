@@ -1,0 +1,193 @@
+"""Texts and messages of records and requests: one reader for files, tuning, Python and the server.
+
+It takes messages as OpenAI, ShareGPT, Bedrock and tables write them, and returns what chat templates take: text in
+`role` and `content`, calls of tools in OpenAI's form with their arguments as objects, and further fields as they are.
+Knows nothing about tokenizers: `skipdecode.data.chats.render_chat` adapts roles and reasoning to a template.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from skipdecode.common.jsonl import is_text, kind_of
+from skipdecode.common.rows import without_nulls
+from skipdecode.errors import DataError
+
+Message = dict[str, Any]
+"""A message of a chat: ``role``, ``content``, and other fields that a chat template may use."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the reasoning before an answer, in its message."""
+MESSAGE_FIELDS = {
+    "role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "annotations", "audio",
+    "type", "weight", "train", *REASONING,
+}  # fmt: skip
+"""OpenAI's, by which a message is told from a record."""
+_CALL = "function_call"
+_ASSISTANT = {"assistant", "gpt", "chatgpt", "bot", "model", _CALL}
+_ROLES = {"human": "user", "observation": "tool", "function": "tool"} | dict.fromkeys(_ASSISTANT, "assistant")
+_SENDERS = {*_ROLES, "user", "system", "developer", "tool"}
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TYPES = ("text", "message")  # of a message, which say nothing more than its role
+_NOTHING: tuple[Any, ...] = (None, [], {})
+
+
+# ---------------------------------------------------------------------- texts
+
+
+def checked_text(where: str, text: str) -> str:
+    """Return `text` if it can be written as UTF-8; else raise DataError."""
+    if not is_text(text):
+        raise DataError(f"{where} has half of a surrogate pair, which is no text")
+    return text
+
+
+def as_text(field: str, value: Any) -> str:
+    """Return the text of a field, which may be a number; raises DataError for another value."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"field is no text: {field!r} is {kind_of(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"field is no text: {field!r} is {value}, not a finite number")
+    return checked_text(f"field is no text: {field!r}", str(value))
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def read_messages(field: str, value: Any) -> list[Message]:
+    """Read the messages in a field: a list, or its JSON text. A system message without content is left out.
+
+    An answer that is not learned (`weight` 0, `train` false) has the entry `weight` 0.
+
+    Raises DataError, which names the message, if one cannot be used.
+    """
+    messages = _parsed(value)
+    if not isinstance(messages, list):
+        raise DataError(f"field {field!r} is {kind_of(value)}: give a list of messages")
+    read = (_message(f"message {number} of field {field!r}", each) for number, each in enumerate(messages, 1))
+    return [message for message in read if message["content"] is not None]
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value is a message of a chat, and not a record."""
+    if not isinstance(value, Mapping):
+        return False
+    return {"from", "value"} <= value.keys() or {"role"} < value.keys() <= MESSAGE_FIELDS
+
+
+def has_answer(value: Any) -> bool:
+    """Whether one of the messages in a field is an assistant's; a field that cannot be read counts as one that has."""
+    messages = _parsed(value)
+    if not isinstance(messages, list):
+        return True
+    return any(isinstance(each, Mapping) and each.get("role", each.get("from")) in _ASSISTANT for each in messages)
+
+
+def _message(where: str, value: Any) -> Message:
+    fields = without_nulls(dict(value)) if isinstance(value, Mapping) else {}
+    role = _role(fields)
+    content = fields.pop("content", None)
+    if role == _CALL:
+        if not isinstance(_parsed(content), list | dict):
+            raise DataError(f"{where} is a call and no JSON: give an object with name and arguments")
+        fields["tool_calls"], content = content, None
+    calls = _calls(where, fields)
+    if fields.get("type") in _TYPES:
+        del fields["type"]
+    learned = fields.pop("weight", 1) != 0 and fields.pop("train", True) is not False
+    role, text = _ROLES.get(role, role), _text(where, content)
+    if text is None and isinstance(fields.get("refusal"), str):
+        text = fields.pop("refusal")
+    if text is None and (calls or any(fields.get(name) for name in REASONING)):
+        text = ""
+    if not isinstance(role, str) or (text is None and role not in ("system", "developer")):
+        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
+    if calls and role != "assistant":
+        raise DataError(f"{where} has 'tool_calls', which belong to an assistant's message, not to the role {role!r}")
+    message = {"role": checked_text(where, role), "content": text} | ({"tool_calls": calls} if calls else {})
+    message |= {name: entry for name, entry in fields.items() if entry not in _NOTHING}
+    return message if learned or role != "assistant" else message | {"weight": 0}
+
+
+def _role(fields: dict[str, Any]) -> Any:
+    """Take the role out of the fields of a message; `from` and `value` become role and content."""
+    if "from" not in fields:
+        return fields.pop("role", None)
+    role, fields["content"] = fields.pop("from"), fields.pop("value", None)
+    if not isinstance(role, str) or role not in _SENDERS:
+        raise DataError(f"'from' is {role!r}: give one of {', '.join(sorted(_SENDERS))}")
+    return role
+
+
+def _text(where: str, content: Any) -> str | None:
+    """Return the text of a content, which is text or a list of parts; None without content."""
+    if content is None or content == []:
+        return None
+    if not isinstance(content, list):
+        content = [content]
+    texts = [part if isinstance(part, str) else _text_of_part(where, part) for part in content]
+    return checked_text(where, "".join(texts))
+
+
+def _text_of_part(where: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
+    kind = part.get("type", "text")
+    text = part.get(_PARTS[kind]) if isinstance(kind, str) and kind in _PARTS else None
+    if not isinstance(text, str):
+        raise DataError(f"{where} has a part of the type {kind!r} without text: give parts of the type 'text'")
+    return text
+
+
+def _calls(where: str, fields: dict[str, Any]) -> list[Message]:
+    """Take the calls of tools out of the fields of a message, those of OpenAI's older form too."""
+    calls, older = _parsed(fields.pop("tool_calls", [])), fields.pop(_CALL, None)
+    if isinstance(calls, Mapping) or older is not None:
+        calls = [older or calls]
+    return [_call(where, call) for call in _objects(f"'tool_calls' of {where}", calls)]
+
+
+def _call(where: str, call: Mapping[str, Any]) -> Message:
+    """A call of a tool in OpenAI's form, with its arguments as an object; datasets have name and arguments alone."""
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"a call of {where} has no name: give an object with 'name' and 'arguments'")
+    arguments = _parsed(function.get("arguments") or {})
+    if not isinstance(arguments, dict):
+        raise DataError(f"'arguments' of a call of {where} are no JSON object")
+    rest = {name: call[name] for name in ("id", "type") if name in call}
+    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def chat_fields(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    """Return the system message and the tools of a record; `chat`: its tools have to be right.
+
+    Tools may be JSON's text, as tables have them, together or one by one.
+    """
+    system, tools = row.get("system"), _parsed(row.get("tools"))
+    fields: dict[str, Any] = {}
+    if isinstance(system, str) and system.strip():
+        fields["system"] = checked_text("field 'system'", system)
+    if isinstance(tools, list):
+        tools = [_parsed(tool) for tool in tools]
+    if tools and (chat or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
+        fields["tools"] = _objects("field 'tools'", tools)
+    return fields
+
+
+def _objects(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise DataError(f"{where} is {kind_of(value)}: give a list of objects")
+    return value
+
+
+def _parsed(value: Any) -> Any:
+    """Return the value of JSON's text of an object or a list; another value as it is."""
+    parsed = value
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(value)
+    return parsed if isinstance(parsed, list | dict) else value
