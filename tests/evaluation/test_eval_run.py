@@ -26,11 +26,11 @@ from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.compare import compare_runs
-from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import METRICS, make_metrics
 from skipdecode.evaluation.results import EvaluationSettings, Run, check_free, load_run
 from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.evaluation.scores import free_running, ratio_score, sums, token_fidelity
+from skipdecode.generation.speed import Method, batches
 from textgen_tools import read_rows
 from tiny import LAYERS, tiny_model
 
@@ -287,7 +287,7 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
     finished = {name: (out / "full" / name).stat().st_mtime_ns for name in ("run.json", "outputs.jsonl")}
     assert not (out / "skipdecode-2x" / "run.json").exists()
     lines = read_rows(out / "unfinished.jsonl")[1:]
-    kept, turns = ([row for row in lines if row[0].startswith(what)] for what in ("batch", "speed"))
+    kept, turns = ([row for row in lines if row[0].startswith(what)] for what in ("batch", "speed 4"))
     # Another run may not replace what is finished, nor take over or throw away what is not.
     assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 2
     assert "give --overwrite to replace it" in capsys.readouterr().err

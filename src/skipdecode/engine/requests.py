@@ -15,6 +15,8 @@ FinishReason = Literal["eos", "length", "stop", "error"]
 """The reason why a sequence ended: an end token, its length limit, a stop string, or a grammar that cannot go on."""
 
 
+BATCH = 8
+"""Sequences that are decoded together where a user names no number."""
 _LEAST_TEMPERATURE = 0.01
 
 

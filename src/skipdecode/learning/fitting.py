@@ -9,6 +9,8 @@ are of one pass, and solved in fp64 with a ridge that held-out batches choose. d
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from skipdecode.common.progress import progress_bar
-from skipdecode.data.batches import Batch
+from skipdecode.data.batches import IGNORE, Batch
 from skipdecode.errors import FitError
+from skipdecode.generation.speed import spread_over
 from skipdecode.learning.meter import check_finite
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.attach import at_full_depth
@@ -48,11 +51,13 @@ class Fitter:
     Memory grows with the tokens of `batches` x hidden_size x (depths + 1), the states before and behind one layer.
 
     `model`: fitted at full depth, whatever is attached. `batches`: texts at full depth: prompts and answers, aligned.
+    `until`: reading of `time.perf_counter()` by which the fit is made, on fewer texts if it must be.
     """
 
     model: Any
     batches: Sequence[Batch]
     options: FitOptions
+    until: float = math.inf
 
     def fit(self, schedules: Sequence[Schedule]) -> Fit:
         """The fit for schedules of one drop order: maps for their prompt sets, bridges over the layers that they skip.
@@ -76,7 +81,7 @@ class Fitter:
         self, depths: Sequence[frozenset[int]], projected: Mapping[tuple[int, ...], set[int]], whole: bool
     ) -> Fit:
         with torch.inference_mode(), at_full_depth(self.model):
-            return _Sweep(self.model, depths, projected, whole, self.batches, self.options).run()
+            return _Sweep(self.model, depths, projected, whole, self.batches, self.options, self.until).run()
 
 
 class _Inputs:
@@ -172,7 +177,9 @@ class _Sweep:
         whole: bool,
         batches: Sequence[Batch],
         options: FitOptions,
+        until: float = math.inf,
     ) -> None:
+        self._until = until
         self._plain = unwrap(model)
         self._layers: list[Any] = list(decoder_layers(self._plain))
         self._tuples = find_family(self._plain).returns
@@ -191,11 +198,26 @@ class _Sweep:
         last = max({layer for depth in self._depths for layer in depth}.union(*self._projected.values()))
         with progress_bar(last + 1, "layer", name="fitting") as bar:
             for index in range(last + 1):
+                start = time.perf_counter()
                 self._fit_layer(index)
+                self._keep_pace((last - index) * (time.perf_counter() - start))
                 bar.update()
         about = {"rank": self._options.fit_rank, "tokens": sum(batch.tokens for batch in self._batches)}
         taps = self._options.fit_taps if self._maps else 0
         return Fit(len(self._layers), self._width, self._bridges, self._maps, taps, about)
+
+    def _keep_pace(self, seconds: float) -> None:
+        """Leave texts out if the layers to come would take so many `seconds`, and there are fewer."""
+        left, count = self._until - time.perf_counter(), len(self._batches)
+        if seconds <= left:
+            return
+        answers = sum(int((batch.targets != IGNORE).sum()) for batch in self._batches)
+        least = math.ceil(count * self._width / answers)  # as many tokens as a bridge has columns
+        chosen = spread_over(count, min(count, max(least, round(count * max(0.0, left) / seconds), 1)))
+        self._inputs.clear()  # which are sums over all texts
+        lists: list[list[Any]] = [self._batches, self._calls, *self._states.values(), *self._prompts.values()]
+        for every in lists:
+            every[:] = [every[number] for number in chosen]
 
     def _fit_layer(self, index: int) -> None:
         """Fit the maps of a layer, and move all states behind the layer."""
