@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -59,6 +60,17 @@ def evaluated(model: Any, out: Path, method: Method, *, full_depth: bool = True,
     work = TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, metrics, options, {"model": "tiny"})
     *_, run = work.run({**beside, out: method}, out)
     return run
+
+
+def test_an_evaluation_ends_at_the_clock_with_the_records_that_are_finished(model: Any, tmp_path: Path):
+    methods = {tmp_path / "full": Method(Backend(model)), tmp_path / "own": Method(Backend(model), SCHEDULE)}
+    settings, metrics = EvaluationSettings(batch_size=3, resamples=50), make_metrics(["rougeL"])
+    work = TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, metrics, settings, {}, until=time.perf_counter())
+    full, own = work.run(methods, tmp_path)
+    assert full.data["n"] == own.data["n"] == 2  # the first group has no limit
+    assert [row["id"] for row in own.outputs] == ["r0", "r1"]
+    assert own.data["request_speedup"] > 0 < own.data["request_speedup_alone"]
+    assert own.data["speed"]["new_tokens"] < own.data["speed"]["records"] * own.data["speed"]["request_tokens"]
 
 
 @pytest.fixture(scope="module")

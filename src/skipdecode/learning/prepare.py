@@ -29,7 +29,6 @@ from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import squeezed
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
 from skipdecode.learning.goal import prompt_sets, suited
-from skipdecode.learning.pace import TYPICAL, WHOLE, Pace
 from skipdecode.learning.prepared import MILDER, NEIGHBOURS, TIMES, Prepared, neighbours, tuned_directory
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
@@ -40,10 +39,13 @@ from skipdecode.learning.settings import (
 )
 from skipdecode.learning.sources import Sources
 from skipdecode.learning.stages import (
+    TYPICAL,
+    WHOLE,
     Answers,
     Clock,
     Evaluation,
     Layers,
+    Pace,
     Stages,
     Timing,
     Tuning,

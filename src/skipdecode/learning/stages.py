@@ -1,4 +1,4 @@
-"""The stages of `prepare` as data, their log, and the clock that ends each of them.
+"""The stages of `prepare` as data, with their sizes, their log, and the clock that ends each of them.
 
 A stage is done once, counts the time of all its processes, and is done again if its files are lost. The log stores the
 dataclasses of this module; the class and the minutes of a stage are its key.
@@ -12,18 +12,21 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+import torch
+
 from skipdecode.common.files import write_whole
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note
-from skipdecode.data.examples import Source
+from skipdecode.data.batches import batches_of, response_logits
+from skipdecode.data.examples import Example, Source
 from skipdecode.errors import SkipDecodeError
-from skipdecode.learning.pace import EvaluationSize, Pace, SearchSize
 from skipdecode.learning.settings import CLOCK_FILE, PREPARE_JOURNAL
+from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.carried import RECIPE_FILE
 
 TUNED_SHARE = 1 / 2
@@ -32,6 +35,107 @@ _ANSWERS, _LAYERS, _EVALUATION = 1 / 8, 1 / 6, 1 / 12  # of the minutes, at most
 _LEAST_SCALE = 0.2  # of these shares, where loading the model takes most of the rest
 _ENDING = 1.05  # times the first evaluation: the last one, with its table
 _SOME_TUNING = 0.1  # of the minutes: with less, nothing is tuned
+
+_PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
+_TIMED = 2  # records
+_LEAST_TEXTS = 16  # of an evaluation that says something
+TYPICAL = Example("", *2 * (tuple(1 + i % 8 for i in range(96)),))  # before there are texts
+_DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
+_LEAST_RECORDS, _MOST_RECORDS = 8, 64
+_TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
+_MOST_A_COLUMN = 28  # tokens of a fit: twice as many lower the KL by 3% (docs/LOG.md)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+@dataclass(frozen=True)
+class SearchSize:
+    """Options of `calibrate` by which a search takes longer or shorter."""
+
+    records: int
+    fit_depths: int
+    spread_prompts: bool
+    fit_tokens: int = 0
+
+
+_SEARCHES = (SearchSize(8, 4, True), SearchSize(8, 2, False), SearchSize(4, 2, False))
+
+
+@dataclass(frozen=True)
+class EvaluationSize:
+    """How much an evaluation measures at most; `tokens` is the share of an own text's tokens that is generated."""
+
+    records: int
+    neighbours: bool
+    speed_batches: int
+    speed_rounds: int
+    tokens: float = 1.0
+
+
+WHOLE = EvaluationSize(records=64, neighbours=True, speed_batches=4, speed_rounds=3)
+SHORT = EvaluationSize(records=48, neighbours=False, speed_batches=1, speed_rounds=2, tokens=0.25)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Tokens per second of a model's forward at full depth, and the mean tokens of a prompt with its response."""
+
+    tokens_per_second: float
+    text_tokens: float
+
+    @classmethod
+    def of(cls, model: Any, examples: Sequence[Example]) -> Pace:
+        """Measure two forwards on a few records, of which the second counts, in the type that learning takes."""
+        model = in_hardware_type(model)
+        (batch,) = batches_of(examples[:_TIMED], _TIMED)
+        batch, took = batch.to(model.device), 0.0
+        with torch.inference_mode():
+            for _ in range(2):
+                start = time.perf_counter()
+                response_logits(model, batch, attached=False)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
+                took = time.perf_counter() - start
+        length = sum(len(e.prompt) + len(e.response) for e in examples) / len(examples)
+        return cls(batch.tokens / took, length)
+
+    def enough(self, width: int) -> float:
+        """Return about the minutes of which half are left to tune, after small stages, for texts of this length."""
+        search = _PRODUCTS * (2 * _TOKENS_A_COLUMN * width + 4 * _LEAST_RECORDS * self.text_tokens)
+        evaluation = 4 * _LEAST_TEXTS * self.text_tokens * 2  # four methods; generated, timed and read
+        return 2 * (24 * self.text_tokens + search + 2 * evaluation) / self.tokens_per_second / 60
+
+    def search(self, seconds: float, width: int, prompt_sets: int) -> SearchSize:
+        """Return the most thorough search that takes about so many seconds and whose fit has tokens, or the least one.
+
+        `width` is hidden_size, `prompt_sets` the number of prompt sets to try, without evenly spaced ones.
+        """
+        size, tokens = _SEARCHES[-1], 0.0
+        for size in _SEARCHES:
+            sets = prompt_sets * (1 + size.spread_prompts)
+            measured = size.records * self.text_tokens * (1 + sets)
+            # Sets of the lowest layers share full depth's states; others have states of half of the layers.
+            passes = _PRODUCTS * (1 + 0.3 * size.fit_depths + (0.4 if size.spread_prompts else 0.05) * sets)
+            tokens = (seconds * self.tokens_per_second - measured) / passes
+            if tokens >= _TOKENS_A_COLUMN * width:
+                break
+        return replace(size, fit_tokens=max(1, min(_MOST_A_COLUMN * width, round(tokens))))
+
+    def evaluation(self, seconds: float, a_batch: float, batch: int, speedups: Sequence[float]) -> EvaluationSize:
+        """Return the size of an evaluation that is to take about so many seconds: WHOLE if that fits.
+
+        `a_batch`: seconds of a batch of requests at full depth. `speedups`: those of full depth and of the schedules,
+        each of which runs with W8A8 weights too, in about half of the time.
+        """
+        runs = -(-WHOLE.records // batch) + WHOLE.speed_rounds * WHOLE.speed_batches
+        took = 1.5 * sum(a_batch / speedup for speedup in speedups) * runs
+        return WHOLE if took <= seconds else SHORT
+
+    def dev_records(self, seconds: float) -> int:
+        """Return the number of dev records whose loss takes a small part of so many seconds."""
+        affordable = _DEV_SHARE * seconds * self.tokens_per_second / self.text_tokens
+        return min(_MOST_RECORDS, max(_LEAST_RECORDS, int(affordable)))
 
 
 # ---------------------------------------------------------------------- the stages
