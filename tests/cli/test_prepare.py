@@ -27,13 +27,13 @@ from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
-from skipdecode.errors import OutputError, UsageError
+from skipdecode.errors import OutputError
 from skipdecode.generation.self_generated import TEST_FILE, TRAIN_FILE
 from skipdecode.generation.speed import squeezed
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.prepared import neighbours
-from skipdecode.learning.settings import PREPARE_DIRECTORY, FitOptions
-from skipdecode.learning.stages import SHORT, Clock, Evaluation, Layers, Pace, SearchSize, Stages, Timing, Tuning
+from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions, SearchSize
+from skipdecode.learning.stages import Clock, Evaluation, Layers, Pace, Stages, Timing, Tuning
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import load_model
@@ -66,7 +66,7 @@ def arguments(place: Path, *more: str) -> list[str]:
     files = [f"--{name}={place / name}.jsonl" for name in ("train", "dev")]
     form = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
     other = ["--target-speedup", "1.3", "--cost", str(place / "cost.json"), "--out", str(place / "out")]
-    return ["prepare", str(place / "model"), *files, *form, *other, "--json", "--resume", *more]
+    return ["prepare", str(place / "model"), *files, *form, *other, "--json", *more]
 
 
 def said(capsys: Any, command: list[str]) -> dict[str, Any]:
@@ -410,9 +410,8 @@ def test_a_run_that_failed_in_its_first_stage_is_continued(place: Path, tmp_path
     out = tmp_path / "out"
     out.mkdir()
     (out / "stage.json").write_text('{"stage": "layers", "seconds": 1.0, "cpu_seconds": 1.0}')
-    PREPARE_DIRECTORY.check(out, resume=True)
-    with pytest.raises(UsageError, match="`resume`"):
-        PREPARE_DIRECTORY.check(out, resume=False)
+    PREPARE_DIRECTORY.check(out)
+    assert main(arguments(place, "--minutes", "0", "--no-fit", "--out", str(out))) == 0
 
 
 def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_continued(
@@ -420,9 +419,11 @@ def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_conti
 ) -> None:
     write_jsonl(place / "bad.jsonl", [{"colour": "red"}])
     command = [*arguments(place, "--minutes", "0"), "--out", str(place / "corrected"), "--no-fit"]
-    command.remove("--resume")
     assert main([*command, "--train", str(place / "bad.jsonl")]) == 2
     assert "bad.jsonl" in capsys.readouterr().err
+    assert main([*command, "--target-speedup", "50"]) == 2
+    assert "50 is out of reach" in capsys.readouterr().err
+    assert [path.name for path in (place / "corrected").iterdir() if not path.name.startswith(".")] == []
     put, measured = KeptValues.put, []
 
     def put_three(kept: KeptValues, key: str, value: Any) -> None:
@@ -434,9 +435,11 @@ def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_conti
     monkeypatch.setattr(KeptValues, "put", put_three)
     assert main(command) == 130
     monkeypatch.undo()
-    assert main(command) == 2
-    assert "resume to continue" in capsys.readouterr().err
-    assert main([*command, "--resume"]) == 0
+    assert main([*command, "--seed", "1"]) == 2  # another command
+    assert "overwrite" in capsys.readouterr().err
+    assert main(command) == 0
+    assert main([*command, "--seed", "1", "--overwrite"]) == 0
+    assert json.loads((place / "corrected" / "prepared.json").read_text())["minutes"] == 0
 
 
 def test_a_fit_ends_at_the_clock_on_fewer_texts() -> None:

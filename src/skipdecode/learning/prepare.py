@@ -21,6 +21,7 @@ from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.examples import Example, RecordOptions, Source, encode_source, make_template, read_sources
 from skipdecode.engine.opening import load
+from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.evaluation.compare import near_zero, with_kept
 from skipdecode.evaluation.evaluate import evaluate
 from skipdecode.evaluation.metrics import MetricOptions
@@ -33,6 +34,7 @@ from skipdecode.learning.prepared import MILDER, NEIGHBOURS, TIMES, Prepared, ne
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
     PROMPTS_FILE,
+    WHOLE,
     CalibrationSettings,
     FitOptions,
     PrepareOptions,
@@ -40,7 +42,6 @@ from skipdecode.learning.settings import (
 from skipdecode.learning.sources import Sources
 from skipdecode.learning.stages import (
     TYPICAL,
-    WHOLE,
     Answers,
     Clock,
     Evaluation,
@@ -78,12 +79,14 @@ def prepare(
     prompts: str | Path | Sequence[str] | None = None,
     cost: CostModel | str | Path | None = None,
     out: str | Path,
+    overwrite: bool = False,
     started: float | None = None,
     **options: Any,
 ) -> Prepared:
     """Make a model fast: choose layers and a fit, tune under the schedule, and evaluate before and after.
 
-    An interrupted call continues. With other `minutes`, the layers and the fit are reused, and the results compared.
+    The same call continues an interrupted one. With other `minutes`, the layers and the fit are reused, and the results
+    compared.
 
     Parameters
     ----------
@@ -102,6 +105,8 @@ def prepare(
         Cost of a step; see `skipdecode.calibrate`.
     out : str or Path
         Directory for all results.
+    overwrite : bool
+        Begin anew in a directory that has the results of another call, or of this one.
     started : float, optional
         `time.perf_counter()` when the minutes began. Default: now.
     **options
@@ -118,13 +123,13 @@ def prepare(
     started = time.perf_counter() if started is None else started
     options.setdefault("self", train is None and dev is None)
     place = Path(out)
-    PREPARE_DIRECTORY.check(place, resume=True)
+    PREPARE_DIRECTORY.check(place, overwrite=overwrite)
     if prompts is not None and not isinstance(prompts, str | Path):
         write_whole(place / PROMPTS_FILE, b"".join(json_line({"prompt": prompt}) for prompt in prompts))
         prompts = place / PROMPTS_FILE
     settings = PrepareOptions(prompts=None if prompts is None else str(prompts), **options)
     sources = {name: one for name, one in (("train", train), ("dev", dev), ("test", test)) if one}
-    return _Run(settings, model, sources, cost, place).run(started)
+    return _Run(settings, model, sources, cost, place).run(started, overwrite)
 
 
 class _Run:
@@ -158,9 +163,9 @@ class _Run:
 
     # ------------------------------------------------------------------ the story
 
-    def run(self, started: float) -> Prepared:
+    def run(self, started: float, overwrite: bool) -> Prepared:
         settings, out, minutes = self.settings, self.out, self.settings.minutes
-        with closing(Stages(out, self._depends_on(), _OUTPUTS, started)) as stages:
+        with closing(Stages(out, self._depends_on(), _OUTPUTS, started, overwrite=overwrite)) as stages:
             clock = Clock(stages, minutes, settings.self, self.loading)
             note(self._plan(clock))
             answers = None if settings.self else self.sources.given(self.loaded)
@@ -172,8 +177,12 @@ class _Run:
             timing = None
             if minutes:
                 timing = stages.run(Timing, lambda: self._timing(answers, clock.until(Layers.label)))
-            choose = partial(self._layers, answers, timing, clock)
-            layers = stages.run(Layers, choose, directory=self.fit)
+            try:
+                choose = partial(self._layers, answers, timing, clock)
+                layers = stages.run(Layers, choose, directory=self.fit)
+            except (TargetError, UsageError, DataError):
+                stages.forget()
+                raise
             fit = stages.files(Layers)
             target = Schedule.load(self.fit / SCHEDULE_FILE)
             evaluate_first = partial(self._evaluated, layers, target, clock.until(Evaluation.label))
@@ -338,7 +347,6 @@ class _Run:
             out=directory,
             schedule=file,
             minutes=plan.minutes,
-            resume=True,
             **self._record_options(answers),
             sampled_speedups=(*others, *[nominal] * len(others)),  # the target as often as all others together
             distill_weight=float(settings.self) if settings.distill_weight is None else settings.distill_weight,

@@ -327,3 +327,28 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
         least=1,
     )
     seed: int = option("seed of all random choices", default=0, least=0)
+
+
+@dataclass(frozen=True)
+class SearchSize:
+    """Options of `calibrate` by which a search takes longer or shorter."""
+
+    records: int
+    fit_depths: int
+    spread_prompts: bool
+    fit_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluationSize:
+    """How much an evaluation measures at most; `tokens` is the share of an own text's tokens that is generated."""
+
+    records: int
+    neighbours: bool
+    speed_batches: int
+    speed_rounds: int
+    tokens: float = 1.0
+
+
+WHOLE = EvaluationSize(records=64, neighbours=True, speed_batches=4, speed_rounds=3)
+SHORT = EvaluationSize(records=48, neighbours=False, speed_batches=1, speed_rounds=2, tokens=0.25)

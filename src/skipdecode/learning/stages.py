@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -20,20 +21,23 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 import torch
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.journal import KeptValues
+from skipdecode.common.journal import ANEW, KeptValues, is_begun
+from skipdecode.common.jsonl import PREPARED_FILE
 from skipdecode.common.progress import note
 from skipdecode.data.batches import batches_of, response_logits
 from skipdecode.data.examples import Example, Source
 from skipdecode.errors import SkipDecodeError
-from skipdecode.learning.settings import CLOCK_FILE, PREPARE_JOURNAL
+from skipdecode.learning.settings import CLOCK_FILE, PREPARE_JOURNAL, SHORT, WHOLE, EvaluationSize, SearchSize
 from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.carried import RECIPE_FILE
+from skipdecode.models.loading.card import PICTURE_FILE
 
 TUNED_SHARE = 1 / 2
 """Of the minutes, at least; the other stages shrink first."""
 _ANSWERS, _LAYERS, _EVALUATION = 1 / 8, 1 / 6, 1 / 12  # of the minutes, at most; there are two evaluations
 _LEAST_SCALE = 0.2  # of these shares, where loading the model takes most of the rest
 _ENDING = 1.05  # times the first evaluation: the last one, with its table
+_DIRECTORIES = ("answers", "records", "fit", "tuned-*", "eval-*")
 _SOME_TUNING = 0.1  # of the minutes: with less, nothing is tuned
 
 _PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
@@ -49,32 +53,7 @@ _MOST_A_COLUMN = 28  # tokens of a fit: twice as many lower the KL by 3% (docs/L
 # ---------------------------------------------------------------------- sizes
 
 
-@dataclass(frozen=True)
-class SearchSize:
-    """Options of `calibrate` by which a search takes longer or shorter."""
-
-    records: int
-    fit_depths: int
-    spread_prompts: bool
-    fit_tokens: int = 0
-
-
 _SEARCHES = (SearchSize(8, 4, True), SearchSize(8, 2, False), SearchSize(4, 2, False))
-
-
-@dataclass(frozen=True)
-class EvaluationSize:
-    """How much an evaluation measures at most; `tokens` is the share of an own text's tokens that is generated."""
-
-    records: int
-    neighbours: bool
-    speed_batches: int
-    speed_rounds: int
-    tokens: float = 1.0
-
-
-WHOLE = EvaluationSize(records=64, neighbours=True, speed_batches=4, speed_rounds=3)
-SHORT = EvaluationSize(records=48, neighbours=False, speed_batches=1, speed_rounds=2, tokens=0.25)
 
 
 @dataclass(frozen=True)
@@ -255,20 +234,34 @@ class Stages:
     """The finished stages of a directory, and the time that they and this process took.
 
     `settings`: JSON-ready; all that the stages depend on. `outputs`: patterns of the files that a stage makes.
-    `started`: reading of `time.perf_counter()` when the minutes of this process began.
+    `started`: reading of `time.perf_counter()` when the minutes of this process began. `overwrite`: begin anew, unless
+    the directory has an unfinished run with these settings.
     """
 
     def __init__(
-        self, out: Path, settings: Mapping[str, Any], outputs: Sequence[str] = (), started: float = 0.0
+        self,
+        out: Path,
+        settings: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        started: float = 0.0,
+        *,
+        overwrite: bool = False,
     ) -> None:
         path = out / PREPARE_JOURNAL
-        self._log = KeptValues(path, settings, pieces="stages", remedy="give another output directory")
+        if overwrite and ((out / PREPARED_FILE).exists() or not is_begun(path, settings)):
+            _remove_results(out)
+        self._log = KeptValues(path, settings, pieces="stages", remedy=ANEW)
         self._outputs, self._started = outputs, started
         self._here = self._before = 0.0  # seconds of finished stages of this process; of killed ones in this stage
 
     def close(self) -> None:
         """Close the log."""
         self._log.close()
+
+    def forget(self) -> None:
+        """Remove all stages and their files: a refused command leaves nothing behind."""
+        self._log.remove()
+        _remove_results(self._log.path.parent)
 
     def finished(self) -> list[Finished]:
         """All finished stages, in the order of their completion."""
@@ -335,6 +328,16 @@ class Stages:
         """The files of a stage that later stages and users need, with digests of the small ones."""
         files = (file for pattern in self._outputs for file in sorted(directory.glob(pattern)))
         return {file.name: _digest(file) for file in files}
+
+
+def _remove_results(out: Path) -> None:
+    """Remove what a run has made in a directory."""
+    for pattern in (PREPARE_JOURNAL, PREPARED_FILE, CLOCK_FILE, PICTURE_FILE, *_DIRECTORIES):
+        for path in out.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def _restored(kind: type[T], values: Mapping[str, Any]) -> T:
