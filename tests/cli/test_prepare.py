@@ -132,7 +132,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert [row["scores"] for row in again["rows"]] == [row["scores"] for row in tuned["rows"]]
     none_left = said(capsys, arguments(place, "--minutes", "0.01", *rank))
     assert none_left["minutes"] == 0
-    assert f"--minutes {none_left['more_minutes']:g} " in none_left["next"][1]
+    assert none_left["next"][1].endswith(f"--minutes {none_left['more_minutes']:g}")
     assert main(arguments(place, "--minutes", "0", "--seed", "1", *rank)) == 2
     assert "seed" in capsys.readouterr().err
 
@@ -423,7 +423,7 @@ def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_conti
     assert "bad.jsonl" in capsys.readouterr().err
     assert main([*command, "--target-speedup", "50"]) == 2
     assert "50 is out of reach" in capsys.readouterr().err
-    assert [path.name for path in (place / "corrected").iterdir() if not path.name.startswith(".")] == []
+    assert not list((place / "corrected").glob("[!.]*"))
     put, measured = KeptValues.put, []
 
     def put_three(kept: KeptValues, key: str, value: Any) -> None:
@@ -443,9 +443,9 @@ def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_conti
 
 
 def test_a_fit_ends_at_the_clock_on_fewer_texts() -> None:
-    model, rows = tiny_model("llama"), [Example(str(i), (3, 4, 5), tuple(range(6, 46))) for i in range(12)]
+    model, rows = tiny_model("llama"), [Example(str(i), (3, 4, 5), tuple(range(6, 46))) for i in range(20)]
     batches, schedule = [collate([row]) for row in rows], Schedule(8, (2, 3), (6,))
-    whole, cut = (Fitter(model, batches, FitOptions(), until).fit([schedule]) for until in (math.inf, 0.0))
+    whole, cut = (Fitter(model, batches, FitOptions(fit_rank=8), until).fit([schedule]) for until in (math.inf, 0.0))
     assert cut.bridges.keys() == whole.bridges.keys()
     assert cut.about["tokens"] < whole.about["tokens"]
 

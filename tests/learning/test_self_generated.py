@@ -148,7 +148,7 @@ def test_answers_that_run_at_the_end_of_their_time_are_cut_and_kept(model: str, 
     loaded, begun = load_model(model), time.perf_counter()
     _, about = own_answers(loaded, options, RecordOptions(), prompts, tmp_path, seed=0, **sizes)
     assert time.perf_counter() - begun < 5  # 400 tokens of 99 answers take longer
-    assert about["prompts"] == 32
+    assert 32 <= about["prompts"] < 99
     assert about["kept"] > 24
     assert len(read_rows(tmp_path / TEST_FILE)) >= 99 - about["kept"]
 

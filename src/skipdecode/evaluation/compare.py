@@ -290,9 +290,9 @@ def row_name(row: Row) -> str:
 
 
 def _column(score: str) -> tuple[str, str]:
-    """The heading and the format of a score; of the perplexity, how many times as high as the base model's it is."""
+    """The heading and the format of a score; of the perplexity, how many times as high as before it is."""
     if score == PERPLEXITY:
-        return "perplexity against base", "{perplexity_ratio:.2f} times"
+        return "perplexity against before", "{perplexity_ratio:.2f} times"
     return score, f"{{scores[{score}]:.1f}}"
 
 

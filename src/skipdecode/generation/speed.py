@@ -137,9 +137,11 @@ def decode_until(engine: Engine, requests: Sequence[Request], until: float) -> l
 def groups_in_time(count: int, size: int, until: float) -> Iterator[tuple[range, float]]:
     """Yield groups of records, growing up to `size`, as long as the next one is likely to end before `until`.
 
-    With each group comes the limit of its own: the first one, of two records, has none.
+    With each group comes the limit of its own: the first one, of two records, has none. Without `until` all groups have
+    `size` records.
     """
-    start, rows, a_row = 0, min(2, size), 0.0
+    start, a_row = 0, 0.0
+    rows = size if until == math.inf else min(2, size)
     while start < count:
         group, begun = range(start, min(start + rows, count)), time.perf_counter()
         if start and begun + a_row * len(group) > until:

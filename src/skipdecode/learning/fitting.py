@@ -212,7 +212,8 @@ class _Sweep:
         if seconds <= left:
             return
         answers = sum(int((batch.targets != IGNORE).sum()) for batch in self._batches)
-        least = math.ceil(count * self._width / answers)  # as many tokens as a bridge has columns
+        # As many tokens as a bridge has columns, and as its rank needs.
+        least = math.ceil(count * max(self._width, self._options.fit_rank + 1) / answers)
         chosen = spread_over(count, min(count, max(least, round(count * max(0.0, left) / seconds), 1)))
         self._inputs.clear()  # which are sums over all texts
         lists: list[list[Any]] = [self._batches, self._calls, *self._states.values(), *self._prompts.values()]

@@ -166,7 +166,7 @@ class Prepared(Printed):
         yield from impossible(rows)
         known = {minutes: kept for minutes, kept in document["kept_by_minutes"].items() if kept is not None}
         if low := near_zero(rows):
-            yield f"the model does not do this task yet: {low}; no share of it is kept: tune it at full depth first"
+            yield f"the model does not do this task yet: {low}; there is no share to keep: tune it at full depth first"
         elif known:
             kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
             yield f"{document['target']} keeps {kept}"
