@@ -41,7 +41,7 @@ from skipdecode.cost.model import CostModel
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import SkipDecodeError, UnfitModelError, UsageError
-from skipdecode.evaluation.methods import Generation, Method
+from skipdecode.generation.speed import Generation, Method
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import choose_device, load_model

@@ -327,12 +327,22 @@ def test_summary_tells_layers_speed_and_bytes(capsys: Any, tmp_path: Path, model
     assert (summary["rows"], summary["bad_rows"], summary["new_tokens"]) == (30, 0, 240)
     assert summary["decode_tokens"] == 210
     assert 0 < summary["kv_bytes_peak"] < summary["kv_bytes_full_peak"]
-    assert summary["comparison"]["batches"] == 4
+    assert (summary["comparison"]["batches"], summary["comparison"]["batch_size"]) == (4, 8)
+    assert "4 batches of 8 again: drafts and shared prefixes on all sides" in table
     assert summary["comparison"]["nominal_speedup"] == pytest.approx(LAYERS / schedule.mean_budget(7))
     for name in ("nominal", "decode", "request"):
         assert f"{summary['comparison'][name + '_speedup']:.2f}x" in table
     assert 0 < summary["comparison"]["request_tokens_per_s"] < summary["comparison"]["decode_tokens_per_s"] * 8 / 7
     assert found["environment"]["packages"]["torch"]
+
+
+def test_a_schedule_whose_prompts_alone_skip_is_described_so(capsys: Any, model_dir: str, rows_file: str):
+    assert generate(model_dir, "--input", rows_file, "--output", "/dev/null", "--schedule", "full:p4", "--compare") == 0
+    told = capsys.readouterr().err
+    assert f"prompts alone skip layers and run 4 of {LAYERS}; new tokens run all" in told
+    assert f"prompts ran 4.0 of {LAYERS} layers, new tokens all; keys and values: at most" in told
+    assert f"prompts run 4 of {LAYERS} layers, which the nominal speed-up leaves out" in told
+    assert "0% saved" not in told
 
 
 def test_an_interrupted_comparison_loses_no_row(

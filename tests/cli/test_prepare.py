@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -24,11 +25,15 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.cost.model import CostModel
-from skipdecode.errors import OutputError, UsageError
+from skipdecode.data.batches import collate
+from skipdecode.data.examples import Example
+from skipdecode.errors import OutputError
 from skipdecode.generation.self_generated import TEST_FILE, TRAIN_FILE
-from skipdecode.learning.prepared import neighbours, squeezed
-from skipdecode.learning.settings import PREPARE_DIRECTORY
-from skipdecode.learning.stages import Stages
+from skipdecode.generation.speed import squeezed
+from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.prepared import neighbours
+from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions, SearchSize
+from skipdecode.learning.stages import Clock, Evaluation, Layers, Pace, Stages, Timing, Tuning
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import load_model
@@ -36,6 +41,14 @@ from skipdecode.models.loading.ref import ModelRef
 from textgen_tools import read_rows, save_tiny_model
 from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
+
+
+@pytest.fixture(autouse=True)
+def every_score_counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny models do no task."""
+    if "scores_nothing" not in request.node.name:
+        monkeypatch.setattr("skipdecode.evaluation.compare._CLEAR", 1e-9)
+        monkeypatch.setattr("skipdecode.evaluation.compare.NEAR_ZERO", 0)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +66,7 @@ def arguments(place: Path, *more: str) -> list[str]:
     files = [f"--{name}={place / name}.jsonl" for name in ("train", "dev")]
     form = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
     other = ["--target-speedup", "1.3", "--cost", str(place / "cost.json"), "--out", str(place / "out")]
-    return ["prepare", str(place / "model"), *files, *form, *other, "--json", "--resume", *more]
+    return ["prepare", str(place / "model"), *files, *form, *other, "--json", *more]
 
 
 def said(capsys: Any, command: list[str]) -> dict[str, Any]:
@@ -88,7 +101,8 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     # Beside the scores by speed-up, the target's by minutes.
     assert image.imread(place / "out" / "kept.png").shape[1] == 2 * by_speed.shape[1]
     model = tuned["use"]["model"]
-    assert load_model(model).schedule.name == "calibrated-1.3x-wall"
+    assert load_model(model).schedule.name == tuned["target"] == fitted["target"]
+    assert tuned["target"].startswith("calibrated-p4-")
     assert load_model(model).schedule.prompt_layers() == (0, 1, 2, 3)
     assert json.loads((Path(model) / "recipe.json").read_text())["options"]["distill_weight"] == 0.5
     assert {schedule.nominal_speedup > 1 for schedule in ModelRef(model).recipe.tuned_under} == {True, False}
@@ -97,7 +111,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert main(["export", model, "--format", "merged", "--out", str(place / "merged")]) == 0
     for each in (Path(model), place / "merged"):
         card = ModelCard.load(each / "README.md")
-        assert re.search(r"calibrated-1.3x-wall *\| *0.\d+ *\| \d\.\d\dx", card.text)
+        assert re.search(tuned["target"] + r", after [\d.]+ min *\| \d\.\d\dx", card.text)
         assert "](kept.png)" in card.text and (each / "kept.png").is_file()  # noqa: PT018
         assert {"bleu", "rouge", "chrf"} <= {*card.data.metrics}
     assert "skipdecode prepare model --train=train.jsonl" in ModelCard.load(Path(model) / "README.md").text
@@ -118,10 +132,19 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert [row["scores"] for row in again["rows"]] == [row["scores"] for row in tuned["rows"]]
     none_left = said(capsys, arguments(place, "--minutes", "0.01", *rank))
     assert none_left["minutes"] == 0
-    assert f"--minutes {none_left['more_minutes']:g} " in none_left["next"][1]
-
+    assert none_left["next"][1].endswith(f"--minutes {none_left['more_minutes']:g}")
     assert main(arguments(place, "--minutes", "0", "--seed", "1", *rank)) == 2
     assert "seed" in capsys.readouterr().err
+
+
+def test_that_nothing_was_tuned_is_said_early_and_last(place: Path, tmp_path: Path, capsys: Any) -> None:
+    command = arguments(place, "--minutes", "0.01", "--no-fit", "--out", str(tmp_path / "out"))
+    assert main([word for word in command if word != "--json"]) == 0
+    printed, notes = capsys.readouterr()
+    assert notes.index("0.01 minutes may be too few to tune") < notes.index("0.01 minutes leave 0.0 to tune")
+    last = printed.splitlines()[-1]
+    assert last.startswith("nothing was tuned: 0.01 minutes left 0.0 for it; this tunes: skipdecode prepare")
+    assert "more minutes" not in printed
 
 
 def test_the_fastest_way_that_keeps_a_share_is_recommended(place: Path, tmp_path: Path, capsys: Any) -> None:
@@ -131,22 +154,27 @@ def test_the_fastest_way_that_keeps_a_share_is_recommended(place: Path, tmp_path
     asked[at : at + 2] = []  # milder schedules are tried too
     found = said(capsys, asked)
     rows = {row["name"]: row for row in found["rows"]}
-    assert "calibrated-1.5x-wall, slower" in rows
-    assert rows["full, exact"]["kept"] == pytest.approx(1)
-    assert rows["full, exact"]["exact"]
     assert rows["full, w8a8"]["quantization"] == "w8a8"
+    assert {found["target"], f"{found['target']}, w8a8"} <= rows.keys()
+    assert len([name for name in rows if name.startswith("calibrated-") and "w8a8" not in name]) > 1
+    assert all(row["request_speedup_alone"] > 0 for row in rows.values())
     keeping = [row for row in rows.values() if not row["full_depth"] and row["kept"] >= 0.01]
-    best = max(keeping, key=lambda row: row["request_speedup"])
-    assert best["request_speedup"] > 1
+    best, alone = (
+        max((row for row in keeping if row[speed] > 1), key=lambda row: row[speed], default=None)
+        for speed in ("request_speedup", "request_speedup_alone")
+    )
     command = shlex.split(found["next"][0])
-    assert ("quantization" in found["use"]) == ("quantization" in best)
+    assert ("quantization" in found["use"]) == ("quantization" in (best or {}))
     text = said(capsys, [*command[1:-2], "red hat", "--max-new-tokens", "4"])["text"]
     llm = skipdecode.LLM(tmp_path / "out")
     assert llm.generate(["red hat"], 4)[0].text == text
     assert llm.schedule_of(None).is_full == (found["use"].get("schedule") == "full")
     assert main([word for word in asked if word != "--json"]) == 0
     told = capsys.readouterr().out
-    assert f"recommended to keep 1%: {best['name']}, {best['request_speedup']:.2f} times as fast" in told
+    if best is not None:
+        assert f"recommended to keep 1%: {best['name']}, {best['request_speedup']:.2f} times as fast" in told
+    assert "in batches of 8" in told
+    assert ("for one request at a time:" in told) == (alone is not None and alone is not best)
 
 
 @pytest.mark.parametrize("share", [0.125, 0.3, 0.9])
@@ -168,11 +196,13 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
     fitted = call(minutes=0)
     assert llm.generate(["red hat\n"], 8) == before
     assert fitted.path is None
-    assert "kept: worst score, compared with the model before" in str(fitted)
+    assert "as a share of full depth's best, before or after tuning" in str(fitted)
+    assert str(fitted).splitlines()[-1] == "nothing was tuned: minutes 0"
     assert re.search(r"^time: choosing layers \d+\.\d min, evaluation \d+\.\d min$", str(fitted), re.M)
     assert fitted._repr_html_().startswith("<pre>kept")
-    target = fitted.rows[1]
-    assert target["name"] == fitted.schedule.name == "calibrated-1.3x-wall"
+    target = next(row for row in fitted.rows if row["name"] == fitted.document["target"])
+    assert target["name"] == fitted.schedule.name
+    assert "-wall" not in str(fitted)
     assert target["request_speedup"] > 0
     assert len(fitted.llm.generate(["red hat\n"], 8)[0].tokens) <= 8
 
@@ -265,7 +295,7 @@ def test_a_model_that_scores_nothing_gets_its_table(place: Path, tmp_path: Path,
     assert {row["kept"] for row in document["rows"]} == {None}
     assert main([word for word in command if word != "--json"]) == 0
     told = capsys.readouterr().out
-    assert "every score of full depth is 0" in told
+    assert "the model does not do this task yet: BLEU 0.0 of 100" in told
     assert "skipdecode generate" in told
     assert not (tmp_path / "out" / "kept.png").exists()
 
@@ -285,19 +315,23 @@ def test_other_records_or_weights_are_not_compared_with_earlier_ones(place: Path
     assert "checkpoint" in capsys.readouterr().err
 
 
+def evaluation(number: int) -> Evaluation:
+    return Evaluation(0.0, [{"number": number}])
+
+
 def test_a_stage_whose_files_are_gone_or_changed_is_done_again(tmp_path: Path, capsys: Any) -> None:
     runs, file = [], tmp_path / "fit" / "schedule.json"
     file.parent.mkdir()
 
-    def work() -> dict[str, Any]:
+    def work() -> Evaluation:
         file.write_text("made")
         runs.append(1)
-        return {"run": len(runs)}
+        return evaluation(len(runs))
 
-    with closing(Stages(tmp_path / "prepare.jsonl", {}, ("schedule.json",))) as stages:
+    with closing(Stages(tmp_path, {}, ("schedule.json",))) as stages:
 
-        def stage(of: Any = None) -> int:
-            return stages.run("layers", work, place=file.parent, of=of)["run"]
+        def stage(reads: Any = None) -> int:
+            return stages.run(Evaluation, work, directory=file.parent, reads=reads).rows[0]["number"]
 
         assert [stage(), stage()] == [1, 1]
         file.write_text("another")
@@ -305,7 +339,7 @@ def test_a_stage_whose_files_are_gone_or_changed_is_done_again(tmp_path: Path, c
         file.unlink()
         assert [stage(), stage()] == [3, 3]
         assert "is done again" in capsys.readouterr().err
-        assert [stage(of="another fit"), stage(of="another fit")] == [4, 4]
+        assert [stage(reads="another fit"), stage(reads="another fit")] == [4, 4]
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -314,37 +348,70 @@ def test_a_faster_schedule_lies_within_the_fit(tmp_path: Path, flat: bool) -> No
     model = tiny_model("llama", num_hidden_layers=layers)
     target = Schedule(layers, tuple(range(1, 12)), (8,) if flat else (16, 14, 12, 10, 8), name="target")
     bare = [schedule.name for schedule in neighbours(target, tmp_path)]
-    assert bare == ["target", "target, slower", "target, faster"]
+    assert bare[0] == "target"
+    assert len(set(bare)) == 3
+    assert all(re.fullmatch(r"target-\d+(to\d+)?", name) for name in bare[1:])
     random_fit(model).of_schedule(target).save(tmp_path / FIT_FILE)
     fit = Fit.load(tmp_path / FIT_FILE)
     found = {schedule.name: schedule for schedule in neighbours(target, tmp_path)}
     assert all(fit.serves(schedule) for schedule in found.values())
-    assert ("target, faster" in found) is not flat
+    faster = [schedule for schedule in found.values() if schedule.mean_budget() < target.mean_budget()]
+    assert len(faster) == (not flat)
     if not flat:
-        assert found["target, faster"].mean_budget() < target.mean_budget()
-        assert Schedule.load(tmp_path / "faster.json") == found["target, faster"]
+        assert Schedule.load(tmp_path / "faster.json") == faster[0]
 
 
 def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
-    def interrupted() -> dict[str, Any]:
+    def interrupted() -> Evaluation:
         time.sleep(0.3)
         raise KeyboardInterrupt
 
     for _ in range(2):
-        with closing(Stages(tmp_path / "prepare.jsonl", {})) as stages, pytest.raises(KeyboardInterrupt):
-            stages.run("layers", interrupted)
-    with closing(Stages(tmp_path / "prepare.jsonl", {})) as stages:
-        assert 0.6 <= stages.run("layers", lambda: {"done": True})["seconds"] < 60
-        assert stages.run("tuning 1", dict)["seconds"] < 0.6
+        with closing(Stages(tmp_path, {})) as stages, pytest.raises(KeyboardInterrupt):
+            stages.run(Evaluation, interrupted, minutes=0.0)
+    started = time.perf_counter()
+    with closing(Stages(tmp_path, {}, started=started)) as stages:
+        stages.run(Evaluation, lambda: evaluation(stages.spent() > 0.6), minutes=0.0)
+        assert stages.find(Evaluation, 0.0) == evaluation(True)  # killed processes count while the stage runs
+        assert 0.6 <= stages.seconds(Evaluation, 0.0) < 60
+        stages.run(Tuning, lambda: Tuning({}, []), minutes=1)
+        assert stages.seconds(Tuning, 1) < 0.6
+
+
+def test_a_stage_is_restored_with_its_types(tmp_path: Path) -> None:
+    timing = Timing(Pace(80.0, 120.5), None, SearchSize(8, 2, False, 100), 16)
+    with closing(Stages(tmp_path, {})) as stages:
+        made = [stages.run(Timing, lambda: timing), stages.run(Layers, lambda: Layers(SHORT, 40))]
+    with closing(Stages(tmp_path, {})) as stages:
+        assert [stages.find(Timing), stages.find(Layers)] == made == [timing, Layers(SHORT, 40)]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("loading", [0.0, 10.0, 40.0])
+def test_tuning_gets_half_of_the_minutes_and_other_stages_end_at_the_clock(
+    tmp_path: Path, own: bool, loading: float
+) -> None:
+    started = time.perf_counter() - loading
+    with closing(Stages(tmp_path, {}, started=started)) as stages:
+        clock = Clock(stages, 6, own, loading)
+        ends = [clock.until(label) - started for label in clock.shares]
+        assert ends == sorted(ends)
+        assert clock.end - started == pytest.approx(360, abs=0.5)
+        later = 60 * 6 * clock.shares["evaluation"] + 3 * loading
+        if loading < 40:
+            assert 360 - ends[-1] - later >= 180 - 1
+        else:  # a minute in six loads: the others shrink as far as they can
+            assert sum(clock.shares.values()) < 0.1
+        stages.run(Layers, lambda: Layers(SHORT, 1))
+        assert clock.minutes_to_tune(20) == pytest.approx(6 - (loading * 4 + 21) / 60, abs=0.02)
 
 
 def test_a_run_that_failed_in_its_first_stage_is_continued(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "stage.json").write_text('{"stage": "layers", "seconds": 1.0, "cpu_seconds": 1.0}')
-    PREPARE_DIRECTORY.check(out, resume=True)
-    with pytest.raises(UsageError, match="`resume`"):
-        PREPARE_DIRECTORY.check(out, resume=False)
+    PREPARE_DIRECTORY.check(out)
+    assert main(arguments(place, "--minutes", "0", "--no-fit", "--out", str(out))) == 0
 
 
 def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_continued(
@@ -352,9 +419,11 @@ def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_conti
 ) -> None:
     write_jsonl(place / "bad.jsonl", [{"colour": "red"}])
     command = [*arguments(place, "--minutes", "0"), "--out", str(place / "corrected"), "--no-fit"]
-    command.remove("--resume")
     assert main([*command, "--train", str(place / "bad.jsonl")]) == 2
     assert "bad.jsonl" in capsys.readouterr().err
+    assert main([*command, "--target-speedup", "50"]) == 2
+    assert "50 is out of reach" in capsys.readouterr().err
+    assert not list((place / "corrected").glob("[!.]*"))
     put, measured = KeptValues.put, []
 
     def put_three(kept: KeptValues, key: str, value: Any) -> None:
@@ -366,9 +435,19 @@ def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_conti
     monkeypatch.setattr(KeptValues, "put", put_three)
     assert main(command) == 130
     monkeypatch.undo()
-    assert main(command) == 2
-    assert "resume to continue" in capsys.readouterr().err
-    assert main([*command, "--resume"]) == 0
+    assert main([*command, "--seed", "1"]) == 2  # another command
+    assert "overwrite" in capsys.readouterr().err
+    assert main(command) == 0
+    assert main([*command, "--seed", "1", "--overwrite"]) == 0
+    assert json.loads((place / "corrected" / "prepared.json").read_text())["minutes"] == 0
+
+
+def test_a_fit_ends_at_the_clock_on_fewer_texts() -> None:
+    model, rows = tiny_model("llama"), [Example(str(i), (3, 4, 5), tuple(range(6, 46))) for i in range(20)]
+    batches, schedule = [collate([row]) for row in rows], Schedule(8, (2, 3), (6,))
+    whole, cut = (Fitter(model, batches, FitOptions(fit_rank=8), until).fit([schedule]) for until in (math.inf, 0.0))
+    assert cut.bridges.keys() == whole.bridges.keys()
+    assert cut.about["tokens"] < whole.about["tokens"]
 
 
 @pytest.mark.slow
@@ -377,5 +456,5 @@ def test_the_minutes_are_the_time_of_the_whole_call(place: Path, tmp_path: Path,
     form = {"prompt_template": "{colour} {thing}\n", "response_field": "ref", "target_speedup": 1.3, "fit_rank": 4}
     form |= {"cost": place / "cost.json", "minutes": 0.5, "started": (start := time.perf_counter() - late)}
     ready = skipdecode.prepare(place / "model", records(24), records(12, seed=1), out=tmp_path / "out", **form)
-    assert time.perf_counter() - start == pytest.approx(30, rel=0.25)
+    assert time.perf_counter() - start == pytest.approx(27, rel=0.2)
     assert ready.document["seconds"]["tuning 0.5"] > 3

@@ -226,7 +226,7 @@ def test_files_and_the_next_command(deep_dir, tmp_path, capsys, monkeypatch):
     assert command[:2] == ["skipdecode", "plan"]
     second = plan(capsys, *command[2:])
     kept = Schedule.from_json((tmp_path / "schedule.json").read_text())
-    assert kept.name == "skipdecode-1.5x-wall"
+    assert kept.name == "skipdecode-24to12"
     assert "skipdecode generate" in second
     assert "--schedule schedule.json" in second
 

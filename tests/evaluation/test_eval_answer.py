@@ -8,8 +8,9 @@ from quality_runs import quality_runs, score
 from skipdecode import Schedule
 from skipdecode.engine.opening import Backend
 from skipdecode.evaluation.compare import compare_runs, pairs_table, runs_tables
-from skipdecode.evaluation.methods import Method, medians_of, speed_entries, time_equal_lengths
 from skipdecode.evaluation.results import EvaluationSettings, Run
+from skipdecode.evaluation.run import speed_entries
+from skipdecode.generation.speed import Method, medians_of, time_equal_lengths
 from tiny import LAYERS, tiny_model
 
 
@@ -77,7 +78,7 @@ def test_every_method_gives_each_row_the_same_number_of_tokens():
         found = speed_entries(turns, method, full, EvaluationSettings(resamples=20), {})
         assert found["speed"]["fed_tokens"] == sum(lengths) - len(lengths)
         assert found["decode_speedup"] > 0 < found["request_speedup"]
-        about = {"records": len(lengths), "new_tokens": sum(lengths)}
-        longer = speed_entries(turns, method, full, EvaluationSettings(resamples=20, speed_tokens=10**9), about)
+        about = {"records": len(lengths), "new_tokens": sum(lengths), "request_tokens": 10**9}
+        longer = speed_entries(turns, method, full, EvaluationSettings(resamples=20), about)
         assert longer["request_speedup"] == pytest.approx(longer["decode_speedup"])
     assert medians_of(turns, methods[1])["layers_per_token"] == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -26,11 +27,11 @@ from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.compare import compare_runs
-from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import METRICS, make_metrics
 from skipdecode.evaluation.results import EvaluationSettings, Run, check_free, load_run
 from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.evaluation.scores import free_running, ratio_score, sums, token_fidelity
+from skipdecode.generation.speed import Method, batches
 from textgen_tools import read_rows
 from tiny import LAYERS, tiny_model
 
@@ -59,6 +60,17 @@ def evaluated(model: Any, out: Path, method: Method, *, full_depth: bool = True,
     work = TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, metrics, options, {"model": "tiny"})
     *_, run = work.run({**beside, out: method}, out)
     return run
+
+
+def test_an_evaluation_ends_at_the_clock_with_the_records_that_are_finished(model: Any, tmp_path: Path):
+    methods = {tmp_path / "full": Method(Backend(model)), tmp_path / "own": Method(Backend(model), SCHEDULE)}
+    settings, metrics = EvaluationSettings(batch_size=3, resamples=50), make_metrics(["rougeL"])
+    work = TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, metrics, settings, {}, until=time.perf_counter())
+    full, own = work.run(methods, tmp_path)
+    assert full.data["n"] == own.data["n"] == 2  # the first group has no limit
+    assert [row["id"] for row in own.outputs] == ["r0", "r1"]
+    assert own.data["request_speedup"] > 0 < own.data["request_speedup_alone"]
+    assert own.data["speed"]["new_tokens"] < own.data["speed"]["records"] * own.data["speed"]["request_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +299,7 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
     finished = {name: (out / "full" / name).stat().st_mtime_ns for name in ("run.json", "outputs.jsonl")}
     assert not (out / "skipdecode-2x" / "run.json").exists()
     lines = read_rows(out / "unfinished.jsonl")[1:]
-    kept, turns = ([row for row in lines if row[0].startswith(what)] for what in ("batch", "speed"))
+    kept, turns = ([row for row in lines if row[0].startswith(what)] for what in ("batch", "speed 4"))
     # Another run may not replace what is finished, nor take over or throw away what is not.
     assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 2
     assert "give --overwrite to replace it" in capsys.readouterr().err

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib import image
 
-from skipdecode.evaluation.compare import impossible, rows_of, with_kept
+from skipdecode.common.tables import figures
+from skipdecode.evaluation import pictures
+from skipdecode.evaluation.compare import impossible, kept_columns, near_zero, row_name, rows_of, with_kept
 from skipdecode.evaluation.pictures import Chart, Point, Series, kept_charts, save_charts
 
 
@@ -27,7 +30,7 @@ def evaluated(minutes: float, *runs: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_schedule_that_shortens_prompts_alone_is_not_full_depth():
-    full, other = run("full", 50, 1.02, 1.0), run("calibrated-1.3x-wall", 40, 1.35, 1.0)
+    full, other = run("full", 50, 1.02, 1.0), run("calibrated-p4-8", 40, 1.35, 1.0)
     full["metrics"]["bleu"], other["metrics"]["bleu"] = {"score": 4.3}, {"score": 3.2}  # few words: does not decide
     found = with_kept(rows_of({"runs": [full, other]}))
     assert [(row["full_depth"], row["request_speedup"], row["kept"]) for row in found] == [
@@ -76,6 +79,36 @@ def test_without_a_measured_schedule_there_is_no_picture(runs: list[dict[str, An
     score = 0 if runs and runs[0]["metrics"]["rougeL"]["score"] == 0 else 50
     rows = with_kept(evaluated(0, run("full", score, 1.0), *runs))
     assert kept_charts(rows, {0.0: rows[-1]["kept"]}, "target", "model") == []
+
+
+def test_a_score_near_zero_is_named_and_does_not_count():
+    full, other = run("full", 50, 1.0, 1.0), run("other", 45, 1.5)
+    full["metrics"]["bleu"], other["metrics"]["bleu"] = {"score": 2.2}, {"score": 3.4}
+    rows = rows_of({"runs": [full, other]})
+    assert near_zero(rows) == "BLEU 2.2 of 100"
+    assert with_kept(rows)[1]["kept"] == pytest.approx(0.9)
+    del full["metrics"]["rougeL"], other["metrics"]["rougeL"]
+    assert [row["kept"] for row in with_kept(rows_of({"runs": [full, other]}))] == [None, None]
+
+
+def test_rows_before_and_after_tuning_have_distinct_names_in_every_table():
+    rows = [*evaluated(0, run("full", 50, 1.0)), *evaluated(6, run("full", 55, 1.0))]
+    names = [row_name(row) for row in rows]
+    assert names == ["full", "full, after 6 min"]
+    lines = figures(kept_columns(with_kept(rows)) | {"x" * 40: "{minutes}" + " " * 60}, with_kept(rows))
+    parts = sum(line.startswith("| schedule ") for line in lines)
+    assert sum(line.startswith("| full, after 6 min") for line in lines) == parts > 1
+
+
+def test_labels_of_points_do_not_overprint(monkeypatch: pytest.MonkeyPatch):
+    drawn, spread = [], pictures.spread_labels
+    monkeypatch.setattr(pictures, "spread_labels", lambda figure: drawn.append(figure) or spread(figure))
+    points = [Point(1.5 + i / 1000, 90 + i / 100, label=f"1.{i}x, 90%") for i in range(6)]
+    pictures.charts_png([Chart([Series("a", points)], "x", "y")], size=(6.4, 4.2))
+    (axes,) = drawn[0].axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 6
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
 
 
 def test_charts_without_points_are_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

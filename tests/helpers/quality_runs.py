@@ -13,10 +13,10 @@ from skipdecode.data.records import Record
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
-from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.metrics import MetricOptions, make_metrics
 from skipdecode.evaluation.results import EvaluationSettings, Run
 from skipdecode.evaluation.run import TaskEvaluation
+from skipdecode.generation.speed import Generation, Method
 from tiny import LAYERS, tiny_model
 
 TEXT = "the quick brown fox jumps over a lazy dog near old quiet river banks today"
@@ -44,8 +44,7 @@ class Says(Method):
         *,
         max_new_tokens: Any,
         eos: set[int],
-        rows: int = 0,
-        cache_salt: str = "",
+        **options: Any,
     ) -> Generation:
         tokenizer = byte_tokenizer()
         numbers = [int(tokenizer.decode(p).strip(":")) for p in prompts]

@@ -16,7 +16,7 @@ from skipdecode import Schedule
 from skipdecode.common.jsonl import read_result
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.engine.opening import Backend
-from skipdecode.evaluation.methods import Method
+from skipdecode.generation.speed import Method
 from skipdecode.models.families import FAMILIES
 from survey import faults, known
 from textgen_tools import save_tiny_model

@@ -11,7 +11,6 @@ import torch
 
 import skipdecode
 from checkpoints import byte_tokenizer
-from counted import count_time
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
 from skipdecode.errors import ScheduleError
@@ -73,7 +72,6 @@ def test_names_and_files_take_endings(tmp_path: Path):
         ("2x:p99", "prompt layers '99' are not accepted"),
         ("0.5x", "nominal_speedup=0.5"),
         ("99x", "nominal_speedup=99"),
-        ("1.5x-wall", "1.5x-wall is a wall-clock speed-up, which needs measured times: give the schedule file"),
         ("", "unknown schedule ''"),
     ],
 )
@@ -115,33 +113,6 @@ def test_python_and_the_command_line_take_the_same_text(tmp_path: Path, capsysbi
     CARRIED.save(tmp_path / "s.json")
     assert main([*command[:3], "--seq-len", "5", "--schedule", str(tmp_path / "s.json")]) == 2
     assert b"--seq-len is for a speed-up" in capsysbinary.readouterr().err
-
-
-def test_a_wall_clock_speedup_is_solved_by_the_times_that_plan_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    count_time(monkeypatch)
-    tokenizer = byte_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    llm = skipdecode.LLM(tmp_path / "model")
-    with pytest.raises(ScheduleError, match="needs times that were measured on this machine, and there are none"):
-        llm.schedule_of("1.5x-wall")
-    workload = {"seq_len": 12, "batch": 2, "prompt_len": 20}
-    plan = skipdecode.plan(tmp_path / "model", target_speedup=1.5, **workload)
-    assert llm.schedule_of("1.5x-wall", 12) == plan.schedule
-    assert not plan.schedule.is_full
-    assert skipdecode.plan(tmp_path / "model", "1.5x-wall", **workload).schedule == plan.schedule
-    command = ["generate", str(tmp_path / "model"), "say a", "--max-new-tokens", "12", "--schedule", "1.5x-wall:flat"]
-    assert main([*command, "--output-format", "jsonl"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["text"] == llm.generate(["say a"], 12, schedule=plan.schedule.flattened())[0].text
-    model.config.skipdecode = CARRIED.to_dict()
-    model.save_pretrained(tmp_path / "model")
-    solved = skipdecode.LLM(tmp_path / "model").schedule_of("1.2x-wall")
-    assert (solved.drop_order, solved.seq_len) == (CARRIED.drop_order, CARRIED.seq_len)
 
 
 def test_endings_in_any_order_make_one_schedule_with_one_name():

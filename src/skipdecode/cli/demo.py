@@ -90,8 +90,9 @@ def _measured(llm: LLM, max_new_tokens: int) -> dict[str, Any]:
     Raises UsageError if the prompts do not fit the model.
     """
     from skipdecode.engine.opening import end_tokens
-    from skipdecode.evaluation.methods import Method, speed_entries, time_equal_lengths
     from skipdecode.evaluation.results import EvaluationSettings
+    from skipdecode.evaluation.run import speed_entries
+    from skipdecode.generation.speed import Method, time_equal_lengths
 
     loaded, layers = llm.loaded, llm.num_layers
     known = (*(() if loaded.recipe is None else loaded.recipe.tuned_under), loaded.schedule)

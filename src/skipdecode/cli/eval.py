@@ -28,7 +28,7 @@ from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.tasks import task_file
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions, method_name
+from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
@@ -68,7 +68,7 @@ class Config(EvaluationOptions, EngineOptions, CheckpointRules):
         path=Reads(),
     )
     schedule: tuple[str, ...] = option(
-        "schedules, which share full depth: full, 2x, 1.5x-wall, 2x:p15, 2x:flat, files (JSON), names of the "
+        "schedules, which share full depth: full, 2x, 2x:p15, 2x:flat, files (JSON), names of the "
         "checkpoint's schedules (default: the checkpoint's own)",
         default=(),
         alias="methods",
@@ -171,6 +171,8 @@ def _evaluated(config: Config) -> Scores:
 
 def _asked_schedules(config: Config) -> Schedule | list[Schedule]:
     """The schedules that the options name: a single one, or a list; their origins are printed. Needs no weights."""
+    from skipdecode.generation.speed import method_name
+
     default_seq_len = _default_seq_len(config) if config.schedule else 1
     chosen = [choose_schedule(config, default_seq_len, text) for text in config.schedule]
     for schedule, origin in chosen:

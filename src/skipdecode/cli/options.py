@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -175,10 +175,9 @@ class ScheduleOptions(Options):
     NEEDS: ClassVar = {"seq_len": ("schedule",)}
 
     schedule: str | None = option(
-        "full, a nominal speed-up such as 2x (all layers / mean layers of a token; the measured speed-up is lower), a "
-        "wall-clock speed-up of whole requests such as 1.5x-wall (by the times that plan measured), the name of a "
-        "schedule that the checkpoint was tuned under, a file (JSON, written by plan and prepare; a skipdecode.fit "
-        "beside it is used too), or a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, "
+        "full, a nominal speed-up such as 2x (all layers / mean layers of a token; the measured speed-up is lower), "
+        "the name of a schedule that the checkpoint was tuned under, a file (JSON, written by plan and prepare; a "
+        "skipdecode.fit beside it is used too), or a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, "
         "smollm2-135m-1.2x-p22; then :p15 for prompts through 15 layers (also :pfull, :pmax_exit, :p0-14,20), :flat "
         "for the same depth at every position (default: the schedule of the checkpoint if it has one, else full depth)",
         default=None,
@@ -250,21 +249,7 @@ def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) 
     if config.seq_len is not None and text == config.schedule and not is_speedup(text):
         raise UsageError(f"--seq-len is for a speed-up, not for {text}: leave it out")
     positions = config.seq_len or default_seq_len
-    solve = wall_solver_of(config, positions, ref.schedule)
-    return ScheduleChoice(
-        ref.parsed(text, positions, solve), "of the checkpoint" if text in ref.schedules else f"from {text}"
-    )
-
-
-def wall_solver_of(options: NamedModel, seq_len: int, carried: Schedule | None) -> Callable[[float], Schedule]:
-    """`wall_solver` for the model and the engine of a command."""
-    from skipdecode.cost.source import wall_solver
-
-    engine: dict[str, Any] = {}
-    if isinstance(options, EngineOptions):
-        options.use_threads()  # which a measurement depends on
-        engine = {name: getattr(options, name) for name in ("dtype", "device", "engine", "quantization")}
-    return wall_solver(options.ref, seq_len, carried, **engine)
+    return ScheduleChoice(ref.parsed(text, positions), "of the checkpoint" if text in ref.schedules else f"from {text}")
 
 
 def stop_text(text: str) -> str:

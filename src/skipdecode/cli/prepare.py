@@ -5,10 +5,11 @@
   skipdecode prepare MODEL --target-speedup 1.25 --self --out ready
   skipdecode prepare TUNED --target-speedup 2 --self --task e2e --prompts train.jsonl --test test.jsonl --out ready
 
---minutes is the time of the whole command. The model's own answers (--self) and choosing layers take up to a quarter
-each, the evaluations a sixth, and the tuning the rest; 0 is without tuning, and without a limit. With --self, the model
-is trained on its own answers at full depth; a checkpoint that was tuned at full depth needs no other responses.
---keep 0.98 evaluates drafts and W8A8 weights too, and recommends the fastest way that keeps 98% of every score.
+--minutes is the time of the whole command. Tuning gets half of it or more; the model's own answers (--self), choosing
+layers and the two evaluations take an eighth and a sixth each at most, and end at the clock. 0 is without tuning, and
+without a limit. With --self, the model is trained on its own answers at full depth; a checkpoint that was tuned at full
+depth needs no other responses. --keep 0.98 recommends the fastest schedule or weights that keep 98% of every score, for
+batches and for one request at a time.
 The directory of --out is a MODEL of every verb: the fastest way that keeps the share, else the schedule.
 After an interruption the same command continues. With another value of --minutes, it reuses answers, layers and fit,
 whose time counts again, and compares the results of both values.
@@ -59,18 +60,27 @@ def run(config: Config) -> int:
 
     config.push()
     files = {name: getattr(config, name) or None for name in ("train", "dev", "test", "cost")}
-    ready = prepare(config.ref, **files, out=config.out, started=started, **asdict(config.part(PrepareOptions)))
-    commands = _next(config, ready.document["more_minutes"])
+    settings = asdict(config.part(PrepareOptions))
+    ready = prepare(config.ref, **files, out=config.out, overwrite=config.overwrite, started=started, **settings)
+    use = f"skipdecode generate {shlex.quote(config.out)} --compare 'Your prompt'"
+    minutes = ready.document["more_minutes"]
+    more = None if minutes is None else _with_minutes(minutes)
     if config.json:
-        print(json.dumps(dict(ready.document) | {"next": commands}))
+        print(json.dumps(dict(ready.document) | {"next": [use, *([more] if more else [])]}))
     else:
-        print(ready, f"next: {commands[0]}", f"more minutes: {commands[1]}", sep="\n")
+        print(*ready.lines(), f"next: {use}", *_last(ready.untuned, more), sep="\n")
     config.push(ready.path or ready.schedule_file.parent)
     return 0
 
 
-def _next(config: Config, minutes: float) -> list[str]:
-    """The commands that use the result, and that go on with more minutes."""
+def _with_minutes(minutes: float) -> str:
+    """The command that goes on with more minutes."""
     again = re.sub(r" --(minutes[ =]\S+|overwrite)", "", COMMAND.get())
-    more = f"{again} --minutes {minutes:g}"
-    return [f"skipdecode generate {shlex.quote(config.out)} --compare 'Your prompt'", more]
+    return f"{again} --minutes {minutes:g}"
+
+
+def _last(untuned: str, more: str | None) -> list[str]:
+    """The last line: how to go on, and that nothing was tuned, if that is so."""
+    if not untuned:
+        return [f"more minutes: {more}"] if more else []
+    return [f"{untuned}; this tunes: {more}" if more else untuned]

@@ -14,7 +14,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, CheckpointRules, EngineOptions, wall_solver_of
+from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, CheckpointRules, EngineOptions
 from skipdecode.common.options import Reads, kinds, option, setting
 from skipdecode.common.progress import note
 from skipdecode.engine.rules import Rules
@@ -82,8 +82,7 @@ def _checked(config: Config) -> list[Schedule]:
         raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
     if not config.schedule:
         return []
-    solve = wall_solver_of(config, config.seq_len, config.ref.schedule)
-    return [config.ref.parsed(text, config.seq_len, solve) for text in config.schedule]
+    return [config.ref.parsed(text, config.seq_len) for text in config.schedule]
 
 
 def _service(config: Config, schedules: list[Schedule]) -> Service:

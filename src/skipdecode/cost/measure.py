@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -35,17 +36,25 @@ _TOKEN = 5
 
 
 def measure_cost(
-    backend: Backend, *, batch: int = 1, prompt_len: int = 64, repeats: int = 3, steps: int = 8, progress: bool = False
+    backend: Backend,
+    *,
+    batch: int = 1,
+    prompt_len: int = 64,
+    repeats: int = 3,
+    steps: int = 8,
+    progress: bool = False,
+    until: float = math.inf,
 ) -> CostModel:
     """The cost model of a backend on this machine, for steps of `batch` sequences and of one.
 
-    The median over all steps of `repeats` runs of each kind counts. For the other arguments and errors see `CostMeter`.
+    The median over all steps of `repeats` runs of each kind counts, or of fewer after `until`, of
+    `time.perf_counter()`. For the other arguments and errors see `CostMeter`.
     """
     if repeats < 1:
         raise UsageError(f"repeats={repeats} is not accepted: give 1 or more")
     prompts = (prompt_len, min(batch * prompt_len, PROMPT_TOKENS))
     meter = CostMeter(backend, rows={1, batch}, prompt_len=prompt_len, prompts=prompts, steps=steps)
-    meter.run(repeats, _LEAST_SECONDS, progress=progress)
+    meter.run(repeats, _LEAST_SECONDS, progress=progress, until=until)
     return meter.cost()
 
 
@@ -153,10 +162,11 @@ class CostMeter:
         self._watch = Stopwatch[_Kind, list[float]](dict.fromkeys([*steps_of, *prompts_of]))
         self._backend = backend
 
-    def run(self, rounds: int, least_seconds: float = 0.0, *, progress: bool = False) -> None:
+    def run(self, rounds: int, least_seconds: float = 0.0, *, progress: bool = False, until: float = math.inf) -> None:
         """Time every kind `rounds` times after a warm-up, and then until each was timed for `least_seconds` in total.
 
-        Steps far below a millisecond are thus timed more often, so that a single disturbance does not count.
+        Steps far below a millisecond are thus timed more often, so that a single disturbance does not count. After
+        `until`, of `time.perf_counter()`, no round begins but the first.
         """
         kinds = self._watch.sides
         with progress_bar((rounds + 1) * len(kinds), "run", name="calibrating", shown=progress) as bar:
@@ -168,6 +178,8 @@ class CostMeter:
             for kind in kinds:
                 seconds(kind)
             for done in range(_MOST_REPEATS * rounds - 1):
+                if done and time.perf_counter() > until:
+                    break
                 if done >= rounds and min(sum(self._all(k)) for k in kinds if k.work == "step") >= least_seconds:
                     break
                 self._watch.lap(seconds)

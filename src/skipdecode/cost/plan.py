@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,7 @@ def plan(
     ref = replace(ref_of(model), schedule_files=files) if files else ref_of(model)
     geometry = ModelGeometry.from_config(ref.config)
 
-    def parsed(solved: Callable[[float], Schedule]) -> Schedule | None:
-        return None if schedule is None else ref.parsed(schedule, asked.seq_len, solved)
-
-    known = parsed(lambda _: Schedule.full(geometry.num_layers))
+    known = None if schedule is None else ref.parsed(schedule, asked.seq_len)
     bare = CostModel.of_step(geometry.num_layers, asked.batch, 0.0, 1.0)
     check_schedule(ref.config, _solved(asked, bare, 1.0, ref))  # refuses what does not fit
     fit = _fit(ref, geometry, known)
@@ -80,7 +77,6 @@ def plan(
     source = find_cost(ref, dtype=dtype, device=device, engine=engine, quantization=quantization, **timed)
     if fit is not None:
         source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
-    known = parsed(lambda target: _solved(asked, source.cost, target, ref))
     found = known or _solved(asked, source.cost, asked.target_speedup or 1.0, ref)
     figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens)
     return Plan(asked, ref, source, found, figures, fit)

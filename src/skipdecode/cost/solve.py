@@ -161,8 +161,7 @@ def solve(
         raise TargetError(f"target_speedup={target_speedup!r} is not accepted: give a number of 1 or more")
     layers = cost.num_layers
     order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
-    name = f"{'flat' if flat else 'skipdecode'}-{target_speedup:g}x-wall"
-    depths = Depths(layers, order, warmup_layers, 1 if flat else seq_len, 0.0 if flat else spread, name)
+    depths = Depths(layers, order, warmup_layers, 1 if flat else seq_len, 0.0 if flat else spread)
     texts = cost.text(prompt_len, seq_len + 1, whole=True)
     if prompt == "auto":
         halved = texts.prompts_seconds(depths.schedule(1.0, prompt))
@@ -170,7 +169,7 @@ def solve(
     found = depths.deepest(prompt, lambda schedule: texts.speedup(schedule) >= target_speedup)
     if found is None:
         raise TargetError(out_of_reach(texts, target_speedup, depths.schedule(0.0, prompt)))
-    return found
+    return found.named_by_layers("flat" if flat else "skipdecode")
 
 
 def out_of_reach(texts: TextCost, target: float, least: Schedule, why: str = "") -> str:

@@ -1,13 +1,13 @@
-"""The measured cost of a model by name, kept in the cache directory for later commands; and what it solves."""
+"""The measured cost of a model by name, kept in the cache directory for later commands."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+import time
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -22,12 +22,11 @@ from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.measure import measure_cost
 from skipdecode.cost.model import FORMAT, CostModel
-from skipdecode.cost.solve import SPREAD, solve
 from skipdecode.engine import kernels
 from skipdecode.engine.opening import Backend, open_engines, running_dtype
-from skipdecode.errors import DataError, OutputError, ScheduleError, UsageError
+from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.models.families import layers_in, lent_last, projects, unwrap
-from skipdecode.models.fit import Fit, keep_fit, own_fit_kept
+from skipdecode.models.fit import keep_fit, own_fit_kept
 from skipdecode.models.loading.hub import DTYPES, LoadedModel, Model, choose_device, load_model, ref_of
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
@@ -49,12 +48,19 @@ class CostSource:
 
 
 def find_cost(
-    model: Model, *, batch: int = 1, prompt_len: int = 64, remeasure: bool = False, **engine: Any
+    model: Model,
+    *,
+    batch: int = 1,
+    prompt_len: int = 64,
+    remeasure: bool = False,
+    until: float = math.inf,
+    **engine: Any,
 ) -> CostSource:
     """The cost model of a model on this machine, measured now (`measure_cost`) or by an earlier call.
 
     A model that is loaded is measured as it is, without its fit. With `remeasure`, an earlier measurement does not
-    count. The other options are those of `skipdecode.LLM`.
+    count. After `until`, of `time.perf_counter()`, fewer rounds are measured, and the result is not kept. The other
+    options are those of `skipdecode.LLM`.
 
     Raises ModelLoadError if the model is unknown or does not load, UsageError if a value is not accepted.
     """
@@ -67,59 +73,7 @@ def find_cost(
     place = _Place.of(ref, batch, prompt_len, **engine)
     if not remeasure and (found := place.kept()) is not None:
         return found
-    return place.measured(given)
-
-
-def kept_cost(ref: ModelRef, **engine: Any) -> CostSource | None:
-    """The newest cost that an earlier `find_cost` kept for this model; None if there is none. Loads no weights."""
-    place = _Place.of(ref, 1, 1, **engine)
-    for path in sorted((cache_dir() / "costs").glob("*.json"), key=os.path.getmtime, reverse=True):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, DataError, UsageError):
-            data = json.loads(path.read_text(encoding="utf-8"))
-            (asked, *model), *here = data["key"]
-            if [[[*asked[:3], *place.key[0][0][3:]], *model], *here] == place.key:
-                return replace(place, batch=asked[3], prompt_len=asked[4]).source(data["found"])
-    return None
-
-
-def wall_solver(
-    ref: ModelRef, seq_len: int, carried: Schedule | None = None, **engine: Any
-) -> Callable[[float], Schedule]:
-    """What makes the schedule for a wall-clock speed-up of whole requests, for `parse_schedule`.
-
-    The cost is the newest one that was measured for the model on this machine, with its batch and prompt length; a fit
-    of the checkpoint is counted. The drop order, positions and prompts are those of `carried`, if it has a drop order.
-
-    `seq_len`: generation positions over which the depth decreases, unless `carried` has a drop order. `engine`: as for
-    `find_cost`.
-    """
-
-    def solved(target: float) -> Schedule:
-        source = kept_cost(ref, **engine)
-        if source is None:
-            raise ScheduleError(
-                f"{target:g}x-wall needs times that were measured on this machine, and there are none for {ref.name}: "
-                f"run skipdecode plan {ref.name} for this speed-up first"
-            )
-        cost = source.cost
-        if (file := ref.fit) is not None:
-            fit = Fit.load(file)
-            cost = cost.with_fit(source.geometry, fit.rank, fit.taps)
-        if carried is None or not carried.drop_order:
-            return solve(cost, target, seq_len, prompt_len=source.prompt_len, **solver_limits(ref.config))
-        found = solve(
-            cost,
-            target,
-            carried.seq_len if carried.seq_len > 1 else seq_len,
-            prompt=carried.prompt,
-            warmup_layers=carried.warmup_layers,
-            spread=0.0 if carried.is_flat else SPREAD,
-            drop_order=carried.drop_order,
-            prompt_len=source.prompt_len,
-        )
-        return replace(found, family=carried.family)
-
-    return solved
+    return place.measured(given, until)
 
 
 def solver_limits(config: Any) -> dict[str, Any]:
@@ -189,18 +143,19 @@ class _Place:
                 return self.source(data["found"])
         return None
 
-    def measured(self, model: Any = None) -> CostSource:
+    def measured(self, model: Any = None, until: float = math.inf) -> CostSource:
         """A new measurement, which is kept; of a model that is loaded, if it is given."""
         if model is None:
             model = load_model(self.ref, dtype=self.dtype, device=str(self.device), require_tokenizer=False).model
         with own_fit_kept(model):
             keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
             backend = open_engines(model, self.engine, note, self.quantization, generation_config=False)
-        cost = measure_cost(backend, batch=self.batch, prompt_len=self.prompt_len, progress=True)
+        cost = measure_cost(backend, batch=self.batch, prompt_len=self.prompt_len, progress=True, until=until)
         kind, origin = str(unwrap(model).dtype).removeprefix("torch."), _measured_origin(backend, cost, self.device)
         found = {"cost": cost.to_dict(), "dtype": kind, "origin": origin}
-        with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a measurement.
-            write_whole(self.path, json.dumps({"key": self.key, "found": found}, indent=1))
+        if time.perf_counter() < until:
+            with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a measurement.
+                write_whole(self.path, json.dumps({"key": self.key, "found": found}, indent=1))
         return self.source(found)
 
     def source(self, found: Any) -> CostSource:

@@ -34,6 +34,8 @@ class EngineStats:
         Forwards in which sequences decode; prompts may share such a forward.
     prompt_tokens, prefix_hit_tokens, new_tokens : int
         Prompt tokens that ran, prompt tokens from the prefix cache, and generated tokens.
+    prompt_layers : int
+        Sum over prompt tokens that ran of their layers.
     step_seconds : float
         Total time in `step`.
     prompt_seconds : float
@@ -54,6 +56,7 @@ class EngineStats:
 
     steps: int = 0
     prompt_tokens: int = 0
+    prompt_layers: int = 0
     prefix_hit_tokens: int = 0
     new_tokens: int = 0
     step_seconds: float = 0.0

@@ -309,6 +309,7 @@ class FastEngine(Engine):
         if depths and not prompts:
             self.planner.forwards[round(layers / len(depths))].note(len(depths), seconds)
         stats.prompt_tokens += sum(tokens for tokens, _ in prompts)
+        stats.prompt_layers += prompt_layers
         stats.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
         if depths:
             stats.steps += 1

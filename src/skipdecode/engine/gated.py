@@ -210,7 +210,9 @@ class GatedEngine(Engine):
     def _count(self, batch: _Batch, forward: float) -> None:
         stats, rows, layers = self.stats, len(batch.rows), len(batch.rows[0].layers)
         if batch.position == 0:
-            stats.prompt_tokens += sum(len(row.request.prompt) for row in batch.rows)
+            tokens = sum(len(row.request.prompt) for row in batch.rows)
+            stats.prompt_tokens += tokens
+            stats.prompt_layers += tokens * len(batch.schedule.prompt_layers())
             stats.prompt_seconds += forward
         else:
             stats.steps += 1

@@ -16,6 +16,8 @@ FinishReason = Literal["eos", "length", "stop", "error"]
 """The reason why a sequence ended: an end token, its length limit, a stop string, or a grammar that cannot go on."""
 
 
+BATCH = 8
+"""Sequences that are decoded together where a user names no number."""
 _LEAST_TEMPERATURE = 0.01
 _CUTS = {"top_k": 0, "top_p": 1, "min_p": 0}  # options of sampling alone, with the values that cut nothing
 

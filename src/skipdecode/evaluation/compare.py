@@ -16,9 +16,10 @@ from typing import Any
 from skipdecode.common.bootstrap import Interval, Paired, compare
 from skipdecode.common.tables import WIDTH, figures, markdown
 from skipdecode.errors import DataError
-from skipdecode.evaluation.metrics import FIDELITY, METRICS
+from skipdecode.evaluation.metrics import FIDELITY, METRICS, NEAR_ZERO
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.scores import IN_NATS, scorer_of
+from skipdecode.generation.speed import HOW
 
 _NAME = 40
 _AGREEMENT = [name for name in FIDELITY if name != "loss"]
@@ -83,13 +84,7 @@ def runs_tables(runs: Sequence[Run]) -> str:
     on = f"{runs[0].data['n']} records" + (f" of task {task}" if task else "")
     engines = sorted({_engine(run) for run in runs} - {"-"})
     how = next((run.data["speed"] for run in runs if run.data.get("speed")), None)
-    speed = "Speed-up over full depth [95% interval]" + (
-        ", not measured"
-        if how is None
-        else f", {how['new_tokens']} new tokens for {how['records']} records on both sides, in turn, medians of "
-        f"{how['rounds']} rounds{', engine ' + engines[0] if len(engines) == 1 else ''}; request: with "
-        "prompt; layers/token: of the outputs"
-    )
+    speed = f"Speed-up over full depth [95% interval]{', not measured' if how is None else _measured_how(how, engines)}"
     speeds = _SPEED | ({"engine": _engine} if len(engines) > 1 else {})
     tables: list[tuple[str, Mapping[str, Callable[[Run], str]]]] = [
         (f"Kept of full depth's score, % [95% interval]; {on}", {n: partial(_kept, n) for n in scores if n in METRICS}),
@@ -101,6 +96,17 @@ def runs_tables(runs: Sequence[Run]) -> str:
         ),
     ]
     return "\n\n".join(text for title, columns in tables if (text := _table(title, runs, columns)))
+
+
+def _measured_how(speed: Mapping[str, Any], engines: Sequence[str]) -> str:
+    """The measurement in words, for the caption of its table."""
+    engine = f", engine {engines[0]}" if len(engines) == 1 else ""
+    how = f", {HOW}" if HOW in speed.get("what", "") else ", in turn, medians of rounds"
+    return (
+        f", {speed['new_tokens']} new tokens for {speed['records']} records on both sides, in batches of "
+        f"{speed['batch_size']}, {speed['rounds']} rounds{engine}{how}; request: with prompt; one request: not in a "
+        "batch; layers/token: of the outputs"
+    )
 
 
 def _table(title: str, runs: Sequence[Run], columns: Mapping[str, Callable[[Run], str]]) -> str:
@@ -159,6 +165,7 @@ def _engine(run: Run) -> str:
 
 _SPEED: dict[str, Callable[[Run], str]] = {
     "request": partial(_gain, "request_speedup"),
+    "one request": partial(_gain, "request_speedup_alone"),
     "decoding": partial(_gain, "decode_speedup"),
     "nominal": partial(_gain, "nominal_speedup"),
     "tokens/s": _tokens_per_s,
@@ -172,24 +179,25 @@ def _short(name: str) -> str:
 
 
 _NOISE = 1.05  # of speed-ups
-_CLEAR = 5  # of 100
+_CLEAR = 5  # of 100: a few words decide scores below
 PERPLEXITY = "1 / perplexity"
 _FULL_DEPTH = ("base", "full")
+_SHOWN_NAMES = {"bleu": "BLEU", "chrf": "chrF", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 Row = Mapping[str, Any]
 
 
 def rows_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row for each schedule in the JSON output of `skipdecode eval`: name, speed-ups, scores (higher is better)."""
     if "runs" in document:
-        return [_speeds(run) | _task_scores(run) for run in document["runs"]]
-    return [_speeds(row) | _self_scores(row) for row in document["rows"]]
+        return [_speeds(run) | _task_scores(run) | {"records": run.get("n")} for run in document["runs"]]
+    return [_speeds(row) | _self_scores(row) | {"records": document.get("n")} for row in document["rows"]]
 
 
 def _speeds(found: Row) -> dict[str, Any]:
     full = found["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
     request, decode = (1.0 if full else found.get(name) for name in ("request_speedup", "decode_speedup"))
     how = found.get("config", {}).get("method", found)
-    more = {name: how[name] for name in ("quantization", "exact") if name in how}
+    more = {name: how[name] for name in ("quantization",) if name in how}
     more |= {name: found.get(name) for name in ("nominal_speedup", "request_speedup_interval", "request_speedup_alone")}
     return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode} | more
 
@@ -211,15 +219,25 @@ def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows with the share of full depth's scores that each keeps: the smallest over all scores.
 
     If there are several rows of full depth, a score is compared with the best of them. Scores below 5 of 100 at full
-    depth do not count beside others, and those of 0 never; without any, `kept` is None. `kept_interval` is the 95%
-    interval of `kept`, if it is known: if the score is compared with full depth of the same evaluation, which `shares`
-    are about.
+    depth do not count; without any other, `kept` is None. `kept_interval` is the 95% interval of `kept`, if it is
+    known: if the score is compared with full depth of the same evaluation, which `shares` are about.
     """
+    clear = {name: score for name, score in best_scores(rows).items() if score >= _CLEAR}
+    return [{**row} | _least(row, {name: row["scores"][name] / score for name, score in clear.items()}) for row in rows]
+
+
+def best_scores(rows: Sequence[Row]) -> dict[str, float]:
+    """The best score of full depth for each metric."""
     full = [row["scores"] for row in rows if row["full_depth"]]
-    best = {name: max(scores.get(name, 0.0) for scores in full) for name in full[0]}
-    clear = {name: score for name, score in best.items() if score >= _CLEAR}  # a few words decide others
-    best = clear or {name: score for name, score in best.items() if score}
-    return [{**row} | _least(row, {name: row["scores"][name] / score for name, score in best.items()}) for row in rows]
+    return {name: max(scores.get(name, 0.0) for scores in full) for name in full[0]}
+
+
+def near_zero(rows: Sequence[Row]) -> str:
+    """The first score of full depth that is near zero, such as "BLEU 2.2 of 100"; empty if none is."""
+    for name, score in best_scores(rows).items():
+        if score < NEAR_ZERO:
+            return f"{_SHOWN_NAMES.get(name, name)} {score:.1f} of 100"
+    return ""
 
 
 def _least(row: Row, shares: Mapping[str, float]) -> dict[str, Any]:
@@ -232,35 +250,43 @@ def _least(row: Row, shares: Mapping[str, float]) -> dict[str, Any]:
     return {"kept": kept, "kept_interval": {"low": own["low"], "high": own["high"]} if known else None}
 
 
-def fastest_that_keeps(rows: Sequence[Row], share: float) -> Row | None:
-    """The row with the largest request speed-up above 1 that keeps a share; None if there is none."""
-    found = [row for row, kept in measured(rows) if kept >= share and row["request_speedup"] > 1]
-    return max(found, key=lambda row: row["request_speedup"], default=None)
+def fastest_that_keeps(rows: Sequence[Row], share: float, speed: str = "request_speedup") -> Row | None:
+    """The row with the largest speed-up above 1 that keeps a share; None if there is none.
+
+    `speed` is "request_speedup", of batches, or "request_speedup_alone", of one request at a time.
+    """
+    found = [row for row, kept in measured(rows) if kept >= share and (row[speed] or 0) > 1]
+    return max(found, key=lambda row: row[speed], default=None)
 
 
 def impossible(rows: Sequence[Row]) -> Iterator[str]:
     """What the rows of one checkpoint say that cannot be: fewer layers in clearly more time."""
     for (deep, _), (fast, _) in permutations(measured(rows), 2):
-        alike = all(deep.get(name) == fast.get(name) for name in ("minutes", "quantization", "exact"))
+        alike = all(deep.get(name) == fast.get(name) for name in ("minutes", "quantization"))
         speeds = fast["request_speedup"], deep["request_speedup"]
         if alike and fast["nominal_speedup"] > deep["nominal_speedup"] and _NOISE * speeds[0] < speeds[1]:
-            less = f"{fast['name']}, with fewer layers than {deep['name']}, was measured {speeds[0]:.2f}x"
+            less = f"{row_name(fast)}, with fewer layers than {row_name(deep)}, was measured {speeds[0]:.2f}x"
             yield f"{less} against {speeds[1]:.2f}x: other work disturbed the measurement, repeat it"
 
 
-def kept_columns(rows: Sequence[Row]) -> dict[str, str]:
+def kept_columns(rows: Sequence[Row]) -> dict[str, str | Callable[[Any], str]]:
     """Columns of a table of the rows, with their formats."""
     return {
-        "schedule": "{name}",
-        "minutes": "{minutes:g}",
+        "schedule": row_name,
         "request": "{request_speedup:.2f}x",
         "request, interval": "{request_speedup_interval[low]:.2f} to {request_speedup_interval[high]:.2f}",
-        "request, batch 1": "{request_speedup_alone:.2f}x",
+        "one request": "{request_speedup_alone:.2f}x",
         "decode": "{decode_speedup:.2f}x",
         "kept": "{kept:.1%}",
         "copied": "{copied:.1f}%",
         **dict(_column(name) for name in rows[0]["scores"]),
     }
+
+
+def row_name(row: Row) -> str:
+    """The name of a row, which a schedule of the tuned and of the untuned model share, made distinct."""
+    minutes = row.get("minutes")
+    return f"{row['name']}, after {minutes:g} min" if minutes else str(row["name"])
 
 
 def _column(score: str) -> tuple[str, str]:

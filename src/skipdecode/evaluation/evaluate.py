@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
-from skipdecode.cost.source import wall_solver
 from skipdecode.data.chats import chat_fault
 from skipdecode.data.examples import known_shape, written_turns
 from skipdecode.data.forms import recipe_template
@@ -26,7 +26,6 @@ from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.engine.opening import load
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
-from skipdecode.evaluation.methods import Method, other_ways
 from skipdecode.evaluation.metrics import MetricOptions, check_metric, check_metrics, make_metrics
 from skipdecode.evaluation.results import (
     EVAL_DIRECTORY,
@@ -35,12 +34,12 @@ from skipdecode.evaluation.results import (
     Run,
     check_free,
     is_unfinished,
-    method_name,
     model_about,
 )
-from skipdecode.evaluation.run import TaskEvaluation, note_left_out
+from skipdecode.evaluation.run import TaskEvaluation, note_left_out, with_w8a8
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
 from skipdecode.generation.llm import LLM
+from skipdecode.generation.speed import Method, method_name
 from skipdecode.models.carried import schedule_file, stored_recipe
 from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
 from skipdecode.models.loading.ref import ModelRef
@@ -121,6 +120,7 @@ def evaluate(
     base: Model | None = None,
     out: str | Path | None = None,
     loader: Callable[[ModelRef], LLM] = lambda ref: LLM(load(ref)),
+    until: float = math.inf,
     **options: Any,
 ) -> Scores:
     """Compare schedules of a model with full depth: quality, agreement and speed.
@@ -150,6 +150,8 @@ def evaluate(
         each in it. An interrupted evaluation continues there. Default: results are only returned.
     loader : callable
         Loads a model that is given by name.
+    until : float
+        Reading of `time.perf_counter()` after which no further record is begun; those that are finished count.
     **options
         Fields of `skipdecode.evaluation.results.EvaluationOptions`: limit, metrics, batch_size, max_new_tokens, …
 
@@ -165,7 +167,7 @@ def evaluate(
         `out` has results already, and `overwrite` is not set.
     """
     data, prompts = as_records(data), as_records(prompts)
-    work = _Evaluation(model, schedules, out, loader, EvaluationOptions(**options))
+    work = _Evaluation(model, schedules, out, loader, EvaluationOptions(**options), until)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         if data is None and task is None:
@@ -190,12 +192,13 @@ class _Evaluation:
         out: str | Path | None,
         loader: Callable[[ModelRef], LLM],
         options: EvaluationOptions,
+        until: float,
     ) -> None:
         self.one = isinstance(schedules, AnySchedule)
         asked: Any = [schedules] if self.one else schedules
         self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in asked]
         self.model, self.ref, self.saved = model, ref_of(model, self.schedules), out is not None
-        self.loader, self.options = loader, options
+        self.loader, self.options, self.until = loader, options, until
         self.texts: dict[str, str] = {}
 
     # ------------------------------------------------------------------ records with references
@@ -233,8 +236,8 @@ class _Evaluation:
         methods = {place: Method(llm.backend, s) for place, s in places.items()}
         if options.full_depth and not any(method.full_depth for method in methods.values()):
             methods = {out / "full": Method(llm.backend), **methods}
-        ways = other_ways(llm.backend, [*places.values()], options.ways)
-        methods |= {out / _folder(way.name): way for way in ways}
+        if options.w8a8:
+            methods |= {out / _folder(m.name): m for m in with_w8a8(llm.backend, [*places.values()])}
         loaded = llm.loaded
         about = {
             **model_about(llm, options.name),
@@ -243,7 +246,9 @@ class _Evaluation:
             "limit": options.limit,
         }
         settings = options.part(EvaluationSettings)
-        work = TaskEvaluation(loaded.model, loaded.tokenizer, chosen, records, metrics, settings, about, skip_bad)
+        work = TaskEvaluation(
+            *(loaded.model, loaded.tokenizer, chosen, records, metrics, settings, about, skip_bad, self.until)
+        )
         return work.run(methods, out, overwrite=options.overwrite)
 
     def _places(self, schedules: Sequence[Schedule], out: Path) -> dict[Path, Schedule]:
@@ -281,7 +286,7 @@ class _Evaluation:
             raise UsageError("two schedules have the same name: give them different names")
         check_free(out, overwrite=options.overwrite or is_unfinished(out))
         llm = self._open(self.model)
-        return OwnTexts(llm, self._base(llm, base), schedules, source, options).run(out)
+        return OwnTexts(llm, self._base(llm, base), schedules, source, options, self.until).run(out)
 
     def _base(self, llm: LLM, base: Model | None) -> LLM:
         """The model to compare with."""
@@ -308,7 +313,7 @@ class _Evaluation:
         """The schedules that were asked for."""
         ref, found = self.ref, []
         for asked in self.schedules:
-            schedule = ref.parsed(asked, seq_len, wall_solver(ref, seq_len, ref.schedule))
+            schedule = ref.parsed(asked, seq_len)
             if not isinstance(asked, Schedule):
                 self.texts[str(asked)] = method_name(schedule)
             found.append(schedule)

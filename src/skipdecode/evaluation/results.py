@@ -23,11 +23,11 @@ from skipdecode.common.journal import ANEW, JOURNAL_KEY, KeptValues, is_begun
 from skipdecode.common.jsonl import read_result
 from skipdecode.common.options import OVERWRITE, Options, option, setting
 from skipdecode.common.rows import read_rows
+from skipdecode.engine.requests import BATCH
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, MetricOptions
 from skipdecode.generation.self_generated import ABOUT_FILE
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.generation.llm import LLM
@@ -42,16 +42,11 @@ EVAL_DIRECTORY = RunDirectory(
 _NEEDED = ("name", "config", "metrics", "outputs", "environment", "n", "kept", "free_running")
 
 
-def method_name(schedule: Schedule) -> str:
-    """The name, in tables, of decoding under a schedule."""
-    return "full" if schedule.is_full else schedule.name
-
-
 @dataclass(frozen=True)
 class EvaluationSettings(Options):
     """Settings of a run, documented by their help texts. Raises UsageError if a value is out of range."""
 
-    batch_size: int = option("sequences decoded together, also at full depth", default=16, least=1)
+    batch_size: int = option("sequences decoded together, also at full depth", default=BATCH, least=1)
     max_new_tokens: int | None = option(
         "most tokens of an output (default: the task's, or 256 without references)", default=None, least=1
     )
@@ -68,10 +63,9 @@ class EvaluationSettings(Options):
     speed_batches: int = setting("batches whose speed is measured", default=4, least=1)
     speed_rounds: int = setting("rounds in which it is measured", default=3, least=1)
     speed_tokens: int = setting("mean new tokens of a request; decoding of shorter texts counts as more", default=1)
-    ways: str = setting(
-        "full: full depth with drafts from the text and with W8A8 weights too; all: also all schedules with these",
-        default="",
-        choices=("", "full", "all"),
+    w8a8: bool = setting(
+        "run, score and time full depth and the schedules with W8A8 weights too, where the fast engine has them here",
+        default=False,
     )
 
 

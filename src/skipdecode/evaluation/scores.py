@@ -21,8 +21,8 @@ from skipdecode.data.batches import Batch, collate, response_logits
 from skipdecode.data.examples import Example
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.evaluation.methods import batches
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, check_metric
+from skipdecode.generation.speed import batches
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 

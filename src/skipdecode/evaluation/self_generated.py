@@ -28,7 +28,6 @@ from skipdecode.data.records import Record, Template
 from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import Request, row_seed
-from skipdecode.evaluation.methods import Method, measured_speeds, other_ways
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     EvaluationOptions,
@@ -40,7 +39,7 @@ from skipdecode.evaluation.results import (
     model_about,
     save_run,
 )
-from skipdecode.evaluation.run import note_left_out
+from skipdecode.evaluation.run import measured_speeds, note_left_out, with_w8a8
 from skipdecode.evaluation.scores import along, ratio_score, sums, text_scores, token_fidelity
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import (
@@ -51,6 +50,7 @@ from skipdecode.generation.self_generated import (
     default_template,
     forget_prompts,
 )
+from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
 from skipdecode.models.carried import stored_recipe
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.schedule import Schedule
@@ -77,6 +77,7 @@ class OwnTexts:
     schedules: Sequence[Schedule]
     source: PromptSource | None
     options: EvaluationOptions
+    until: float = math.inf
 
     def run(self, out: Path) -> Run:
         """Generate, compare, time and save; raises OutputError if `out` has a result that is not to be replaced."""
@@ -85,9 +86,7 @@ class OwnTexts:
         reference = self._reference
         full = reference if self.base is self.llm else Method(backend)
         methods = [Method(backend, schedule) for schedule in self.schedules]
-        ways = other_ways(backend, self.schedules, self.options.ways)
-        methods += [way for way in ways if not way.exact]
-        drafted = {way: next(m for m in [full, *methods] if m.backend is way.backend) for way in ways if way.exact}
+        methods += with_w8a8(backend, self.schedules) if self.options.w8a8 else []
         template, records, prompts = self._prompts(reference, out)
         settings = replace(self.options.part(EvaluationSettings), max_new_tokens=self._generated.self_tokens)
         about = {
@@ -106,14 +105,14 @@ class OwnTexts:
         whole = about | {"prompts": prompts}
         check_free(out, overwrite=self.options.overwrite or is_unfinished(out, whole))
         with closing(keep_unfinished(out, whole, overwrite=self.options.overwrite)) as kept:
-            texts = {one: self._decoded(one, prompts, kept) for one in variants}
+            texts = self._decoded(variants, prompts, kept)
+            finished = len(texts[reference])
+            records, prompts = records[:finished], prompts[:finished]
             rows = self._rows(texts, prompts)
             lengths = [len(text) for text in texts[reference]]
-            speeds = measured_speeds([full, *methods, *drafted], prompts, lengths, settings, kept)
+            speeds = measured_speeds([full, *methods], prompts, lengths, settings, kept, self.until)
             kept.remove()
-        # Drafts change no token.
-        rows += [rows[variants.index(same)] | way.settings() for way, same in drafted.items()]
-        for variant, row in zip([*variants, *drafted], rows, strict=True):
+        for variant, row in zip(variants, rows, strict=True):
             row |= speeds.get(variant, {})
         said = {one.name: tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in variants}
         document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
@@ -178,7 +177,7 @@ class OwnTexts:
             seen = compare(sums(losses[base]), sums(losses[one]), lambda t: math.exp(ratio_of_sums(t)), **draws)
             row: dict[str, Any] = {
                 "name": one.name,
-                **{n: value for n, value in one.settings().items() if n in ("quantization", "exact")},
+                **{n: value for n, value in one.settings().items() if n == "quantization"},
                 "nominal_speedup": one.schedule.nominal_speedup,
                 "mean_tokens": sum(map(len, given)) / len(given),
                 "perplexity": seen.b,
@@ -194,25 +193,37 @@ class OwnTexts:
             found.append(row)
         return found
 
-    def _decoded(self, method: Method, prompts: list[list[int]], kept: KeptValues) -> list[list[int]]:
-        """New tokens of a method for prompts, the end token included; `kept` has those of an interrupted run."""
+    def _decoded(
+        self, methods: Sequence[Method], prompts: list[list[int]], kept: KeptValues
+    ) -> dict[Method, list[list[int]]]:
+        """New tokens of each method for prompts, the end token included; of the first prompts if the time is over.
+
+        `kept` has those of an interrupted run.
+        """
         most, size = self._generated.self_tokens, self.options.batch_size
-        sampling = self._generated.answers(self.options.seed, method.backend.sampling)
         ends = end_tokens(self.base.loaded.model, self.base.tokenizer)
-        rows: list[list[int]] = []
-        with progress_bar(len(prompts), "text", name=f"texts, {method.name}") as bar:
-            for start in range(0, len(prompts), _BATCHES * size):
-                key, part = f"texts {method.name} {start}", prompts[start : start + _BATCHES * size]
-                given = kept.get(key)
-                if given is None:
-                    requests = [
-                        Request(tuple(ids), most, sampling.for_row(i), ends) for i, ids in enumerate(part, start)
-                    ]
-                    given = [row.tokens for row in method.make_engine(size).decode(requests)]
-                    kept.put(key, given)
-                rows += given
-                bar.update(len(given))
-        return rows
+
+        def decoded(method: Method, group: range, limit: float) -> list[list[int]]:
+            sampling = self._generated.answers(self.options.seed, method.backend.sampling)
+            requests = [Request(tuple(prompts[i]), most, sampling.for_row(i), ends) for i in group]
+            return decode_until(method.make_engine(size), requests, limit)
+
+        texts: dict[Method, list[list[int]]] = {method: [] for method in methods}
+        at_once = size if self.until < math.inf else _BATCHES * size
+        with progress_bar(len(prompts), "text", name="texts") as bar:
+            for group, limit in groups_in_time(len(prompts), at_once, self.until):
+                key = f"texts {group.start}"
+                answers = kept.get(key)
+                if answers is None:
+                    try:
+                        answers = [decoded(method, group, limit) for method in methods]
+                    except OutOfTime:
+                        break
+                    kept.put(key, answers)
+                for method, tokens in zip(methods, answers, strict=True):
+                    texts[method] += tokens
+                bar.update(len(group))
+        return texts
 
 
 # ---------------------------------------------------------------------- the tables

@@ -28,7 +28,7 @@ from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens, load, open_engines
-from skipdecode.engine.requests import FinishReason, Sampling
+from skipdecode.engine.requests import BATCH, FinishReason, Sampling
 from skipdecode.errors import (
     DataError,
     ModelLoadError,
@@ -161,7 +161,7 @@ class LLM:
         dtype: str = "auto",
         device: str | None = None,
         base: str | Path | None = None,
-        max_rows: int = 8,
+        max_rows: int = BATCH,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         generation_config: bool = True,
     ) -> None:
@@ -188,7 +188,6 @@ class LLM:
         self.stats: RunStats | None = None
         self.variables = checked_variables(self.tokenizer, chat_template_kwargs)
         self._schedule = schedule
-        self._asked = {"dtype": dtype, "engine": engine, "quantization": quantization}
         self._max_rows = _positive("max_rows", max_rows)
         self.schedule_of(schedule)
         self._lock = _LOCKS.setdefault(unwrap(self.loaded.model), threading.RLock())
@@ -226,13 +225,7 @@ class LLM:
         asked, carried = self._schedule if asked is None else asked, self.loaded.schedule
         if asked is None:
             return self.schedules["full"] if carried is None else carried
-        return self.loaded.ref.parsed(asked, max_new_tokens, self._wall_solver(max_new_tokens))
-
-    def _wall_solver(self, seq_len: int) -> Callable[[float], Schedule]:
-        from skipdecode.cost.source import wall_solver
-
-        device = str(unwrap(self.loaded.model).device)
-        return wall_solver(self.loaded.ref, seq_len, self.loaded.schedule, device=device, **self._asked)
+        return self.loaded.ref.parsed(asked, max_new_tokens)
 
     @_one_at_a_time
     def generate(

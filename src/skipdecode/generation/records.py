@@ -27,7 +27,7 @@ from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
 from skipdecode.data.source import PromptSource
 from skipdecode.data.stopping import StopStrings
-from skipdecode.engine.requests import Sampling, SamplingOptions
+from skipdecode.engine.requests import BATCH, Sampling, SamplingOptions
 from skipdecode.errors import WriteError
 from skipdecode.models.families import vocabulary_size
 from skipdecode.models.loading.base_weights import checkpoint_digest
@@ -61,9 +61,9 @@ class RecordRun(Options):
     )
     include_prompt: bool = option("add the prompt to each output record", default=False)
     max_new_tokens: int = option("most new tokens of a record", default=128, least=1)
-    batch_size: int = option("sequences decoded together", default=8, least=1)
+    batch_size: int = option("sequences decoded together", default=BATCH, least=1)
     compare: bool = option(
-        "afterwards run up to 8 batches again, in turn with full depth, and print both speeds",
+        "afterwards run up to 4 batches again, three times in turn with full depth, and print both speeds",
         default=False,
     )
 
@@ -98,6 +98,7 @@ def generate_records(
     """
     from skipdecode.engine.opening import end_tokens
     from skipdecode.generation.run import Job, refuse_bad_rows
+    from skipdecode.generation.speed import Method
 
     rows = source.count(form, all_usable=options.on_error == "stop")
     if form.guessed is not None and source.name != "arguments":
@@ -133,6 +134,7 @@ def generate_records(
         "engine": llm.backend.name,
         "checkpoint": checkpoint_digest(llm.loaded),
     }
+    compared = Method(llm.backend, schedule, exact=exact), Method(llm.backend, exact=exact)
     job = Job(
         texts=llm.texts,
         sampling=llm.constrained(sampling, json_schema),
@@ -142,11 +144,11 @@ def generate_records(
         exact=exact,
         grammars=llm.grammars,
         encoder=encoder,
-        make_engine=lambda rows: llm.backend.engine(schedule, max_rows=rows),
+        make_engine=lambda rows: llm.backend.engine(schedule, max_rows=rows, prefix_cache=True),
         batch_size=options.batch_size,
         repeat=repeat,
         answers_of=served_name(llm.loaded.name) if options.output_format == "batch" else None,
-        full_depth=(lambda rows: llm.backend.engine(max_rows=rows)) if options.compare else None,
+        compared=compared if options.compare else None,
     )
     writer = open_writer(output, settings, form=shown[0] if shown else json_line)
     try:

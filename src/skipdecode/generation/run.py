@@ -9,31 +9,29 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
-from skipdecode.engine.base import Engine, EngineStats
+from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, UsageError, WorkError
 from skipdecode.generation.calls import CallForm, CallReader
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop
+from skipdecode.generation.speed import MOST_BATCHES, Method, spread_over, time_equal_lengths
 from skipdecode.generation.stats import RunStats, SpeedComparison
 
 if TYPE_CHECKING:
     from skipdecode.generation.records import RowWriter
 
-_COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64
 _CHECK_WINDOW = 1024
-_WARM_UP_TOKENS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +100,7 @@ class Job(Decoding):
     make_engine: Callable[[int], Engine]  # from a number of sequences to an engine under the job's schedule
     batch_size: int
     repeat: Callable[[EncodedPrompt], str] | None = None  # from a prompt to what the output repeats of it
-    # From a number of sequences to an engine at full depth, on which some batches are timed again.
-    full_depth: Callable[[int], Engine] | None = None
+    compared: tuple[Method, Method] | None = None  # the job's method and full depth, which are timed in the end
     answers_of: str | None = None  # the model's name, for output records in the form of OpenAI's batches
 
     def row(self, prompt: EncodedPrompt, one: Generated | None = None) -> dict[str, Any]:
@@ -135,8 +132,8 @@ class _Run:
     def __init__(self, job: Job, writer: RowWriter, rows: int, stats: RunStats, engine: Engine) -> None:
         self.job, self.writer, self.stats = job, writer, stats
         self.loop = TextLoop[_Row](engine)
-        self.compared: list[list[Request]] = []  # each with as many tokens as its sequence took
-        self._every = max(1, rows // job.batch_size // _COMPARED_BATCHES)
+        self.compared: list[Request] = []  # each with as many tokens as its sequence took
+        self._every = max(1, rows // (MOST_BATCHES * job.batch_size))
         self._finished = 0
 
     def take(self, window: list[Record], report: Callable[[EncodedPrompt], None]) -> int:
@@ -178,14 +175,9 @@ class _Run:
         return len(running)
 
     def _keep_for_comparison(self, one: _Row) -> None:
-        batch, place = divmod(self._finished, self.job.batch_size)
+        if self.job.compared is not None and self._finished % self._every == 0:
+            self.compared.append(Request(one.request.prompt, len(one.tokens)))
         self._finished += 1
-        if self.job.full_depth is None or batch % self._every or batch // self._every >= _COMPARED_BATCHES:
-            return
-        if not place:
-            self.compared.append([])
-        sampling = replace(one.request.sampling, grammar=None)
-        self.compared[-1].append(Request(one.request.prompt, len(one.tokens), sampling))
 
 
 def generate_rows(
@@ -204,7 +196,7 @@ def generate_rows(
 
     `window_batches` batches of records are taken at once. `report` is called with each record that cannot be used,
     which is written as ``{"id", "line", "error"}``; `progress` with the number of records that were just finished, and
-    the statistics so far. Behind `until`, of ``time.perf_counter()``, sequences are cut once `least` have ended.
+    the statistics so far. After `until`, of ``time.perf_counter()``, sequences are cut once there are `least` tokens.
 
     Raises OutputError: a record cannot be written; WorkError: the accelerator is out of memory.
     """
@@ -225,13 +217,13 @@ def generate_rows(
             window = next(windows, None)
         if ended := run.step():
             progress(ended, stats)
-        if time.perf_counter() > until and stats.rows >= least:
+        if time.perf_counter() > until and stats.new_tokens >= least:
             progress(run.cut(), stats)
             window = None
     stats.seconds = time.perf_counter() - started
-    if job.full_depth is not None:
+    if job.compared is not None:
         # Before the output is put in place, so that an interrupted comparison can be resumed.
-        stats.comparison = _compared(run.compared, job.make_engine, job.full_depth, job.exact)
+        stats.comparison = _compared(run.compared, job.compared, job.batch_size)
     writer.finish()
     return stats
 
@@ -282,26 +274,12 @@ def _windows(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
         yield window
 
 
-def _compared(
-    batches: list[list[Request]], ours: Callable[[int], Engine], full: Callable[[int], Engine], exact: bool
-) -> SpeedComparison:
-    """Time both sides on each batch, for as many steps as its longest sequence took."""
-    found = SpeedComparison()
-    engines: dict[Literal["schedule", "full"], Callable[[int], Engine]] = {"schedule": ours, "full": full}
-
-    def decode(side: Literal["schedule", "full"], batch: list[Request], tokens: int) -> EngineStats:
-        engine = engines[side](len(batch))
-        options: dict[str, Any] = {"exact": exact and side == "schedule", "cache_salt": f"compare {warm}"}
-        engine.decode([Request(request.prompt, tokens, request.sampling, **options) for request in batch])
-        return engine.stats
-
-    warm = False
-    for batch in batches:
-        tokens = max(request.max_new_tokens for request in batch)
-        if tokens < 2:
-            continue  # without decode steps there is nothing to compare
-        for side in () if warm else engines:
-            decode(side, batch, min(tokens, _WARM_UP_TOKENS))
-        warm = True
-        found.lap(partial(decode, batch=batch, tokens=tokens))
-    return found
+def _compared(requests: list[Request], methods: tuple[Method, Method], batch_size: int) -> SpeedComparison:
+    """Time a method and full depth on requests, for as many tokens as their sequences took."""
+    ours, full = methods
+    timed = [request for request in requests if request.max_new_tokens > 1]  # else there is no step to compare
+    wanted = min(len(timed), MOST_BATCHES * batch_size)
+    chosen = [timed[i] for i in spread_over(len(timed), wanted)]
+    lengths = [request.max_new_tokens for request in chosen]
+    turns = time_equal_lengths([full, ours], [r.prompt for r in chosen], lengths, batch_size=batch_size)
+    return SpeedComparison(turns, ours, full, batch_size, sum(lengths))

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ _PROMPT_TOKENS = 128
 _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
 _ADMITS = 0.6  # of the time: rows that run then take about the rest, and those that take more are cut
-_LEAST_PROMPTS, _LEAST_ANSWERS = 64, 24  # that take more than their time if it must be
+_LEAST_STEPS = 8  # before sequences are cut: shorter texts are not kept
 _GRAM, _LEAST_DISTINCT = 4, 0.7
 _DEV_SHARE = 10
 _SENTENCES = re.compile(r".*(?<!\d)[.!?](?=\s)", re.DOTALL)  # a full stop after a number may belong to a list
@@ -133,8 +133,8 @@ class SelfGeneratedData:
     seed: int  # of all draws
     skip_bad: bool = False  # leave out, and name, records of the file without a prompt, instead of refusing the file
     overwrite: bool = False  # replace data that were made with other settings
-    # Time after which drawing prompts (a third of it) and answering end. Default: all are answered.
-    seconds: float | None = None
+    # Reading of `time.perf_counter()` at which drawing prompts (in a third of the time) and answering end.
+    until: float = math.inf
 
     def prompts(self, without: Iterable[str] = ()) -> list[Record]:
         """The prompts, without repetitions and those in `without`; case and white space are ignored.
@@ -165,9 +165,8 @@ class SelfGeneratedData:
         check_end_token(self.loaded.tokenizer)
         records = self.prompts()
         sampling = self.options.answers(row_seed(self.seed, 2), self.backend.sampling)
-        share = 1.0 if self.source else 2 / 3
-        rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens, share)
-        kept = self._kept("answers", map(_cut, rows), set(), 2)
+        rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens, 1.0)
+        kept = self._kept("answers", rows, set(), 2)
         field = self.template.responses[0]
         lines = [json_line({"id": records[i].line, **records[i].values, field: text}) for i, text in kept]
         least = min(tested - (len(records) - len(kept)), len(lines) // 2)
@@ -274,7 +273,7 @@ class SelfGeneratedData:
         most: int,
         share: float,
     ) -> list[dict[str, Any]]:
-        """The outputs for records, from the file of an earlier run or generated now in a share of the time."""
+        """The outputs for records, from the file of an earlier run or generated now in a share of the time left."""
         from skipdecode.engine.opening import end_tokens
         from skipdecode.generation.detokenizer import TokenTexts
         from skipdecode.generation.run import Job, generate_rows
@@ -291,29 +290,30 @@ class SelfGeneratedData:
                 ends=end_tokens(model, tokenizer),
                 stop=StopStrings(self.backend.stop),
                 encoder=encoder(tokenizer, context_length(model.config), template=self.template),
-                make_engine=lambda rows: self.backend.engine(max_rows=rows),
+                make_engine=lambda rows: self.backend.engine(max_rows=rows, prefix_cache=True),
                 batch_size=size,
             )
             with closing(open_writer(str(path), about["settings"])) as writer:
                 left = [record for record in records if not writer.is_done(record.index)]
                 batches, over, until, told = 64, math.inf, math.inf, ""
                 total: int | None = len(records)
-                if self.seconds is not None:  # the clock ends it, most likely before the last record
-                    start, whole = time.perf_counter(), share * self.seconds
-                    batches, over, until, total = 1, start + _ADMITS * whole, start + whole, None
-                    told = f"of {len(records)}; ends after {whole / 60:.1f} min at most"
-                begun = takewhile(lambda record: time.perf_counter() < over, left)
+                if self.until < math.inf:  # the clock ends it, most likely before the last record
+                    start = time.perf_counter()
+                    seconds = share * max(0.0, self.until - start)
+                    batches, over, until, total = 1, start + _ADMITS * seconds, start + seconds, None
+                    told = f"of {len(records)}; ends after {seconds / 60:.1f} min at most"
+                begun = chain(left[:size], takewhile(lambda record: time.perf_counter() < over, left[size:]))
                 with progress_bar(total, "row", name=path.stem, done=writer.rows_before) as bar:
                     bar.set_postfix_str(told, refresh=False)
                     given: dict[str, Any] = {"window_batches": batches, "progress": lambda n, _: bar.update(n)}
-                    given |= {"until": until, "least": _LEAST_ANSWERS if encoder is PromptEncoder else _LEAST_PROMPTS}
+                    given |= {"until": until, "least": _LEAST_STEPS * min(size, len(left))}
                     generate_rows(begun, job, writer, len(left), **given)
         return [row for _, row in read_rows(path) if isinstance(row, dict)]
 
     def _kept(self, what: str, rows: Iterable[dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
         """Numbers and texts of outputs that are kept, none of `seen` and none twice; notes why others are not."""
         kept, reasons = [], Counter[str]()
-        for index, row in enumerate(rows):
+        for index, row in enumerate(map(_cut, rows)):
             text = str(row.get("text", "")).strip()
             if fault := self._fault(row, text) or ("repeated" if _key(text) in seen else ""):
                 reasons[fault] += 1
@@ -329,13 +329,15 @@ class SelfGeneratedData:
 
     def _fault(self, row: dict[str, Any], text: str) -> str:
         """Why a text is not kept; empty if it is."""
-        if row.get("finish_reason") not in ("eos", "stop"):
-            return "too long for the context" if "error" in row else "not ended"
+        if "error" in row:
+            return "too long for the context"
         tokenizer: Any = self.loaded.tokenizer
         ids = tokenizer(text, add_special_tokens=False).input_ids
         grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
         circles = len(set(grams)) < _LEAST_DISTINCT * len(grams)
-        return "too short" if len(ids) < _LEAST_TOKENS else "repetitive" if circles else ""
+        if len(ids) < _LEAST_TOKENS:
+            return "too short" if row["finish_reason"] == "eos" else "not ended"
+        return "repetitive" if circles else ""
 
 
 class _AsTheyAre(PromptEncoder):
@@ -347,7 +349,7 @@ class _AsTheyAre(PromptEncoder):
 
 
 def _cut(row: dict[str, Any]) -> dict[str, Any]:
-    """An answer; one that reached the limit is cut after its last complete sentence."""
+    """A text; one that reached a limit is cut after its last complete sentence, if it has one."""
     whole = _SENTENCES.match(row["text"]) if row.get("finish_reason") == "length" else None
     return row if whole is None else row | {"text": whole[0], "finish_reason": "eos"}
 
@@ -378,5 +380,6 @@ def own_answers(
 
     template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.recipe))
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
-    made = SelfGeneratedData(loaded, open_engines(loaded.model, "auto", note), *about, seconds)
+    until = math.inf if seconds is None else time.perf_counter() + seconds
+    made = SelfGeneratedData(loaded, open_engines(loaded.model, "auto", note), *about, until)
     return template, made.write_records(held_out, tested)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.common.progress import note
 from skipdecode.common.tables import byte_size, speedups
 from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.engine.base import EngineStats
+from skipdecode.generation.speed import HOW, HOW_WITHOUT_DRAFTS, Method, Turns, medians_of, request_seconds
 from skipdecode.schedule import Schedule
 
 _BAD_ROWS_SHOWN = 20
@@ -19,30 +20,30 @@ _TOLD = (
 )
 
 
-class SpeedComparison(Stopwatch[Literal["schedule", "full"], EngineStats]):
-    """The same batches under the schedule and at full depth, for equally many steps, in turn, one round each."""
+@dataclass(frozen=True)
+class SpeedComparison:
+    """A method and full depth in turn on the same batches; `new_tokens` is their number on each side in a round."""
 
-    def __init__(self) -> None:
-        super().__init__(("schedule", "full"))
+    turns: Turns
+    ours: Method
+    full: Method
+    batch_size: int
+    new_tokens: int
 
     def to_dict(self) -> dict[str, Any] | None:
         """JSON-ready; None if no batch had a decode step."""
-        ours, full = self.laps("schedule"), self.laps("full")
-        if not ours:
+        if not self.turns.laps(self.ours):
             return None
-        fed, layers = sum(stats.fed_tokens for stats in ours), sum(stats.token_layers for stats in ours)
-        full_layers = sum(stats.token_layers for stats in full)
-        return {
-            "batches": len(ours),
-            "full_layers_per_token": full_layers / fed,
-            "layers_per_token": layers / fed,
-            "nominal_speedup": full_layers / layers,
-            "full_decode_tokens_per_s": fed / sum(stats.decode_seconds for stats in full),
-            "decode_tokens_per_s": fed / sum(stats.decode_seconds for stats in ours),
-            "decode_speedup": self.ratio("full", "schedule", lambda stats: stats.decode_seconds),
-            "full_request_tokens_per_s": _rate(full),
-            "request_tokens_per_s": _rate(ours),
-            "request_speedup": self.ratio("full", "schedule", lambda stats: stats.step_seconds),
+        document: dict[str, Any] = {"batches": len(self.turns.rounds(self.ours)), "batch_size": self.batch_size}
+        for side, method in (("", self.ours), ("full_", self.full)):
+            timing = medians_of(self.turns, method)
+            document[f"{side}layers_per_token"] = timing["layers_per_token"]
+            document[f"{side}decode_tokens_per_s"] = timing["tokens_per_s"]
+            document[f"{side}request_tokens_per_s"] = self.new_tokens / (timing["seconds"] or math.inf)
+        return document | {
+            "nominal_speedup": document["full_layers_per_token"] / document["layers_per_token"],
+            "decode_speedup": self.turns.ratio(self.full, self.ours, lambda g: g.decode_seconds),
+            "request_speedup": self.turns.ratio(self.full, self.ours, request_seconds()),
         }
 
     def lines(self) -> list[str]:
@@ -57,15 +58,12 @@ class SpeedComparison(Stopwatch[Literal["schedule", "full"], EngineStats]):
         layers = [f"{found[f'{side}layers_per_token']:.1f} layers" for side in ("full_", "")]
         cells["nominal"] = [*layers, f"{found['nominal_speedup']:.2f}x"]
         many = "1 batch" if found["batches"] == 1 else f"{found['batches']} batches"
-        return [
-            f"{many} again, in turn with full depth, all sequences of a batch with the same length:",
-            *speedups(["full depth", "the schedule", "measured"], cells),
-        ]
-
-
-def _rate(side: list[EngineStats]) -> float:
-    """New tokens per second, prompts included."""
-    return sum(stats.new_tokens for stats in side) / sum(stats.step_seconds for stats in side)
+        lines = [f"{many} of {self.batch_size} again: {HOW if self.ours.exact else HOW_WITHOUT_DRAFTS}"]
+        lines += speedups(["full depth", "the schedule", "measured"], cells)
+        schedule = self.ours.schedule
+        if (prompt := len(schedule.prompt_layers())) < schedule.num_layers:
+            lines.append(f"prompts run {prompt} of {schedule.num_layers} layers, which the nominal speed-up leaves out")
+        return lines
 
 
 @dataclass
@@ -155,11 +153,16 @@ def schedule_line(schedule: Schedule, origin: str) -> str:
     """A schedule as text."""
     if schedule.is_full:
         return f"full depth, {schedule.num_layers} layers ({origin})"
-    first, last = schedule.budgets[0], schedule.budgets[-1]
-    depth = f"{first}" if first == last else f"{first} to {last}"
-    if (prompt := len(schedule.prompt_layers())) < schedule.num_layers:
-        depth = f"prompts {prompt}, new tokens {depth}"
-    return f"schedule {schedule.name}: {depth} of {schedule.num_layers} layers ({origin})"
+    return f"schedule {depth_words(schedule)} ({origin})"
+
+
+def depth_words(schedule: Schedule) -> str:
+    """The name of a schedule, and how many layers prompts and new tokens run."""
+    first, last, layers = schedule.budgets[0], schedule.budgets[-1], schedule.num_layers
+    prompt, depth = len(schedule.prompt_layers()), f"{first}" if first == last else f"{first} to {last}"
+    if last == layers:
+        return f"{schedule.name}: prompts alone skip layers and run {prompt} of {layers}; new tokens run all"
+    return f"{schedule.name}: {f'prompts {prompt}, new tokens ' if prompt < layers else ''}{depth} of {layers} layers"
 
 
 def summary_lines(stats: RunStats) -> list[str]:
@@ -171,11 +174,8 @@ def summary_lines(stats: RunStats) -> list[str]:
         f"{stats.seconds:.1f} s, {stats.tokens_per_s:.1f} tokens/s, prompts included"
     ]
     if layers is not None:
-        lines.append(
-            f"{layers:.1f} of {stats.num_layers} layers for a token on average "
-            f"({stats.num_layers / layers:.2f}x nominal); keys and values: at most "
-            f"{byte_size(stats.kv_bytes_peak)}, {stats.kv_saved or 0:.0%} saved"
-        )
+        saved = f", {stats.kv_saved:.0%} saved" if stats.kv_saved else ""
+        lines.append(f"{_depths(stats, layers)}; keys and values: at most {byte_size(stats.kv_bytes_peak)}{saved}")
     if stats.drafted_tokens:
         lines.append(
             f"{_counted(stats.drafted_tokens, 'draft')}, of which {stats.accepted_tokens} were accepted: "
@@ -191,6 +191,15 @@ def summary_lines(stats: RunStats) -> list[str]:
         of = _counted(stats.rows, "record")
         lines.append(f"{stats.bad_rows} of {of} could not be used; the output holds the error of each")
     return lines
+
+
+def _depths(stats: RunStats, layers: float) -> str:
+    """Mean layers of prompts and new tokens, in words; `layers` are those of a new token."""
+    nominal, whole = f"{stats.num_layers / layers:.2f}x nominal", layers == stats.num_layers
+    if stats.prompt_layers == stats.prompt_tokens * stats.num_layers:
+        return f"{layers:.1f} of {stats.num_layers} layers for a token on average ({nominal})"
+    prompts = f"prompts ran {stats.prompt_layers / stats.prompt_tokens:.1f} of {stats.num_layers} layers"
+    return f"{prompts}, new tokens {'all' if whole else f'{layers:.1f} on average ({nominal}, without prompts)'}"
 
 
 def _counted(count: int, what: str) -> str:

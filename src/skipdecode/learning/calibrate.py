@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,6 +106,7 @@ def calibrate(
     *,
     out: str | Path | None = None,
     cost: CostModel | str | Path | None = None,
+    until: float = math.inf,
     **options: Any,
 ) -> Calibrated:
     """Learn drop order, prompt layers and depth on records with responses, for a speed-up; and a fit. No gradients.
@@ -125,6 +127,8 @@ def calibrate(
         measurements that it has.
     cost : CostModel, str or Path, optional
         Cost of a step, also as the file of skipdecode plan --json. Default: measured, as by `skipdecode.plan`.
+    until : float
+        Reading of `time.perf_counter()` at which the search ends with what it has. Default: it takes its time.
     **options
         Fields of `CalibrateOptions`: target_speedup or nominal_speedup; one of task, prompt_template and prompt_field,
         with response_field; records, held_out, method, prompt_depths, fit, …
@@ -156,7 +160,7 @@ def calibrate(
         width = loaded.model.config.get_text_config(decoder=True).hidden_size
         fitter = None
         if settings.fit:
-            fitter = _fitter(loaded, records_for_fit(examples, learn, check, settings, width), settings, width)
+            fitter = _fitter(loaded, records_for_fit(examples, learn, check, settings, width), settings, width, until)
         # The time of a batch's prompts depends on their sum; the cache reads of a step on a typical prompt.
         prompt_len = round((fmean if settings.whole else median)(len(e.prompt) for e in learn))
         origin, fitted = "layers only", None
@@ -170,7 +174,7 @@ def calibrate(
                 fitted = known.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
         goal = set_goal(settings, known, prompt_len, [len(e.response) for e in learn], ref.num_layers, fitted, shared)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
-        found = search_model(settings, goal, loaded, learn, check, fitter, place / STORE_FILE)
+        found = search_model(settings, goal, loaded, learn, check, fitter, place / STORE_FILE, until)
         if found.fit is not None:
             found.fit.about["base"] = base_sample(loaded.model)
     document = {
@@ -216,7 +220,9 @@ def _without_fit(model: Model) -> Iterator[LoadedModel]:
         yield loaded
 
 
-def _fitter(loaded: LoadedModel, records: Sequence[Example], settings: CalibrateOptions, width: int) -> Fitter:
+def _fitter(
+    loaded: LoadedModel, records: Sequence[Example], settings: CalibrateOptions, width: int, until: float
+) -> Fitter:
     """The fitter on these records; refuses, before measurements, records with too few tokens for a map."""
     tokens = sum(len(record.response) for record in records)
     if tokens <= width:
@@ -224,7 +230,7 @@ def _fitter(loaded: LoadedModel, records: Sequence[Example], settings: Calibrate
             f"{tokens} response tokens are too few to fit maps of {width} columns: give more or longer records, or no "
             "fit"
         )
-    return Fitter(loaded.model, batches_of(records, min(_FIT_ROWS, settings.batch_size)), settings)
+    return Fitter(loaded.model, batches_of(records, min(_FIT_ROWS, settings.batch_size)), settings, until)
 
 
 # ---------------------------------------------------------------------- records

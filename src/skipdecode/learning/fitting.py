@@ -9,6 +9,8 @@ are of one pass, and solved in fp64 with a ridge that held-out batches choose. d
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from skipdecode.common.progress import progress_bar
-from skipdecode.data.batches import Batch
+from skipdecode.data.batches import IGNORE, Batch
 from skipdecode.errors import FitError
+from skipdecode.generation.speed import spread_over
 from skipdecode.learning.meter import check_finite
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.attach import at_full_depth
@@ -48,11 +51,13 @@ class Fitter:
     Memory grows with the tokens of `batches` x hidden_size x (depths + 1), the states before and behind one layer.
 
     `model`: fitted at full depth, whatever is attached. `batches`: texts at full depth: prompts and answers, aligned.
+    `until`: reading of `time.perf_counter()` by which the fit is made, on fewer texts if it must be.
     """
 
     model: Any
     batches: Sequence[Batch]
     options: FitOptions
+    until: float = math.inf
 
     def fit(self, schedules: Sequence[Schedule]) -> Fit:
         """The fit for schedules of one drop order: maps for their prompt sets, bridges over the layers that they skip.
@@ -76,18 +81,18 @@ class Fitter:
         self, depths: Sequence[frozenset[int]], projected: Mapping[tuple[int, ...], set[int]], whole: bool
     ) -> Fit:
         with torch.inference_mode(), at_full_depth(self.model):
-            return _Sweep(self.model, depths, projected, whole, self.batches, self.options).run()
+            return _Sweep(self.model, depths, projected, whole, self.batches, self.options, self.until).run()
 
 
 class _Inputs:
     """Sums of products of a map's inputs (tokens, features), with a 1 behind each; of tokens to learn from and others.
 
     A batch's products are fp32 on the model's device, their sums fp64 on the CPU: not every device has fp64. All maps
-    of one set of inputs share the sums.
+    of one set of inputs share the sums. `in_haste`: the ridge is not chosen, which takes most of a small fit's time.
     """
 
-    def __init__(self, features: int) -> None:
-        self.tokens = 0
+    def __init__(self, features: int, *, in_haste: bool = False) -> None:
+        self.tokens, self._in_haste = 0, in_haste
         self.gram = torch.zeros(2, features + 1, features + 1, dtype=torch.float64)
 
     def add(self, inputs: Tensor, held_out: bool, times: int = 1) -> None:
@@ -109,7 +114,7 @@ class _Inputs:
 
     def _ridge(self, cross: Tensor) -> float:
         """The ridge whose solution on the tokens to learn from does best on the others."""
-        if not self.gram[1].any():
+        if self._in_haste or not self.gram[1].any():
             return _RIDGES[2]
         center = self._center(self.gram[0], cross[0])
         values, vectors, moments = self._basis
@@ -172,7 +177,9 @@ class _Sweep:
         whole: bool,
         batches: Sequence[Batch],
         options: FitOptions,
+        until: float = math.inf,
     ) -> None:
+        self._until, self._in_haste = until, False
         self._plain = unwrap(model)
         self._layers: list[Any] = list(decoder_layers(self._plain))
         self._tuples = find_family(self._plain).returns
@@ -191,11 +198,28 @@ class _Sweep:
         last = max({layer for depth in self._depths for layer in depth}.union(*self._projected.values()))
         with progress_bar(last + 1, "layer", name="fitting") as bar:
             for index in range(last + 1):
+                start = time.perf_counter()
                 self._fit_layer(index)
+                self._keep_pace((last - index) * (time.perf_counter() - start))
                 bar.update()
         about = {"rank": self._options.fit_rank, "tokens": sum(batch.tokens for batch in self._batches)}
         taps = self._options.fit_taps if self._maps else 0
         return Fit(len(self._layers), self._width, self._bridges, self._maps, taps, about)
+
+    def _keep_pace(self, seconds: float) -> None:
+        """Leave texts out, and make haste, if the layers to come would take so many `seconds`, and there are fewer."""
+        left, count = max(0.0, self._until - time.perf_counter()), len(self._batches)
+        if seconds <= left:
+            return
+        self._in_haste = True
+        answers = sum(int((batch.targets != IGNORE).sum()) for batch in self._batches)
+        # As many tokens as a bridge has columns, and as its rank needs.
+        least = math.ceil(count * max(self._width, self._options.fit_rank + 1) / answers)
+        chosen = spread_over(count, min(count, max(least, round(count * left / seconds), 1)))
+        self._inputs.clear()  # which are sums over all texts
+        lists: list[list[Any]] = [self._batches, self._calls, *self._states.values(), *self._prompts.values()]
+        for every in lists:
+            every[:] = [every[number] for number in chosen]
 
     def _fit_layer(self, index: int) -> None:
         """Fit the maps of a layer, and move all states behind the layer."""
@@ -221,7 +245,7 @@ class _Sweep:
         taps, width = self._options.fit_taps, keys[0].shape[-1]
         features = self._width * (taps + 1)
         known = self._inputs.get(layers)  # until the prompt goes on, its maps share their inputs
-        inputs = self._inputs[layers] = known or _Inputs(features)
+        inputs = self._inputs[layers] = known or _Inputs(features, in_haste=self._in_haste)
         cross, first = torch.zeros(2, features + 1, width, dtype=torch.float64), []
         for number, (batch, states) in enumerate(zip(self._batches, self._prompts[layers], strict=True)):
             text = batch.attention_mask.bool()
@@ -271,7 +295,7 @@ class _Sweep:
 
     def _bridge(self, out: Mapping[frozenset[int], int], after: list[Tensor]) -> Bridge:
         """The bridge of a layer, from states without some layers (and of how many depths they are) to full depth's."""
-        inputs, rank = _Inputs(self._width), self._options.fit_rank
+        inputs, rank = _Inputs(self._width, in_haste=self._in_haste), self._options.fit_rank
         cross = torch.zeros(2, self._width + 1, self._width, dtype=torch.float64)
         for number, batch in enumerate(self._batches):
             start, held_out = self._crossing(batch), _is_held_out(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.tables import Printed, figures
+from skipdecode.common.tables import WIDTH, Printed, figures
 from skipdecode.errors import ScheduleError
-from skipdecode.evaluation.compare import PERPLEXITY, fastest_that_keeps, impossible, kept_columns
+from skipdecode.evaluation.compare import PERPLEXITY, fastest_that_keeps, impossible, kept_columns, near_zero, row_name
 from skipdecode.generation.llm import LLM
+from skipdecode.generation.speed import HOW
+from skipdecode.generation.stats import depth_words
 from skipdecode.learning.calibrate import SCHEDULE_FILE
+from skipdecode.learning.stages import Evaluation, TuningPlan
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import put_fit
@@ -24,7 +28,7 @@ from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 
-TIMES = {"answers": "own answers", "sizes": "timing", "layers": "choosing layers"}
+TIMES = {"answers": "own answers", "layers": "choosing layers"}
 NEIGHBOURS = {"slower": 0.5, "faster": 1.25}  # also evaluated: their shares of the target's nominal gain
 MILDER = {"slower": 0.5, "mildest": 0.2}  # where the target may be too fast to keep the share that was asked for
 
@@ -74,9 +78,25 @@ class Prepared(Printed):
 
     @property
     def recommended(self) -> Mapping[str, Any] | None:
-        """The fastest row that keeps the share of `keep`; None without `keep`, or if only full depth does."""
+        """The row that is fastest in batches and keeps the share of `keep`; None without `keep`, or such a row."""
+        return self._fastest("request_speedup")
+
+    @property
+    def recommended_alone(self) -> Mapping[str, Any] | None:
+        """The row that is fastest for one request at a time; None as for `recommended`."""
+        return self._fastest("request_speedup_alone")
+
+    def _fastest(self, speed: str) -> Mapping[str, Any] | None:
         keep = self.document["keep"]
-        return None if keep is None else fastest_that_keeps(self.rows, keep)
+        return None if keep is None else fastest_that_keeps(self.rows, keep, speed)
+
+    @property
+    def untuned(self) -> str:
+        """Why nothing was tuned, as a line; empty if something was."""
+        minutes, left = self.document["minutes_given"], max(0.0, self.document["minutes_left"])
+        if self.document["minutes"]:
+            return ""
+        return "nothing was tuned: " + (f"{minutes:g} minutes left {left:.1f} for it" if minutes else "minutes 0")
 
     def push_to_hub(self, repo: str, *, private: bool = True) -> str:
         """As `skipdecode.push_to_hub` of the tuned checkpoint; raises UsageError if nothing was tuned."""
@@ -123,8 +143,53 @@ class Prepared(Printed):
         """A row for each evaluated schedule: minutes, name, request_speedup, decode_speedup, scores, kept and more."""
         return list(self.document["rows"])
 
+    def lines(self) -> list[str]:
+        """The table, and what follows from it."""
+        return [*_table_lines(self.document), *self._schedule_lines(), *self._times(), *self._conclusions()]
+
+    def _schedule_lines(self) -> Iterator[str]:
+        """What the schedules run, and how a row is read."""
+        yield depth_words(self.schedule)
+        if any("quantization" in row for row in self.rows):
+            yield "w8a8: 8-bit weights and activations"
+
+    def _times(self) -> Iterator[str]:
+        times = []
+        for key, seconds in self.document["seconds"].items():
+            label, _, minutes = key.partition(" ")
+            after = f" after {minutes} minutes" if label == Evaluation.label and float(minutes) else ""
+            times += [f"{TIMES.get(label, label)}{after} {seconds / 60:.1f} min"] * (label != TuningPlan.label)
+        yield f"time: {', '.join(times)}"
+
+    def _conclusions(self) -> Iterator[str]:
+        document, rows = self.document, self.rows
+        yield from impossible(rows)
+        known = {minutes: kept for minutes, kept in document["kept_by_minutes"].items() if kept is not None}
+        if low := near_zero(rows):
+            yield f"the model does not do this task yet: {low}; there is no share to keep: tune it at full depth first"
+        elif known:
+            kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
+            yield f"{document['target']} keeps {kept}"
+        if document["keep"] is not None and not low:
+            yield from self._recommendations(document["keep"])
+        if len(losses := document["dev_loss"]) > 1:
+            (_, before), (minutes, after) = losses[0], losses[-1]
+            yield f"dev loss {before:.3f} before tuning, {after:.3f} after {minutes:.1f} minutes of it"
+
+    def _recommendations(self, keep: float) -> Iterator[str]:
+        batched, alone = self.recommended, self.recommended_alone
+        if batched is None or batched["name"].startswith("full"):
+            yield f"no schedule keeps {keep:.0%} at a higher speed"
+        where = f" in batches of {self.document['batch']}"
+        if batched is None:
+            yield f"recommended to keep {keep:.0%}: none is faster than full depth{where}"
+        else:
+            yield f"recommended to keep {keep:.0%}: {_speed_words(batched, 'request_speedup')}{where}"
+        if alone is not None and alone is not batched:
+            yield f"for one request at a time: {_speed_words(alone, 'request_speedup_alone')}"
+
     def __str__(self) -> str:
-        return "\n".join(_lines(self.document))
+        return "\n".join([*self.lines(), *filter(None, [self.untuned])])
 
 
 def tuned_directory(out: Path, minutes: float) -> Path:
@@ -134,23 +199,18 @@ def tuned_directory(out: Path, minutes: float) -> Path:
 
 def neighbours(target: Schedule, place: Path, shares: Mapping[str, float] = NEIGHBOURS) -> list[Schedule]:
     """The target, and schedules of other gains if its drop order, and the fit in `place`, allow them."""
-    found = [target]
+    found = {target.name: target}
     fit = Fit.load(place / FIT_FILE) if (place / FIT_FILE).is_file() else None
     for name, share in shares.items():
         with contextlib.suppress(ScheduleError):
             other = target.with_speedup(1 + (target.nominal_speedup - 1) * share)
             if fit is not None and not fit.serves(other):  # no layer is skipped that has no map
                 other = replace(other, budgets=tuple(max(n, target.budgets[-1]) for n in other.budgets))
-            if not other.is_full and other.budgets != target.budgets and (fit is None or fit.serves(other)):
-                found.append(replace(other, name=f"{target.name}, {name}"))
-                found[-1].save(place / f"{name}.json")
-    return found
-
-
-def squeezed(schedule: Schedule, share: float) -> Schedule:
-    """The schedule with its positions in a share of the tokens: texts cut to that share then run all of its depths."""
-    count = max(1, round(schedule.seq_len * share))
-    return replace(schedule, budgets=tuple(schedule.budget(round(place / share)) for place in range(count)))
+            other = other.named_by_layers(target.family)
+            if not other.is_full and other.name not in found and (fit is None or fit.serves(other)):
+                found[other.name] = other
+                other.save(place / f"{name}.json")
+    return list(found.values())
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -160,38 +220,18 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return figures(dict([*columns.items()][:at]) | interval | columns, rows)
 
 
-def _lines(document: Mapping[str, Any]) -> Iterator[str]:
-    rows, known = document["rows"], {m: kept for m, kept in document["kept_by_minutes"].items() if kept is not None}
-    keep = document["keep"]
-    shown = rows if keep is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
-    yield from ("kept: worst score, compared with the model before", "", *_table(shown), "")
-    if keep is not None:
-        yield "exact: drafts from the text, which change no token; w8a8: 8-bit weights and activations"
+def _table_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    rows = document["rows"]
+    shown = rows if document["keep"] is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
+    records = f" on {rows[0]['records']} records" if rows[0].get("records") else ""
+    caption = (
+        f"kept: worst score{records}, as a share of full depth's best, before or after tuning. Speed-ups over full "
+        f"depth of the same minutes, in batches of {document['batch']} (one request: alone), {HOW}"
+    )
+    yield from (*textwrap.wrap(caption, WIDTH), "", *_table(shown), "")
     if [*rows[0]["scores"]] == [PERPLEXITY]:
         yield "perplexity flatters tasks in which one wrong token spoils an answer, such as code: run its tests"
-    yield from impossible(rows)
-    times = []
-    for name, seconds in document["seconds"].items():
-        kind, _, minutes = name.partition(" ")
-        after = f" after {minutes} minutes" if kind == "evaluation" and float(minutes) else ""
-        times += [f"{TIMES.get(kind, kind)}{after} {seconds / 60:.1f} min"] * (kind != "left")
-    yield f"time: {', '.join(times)}"
-    if known:
-        kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
-        yield f"{document['target']} keeps {kept}"
-    else:
-        yield "every score of full depth is 0, so there is no share to keep: tune the model at full depth first"
-    if keep is not None:
-        best = fastest_that_keeps(rows, keep)
-        if best is None or best["name"].startswith("full"):
-            yield f"no schedule keeps {keep:.0%} at a higher speed"
-        told = (
-            "{name}, {request_speedup:.2f} times as fast, keeps {kept:.1%}"
-            if best
-            else "none is faster than full depth"
-        )
-        yield f"recommended to keep {keep:.0%}: {told.format_map(best or {})}"
-    if len(losses := document["dev_loss"]) > 1:
-        (_, before), (minutes, after) = losses[(len(losses) - 1) // 2], losses[-1]
-        gain = f"their second half brought {before - after:.3f}"
-        yield f"dev loss {after:.3f} after {minutes:.1f} minutes of tuning; {gain}"
+
+
+def _speed_words(row: Mapping[str, Any], speed: str) -> str:
+    return f"{row_name(row)}, {row[speed]:.2f} times as fast, keeps {row['kept']:.1%}"

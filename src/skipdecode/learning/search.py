@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,13 +78,12 @@ def search_model(
     check: list[Example],
     fitter: Fitter | None,
     file: Path,
+    until: float = math.inf,
 ) -> Found:
     """`search` on records to learn from and held-out records; without a fit if the model cannot be fitted.
 
-    `file` keeps the measurements of an interrupted run.
+    `file` keeps the measurements of an interrupted run. `until`: see `search`.
     """
-    wall, nominal = settings.target_speedup, settings.nominal_speedup
-    name = f"calibrated-{nominal:g}x" if wall is None else f"calibrated-{wall:g}x-wall"
     size = settings.batch_size
     with measuring(loaded, {"learn": learn, "held out": check}, size, file) as (attachment, meters_of, bar):
 
@@ -95,10 +96,10 @@ def search_model(
         bar.reset(total=sum(wanted * meter.batches for wanted, meter in zip(*counts, strict=True) if meter))
         influence = block_influence(attachment, learn, batch_size=size)
         try:
-            found = search(settings, goal, influence, meters, fitter, name=name)
+            found = search(settings, goal, influence, meters, fitter, until)
         except FitError as e:
             note(f"no fit: {e}")
-            found = search(settings, goal, influence, meters, name=name)
+            found = search(settings, goal, influence, meters, until=until)
         bar.total = bar.n
     return found
 
@@ -109,8 +110,7 @@ def search(
     influence: Sequence[float],
     meters: Meters,
     fitter: Fitter | None = None,
-    *,
-    name: str = "calibrated",
+    until: float = math.inf,
 ) -> Found:
     """Learn the order and the prompt set, and measure the schedule next to the baselines.
 
@@ -123,8 +123,8 @@ def search(
     fitter : Fitter, optional
         The order is then learned with a bridge over each layer that is left out, the prompt set is chosen with the fit
         of all candidates, and the schedule gets that fit. Baselines have none.
-    name : str
-        Name of the calibrated schedule.
+    until : float
+        Reading of `time.perf_counter()` after which no further prompt set is compared with those that were.
 
     Raises FitError, DivergedError: see `Fitter.fit` and `LossMeter.losses`.
     """
@@ -140,18 +140,36 @@ def search(
     every = list(chain(*sets))
     fitted = [schedule for schedule in every if not schedule.is_full]
     fit = fitter.fit(fitted) if fitter is not None and fitted else None
-    measured = dict(zip(every, meters(fit)[0].losses(every), strict=True))
-    tried = [min(of_depth, key=measured.__getitem__) for of_depth in sets]
+    measured = _losses(every, meters(fit)[0], until)
+    known = [[schedule for schedule in of_depth if schedule in measured] for of_depth in sets]
+    tried = [min(of_depth, key=measured.__getitem__) for of_depth in known if of_depth]
     tried.sort(key=lambda schedule: (measured[schedule], goal.workload.seconds(schedule)))
-    result = replace(tried[0], name=name)
-    others = [replace(s, name=f"{name}, {len(s.prompt_layers())} prompt layers") for s in tried[1:]]
+    result, *others = (_named(schedule, settings) for schedule in tried)
     bare = [Schedule.full(layers), goal.paper, goal.even] if settings.baselines else []
     own = None if fit is None or result.is_full else fit.of_schedule(result)
     if own is not None and settings.baselines:
-        bare.append(replace(result, name=f"{name}, without its fit"))
+        bare.append(replace(result, name=f"{result.name}, without its fit"))
     verdicts = [_verdict(s, settings, goal.unfitted, *meters(None)) for s in bare]
     verdicts += [_verdict(s, settings, goal.workload, *meters(fit)) for s in (*others, result)]
     return Found(result, order, tuple(rounds), tuple(influence), tuple(verdicts), own)
+
+
+def _losses(schedules: Sequence[Schedule], meter: LossMeter, until: float) -> dict[Schedule, float]:
+    """The loss of each schedule, of the first ones if the time is over."""
+    losses: dict[Schedule, float] = {}
+    for schedule in schedules:
+        if losses and time.perf_counter() > until:
+            note(f"the time for choosing layers is over: {len(losses)} of {len(schedules)} candidates are compared")
+            break
+        losses[schedule] = meter.losses([schedule])[0]
+    return losses
+
+
+def _named(schedule: Schedule, settings: CalibrationSettings) -> Schedule:
+    nominal = settings.nominal_speedup
+    if nominal is None:
+        return schedule.named_by_layers("calibrated")
+    return replace(schedule, name=f"calibrated-{nominal:g}x", family="calibrated")
 
 
 def trials(settings: CalibrationSettings, goal: Goal, fitted: bool) -> tuple[int, int]:

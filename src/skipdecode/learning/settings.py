@@ -14,6 +14,7 @@ from skipdecode.common.files import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.options import Options, option, setting
 from skipdecode.data.examples import RecordOptions
+from skipdecode.engine.requests import BATCH
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.metrics import MetricOptions
 from skipdecode.generation.self_generated import ABOUT_FILE, SelfGeneratedOptions
@@ -284,8 +285,8 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
         above=1,
     )
     keep: float | None = option(
-        "share of full depth's scores to keep, such as 0.98: exact drafts and W8A8 weights are evaluated too, and the "
-        "fastest way that keeps it is recommended",
+        "share of full depth's scores to keep, such as 0.98: the fastest schedule or weights that keep it are "
+        "recommended, for batches and for one request at a time",
         default=None,
         above=0,
         most=1,
@@ -294,7 +295,7 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
         "minutes of the whole command, from its start to its table; 0: no tuning, and no limit", default=10.0, least=0
     )
     test_records: int = option("most records or prompts to evaluate on", default=64, least=1)
-    batch: int = option("sequences decoded together", default=16, least=1)
+    batch: int = option("sequences decoded together", default=BATCH, least=1)
     method: OrderMethod = option(
         "drop order by block-influence (one pass) or greedy (the measured loss of about 60 layer sets)",
         default="block-influence",
@@ -326,3 +327,28 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
         least=1,
     )
     seed: int = option("seed of all random choices", default=0, least=0)
+
+
+@dataclass(frozen=True)
+class SearchSize:
+    """Options of `calibrate` by which a search takes longer or shorter."""
+
+    records: int
+    fit_depths: int
+    spread_prompts: bool
+    fit_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluationSize:
+    """How much an evaluation measures at most; `tokens` is the share of an own text's tokens that is generated."""
+
+    records: int
+    neighbours: bool
+    speed_batches: int
+    speed_rounds: int
+    tokens: float = 1.0
+
+
+WHOLE = EvaluationSize(records=64, neighbours=True, speed_batches=4, speed_rounds=3)
+SHORT = EvaluationSize(records=48, neighbours=False, speed_batches=1, speed_rounds=2, tokens=0.25)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from skipdecode.errors import UsageError
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
 from skipdecode.generation.self_generated import DEV_FILE, TEST_FILE, TRAIN_FILE, open_prompts, own_answers
 from skipdecode.learning.settings import PrepareOptions
+from skipdecode.learning.stages import Answers, Form
 from skipdecode.models.loading.hub import LoadedModel
 
-_FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _HELD_OUT = 256  # of the model's own answers, at most
 _TESTED = 48  # prompts that are not learned from, at least, if there are twice as many
 
@@ -93,26 +93,29 @@ class Sources:
         metrics = ("bleu", "rougeL", "chrf")
         return Task(name="records", **form, chat=bool(template.chat), metrics=metrics, max_new_tokens=most)
 
-    def given(self, loaded: LoadedModel) -> dict[str, Any]:
+    def given(self, loaded: LoadedModel) -> Answers:
         """The records and their form: as they are, or, of a known shape or with a part held out, as files."""
-        form, template = {name: getattr(self._settings, name) for name in _FORM}, self._template
-        answer = template.responses[0]
-        if not self._settings.task:
+        settings, template = self._settings, self._template
+        form, answer = (
+            Form(**{field.name: getattr(settings, field.name) for field in fields(Form)}),
+            template.responses[0],
+        )
+        if not settings.task:
             decide_chat(template, loaded)
-            form |= {"prompt_template": template.prompt, "prompt_field": None, "response_field": answer}
-            form["chat"] = template.chat
+            form = replace(form, prompt_template=template.prompt, prompt_field=None, response_field=answer)
+            form = replace(form, chat=bool(template.chat))
         for name, file in self._rewritten.items():
             records, rejects = written_turns(name, file.records, template, loaded.tokenizer)
-            refuse_rejects(name, [*file.rejects, *rejects], skip_bad=self._settings.skips_bad)
+            refuse_rejects(name, [*file.rejects, *rejects], skip_bad=settings.skips_bad)
             rows = (
                 {**one.for_chat, **(one.values or {"prompt": one.prompt}), "id": one.id, answer: one.references[0]}
                 for one in records
             )
             place = self._sources[name] = self._out / "records" / f"{name}.jsonl"
             write_whole(place, b"".join(map(json_line, rows)))
-        return {"train": self._sources["train"], "dev": self._sources["dev"], "form": form}
+        return Answers(self._sources["train"], self._sources["dev"], form)
 
-    def answers(self, loaded: LoadedModel, seconds: float | None) -> dict[str, Any]:
+    def answers(self, loaded: LoadedModel, seconds: float | None) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
         settings, place, held_out = self._settings, self._out / "answers", "test" not in self._sources
         sizes: dict[str, Any] = {"seed": settings.seed, "held_out": _HELD_OUT, "seconds": seconds}
@@ -127,10 +130,10 @@ class Sources:
                 rows = [{**one.values, field: list(one.references)} for one in found if one.prompt in tested]
                 write_whole(place / TEST_FILE, b"".join(map(json_line, rows)))
             note(f"no `test`: {len(rows)} prompts that are not learned from are held out for the evaluation")
-        form: dict[str, Any] = {"task": settings.task}
+        form = Form(task=settings.task)
         if not settings.task:
-            form = {"prompt_template": template.prompt, "response_field": template.responses[0], "chat": template.chat}
-        return {"train": str(place / TRAIN_FILE), "dev": str(place / DEV_FILE), "form": form}
+            form = Form(prompt_template=template.prompt, response_field=template.responses[0], chat=bool(template.chat))
+        return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), form)
 
 
 def _digest(name: str, source: Source) -> str:

@@ -1,6 +1,7 @@
-"""The stages of a long run: each is done once, counts the time of all its processes, and notices lost files.
+"""The stages of `prepare` as data, with their sizes, their log, and the clock that ends each of them.
 
-The sizes of `prepare`'s stages fit into the user's minutes, by the speed of the model on this machine.
+A stage is done once, counts the time of all its processes, and is done again if its files are lost. The log stores the
+dataclasses of this module; the class and the minutes of a stage are its key.
 """
 
 from __future__ import annotations
@@ -8,148 +9,51 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.journal import KeptValues
+from skipdecode.common.journal import ANEW, KeptValues, is_begun
+from skipdecode.common.jsonl import PREPARED_FILE
 from skipdecode.common.progress import note
 from skipdecode.data.batches import batches_of, response_logits
-from skipdecode.data.examples import Example
+from skipdecode.data.examples import Example, Source
 from skipdecode.errors import SkipDecodeError
-from skipdecode.learning.settings import CLOCK_FILE
+from skipdecode.learning.settings import CLOCK_FILE, PREPARE_JOURNAL, SHORT, WHOLE, EvaluationSize, SearchSize
 from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.carried import RECIPE_FILE
+from skipdecode.models.loading.card import PICTURE_FILE
 
-SHARED = ("answers", "sizes", "layers", "evaluation 0")  # their results serve any number of minutes
+TUNED_SHARE = 1 / 2
+"""Of the minutes, at least; the other stages shrink first."""
+_ANSWERS, _LAYERS, _EVALUATION = 1 / 8, 1 / 6, 1 / 12  # of the minutes, at most; there are two evaluations
+_LEAST_SCALE = 0.2  # of these shares, where loading the model takes most of the rest
+_ENDING = 1.05  # times the first evaluation: the last one, with its table
+_DIRECTORIES = ("answers", "records", "fit", "tuned-*", "eval-*")
+_SOME_TUNING = 0.1  # of the minutes: with less, nothing is tuned
 
-
-class Stages:
-    """Finished stages by name, in a journal.
-
-    `path`: the journal. `settings`: JSON-ready; all that the stages depend on. `outputs`: patterns of the files that a
-    stage makes.
-    """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any], outputs: Sequence[str] = ()) -> None:
-        self._kept = KeptValues(path, settings, pieces="stages", remedy="give another output directory")
-        self._outputs = outputs
-        self._here = 0.0  # seconds of the stages that this process ran
-
-    def close(self) -> None:
-        """Close the journal."""
-        self._kept.close()
-
-    def finished(self) -> dict[str, Any]:
-        """All finished stages, in the order of their completion."""
-        return dict(self._kept.read())
-
-    def spent(self, started: float) -> float:
-        """Seconds of the finished stages that all minutes share, and of this process outside of stages."""
-        shared: float = sum(stage["seconds"] for name, stage in self.finished().items() if name in SHARED)
-        return shared + time.perf_counter() - started - self._here
-
-    def run(
-        self, name: str, work: Callable[[], dict[str, Any]], *, place: Path | None = None, of: Any = None
-    ) -> dict[str, Any]:
-        """The result of a stage with its times (seconds, cpu_seconds), from an earlier run or computed now.
-
-        A stage is computed again if a file that it made in `place` is gone or changed, or if `of`, what it depends on,
-        is not what it was.
-        """
-        stage: dict[str, Any] | None = self._kept.get(name)
-        if stage is not None and place is not None and (lost := _lost(place, stage.get("files", {}))):
-            note(f"{place / lost} is gone, or not the file that this run made: the stage {name!r} is done again")
-            (place / RECIPE_FILE).unlink(missing_ok=True)  # else the tuning would be told as finished
-            stage = None
-        if stage is None or stage.get("of", of) != of:
-            clock = self._kept.path.with_name(CLOCK_FILE)
-            start = time.perf_counter()
-            with _counted(clock, name) as took:
-                found = work()
-            self._here += time.perf_counter() - start
-            made = {} if place is None else {"files": self._files(place)}
-            times = {key: round(value, 1) for key, value in took().items()}
-            self._kept.put(name, found | times | made | {"of": of})
-            clock.unlink(missing_ok=True)
-            stage = dict(self._kept.get(name))
-        return stage
-
-    def _files(self, place: Path) -> dict[str, str]:
-        """The files of a stage that later stages and users need, with digests of the small ones."""
-        files = (file for pattern in self._outputs for file in sorted(place.glob(pattern)))
-        return {file.name: _digest(file) for file in files}
-
-
-def _digest(file: Path) -> str:
-    if file.suffix == ".safetensors":  # gigabytes
-        return ""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _lost(place: Path, files: Mapping[str, str]) -> str | None:
-    """The first file that is not there as it was made; None if all are."""
-    return next((n for n, known in files.items() if not (place / n).is_file() or _digest(place / n) != known), None)
-
-
-@contextlib.contextmanager
-def _counted(file: Path, name: str) -> Iterator[Callable[[], dict[str, float]]]:
-    """A context in which a stage's times are counted, on top of those of earlier processes; `file` keeps them."""
-    before = {"seconds": 0.0, "cpu_seconds": 0.0}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["stage"] == name:
-            before = {key: float(kept[key]) for key in before}
-    start, busy = time.perf_counter(), time.process_time()
-
-    def took() -> dict[str, float]:
-        now = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
-        return {key: before[key] + value for key, value in now.items()}
-
-    try:
-        yield took
-    finally:
-        with contextlib.suppress(SkipDecodeError):
-            write_whole(file, json.dumps({"stage": name} | took()))
-
-
-SHARES = {"answers": 1 / 4, "layers": 1 / 4, "evaluation": 1 / 6}  # of the minutes, at most; tuning has the rest
 _PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
 _TIMED = 2  # records
-_LEAST_TEXTS = 48  # of an evaluation
+_LEAST_TEXTS = 16  # of an evaluation that says something
 TYPICAL = Example("", *2 * (tuple(1 + i % 8 for i in range(96)),))  # before there are texts
 _DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
 _LEAST_RECORDS, _MOST_RECORDS = 8, 64
 _TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
 _MOST_A_COLUMN = 28  # tokens of a fit: twice as many lower the KL by 3% (docs/LOG.md)
-_SEARCHES: tuple[dict[str, Any], ...] = (
-    {"records": 8, "fit_depths": 4, "spread_prompts": True},
-    {"records": 8, "fit_depths": 2, "spread_prompts": False},
-    {"records": 4, "fit_depths": 2, "spread_prompts": False},
-)
-# `tokens` is the share of an own text's tokens: the last ones are of short texts, but never of fewer.
-EVALUATIONS = tuple(
-    dict(zip(("records", "neighbours", "speed_batches", "speed_rounds", "tokens"), size, strict=True))
-    for size in (
-        (64, True, 4, 3, 1.0),
-        (64, True, 1, 3, 1.0),
-        (_LEAST_TEXTS, True, 1, 3, 1.0),
-        (_LEAST_TEXTS, True, 1, 2, 0.5),
-        (_LEAST_TEXTS, False, 1, 2, 0.5),
-        (_LEAST_TEXTS, False, 1, 2, 0.25),
-        (_LEAST_TEXTS, False, 1, 1, 0.25),
-        (_LEAST_TEXTS, False, 1, 1, 0.125),
-    )
-)
-_WAYS = 1.2  # times the work of the schedules: W8A8 takes half of it, drafts at full depth the rest
-_READ = 0.4  # of the time of transformers' forward, where the fast engine reads texts
 
-Floats = Sequence[float]
+
+# ---------------------------------------------------------------------- sizes
+
+
+_SEARCHES = (SearchSize(8, 4, True), SearchSize(8, 2, False), SearchSize(4, 2, False))
 
 
 @dataclass(frozen=True)
@@ -161,7 +65,7 @@ class Pace:
 
     @classmethod
     def of(cls, model: Any, examples: Sequence[Example]) -> Pace:
-        """Measured in two forwards on a few records, of which the second counts, in the type that learning takes."""
+        """Measure two forwards on a few records, of which the second counts, in the type that learning takes."""
         model = in_hardware_type(model)
         (batch,) = batches_of(examples[:_TIMED], _TIMED)
         batch, took = batch.to(model.device), 0.0
@@ -175,49 +79,358 @@ class Pace:
         length = sum(len(e.prompt) + len(e.response) for e in examples) / len(examples)
         return cls(batch.tokens / took, length)
 
-    def enough(self, width: int, methods: int) -> float:
-        """About the minutes of which a third is left to tune, after the smallest stages, for texts of this length."""
+    def enough(self, width: int) -> float:
+        """Return about the minutes of which half are left to tune, after small stages, for texts of this length."""
         search = _PRODUCTS * (2 * _TOKENS_A_COLUMN * width + 4 * _LEAST_RECORDS * self.text_tokens)
-        evaluation = methods * _LEAST_TEXTS * self.text_tokens * 2  # generated, timed and read
-        return 1.5 * (24 * self.text_tokens + search + 2 * evaluation) / self.tokens_per_second / 60
+        evaluation = 4 * _LEAST_TEXTS * self.text_tokens * 2  # four methods; generated, timed and read
+        return 2 * (24 * self.text_tokens + search + 2 * evaluation) / self.tokens_per_second / 60
 
-    def search(self, seconds: float, width: int, prompt_sets: int) -> dict[str, Any]:
-        """Settings of a calibration that takes about so many seconds: the most thorough one whose fit has tokens.
+    def search(self, seconds: float, width: int, prompt_sets: int) -> SearchSize:
+        """Return the most thorough search that takes about so many seconds and whose fit has tokens, or the least one.
 
         `width` is hidden_size, `prompt_sets` the number of prompt sets to try, without evenly spaced ones.
         """
-        found: dict[str, Any] = {}
-        for found in _SEARCHES:
-            sets = prompt_sets * (1 + found["spread_prompts"])
-            measured = found["records"] * self.text_tokens * (1 + sets)
+        size, tokens = _SEARCHES[-1], 0.0
+        for size in _SEARCHES:
+            sets = prompt_sets * (1 + size.spread_prompts)
+            measured = size.records * self.text_tokens * (1 + sets)
             # Sets of the lowest layers share full depth's states; others have states of half of the layers.
-            passes = _PRODUCTS * (1 + 0.3 * found["fit_depths"] + (0.4 if found["spread_prompts"] else 0.05) * sets)
+            passes = _PRODUCTS * (1 + 0.3 * size.fit_depths + (0.4 if size.spread_prompts else 0.05) * sets)
             tokens = (seconds * self.tokens_per_second - measured) / passes
             if tokens >= _TOKENS_A_COLUMN * width:
                 break
-        return found | {"fit_tokens": max(1, min(_MOST_A_COLUMN * width, round(tokens)))}
+        return replace(size, fit_tokens=max(1, min(_MOST_A_COLUMN * width, round(tokens))))
 
-    def evaluation(
-        self, seconds: float, per_batch: Floats, batch: int, most: int, speedups: Floats, own: bool, ways: bool
-    ) -> dict[str, Any]:
-        """The size of an evaluation that takes about so many seconds, or the smallest one.
+    def evaluation(self, seconds: float, a_batch: float, batch: int, speedups: Sequence[float]) -> EvaluationSize:
+        """Return the size of an evaluation that is to take about so many seconds: WHOLE if that fits.
 
-        `per_batch` are seconds of a batch at full depth, of its prompts and of its decoding; `speedups` those of full
-        depth and the schedules; `own`: texts of the model, which it reads again; `ways`: other weights and drafts too.
+        `a_batch`: seconds of a batch of requests at full depth. `speedups`: those of full depth and of the schedules,
+        each of which runs with W8A8 weights too, in about half of the time.
         """
-        found: dict[str, Any] = {}
-        for found in EVALUATIONS:
-            sides = speedups if found["neighbours"] else speedups[:2]
-            records, cut = min(most, found["records"]), found["tokens"] if own else 1.0
-            timed = found["speed_rounds"] * min(found["speed_batches"], -(-records // batch)) + ways
-            times = sum(1 / one for one in sides) * (1 + _WAYS * ways) * (records / batch + timed)
-            took = times * (per_batch[0] + cut * per_batch[1])
-            took += cut * _READ * own * (len(sides) + ways) * records * self.text_tokens / self.tokens_per_second
-            if took <= seconds:
-                break
-        return found | {"records": min(most, found["records"])}
+        runs = -(-WHOLE.records // batch) + WHOLE.speed_rounds * WHOLE.speed_batches
+        took = 1.5 * sum(a_batch / speedup for speedup in speedups) * runs
+        return WHOLE if took <= seconds else SHORT
 
     def dev_records(self, seconds: float) -> int:
-        """Dev records whose loss takes a small part of so many seconds."""
+        """Return the number of dev records whose loss takes a small part of so many seconds."""
         affordable = _DEV_SHARE * seconds * self.tokens_per_second / self.text_tokens
         return min(_MOST_RECORDS, max(_LEAST_RECORDS, int(affordable)))
+
+
+# ---------------------------------------------------------------------- the stages
+
+
+@dataclass(frozen=True)
+class Form:
+    """The options by which records become prompt and response."""
+
+    task: str | None = None
+    prompt_template: str | None = None
+    prompt_field: str | None = None
+    response_field: str | None = None
+    chat: bool = False
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The records of all later stages: the user's, or the model's own answers."""
+
+    label: ClassVar = "answers"
+    train: Source
+    dev: Source
+    form: Form
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The speed of the model on the records, and what fits into the time; `cost` is a `CostModel` as JSON."""
+
+    label: ClassVar = "timing"
+    pace: Pace
+    cost: dict[str, Any] | None
+    search: SearchSize
+    dev_records: int
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The schedule that reaches the target is saved beside its fit; the size of both evaluations of it.
+
+    `request_tokens`: mean new tokens of a record.
+    """
+
+    label: ClassVar = "layers"
+    size: EvaluationSize
+    request_tokens: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Rows of the evaluated schedules, before tuning (`minutes` 0) or after."""
+
+    label: ClassVar = "evaluation"
+    minutes: float
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TuningPlan:
+    """The minutes that are left to tune, stored so that a resumed run tunes the same."""
+
+    label: ClassVar = "left"
+    minutes: float
+
+    def is_too_short(self, minutes: float) -> bool:
+        """Whether so little of all `minutes` is left that nothing is tuned."""
+        return self.minutes < _SOME_TUNING * minutes
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of the tuning, and the loss of the dev records over its minutes."""
+
+    label: ClassVar = "tuning"
+    result: dict[str, Any]
+    dev_losses: list[tuple[float, float]]
+
+
+T = TypeVar("T", Answers, Timing, Layers, Evaluation, TuningPlan, Tuning)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A stage in the log: its cost over all processes, what it read, and digests of the files that it wrote.
+
+    `minutes` is None for a stage that serves any number of minutes, as that before tuning does.
+    """
+
+    label: str
+    minutes: float | None
+    stage: dict[str, Any]
+    seconds: float
+    cpu_seconds: float
+    files: dict[str, str]
+    reads: Any
+
+    @property
+    def key(self) -> str:
+        """The name in results."""
+        return _key(self.label, self.minutes)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether runs of other minutes use it too."""
+        return not self.minutes
+
+
+def _key(label: str, minutes: float | None) -> str:
+    return label if minutes is None else f"{label} {minutes:g}"
+
+
+# ---------------------------------------------------------------------- the log
+
+
+class Stages:
+    """The finished stages of a directory, and the time that they and this process took.
+
+    `settings`: JSON-ready; all that the stages depend on. `outputs`: patterns of the files that a stage makes.
+    `started`: reading of `time.perf_counter()` when the minutes of this process began. `overwrite`: begin anew, unless
+    the directory has an unfinished run with these settings.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        settings: Mapping[str, Any],
+        outputs: Sequence[str] = (),
+        started: float = 0.0,
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        path = out / PREPARE_JOURNAL
+        if overwrite and ((out / PREPARED_FILE).exists() or not is_begun(path, settings)):
+            _remove_results(out)
+        self._log = KeptValues(path, settings, pieces="stages", remedy=ANEW)
+        self._outputs, self._started = outputs, started
+        self._here = self._before = 0.0  # seconds of finished stages of this process; of killed ones in this stage
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
+
+    def forget(self) -> None:
+        """Remove all stages and their files: a refused command leaves nothing behind."""
+        self._log.remove()
+        _remove_results(self._log.path.parent)
+
+    def finished(self) -> list[Finished]:
+        """All finished stages, in the order of their completion."""
+        return list({key: Finished(**value) for key, value in self._log.read()}.values())
+
+    def find(self, kind: type[T], minutes: float | None = None) -> T | None:
+        """Return a finished stage; None if there is none."""
+        value = self._log.get(_key(kind.label, minutes))
+        return None if value is None else _restored(kind, value["stage"])
+
+    def evaluations(self) -> list[Evaluation]:
+        """All finished evaluations, of any minutes."""
+        return [_restored(Evaluation, done.stage) for done in self.finished() if done.label == Evaluation.label]
+
+    def seconds(self, kind: type[T], minutes: float | None = None) -> float:
+        """Seconds that a finished stage took."""
+        return float(self._log.get(_key(kind.label, minutes))["seconds"])
+
+    def files(self, kind: type[T]) -> dict[str, str]:
+        """Digests of the files that a finished stage wrote."""
+        found: dict[str, str] = self._log.get(kind.label)["files"]
+        return found
+
+    def spent(self) -> float:
+        """Seconds of the finished stages that all minutes share, and of this process outside of stages."""
+        shared = sum(stage.seconds for stage in self.finished() if stage.is_shared)
+        return shared + self._before + time.perf_counter() - self._started - self._here
+
+    def run(
+        self,
+        kind: type[T],
+        work: Callable[[], T],
+        *,
+        minutes: float | None = None,
+        directory: Path | None = None,
+        reads: Any = None,
+    ) -> T:
+        """Return a stage from the log, or do its work and store it.
+
+        It is done again if a file that it made in `directory` is gone or changed, or if `reads`, what it depends on, is
+        not what it was.
+        """
+        key = _key(kind.label, minutes)
+        value = self._log.get(key)
+        done = None if value is None else Finished(**value)
+        if done is not None and directory is not None and (lost := _lost(directory, done.files)):
+            note(f"{directory / lost} is gone, or not the file that this run made: the stage {key!r} is done again")
+            (directory / RECIPE_FILE).unlink(missing_ok=True)  # else the tuning would be told as finished
+            done = None
+        if done is None or done.reads != reads:
+            clock = self._log.path.with_name(CLOCK_FILE)
+            start = time.perf_counter()
+            with _counted(clock, key) as (self._before, took):
+                stage = asdict(work())
+            self._here += time.perf_counter() - start
+            self._before = 0.0
+            files = {} if directory is None else self._digests(directory)
+            done = Finished(kind.label, minutes, stage, **took(), files=files, reads=reads)
+            self._log.put(key, json.loads(json.dumps(asdict(done))))
+            clock.unlink(missing_ok=True)
+        return _restored(kind, self._log.get(key)["stage"])
+
+    def _digests(self, directory: Path) -> dict[str, str]:
+        """The files of a stage that later stages and users need, with digests of the small ones."""
+        files = (file for pattern in self._outputs for file in sorted(directory.glob(pattern)))
+        return {file.name: _digest(file) for file in files}
+
+
+def _remove_results(out: Path) -> None:
+    """Remove what a run has made in a directory."""
+    for pattern in (PREPARE_JOURNAL, PREPARED_FILE, CLOCK_FILE, PICTURE_FILE, *_DIRECTORIES):
+        for path in out.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _restored(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A stage from its JSON."""
+    hints = get_type_hints(kind)
+    return kind(
+        **{name: hints[name](**value) if is_dataclass(hints[name]) else value for name, value in values.items()}
+    )
+
+
+def _digest(file: Path) -> str:
+    if file.suffix == ".safetensors":  # gigabytes
+        return ""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _lost(directory: Path, files: Mapping[str, str]) -> str | None:
+    """The first file that is not there as it was made; None if all are."""
+    for name, known in files.items():
+        if not (directory / name).is_file() or _digest(directory / name) != known:
+            return name
+    return None
+
+
+@contextlib.contextmanager
+def _counted(file: Path, key: str) -> Iterator[tuple[float, Callable[[], dict[str, float]]]]:
+    """A context in which a stage's times are counted, on top of those of earlier processes; `file` keeps them.
+
+    Gives the seconds of earlier processes, and what returns the times so far.
+    """
+    before = {"seconds": 0.0, "cpu_seconds": 0.0}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["stage"] == key:
+            before = {name: float(kept[name]) for name in before}
+    start, busy = time.perf_counter(), time.process_time()
+
+    def took() -> dict[str, float]:
+        now = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
+        return {name: round(before[name] + value, 1) for name, value in now.items()}
+
+    try:
+        yield before["seconds"], took
+    finally:
+        with contextlib.suppress(SkipDecodeError):
+            write_whole(file, json.dumps({"stage": key} | took()))
+
+
+# ---------------------------------------------------------------------- the clock
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When each stage ends, from the minutes of the whole command; 0 minutes: no stage has an end.
+
+    `loading`: seconds in which the model was loaded. It is copied and saved for tuning, and loaded for the last
+    evaluation, which takes `_LOADS` times as long.
+    """
+
+    stages: Stages
+    minutes: float
+    own_answers: bool
+    loading: float
+
+    _LOADS: ClassVar = 3
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """The most that each stage takes of the minutes; all together leave `TUNED_SHARE`."""
+        shares = {Answers.label: _ANSWERS} if self.own_answers else {}
+        shares |= {Layers.label: _LAYERS, Evaluation.label: _EVALUATION}
+        room = 1 - TUNED_SHARE - (1 + self._LOADS) * self.loading / (60 * self.minutes or math.inf)
+        scale = min(1.0, max(_LEAST_SCALE, room / (sum(shares.values()) + _EVALUATION)))
+        return {label: scale * share for label, share in shares.items()}
+
+    def until(self, label: str) -> float:
+        """Return the reading of `time.perf_counter()` at which a stage before tuning ends.
+
+        A stage that ends early leaves its time to those that follow.
+        """
+        labels = list(self.shares)
+        before = sum(self.shares[other] for other in labels[: labels.index(label) + 1])
+        return self._reading(self.loading + 60 * self.minutes * before)
+
+    @property
+    def end(self) -> float:
+        """The reading of `time.perf_counter()` at which the minutes are over."""
+        return self._reading(60 * self.minutes)
+
+    def minutes_to_tune(self, evaluation: float) -> float:
+        """Return the minutes that are left; `evaluation`: seconds of the first one, which the last one takes too."""
+        later = _ENDING * evaluation + self._LOADS * self.loading
+        return self.minutes - (self.stages.spent() + later) / 60
+
+    def _reading(self, spent: float) -> float:
+        return time.perf_counter() + spent - self.stages.spent() if self.minutes else math.inf

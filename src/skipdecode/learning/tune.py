@@ -15,7 +15,6 @@ from skipdecode.common.options import near
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.common.rows import dataset_id
-from skipdecode.cost.source import wall_solver
 from skipdecode.data.examples import (
     Example,
     Source,
@@ -355,7 +354,7 @@ class _Run:
             text, seq_len = str(asked), self.seq_len or longest
             if self.seq_len is not None and not is_speedup(text):
                 raise UsageError(f"`seq_len` is for a nominal speed-up, not for {text}: leave it out")
-            found = self.ref.parsed(text, seq_len, wall_solver(self.ref, seq_len, carried))
+            found = self.ref.parsed(text, seq_len)
             origin = f"from {text}"
         else:
             if stored is not None:

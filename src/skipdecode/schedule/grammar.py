@@ -6,7 +6,6 @@ text               schedule
 ``full``           every layer of every token
 ``2x``             nominal speed-up 2: the drop order, positions and prompts of the checkpoint's schedule, else the
                    paper's bottom-up order
-``1.5x-wall``      wall-clock speed-up 1.5 of whole requests, by times that were measured on this machine; likewise
 a name             a schedule that the checkpoint carries
 a file             a schedule file (JSON)
 any ``:p15``       prompt tokens run the lower 15 layers (also ``:pfull``, ``:pmax_exit``, ``:p0-14,20``)
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -28,11 +27,10 @@ from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.schedule import Schedule
 
 FORMS = (
-    "a nominal speed-up such as 2x, a wall-clock speed-up such as 1.5x-wall, a schedule file; then :p15 for prompts "
-    "through 15 layers (also :pfull, :pmax_exit, :p0-14,20), :flat"
+    "a nominal speed-up such as 2x, a schedule file; then :p15 for prompts through 15 layers (also :pfull, :pmax_exit, "
+    ":p0-14,20), :flat"
 )
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
-_WALL = re.compile(_SPEEDUP.pattern + "-wall")
 _ENDING = re.compile(r"(.*):(flat|p(?:full|max_exit|[\d,-]+))")
 
 
@@ -42,8 +40,8 @@ def base_of(text: str) -> str:
 
 
 def is_speedup(text: str) -> bool:
-    """Whether a text is a nominal or a wall-clock speed-up, with or without endings."""
-    return _SPEEDUP.fullmatch(base_of(text).removesuffix("-wall")) is not None
+    """Whether a text is a nominal speed-up, with or without endings."""
+    return _SPEEDUP.fullmatch(base_of(text)) is not None
 
 
 def parse_schedule(
@@ -53,7 +51,6 @@ def parse_schedule(
     seq_len: int,
     carried: Schedule | None = None,
     named: Mapping[str, Schedule] = MappingProxyType({}),
-    solve: Callable[[float], Schedule] | None = None,
 ) -> Schedule:
     """The schedule of a text (see the module) for a model of `num_layers` layers.
 
@@ -65,18 +62,14 @@ def parse_schedule(
         The schedule of the checkpoint.
     named : mapping of str to Schedule
         Schedules that the text can name.
-    solve : callable, optional
-        Makes the schedule of a wall-clock speed-up (`skipdecode.cost.source`); without it they are refused.
 
     Raises ScheduleError if the text has no such form, if the file cannot be read, or if the schedule does not fit the
-    model; TargetError if no schedule reaches the wall-clock speed-up.
+    model.
     """
     known = {"full": Schedule.full(num_layers)} | dict(named)
     base, endings = (text, []) if text in known or os.path.isfile(text) else _parts(text)
     if endings and not base:
         schedule = carried or known["full"]
-    elif (wall := _WALL.fullmatch(base)) is not None and base not in known:
-        schedule = _solved(base, float(wall[1]), solve)
     else:
         schedule = _base(base, known, num_layers, seq_len, carried)
     schedule.check_fits(num_layers)
@@ -86,15 +79,6 @@ def parse_schedule(
         elif not schedule.is_flat:
             schedule = schedule.flattened()
     return schedule
-
-
-def _solved(text: str, target: float, solve: Callable[[float], Schedule] | None) -> Schedule:
-    if solve is None:
-        raise ScheduleError(
-            f"{text} is a wall-clock speed-up, which needs measured times: give the schedule file that skipdecode plan "
-            "makes for it"
-        )
-    return solve(target)
 
 
 def _base(

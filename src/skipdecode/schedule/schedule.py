@@ -246,6 +246,17 @@ class Schedule:
         flat = "flat" in self.variant.split("-")
         return replace(made, name=f"{made.name}-flat", variant=f"{made.variant}-flat") if flat else made
 
+    def named_by_layers(self, family: str) -> Self:
+        """Name this schedule after what runs: "calibrated-p15-20to10" is 15 prompt layers, then 20 falling to 10.
+
+        Such a name stays true on every machine, unlike one with a speed-up that was predicted.
+        """
+        prompt = len(self.prompt_layers())
+        variant = f"p{prompt}" if prompt < self.num_layers else ""
+        depths = "to".join(map(str, dict.fromkeys((self.budgets[0], self.budgets[-1]))))
+        name = "-".join(filter(None, (family, variant, depths)))
+        return replace(self, name=name, family=family, variant=variant)
+
     def with_speedup(self, nominal_speedup: float) -> Self:
         """A schedule for another nominal speed-up with the same drop order, positions, warm-up and prompt depth.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -152,13 +152,11 @@ class ModelRef:
         """The schedules of the checkpoint by name; see `named_schedules`."""
         return named_schedules(self.num_layers, self.schedule, self.recipe)
 
-    def parsed(
-        self, asked: Schedule | str | Path, seq_len: int, solve: Callable[[float], Schedule] | None = None
-    ) -> Schedule:
+    def parsed(self, asked: Schedule | str | Path, seq_len: int) -> Schedule:
         """A schedule, or that of a text, checked for this model; other arguments and errors as for `parse_schedule`."""
         found = asked
         if not isinstance(found, Schedule):
-            known: dict[str, Any] = {"carried": self.schedule, "named": self.schedules, "solve": solve}
+            known: dict[str, Any] = {"carried": self.schedule, "named": self.schedules}
             text = schedule_file(str(asked))
             found = parse_schedule(text, self.num_layers, seq_len=seq_len, **known)
             found = lent_last(self.config, found) if is_speedup(text) else found
