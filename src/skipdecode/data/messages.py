@@ -83,7 +83,7 @@ def has_answer(value: Any) -> bool:
     messages = _parsed(value)
     if not isinstance(messages, list):
         return True
-    return any(isinstance(each, Mapping) and each.get("role", each.get("from")) in _ASSISTANT for each in messages)
+    return any(isinstance(each, Mapping) and str(each.get("role", each.get("from"))) in _ASSISTANT for each in messages)
 
 
 def _message(where: str, value: Any) -> Message:
@@ -98,12 +98,12 @@ def _message(where: str, value: Any) -> Message:
     if fields.get("type") in _TYPES:
         del fields["type"]
     learned = fields.pop("weight", 1) != 0 and fields.pop("train", True) is not False
-    role, text = _ROLES.get(role, role), _text(where, content)
+    role, text = _ROLES.get(role or "", role), _text(where, content)
     if text is None and isinstance(fields.get("refusal"), str):
         text = fields.pop("refusal")
     if text is None and (calls or any(fields.get(name) for name in REASONING)):
         text = ""
-    if not isinstance(role, str) or (text is None and role not in ("system", "developer")):
+    if role is None or (text is None and role not in ("system", "developer")):
         raise DataError(f"{where} is not an object with text in 'role' and 'content'")
     if calls and role != "assistant":
         raise DataError(f"{where} has 'tool_calls', which belong to an assistant's message, not to the role {role!r}")
@@ -112,10 +112,11 @@ def _message(where: str, value: Any) -> Message:
     return message if learned or role != "assistant" else message | {"weight": 0}
 
 
-def _role(fields: dict[str, Any]) -> Any:
+def _role(fields: dict[str, Any]) -> str | None:
     """Take the role out of the fields of a message; `from` and `value` become role and content."""
     if "from" not in fields:
-        return fields.pop("role", None)
+        role = fields.pop("role", None)
+        return role if isinstance(role, str) else None
     role, fields["content"] = fields.pop("from"), fields.pop("value", None)
     if not isinstance(role, str) or role not in _SENDERS:
         raise DataError(f"'from' is {role!r}: give one of {', '.join(sorted(_SENDERS))}")

@@ -324,7 +324,7 @@ class LLM:
 
         Raises DataError: the last turn alone leaves no room, or cannot be used.
         """
-        system = messages[:1] if messages[:1] and messages[0].get("role") == "system" else []
+        system = [message for message in messages[:1] if message.get("role") in ("system", "developer")]
         turns, needed = messages[len(system) :], min(max_new_tokens, (self.context or 2) // 2)
         while True:
             (prompt,) = self.encode([[*system, *turns]])
