@@ -23,7 +23,7 @@ from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine.opening import open_engines
-from skipdecode.errors import AttachError, ModelLoadError, UsageError
+from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 from tiny import LAYERS, tiny_model
@@ -234,12 +234,3 @@ def test_an_adapter_of_integers_or_of_a_pointer_is_refused(tmp_path: Path) -> No
     file.write_text("version https://git-lfs/spec/v1\noid sha256:" + "0" * 64 + "\nsize 9\n")
     with pytest.raises(ModelLoadError, match=f"{file.name} is a git-lfs pointer"):
         load_model(str(tmp_path / "adapter"), require_tokenizer=False)
-
-
-def test_an_adapter_of_prompt_learning_is_refused_by_name(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-    for config in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
-        model = peft.get_peft_model(tiny_model("llama"), config(num_virtual_tokens=3, task_type="CAUSAL_LM"))
-        save(model, tmp_path / "adapter", tmp_path / "base")
-        with pytest.raises(AttachError, match="prompt learning"):
-            load_model(str(tmp_path / "adapter"), require_tokenizer=False)

@@ -19,6 +19,7 @@ from skipdecode.cli import main
 from skipdecode.errors import ModelLoadError, UsageError, WriteError
 from skipdecode.models.fit import fit_of, keep_fit
 from skipdecode.models.loading.card import write_card
+from skipdecode.models.loading.export import possible_formats
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import save_tuned
@@ -83,6 +84,27 @@ def test_the_command_line_exports_and_pushes(hub: Path, tmp_path: Path, capsys: 
     assert pushed.schedule_of(None) == SCHEDULE
     assert pushed.generate("red", 8)[0].tokens == LLM(here, device="cpu").generate("red", 8)[0].tokens
     assert "skipdecode export tuned --format merged --out out" in (hub / "merged" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_a_schedule_whose_prompts_alone_skip_is_described_as_it_is(tmp_path: Path, adapter: bool, capsys: Any) -> None:
+    save_checkpoint(tmp_path / "base")
+    here = tuned(str(tmp_path / "base"), tmp_path / "tuned", adapter=adapter)
+    schedule = Schedule(LAYERS, (), (LAYERS,), prompt=(0, 1, 2, 3), name="short")
+    write_card(here, ModelRef(str(tmp_path / "base")), schedule, "tune")
+    text = (here / "README.md").read_text()
+    assert "prompts run fewer layers, and new tokens all of them" in text
+    assert "new tokens run fewer" not in text
+    assert "measured speed-up is lower" not in text
+    schedule.save(tmp_path / "short.json")
+    # As no layer can be left out, export takes the format that keeps them all; a named format is not replaced.
+    command = ["export", str(here), "--schedule", str(tmp_path / "short.json"), "--out"]
+    assert main([*command, str(tmp_path / "hf"), "--format", "hf"]) == 2
+    assert main([*command, str(tmp_path / "out")]) == 0
+    assert "format merged" in capsys.readouterr().err
+    assert ModelRef(str(tmp_path / "out")).schedule == schedule
+    assert possible_formats(str(here), str(tmp_path / "short.json")) == ["merged"]
+    assert possible_formats(str(here), "full") == ["hf", "merged", "gguf"]
 
 
 def test_what_nobody_could_load_or_write_is_refused(hub: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -4,7 +4,8 @@ Every token must run the same layers, as under a flat schedule whose prompts run
 has only these layers; an adapter is merged. Its text is the text of this package under the schedule.
 
 --format hf writes a transformers checkpoint with tokenizer and recipe, --format gguf one file for llama.cpp. --format
-merged keeps all layers and any schedule: it merges an adapter, such as that of prepare, for vLLM with the plugin.
+merged keeps all layers and any schedule: it merges an adapter, such as that of prepare, for vLLM with the plugin. The
+default is hf, or merged where prompts alone skip layers.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class Config(NamedModel, ScheduleOptions, PushOptions):
 
     format: str = option(
         "hf: a smaller transformers checkpoint; gguf: one file for llama.cpp; merged: all layers with any "
-        "schedule and its fit, for this package and its plugin for vLLM",
-        default="hf",
-        choices=("hf", "gguf", "merged"),
+        "schedule and its fit, for this package and its plugin for vLLM; auto: merged if prompts alone skip layers, "
+        "else hf",
+        default="auto",
+        choices=("auto", "hf", "gguf", "merged"),
     )
     gguf_type: str = option("with --format gguf: type of the matrices", default="f16", choices=KINDS)
     dtype: str = option(

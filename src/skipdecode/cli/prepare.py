@@ -21,6 +21,7 @@ import json
 import re
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from skipdecode.cli.options import NamedModel, PushOptions
@@ -68,9 +69,20 @@ def run(config: Config) -> int:
     if config.json:
         print(json.dumps(dict(ready.document) | {"next": [use, *([more] if more else [])]}))
     else:
-        print(*ready.lines(), f"next: {use}", *_last(ready.untuned, more), sep="\n")
+        ends = [f"next: {use}", _export(ready.use), *_last(ready.untuned, more)]
+        print(*ready.lines(), *ends, sep="\n")
     config.push(ready.path or ready.schedule_file.parent)
     return 0
+
+
+def _export(use: Mapping[str, str]) -> str:
+    """The line about the export of the result, with the formats that work."""
+    from skipdecode.models.loading.export import possible_formats
+
+    first, *others = possible_formats(use["model"], use.get("schedule"), use.get("base"))
+    options = "".join(f" --{name} {shlex.quote(use[name])}" for name in ("base", "schedule") if name in use)
+    choice = f" (formats: {', '.join([first, *others])})" if others else ""
+    return f"export: skipdecode export {shlex.quote(use['model'])}{options} --format {first} --out DIRECTORY{choice}"
 
 
 def _with_minutes(minutes: float) -> str:

@@ -190,6 +190,11 @@ class Schedule:
         return min(self.budgets) == self.num_layers == len(self.prompt_layers())
 
     @property
+    def shortens_prompts_alone(self) -> bool:
+        """Whether new tokens run every layer, and prompts do not."""
+        return min(self.budgets) == self.num_layers and not self.is_full
+
+    @property
     def is_flat(self) -> bool:
         """Whether all positions run the same layers, so a batch with sequences of different ages loses nothing."""
         return self.budgets[0] == self.budgets[-1]

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from skipdecode.common.files import cache_dir
+from skipdecode.common.files import cache_dir, give_usual_mode
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import FetchError, FitError, ModelLoadError, WriteError
 from skipdecode.models.carried import FIT_FILE
@@ -214,12 +214,9 @@ def _build(name: str, final: Path, build: Callable[[Path], str]) -> None:
     partial.mkdir()
     try:
         source = build(partial)
-        label = partial / SOURCE_FILE
-        label.write_text(source + "\n", encoding="utf-8")
+        (partial / SOURCE_FILE).write_text(source + "\n", encoding="utf-8")
+        give_usual_mode(partial)
         for path in partial.rglob("*"):
-            if path.is_file():
-                # Weights are written readable by their owner only; a cache that users share needs the usual mode.
-                path.chmod(label.stat().st_mode)
             _sync(path)
         _sync(partial)
         partial.rename(final)

@@ -17,7 +17,7 @@ from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.errors import UsageError, WriteError
-from skipdecode.models.carried import stored_recipe
+from skipdecode.models.carried import FIT_FILE, stored_recipe
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.beside import beside
 from skipdecode.models.loading.ref import ADAPTER_FILE, ModelRef, told
@@ -28,8 +28,8 @@ _MARK = "\n<!-- card of skipdecode "
 _OF_BASE = ("base_model", "license", "license_name", "license_link", "language")
 _METRICS = {"1 / perplexity": "perplexity", "rouge1": "rouge", "rouge2": "rouge", "rougeL": "rouge"}
 _NOT_PUSHED = "it cannot be pushed (log in with 'hf auth login', and give owner/name of a repository that is yours)"
-# Neither records nor the state of an unfinished run.
-_PUSHED = ("*.safetensors", "*.json", "**/*.jinja", "*.txt", "*.model", "*.png", "*.gguf", "skipdecode.fit", "*.md")
+# Neither records nor, in directories, the state of an unfinished run.
+_PUSHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.png", "*.gguf", FIT_FILE, "*.md")
 
 
 def write_card(folder: Path, ref: ModelRef, schedule: Schedule, maker: str) -> None:
@@ -99,29 +99,23 @@ def push_to_hub(folder: str | Path, repo: str, *, private: bool = True) -> str:
     Raises UsageError: the directory has no model, or an adapter whose base is a directory of this machine; WriteError:
     the hub cannot be reached, or refuses.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
     folder = Path(folder)
-    files: dict[Path, Any] = {file: file for pattern in _PUSHED for file in sorted(folder.glob(pattern))}
-    adapter, card = folder / ADAPTER_FILE, folder / CARD_FILE
-    if not any(file.name in ("config.json", ADAPTER_FILE) or file.suffix == ".gguf" for file in files):
-        raise UsageError(f"{folder} holds no model to push: a config.json, an {ADAPTER_FILE} or a GGUF file is needed")
-    if adapter in files:
-        if Path(base := ModelRef(str(folder)).base).expanduser().exists():
+    if (folder / ADAPTER_FILE).is_file():
+        if (base := ModelRef(str(folder)).base) == smollm2.NAME or Path(base).expanduser().exists():
             raise UsageError(
-                f"{base} is a directory of this machine, so nobody else could load an adapter on it: merge it first "
+                f"the base model {base} is of this machine, so nobody else could load an adapter on it: merge it first "
                 f"(skipdecode export {folder} --format merged)"
             )
-        if base == smollm2.NAME:  # known to this package alone
-            named = json.loads(adapter.read_bytes()) | {"base_model_name_or_path": smollm2.HUB_ID}
-            files[adapter] = json.dumps(named, indent=2).encode()
+    elif not (folder / "config.json").is_file() and not [*folder.glob("*.gguf")]:
+        raise UsageError(f"{folder} holds no model to push: a config.json, an {ADAPTER_FILE} or a GGUF file is needed")
     url = make_repo(repo, private=private)
-    if card in files and _is_own(written := card.read_bytes()):
-        text = written.decode().rpartition(_MARK)[0]
-        files[card] = _signed(re.sub(r"\bMODEL\b", url.repo_id, text)).encode()
+    if (card := folder / CARD_FILE).is_file() and _is_own(written := card.read_bytes()):
+        write_whole(card, _signed(re.sub(r"\bMODEL\b", url.repo_id, written.decode().rpartition(_MARK)[0])))
+    chosen: dict[str, Any] = {"allow_patterns": _PUSHED, "ignore_patterns": "*/*"}
     with told(repo, _NOT_PUSHED, WriteError):
-        parts = [CommitOperationAdd(file.relative_to(folder).as_posix(), content) for file, content in files.items()]
-        HfApi().create_commit(url.repo_id, parts, commit_message="Upload by skipdecode")
+        HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload by skipdecode", **chosen)
     return str(url)
 
 

@@ -29,13 +29,13 @@ from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, write_card
 from skipdecode.models.loading.gguf_file import KINDS, check_architecture, write_gguf
-from skipdecode.models.loading.hub import DTYPES, LoadedModel, Model, load_model, ref_of
+from skipdecode.models.loading.hub import DTYPES, LoadedModel, Model, load_model, ref_of, schedule_files
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import save_model, save_tuned
 from skipdecode.schedule import Schedule
 
 _DIRECTORY = RunDirectory("run of skipdecode export", {})
-FORMATS = ("hf", "gguf", "merged")
+FORMATS = ("auto", "hf", "gguf", "merged")
 _SOME_POSITIONS = 64  # of a speed-up; a flat schedule has no use for them
 _ONE_VALUE_A_LAYER = (
     "layer_types",
@@ -80,7 +80,7 @@ def export(
     out: str | Path,
     schedule: Schedule | str | Path | None = None,
     *,
-    format: str = "hf",
+    format: str = "auto",
     gguf_type: str = "f16",
     dtype: str = "auto",
     overwrite: bool = False,
@@ -96,9 +96,10 @@ def export(
     schedule : Schedule or str, optional
         A schedule under which every token runs the same layers, or its text (`skipdecode.schedule.grammar`), such as
         "2x:flat:pmax_exit". Default: the checkpoint's own. For merged, any schedule.
-    format : {"hf", "gguf", "merged"}
-        A smaller transformers checkpoint with tokenizer and recipe, or one file for llama.cpp; or a checkpoint of all
-        layers with schedule and fit, for this package and its plugin for vLLM.
+    format : {"auto", "hf", "gguf", "merged"}
+        hf: a smaller transformers checkpoint with tokenizer and recipe; gguf: one file for llama.cpp; merged: a
+        checkpoint of all layers with schedule and fit, for this package and its plugin for vLLM; auto: merged if
+        prompts alone skip layers, else hf.
     gguf_type : str
         For gguf: type of the matrices, one of `skipdecode.models.loading.gguf_file.KINDS`.
     dtype : str
@@ -119,11 +120,13 @@ def export(
         if value not in known:
             raise OptionError(name, value, f"one of {', '.join(known)}")
     ref, directory = ref_of(model, [schedule]).in_dtype(dtype), Path(out)
-    carried = ref.schedule or Schedule.full(ref.num_layers)
-    chosen = carried if schedule is None else ref.parsed(schedule, _SOME_POSITIONS)
+    chosen = _chosen(ref, schedule)
+    format = _best_format(chosen) if format == "auto" else format
     layers = tuple(range(ref.num_layers)) if format == "merged" else check_exportable(chosen, ref)
     if format == "gguf":
         check_architecture(ref.config)
+    if format != "merged" and ref.fit is not None:
+        note(f"the fit {ref.fit} is left out: the exported layers do not use it")
     _DIRECTORY.check(directory, overwrite=overwrite)
     loaded = _loaded(ref, dtype, require_tokenizer=format == "gguf")
     if (line := loaded.untuned_line([chosen])) is not None:
@@ -141,6 +144,33 @@ def export(
             shutil.copy(ref.folder / name, directory / name)
     write_card(directory, ref, chosen, "export")
     return Exported(directory, chosen, layers)
+
+
+def possible_formats(name: str, schedule: str | None = None, base: str | None = None) -> list[str]:
+    """The formats in which `export` writes a model under a schedule; `base` is as in `ModelRef`. Reads no weights."""
+    ref = ModelRef(name, schedule_files([schedule]), base)
+    try:
+        check_exportable(_chosen(ref, schedule), ref)
+    except (ScheduleError, UsageError):
+        return ["merged"]
+    with suppress(UsageError):
+        check_architecture(ref.config)
+        return ["hf", "merged", "gguf"]
+    return ["hf", "merged"]
+
+
+def _best_format(schedule: Schedule) -> str:
+    if not schedule.shortens_prompts_alone:
+        return "hf"
+    note(f"format merged: under {schedule.name} new tokens run every layer, so none can be left out")
+    return "merged"
+
+
+def _chosen(ref: ModelRef, schedule: Schedule | str | Path | None) -> Schedule:
+    """The given schedule, else the checkpoint's own."""
+    if schedule is not None:
+        return ref.parsed(schedule, _SOME_POSITIONS)
+    return ref.schedule or Schedule.full(ref.num_layers)
 
 
 def _loaded(ref: ModelRef, dtype: str, *, require_tokenizer: bool) -> LoadedModel:
@@ -178,8 +208,6 @@ def check_exportable(schedule: Schedule, ref: ModelRef) -> tuple[int, ...]:
             f"the bridges of {ref.fit} cannot be exported, as no ordinary model computes them: tune the base model "
             "under the schedule without a fit (with no skipdecode.fit beside the schedule's file)"
         )
-    if ref.fit is not None:
-        note(f"the fit {ref.fit} is left out: the exported layers do not use it")
     return layers
 
 
