@@ -87,7 +87,8 @@ def interval(passed: int, of: int) -> tuple[float, float]:
 def measured(model: str, way: str, asked: Sequence[dict[str, Any]], batch: int, most: int) -> dict[str, Any]:
     """The result of one way."""
     options = dict(part.partition("=")[::2] for part in way.split(",") if part)
-    llm = LLM(options.get("model", model), quantization=options.get("quantization", "none"), max_rows=batch)
+    quantization = options.get("quantization", "none")
+    llm = LLM(options.get("model", model), quantization=quantization, max_rows=batch, generation_config=False)
     chats = [[{"role": "user", "content": ASK.format_map(one)}] for one in asked]
     call: dict[str, Any] = {"schedule": options.get("schedule", "full"), "exact": "exact" in options}
     llm.generate(chats[:1], 8, **call)  # warms up

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self
 
 from skipdecode.common.options import Options, option
-from skipdecode.engine.rules import LEAST_LENGTH, Rules
+from skipdecode.engine.rules import Rules
 from skipdecode.errors import OptionError, UsageError
 
 FinishReason = Literal["eos", "length", "stop", "error"]
@@ -56,7 +56,7 @@ class SamplingOptions(Rules):
 class Sampling(SamplingOptions):
     """The settings by which the next token of a sequence is chosen; every sequence of a batch may have its own.
 
-    Order: least length, bias, transformers' rules in its order, frequency and presence penalty, grammar, temperature,
+    Order: bias, transformers' rules in its order, frequency and presence penalty, grammar, temperature,
     top-k, top-p, min-p. `logit_bias` is added to the logits of the tokens that it names.
     `grammar` says which tokens may come: an `llguidance.LLMatcher` without tokens (`skipdecode.generation.grammar`).
     """
@@ -88,8 +88,8 @@ class Sampling(SamplingOptions):
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the choice is among changed logits. The least length and the grammar only forbid tokens."""
-        return bool(self.active.keys() - LEAST_LENGTH or self.logit_bias)
+        """Whether rules or a bias change logits."""
+        return bool(self.active or self.logit_bias)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.options import Options, option, setting
@@ -16,16 +17,12 @@ from skipdecode.errors import OptionError, UsageError
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-LEAST_LENGTH = frozenset({"min_new_tokens", "min_length"})
-"""Rules that only forbid end tokens, for a time."""
-_LOWER = LEAST_LENGTH | {
+_LOWER = {
     "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size", "suppress_tokens",
-    "encoder_no_repeat_ngram_size", "begin_suppress_tokens", "bad_words_ids",
+    "encoder_no_repeat_ngram_size", "begin_suppress_tokens", "bad_words_ids", "min_new_tokens", "min_length",
 }  # fmt: skip
 _OF_OPENAI = ("frequency_penalty", "presence_penalty")  # transformers has no such rule
-_OF_SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
-)  # fmt: skip
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "do_sample": (False,), "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,),
     "penalty_alpha": (0,), "dola_layers": (), "constraints": (), "force_words_ids": (), "guidance_scale": (1,),
@@ -94,21 +91,23 @@ class Rules(Options):
     @property
     def named_tokens(self) -> list[int]:
         """The token ids that have to be of the vocabulary."""
-        sequences = [*self.bad_words_ids, *(sequence for sequence, _ in self.sequence_bias), self.forced_eos_token_id]
-        forced = [] if self.forced_bos_token_id is None else [self.forced_bos_token_id]
-        return [*forced, *(token for sequence in sequences for token in sequence)]
+        first = () if self.forced_bos_token_id is None else (self.forced_bos_token_id,)
+        biased = (sequence for sequence, _ in self.sequence_bias)
+        return [*chain(first, self.forced_eos_token_id, *self.bad_words_ids, *biased)]
 
     def processors(self, prompt: Sequence[int], most: int, ends: Collection[int]) -> list[LogitsProcessor]:
         """transformers' processors for a sequence of at most `most` new tokens, in the order of `generate`.
 
-        `ends` are the end tokens. The least length and the penalties of OpenAI are no processors.
+        `ends` are the end tokens. The penalties of OpenAI are no processors.
         """
         bad_words = [[*words] for words in self.bad_words_ids if words not in {(end,) for end in ends}]
-        idle = {*LEAST_LENGTH, *_OF_OPENAI}
+        idle = {*_OF_OPENAI}
         if not bad_words:
             idle.add("bad_words_ids")
+        if self.min_new_tokens is not None:
+            idle.add("min_length")
         if not ends:
-            idle.add("exponential_decay_length_penalty")
+            idle |= {"min_length", "min_new_tokens", "exponential_decay_length_penalty"}
         active = {name: value for name, value in self.active.items() if name not in idle}
         if not active:
             return []
@@ -124,6 +123,8 @@ class Rules(Options):
             "no_repeat_ngram_size": hf.NoRepeatNGramLogitsProcessor,
             "encoder_no_repeat_ngram_size": lambda v: hf.EncoderNoRepeatNGramLogitsProcessor(v, text),
             "bad_words_ids": lambda v: hf.NoBadWordsLogitsProcessor(bad_words),
+            "min_length": lambda v: hf.MinLengthLogitsProcessor(v, [*ends]),
+            "min_new_tokens": lambda v: hf.MinNewTokensLengthLogitsProcessor(size, v, [*ends]),
             "forced_bos_token_id": hf.ForcedBOSTokenLogitsProcessor,
             "forced_eos_token_id": lambda v: hf.ForcedEOSTokenLogitsProcessor(size + most, [*v]),
             "remove_invalid_values": lambda v: hf.InfNanRemoveLogitsProcessor(),
@@ -153,14 +154,14 @@ def rules_line(config: Any) -> str | None:
     names = [name for name, neutral in _LEFT_OUT.items() if getattr(config, name, None) not in (None, *neutral)]
     if "do_sample" in names:
         names += [name for name in _OF_SAMPLING if getattr(config, name, None) is not None]
-    followed = rules_of(config).active | ({"stop_strings": stops} if (stops := stop_strings(config)) else {})
-    left_out = {name: getattr(config, name) for name in names}
+    followed = [*rules_of(config).active, *(["stop_strings"] if stop_strings(config) else [])]
     parts = [
-        f"{verb} {', '.join(f'{name}={value!s:.60}' for name, value in values.items())}"
-        for verb, values in (("follows", followed), ("leaves out", left_out))
-        if values
+        f"{verb} {', '.join(f'{name}={getattr(config, name)!s:.60}' for name in listed)}"
+        for verb, listed in (("follows", followed), ("leaves out", names))
+        if listed
     ]
-    return f"generation_config.json: decoding {' and '.join(parts)} (--no-generation-config)" if parts else None
+    hint = "; --no-generation-config follows nothing" if followed else ""
+    return f"generation_config.json: decoding {' and '.join(parts)}{hint}" if parts else None
 
 
 def stop_strings(config: Any) -> tuple[str, ...]:

@@ -39,9 +39,6 @@ class Sampler:
     def __init__(self, sampling: Sampling, prompt: tuple[int, ...], most: int = 0, ends: Collection[int] = ()) -> None:
         self.sampling, self.failed = sampling, False
         self._grammar: Any = None if sampling.grammar is None else sampling.grammar.deep_copy()
-        least = sampling.min_new_tokens
-        self._early = sampling.min_length - len(prompt) if least is None else least
-        self._ends = torch.tensor(sorted(ends) if self._early > 0 else [], dtype=torch.int64)
         self.is_plain_greedy, self._changes = sampling.is_plain_greedy, sampling.changes_logits
         self._rules = sampling.processors(prompt, most, ends)
         self._text = torch.tensor([prompt if self._rules else ()], dtype=torch.int64)  # prompt and output, for rules
@@ -68,8 +65,6 @@ class Sampler:
 
     def takes(self, token: int) -> bool:
         """Whether the top token may be the next one; if so, it is."""
-        if self._early > 0 and token in self._ends:
-            return False
         if self._grammar is not None and not self._grammar.compute_bitmask()[token >> 3] >> (token & 7) & 1:
             return False
         self._append(token)
@@ -127,7 +122,6 @@ class Sampler:
 
     def _append(self, token: int) -> None:
         """Note a new token. A grammar that can go no further allows end tokens alone."""
-        self._early -= 1
         if self._rules:
             self._text = torch.cat((self._text, self._text.new_tensor([[token]])), dim=1)
         if self._output is not None:
@@ -138,11 +132,9 @@ class Sampler:
 
     def _changed(self, logits: Tensor) -> Tensor:
         """The logits under bias, rules and penalties; a copy if there are any."""
-        if self._early <= 0 and not self._changes:
+        if not self._changes:
             return logits
         logits = logits.clone()
-        if self._early > 0:
-            logits[self._ends] = -math.inf
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
         for rule in self._rules:
