@@ -131,7 +131,7 @@ def test_bertscore_says_what_it_lacks(encoder: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ModelLoadError, match="does not load at layer 9"):
         make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder, bertscore_layers=9))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"skipdecode\[eval-offline\]"):
+    with pytest.raises(MissingExtraError, match=r"skipdecode\[bertscore\]"):
         make_metrics(["bertscore_f1"], MetricOptions(bertscore_model="minilm"))
 
 

