@@ -21,6 +21,7 @@ import re
 import shlex
 import time
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from skipdecode.cli.options import NamedModel, PushOptions
 from skipdecode.common.environment import COMMAND
@@ -31,6 +32,8 @@ from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
 @dataclass(frozen=True, kw_only=True)
 class Config(NamedModel, PrepareOptions, PushOptions):
     """Options of `skipdecode prepare`."""
+
+    ONE_OF: ClassVar = (("train", "self"),)
 
     out: str = option("directory for all results", path=PREPARE_DIRECTORY)
     resume: bool = option("continue an earlier run in --out, which may have had other --minutes", default=False)
