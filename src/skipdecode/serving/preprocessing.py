@@ -247,7 +247,7 @@ class Preprocessor:
         given |= {"temperature": request.temperature, "top_k": max(0, request.top_k), "logit_bias": bias}
         given |= {"grammar": self._grammar(request, form), "top_logprobs": request.top_logprobs_wanted}
         if "min_tokens" in request.model_fields_set:
-            given["min_new_tokens"] = request.min_tokens
+            given |= {"min_new_tokens": request.min_tokens or None, "min_length": 0}
         return replace(self.sampling, **given)
 
 

