@@ -1,6 +1,6 @@
 """Measure a model with lm-evaluation-harness at full depth and under schedules, on a task of your own file.
 
-    pip install '.[lm-eval,gguf]'
+    pip install '.[lm-eval]'
     python examples/lm_eval_tasks.py smollm2-135m questions.jsonl 1.5x:flat 2x:flat
 
 Lines of the file have `question`, `choices` (a list) and `answer` (number of the right one, from 0). For tasks of the

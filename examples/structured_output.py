@@ -1,6 +1,6 @@
 """Serve a model, and ask it for JSON that fits a schema, under a schedule, with OpenAI's client.
 
-pip install '.[serve,gguf]' openai
+pip install '.[structured]' openai
 python examples/structured_output.py smollm2-135m 2x:flat
 """
 

@@ -1,6 +1,6 @@
 """Train under a schedule with transformers' own Trainer: attach, then train as ever.
 
-    pip install '.[tune,gguf]'
+    pip install .
     python examples/trainer.py smollm2-135m train.jsonl tuned
 
 Lines of the file have `prompt` and `response`. Labels of -100 mark the prompt, as in any completion-only training; from

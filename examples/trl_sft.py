@@ -1,6 +1,6 @@
 """Train a LoRA adapter under a schedule with TRL's SFTTrainer: attach, then train as ever.
 
-    pip install '.[tune,gguf]' trl datasets
+    pip install . trl datasets
     python examples/trl_sft.py smollm2-135m train.jsonl tuned
 
 Lines of the file have `prompt` and `completion`, TRL's own columns. With `completion_only_loss` the prompt's labels are

@@ -27,8 +27,8 @@ TESTS = (
     "tests/cli/test_prepare.py",
     "tests/generation",
 )
-# What these tests need besides the extras of the install line.
-EXTRAS = "eval,gguf,peft,serve,tune"
+# What these tests need besides the README's install line.
+EXTRAS = "plot,structured"
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "psutil", "httpx", "cyllama", "jsonschema")
 # Random texts of this model soon meet one of its many end tokens. Its layers take most of the time of a step, as in
 # real models: `prepare` measures, and smaller ones allow hardly any speed-up where Python is slow.
@@ -77,14 +77,12 @@ def install_line() -> list[str]:
 
 
 def lower_bounds() -> list[str]:
-    """Each range of the package and the extras under test, at its lower bound; torch at the version of constraints.txt.
+    """Each range of the package at its lower bound; torch at the version of constraints.txt.
 
     Other builds of torch than the pinned one take several GB.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    ranges = [*project["dependencies"], *extras["gguf"], *extras["peft"]]
-    bounds = dict(re.fullmatch(r"([\w-]+)>=([\d.]+).*", line).groups() for line in ranges)  # type: ignore[union-attr]
+    bounds = dict(re.fullmatch(r"([\w-]+)>=([\d.]+).*", line).groups() for line in project["dependencies"])  # type: ignore[union-attr]
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     bounds["torch"] = re.search(r"^torch==(.+)$", pinned, re.M)[1]  # type: ignore[index]
     return [f"{name}=={version}" for name, version in bounds.items()]

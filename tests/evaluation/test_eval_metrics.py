@@ -179,7 +179,7 @@ def test_bertscore_says_what_it_lacks(encoder: str, monkeypatch: pytest.MonkeyPa
         make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder, bertscore_layers=9))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("gt_all") else find_spec(name))
-    with pytest.raises(MissingExtraError, match=r"skipdecode\[eval-offline\]"):
+    with pytest.raises(MissingExtraError, match=r"skipdecode\[bertscore\]"):
         make_metrics(["bertscore_f1"], MetricOptions(bertscore_model="minilm"))
 
 

@@ -19,7 +19,7 @@ from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
-from skipdecode.errors import MissingExtraError, ModelLoadError
+from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.beside import add_model, cached_models, find_model
 from skipdecode.models.loading.hub import load_model
@@ -79,14 +79,6 @@ def test_a_wheel_with_other_content_is_refused_and_not_kept(tmp_path: Path, monk
     with pytest.raises(ModelLoadError, match="is not the file this version knows"):
         load_model(smollm2.NAME)
     assert cached_models() == []
-
-
-def test_the_gguf_route_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only_wheels_of(tmp_path, monkeypatch)
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else real(name, *a))
-    with pytest.raises(MissingExtraError, match=r"skipdecode\[gguf\]"):
-        load_model(smollm2.NAME)
 
 
 def test_planning_for_the_embedded_model_fetches_nothing() -> None:

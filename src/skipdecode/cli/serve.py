@@ -9,7 +9,6 @@ Without keys, everybody who can reach the address can use the server.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, CheckpointRules, 
 from skipdecode.common.options import Reads, kinds, option, setting
 from skipdecode.common.progress import note
 from skipdecode.engine.rules import Rules
-from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.ref import served_name
 from skipdecode.schedule import Schedule
@@ -53,8 +52,6 @@ class Config(Binding, ServerLimits, EngineOptions, ChatOptions, CheckpointRules,
 def run(config: Config) -> int:
     """Run the server; returns 0 after a signal."""
     schedules = _checked(config)
-    if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "prometheus_client"))):
-        raise MissingExtraError("skipdecode serve", "serve")
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
     from skipdecode.serving.server import open_socket, run_server
 

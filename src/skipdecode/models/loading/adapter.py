@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.progress import without_foreign_bars
-from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
+from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.families import check_adapter, unwrap
 from skipdecode.models.loading.ref import ADAPTER_FILE, one_line, told
 from skipdecode.models.loading.stored import StoredTensor, check_stored, check_tensors, header, without_numbers
@@ -117,13 +117,11 @@ def with_lora(model: Any, rank: int, alpha: float | None, dropout: float, target
 
     `rank` to `targets` are PEFT's, for a fresh adapter; `alpha` None is twice the rank.
 
-    Raises MissingExtraError: PEFT is not installed; UsageError: the model's own adapter is not a LoRA alone, or
-    `lora_targets` names modules that the model does not have.
+    Raises UsageError: the model's own adapter is not a LoRA alone, or `lora_targets` names modules that the model does
+    not have.
     """
-    try:
-        import peft
-    except ImportError:
-        raise MissingExtraError("tuning a LoRA adapter (not needed with `full`)", "tune") from None
+    import peft
+
     if hasattr(model, "get_base_model"):
         if (kind := model.active_peft_config.peft_type) != "LORA":
             raise UsageError(f"the adapter is of type {kind.value}, and only LoRA is tuned further: {_MERGE}")

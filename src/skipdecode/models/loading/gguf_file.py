@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,13 +56,10 @@ def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> None
     `kind` is the type of the matrices. A matrix whose rows are no multiple of 32 stays f16 in a quantized file. Without
     tokenizer llama.cpp takes token ids alone.
 
-    Raises UsageError if llama.cpp has no match for the model or its tokenizer, or `kind` is unknown; MissingExtraError
-    if gguf is absent.
+    Raises UsageError if llama.cpp has no match for the model or its tokenizer, or `kind` is unknown.
     """
-    try:
-        import gguf
-    except ImportError:
-        raise MissingExtraError("writing a GGUF file", "llama-cpp") from None
+    import gguf
+
     if kind not in KINDS:
         raise UsageError(f"GGUF type {kind!r} is not known: accepted are {', '.join(KINDS)}")
     config = model.config

