@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test quick test-slow test-versions test-vllm docs browser node lint format lock clean
 
 demo: .venv/ready
-	$(BIN)/skipdecode demo
+	$(BIN)/python examples/demo.py
 
 test: .venv/ready lint
 	$(BIN)/python -m pytest -n auto --durations=25

@@ -34,7 +34,6 @@ from textgen_tools import read_rows, save_tiny_model
 
 # Of each verb, a command that lacks no option, with paths that are all different.
 COMMANDS = {
-    "demo": "--model model",
     "plan": "model --schedule 2x --out p.json",
     "generate": "model --input a.jsonl --output o.jsonl --summary sum.json --schedule s.json --task t.yaml",
     "chat": "model --schedule s.json",

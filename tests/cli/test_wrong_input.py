@@ -76,10 +76,9 @@ WRONG = {
     f"{EVAL} --methods 2x:p9": "1 to 8",
     f"tune hollow --task e2e {RECORDS} --schedule ten.json": "10 layers",
     f"{EVAL} --schedule ten.json": "10 layers",
-    f"{EVAL} --max-new-tokens 500": "max_new_tokens=500",
+    f"{EVAL} --max-new-tokens 500": "--max-new-tokens 500",
     "serve hollow --port 0 --schedule ten.json": "10 layers",
     "serve hollow --port 0 --schedule fast": "unknown schedule 'fast'",
-    "demo --model hollow --max-new-tokens 5000": "max_new_tokens=5000",
     # Files.
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
     "generate hollow x --schedule nowhere.json": "nowhere.json",

@@ -219,7 +219,7 @@ def refused(capsys: Any, command: list[str], code: int = 2) -> str:
         (["--prompt-field", "colour"], "give one of --task, --prompt-template and --prompt-field"),
         (["--schedule", "none.json"], "none.json"),
         (["--clip", "0"], "an option of skipdecode.tune in Python, and in --recipe"),
-        (["--schedule", "9x"], "nominal_speedup=9 leaves"),
+        (["--schedule", "9x"], "nominal speed-up of 9 leaves"),
         (["--prompt-template", "{colour"], "prompt template"),
         (["--task", "e2e"], "exclude each other"),
     ],

@@ -74,6 +74,21 @@ def test_the_example_of_structured_output_gets_what_it_asks_for(tmp_path: Path) 
     assert structured.main(save_tiny_model(tmp_path / "model", context=600), "2x:flat").wind in range(4)
 
 
+def test_the_demo_shows_each_text_twice_and_the_speed(tmp_path: Path, capsys: Any) -> None:
+    demo = example("demo")
+    assert demo.main("2x", save_tiny_model(tmp_path / "model", context=400)) > 0
+    printed = capsys.readouterr().out
+    assert printed.count("all layers: ") == printed.count("2x: ") == len(demo.RECORDS)
+    assert "times as fast" in printed
+
+
+@pytest.mark.model
+def test_the_demo_of_the_embedded_model_keeps_its_words(capsys: Any) -> None:
+    assert example("demo").main() > 1.3
+    printed = capsys.readouterr().out
+    assert printed.count("  all layers: The Blue Heron") == printed.count("  3x:p10: The Blue Heron") == 1
+
+
 def test_the_example_in_python_goes_the_whole_way(tmp_path: Path, capsys: Any) -> None:
     model = str(save_model(tmp_path / "model"))
     files = []

@@ -70,8 +70,8 @@ def test_names_and_files_take_endings(tmp_path: Path):
         ("2x:q3", "unknown schedule '2x:q3'"),
         ("2x:p", "unknown schedule '2x:p'"),
         ("2x:p99", "prompt layers '99' are not accepted"),
-        ("0.5x", "nominal_speedup=0.5"),
-        ("99x", "nominal_speedup=99"),
+        ("0.5x", "nominal speed-up of 0.5"),
+        ("99x", "nominal speed-up of 99"),
         ("", "unknown schedule ''"),
     ],
 )

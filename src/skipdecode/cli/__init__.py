@@ -26,14 +26,16 @@ from skipdecode.cli.arguments import (
     check_together,
     claimed,
     config_from,
+    positionals,
     prepared,
     resumes,
     with_flags,
 )
 from skipdecode.common.environment import COMMAND, isolated_torch
-from skipdecode.common.options import near
+from skipdecode.common.options import kinds, near
 from skipdecode.common.progress import detailed, quiet
 from skipdecode.errors import SkipDecodeError
+from skipdecode.schedule.grammar import SCHEDULES
 
 __all__ = ["VERBS", "main"]
 
@@ -46,10 +48,10 @@ VERBS = {
     "tune": "fine-tune a model under a schedule (LoRA or all weights)",
     "eval": "measure quality, fidelity and speed; compare runs",
     "export": "write the model of a flat schedule as a smaller ordinary model",
-    "demo": "compare schedules with full depth on the embedded model",
     "info": "list versions, devices, supported model types and cached models",
 }
 _INTERRUPTED, _TERMINATED = 130, 143
+_MORE = "more: docs/first-model.md (a tour), docs/commands.md (all verbs)"
 _DEBUG = "show tracebacks, details of the run, and warnings of other packages"
 # Errors of a path in the command: wrong usage, not failed work.
 _NO_SUCH_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -113,8 +115,14 @@ def _run(arguments: list[str]) -> int:
             parser.error(f"unknown verb {verb!r}{near(verb, VERBS)}: accepted are {', '.join(VERBS)}")
         parser.read([verb, *arguments[1:]])
     module = importlib.import_module(f"skipdecode.cli.{verb}")
+    from skipdecode.cli.options import check_inputs  # which --version and wrong verbs do without
+
     parser = Parser(
-        prog=f"skipdecode {verb}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"skipdecode {verb}",
+        usage=f"skipdecode {verb} [OPTIONS] {' '.join(map(str.upper, positionals(module.Config)))}",
+        description=module.__doc__,
+        epilog=(SCHEDULES if "schedule" in kinds(module.Config) else "") + _MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, module.Config)
     parser.add_argument("--debug", action="store_true", help=_DEBUG)
@@ -122,8 +130,9 @@ def _run(arguments: list[str]) -> int:
     command = COMMAND.set(shlex.join(["skipdecode", *arguments]))
     try:
         config = config_from(module.Config, args)
+        check_together(config)
+        check_inputs(config)
         with claimed(config):
-            check_together(config)
             return int(module.run(config))
     except KeyboardInterrupt as stop:
         continues = "; the same command continues" if resumes(module.Config) else ""

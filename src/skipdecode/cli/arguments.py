@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,18 +25,49 @@ from skipdecode.errors import OptionError, SkipDecodeError, UsageError
 T = TypeVar("T")
 
 
+# The groups of `--help`, in order; an option that is in none of them is one for experts.
+GROUPS = {
+    "most used": (
+        *("input", "train", "dev", "test", "data", "self", "prompts", "out", "output", "schedule", "target_speedup"),
+        *("keep", "minutes", "steps", "max_new_tokens", "compare", "system", "host", "port", "json", "types"),
+    ),
+    "data": (
+        *("task", "prompt_template", "prompt_field", "response_field", "field", "format", "chat", "template"),
+        *("chat_template_kwargs", "bad_records", "on_error", "limit", "test_records", "dev_records", "metrics"),
+        *("output_format", "include_prompt", "summary", "recipe", "overwrite", "resume", "push_to_hub"),
+    ),
+    "sampling": ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "json_schema", "exact"),
+}
+_EXPERTS = "experts"
+
+
 def add_options(parser: Parser, config: type) -> None:
-    """Add an argument for each `option` field of `config`: those of the class first, then those of its bases."""
+    """Add an argument for each `option` field of `config`, in the groups of `GROUPS`."""
     found = kinds(config)
     parser.settings = [name for name, kind in found.items() if not kind.metadata["flag"]]
     # With any number of positional arguments, a flag with several values would take those too.
     one_each = any(kind.many and kind.metadata["positional"] for kind in found.values())
-    for field in (each for each in _own_first(config) if each.metadata["flag"]):
-        _add(parser, field, found[field.name], None if one_each else "+")
+    groups = {title: parser.add_argument_group(title) for title in (*GROUPS, _EXPERTS)}
+    titles = {name: title for title, names in GROUPS.items() for name in names}
+    order = [*positionals(config), *titles]
+    flags = [field for field in dataclasses.fields(config) if field.name in found and field.metadata["flag"]]
+    for field in sorted(flags, key=lambda field: [*order, field.name].index(field.name)):
+        group = parser if field.metadata["positional"] else groups[titles.get(field.name, _EXPERTS)]
+        _add(group, field, found[field.name], None if one_each else "+")
+
+
+def positionals(config: type) -> list[str]:
+    """The options without a flag, in order."""
+    return [name for name, kind in kinds(config).items() if kind.metadata["positional"]]
 
 
 def prepared(args: argparse.Namespace, config: type) -> argparse.Namespace:
-    """The arguments; in place of a directory that `prepare` wrote, the model and the options that it recommends."""
+    """The arguments; in place of a directory that `prepare` wrote, the model and the options that it recommends.
+
+    A config whose `follows_prepared` is false is about the directory itself.
+    """
+    if not getattr(config, "follows_prepared", False):
+        return args
     for name, value in prepared_use(str(getattr(args, "model", ""))).items():
         if (kind := kinds(config).get(name)) and (name == "model" or not hasattr(args, name)):
             setattr(args, name, [value] if kind.many else value)
@@ -67,9 +97,12 @@ def with_flags(error: SkipDecodeError, config: type) -> SkipDecodeError:
 
 
 def check_together(config: Any) -> None:
-    """Refuse, with a UsageError, options that break `NEEDS` or `EXCLUDES` of the config's class."""
+    """Refuse, with a UsageError, options that break `ONE_OF`, `NEEDS` or `EXCLUDES` of the config's class."""
     shown = {name: option_name(type(config), name) for name in kinds(type(config))}
     given = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
+    for names in config.ONE_OF:
+        if not given.intersection(names):
+            raise UsageError(f"{shown[names[0]]} is missing: give {' or '.join(shown[name] for name in names)}")
     for name, others in config.NEEDS.items():
         if name in given and not given.intersection(others):
             wanted = " or ".join(shown[other] for other in others)
@@ -89,19 +122,19 @@ def option_name(config: type, name: str) -> str:
     return name.upper() if kinds(config)[name].metadata["positional"] else flag(name)
 
 
-def _own_first(config: type) -> list[dataclasses.Field[Any]]:
-    """Positional fields, then the fields of the class, then those of its bases, for the order in the help text."""
-    listed = [f for f in dataclasses.fields(config) if f.name in kinds(config)]
-    named = [inspect.get_annotations(c).keys() for c in config.__mro__]
+def _metavar(name: str, kind: Kind) -> str:
+    """What stands for the value of an option in the help text."""
+    use = kind.metadata["path"]
+    if kind.choices is not None:
+        return f"{{{','.join(kind.choices)}}}"
+    if isinstance(use, RunDirectory):
+        return "DIR"
+    if use is not None and use in (Reads(), Writes()):
+        return "FILE"
+    return {int: "N", float: "X"}.get(kind.type, name.rpartition("_")[2].upper())
 
-    def rank(field: dataclasses.Field[Any]) -> int:
-        of_class = next(number for number, names in enumerate(named) if field.name in names)
-        return -1 if field.metadata["positional"] else of_class
 
-    return sorted(listed, key=rank)
-
-
-def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Kind, several: str | None) -> None:
+def _add(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind: Kind, several: str | None) -> None:
     meta = kind.metadata
     required = field.default is dataclasses.MISSING
     shown = "" if required or field.default in (None, (), "") else f" (default: {field.default})"
@@ -110,9 +143,6 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: K
         parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         return
     keywords["type"] = _reader(flag(field.name), kind)
-    if kind.choices is not None:
-        # Only for the help text: `config_from` refuses other values, with the same wording as for all values.
-        keywords["metavar"] = f"{{{','.join(kind.choices)}}}"
     if meta["positional"]:
         nargs = ("+" if required else "*") if kind.many else (None if required else "?")
         parser.add_argument(field.name, nargs=nargs, metavar=field.name.upper(), **keywords)
@@ -120,7 +150,7 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: K
     if kind.many:
         keywords |= {"nargs": several, "action": "extend" if several else "append"}
     names = [flag(name) for name in (field.name, meta["alias"]) if name]
-    parser.add_argument(*names, required=required, **keywords)
+    parser.add_argument(*names, required=required, metavar=_metavar(field.name, kind), **keywords)
 
 
 def _reader(name: str, kind: Kind) -> Callable[[str], Any]:
@@ -135,6 +165,9 @@ def _reader(name: str, kind: Kind) -> Callable[[str], Any]:
             raise UsageError(f"{name} {text!r} is not accepted: give {accepted}") from None
 
     return read
+
+
+_SPEEDUPS = ("nominal_speedup", "speedup")  # names of it in Python
 
 
 class Parser(argparse.ArgumentParser):
@@ -158,6 +191,8 @@ class Parser(argparse.ArgumentParser):
                     function = self.prog.replace(" ", ".").replace(".eval", ".evaluate")
                     hint = f": it is an option of {function} in Python"
                     hint += ", and in --recipe FILE" if "--recipe" in known else ""
+                elif setting in _SPEEDUPS and "--schedule" in known:
+                    hint = ": a nominal speed-up is a schedule, such as --schedule 2x"
                 self.error(f"unknown option {name}{hint}")
         return self.parse_intermixed_args(words)
 

@@ -27,8 +27,8 @@ from skipdecode.cli.options import BASE, MODEL, SCHEDULE_FILE, CheckpointRules, 
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.tasks import task_file
-from skipdecode.errors import UsageError
-from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions
+from skipdecode.evaluation.metrics import MetricOptions, check_metrics
+from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions, load_run
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
@@ -68,8 +68,7 @@ class Config(EvaluationOptions, EngineOptions, CheckpointRules):
         path=Reads(),
     )
     schedule: tuple[str, ...] = option(
-        "schedules, which share full depth: full, 2x, 2x:p15, 2x:flat, files (JSON), names of the "
-        "checkpoint's schedules (default: the checkpoint's own)",
+        "schedules, which share full depth (see below; default: the checkpoint's own)",
         default=(),
         alias="methods",
         parse=schedule_file,
@@ -93,6 +92,7 @@ class Config(EvaluationOptions, EngineOptions, CheckpointRules):
         path=Reads(model_files),
     )
 
+    ONE_OF: ClassVar = (("model", "compare"), ("out", "compare"))
     NEEDS: ClassVar = {"seq_len": ("schedule",)}
     EXCLUDES: ClassVar = {
         "compare": ("model", "task", "out", "schedule"),
@@ -112,10 +112,7 @@ class Config(EvaluationOptions, EngineOptions, CheckpointRules):
 
 def run(config: Config) -> int:
     """Evaluate or compare, and print."""
-    if not config.compare:
-        for value, name in ((config.model, "MODEL"), (config.out, "--out")):
-            if not value:
-                raise UsageError(f"{name} is missing (or give --compare with finished runs)")
+    check_metrics(config.metrics, config.part(MetricOptions))
     scores = _compared(config) if config.compare else _evaluated(config)
     if config.json:
         print(json.dumps(scores.document, indent=1))
@@ -134,11 +131,10 @@ def run(config: Config) -> int:
 
 
 def _compared(config: Config) -> Scores:
+    runs = [load_run(path) for path in config.compare]  # before torch is imported
     from skipdecode.evaluation.compare import compare_runs
     from skipdecode.evaluation.evaluate import Scores
-    from skipdecode.evaluation.results import load_run
 
-    runs = [load_run(path) for path in config.compare]
     return Scores(runs, compare_runs(runs, config.metrics, resamples=config.resamples, seed=config.seed))
 
 

@@ -1,78 +1,132 @@
-"""Versions, devices, supported model types and cached models; for a MODEL, the engine that runs it.
+"""Versions, devices and kernels of this machine; for a MODEL, its engine, schedule, fit and recipe.
 
-Add the output to a bug report. It has no host name and no user name, except in the path of the cache.
+Add the output of --json to a bug report. It has no host name and no user name, except in the path of the cache.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
-from skipdecode.cli.options import BASE, MODEL
-from skipdecode.common.environment import environment, limit_threads
-from skipdecode.common.options import Options, Reads, option
-from skipdecode.models.loading.ref import model_files
+from skipdecode.cli.options import MODEL, NamedModel
+from skipdecode.common.environment import environment
+from skipdecode.common.jsonl import PREPARED_FILE, prepared_use, read_json
+from skipdecode.common.options import Reads, option
+from skipdecode.common.tables import byte_size
+from skipdecode.models.loading.ref import ModelRef, model_files
 
 
-@dataclass(frozen=True)
-class Config(Options):
+@dataclass(frozen=True, kw_only=True)
+class Config(NamedModel):
     """Options of `skipdecode info`."""
 
-    NEEDS: ClassVar = {"base": ("model",)}
+    follows_prepared: ClassVar = False
+    NEEDS: ClassVar = {"base": ("model",), "revision": ("model",)}
+    EXCLUDES: ClassVar = {"types": ("model",)}
 
-    model: str | None = option(f"only this model: {MODEL}", default=None, positional=True, path=Reads(model_files))
-    base: str | None = option(BASE, default=None, path=Reads(model_files))
+    model: str = option(f"only this model: {MODEL}", default="", positional=True, path=Reads(model_files))
+    types: bool = option("list the supported model types", default=False)
+    json: bool = option("print one JSON document", default=False)
+
+    @cached_property
+    def ref(self) -> ModelRef:
+        """The model of the name; of a directory of `prepare`, the model and the schedule that it recommends."""
+        use = prepared_use(self.model)
+        schedule = Path(str(use.get("schedule")))
+        return ModelRef(use.get("model", self.model), (str(schedule),) if schedule.is_file() else (), self.base)
 
 
 def run(config: Config) -> int:
-    """Print the report as JSON."""
-    report = _report() if config.model is None else _about(config.model, config.base)
-    print(json.dumps(report, indent=2, ensure_ascii=False))
+    """Print the report, in lines or as JSON."""
+    report = _about(config) if config.model else _machine()
+    if config.json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+        return 0
+    if config.types:
+        print(
+            ", ".join(report["model_types"]),
+            "",
+            "with the fast engine:",
+            ", ".join(report["fast_model_types"]),
+            sep="\n",
+        )
+        return 0
+    lines = report if config.model else _lines(report)
+    width = max(map(len, lines))
+    print(*(f"{name:<{width}}  {value}" for name, value in lines.items() if value is not None), sep="\n")
     return 0
 
 
-def _about(model: str, base: str | None) -> dict[str, Any]:
+def _about(config: Config) -> dict[str, Any]:
+    """The facts about a model by name; None stands for what it does not have."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    from skipdecode.data.forms import choose_form
     from skipdecode.engine.model_spec import read_model
     from skipdecode.errors import UnfitModelError
+    from skipdecode.generation.stats import schedule_line
     from skipdecode.models.families import decoder_layers, projection, projects
-    from skipdecode.models.loading.ref import ModelRef
+    from skipdecode.models.fit import Fit
 
-    config = ModelRef(model, given_base=base).config
+    ref = config.ref
     with torch.device("meta"):
-        read = AutoModelForCausalLM.from_config(config)
-    layers, engine = decoder_layers(read), "fast"
+        model = AutoModelForCausalLM.from_config(ref.config)
+    engine = "fast"
     try:
-        read_model(read, positions=1)
+        read_model(model, positions=1)
     except UnfitModelError as e:
         engine = f"transformers ({e})"
+    recipe, template = ref.recipe, choose_form(ref.recipe).template
+    tuned = None if recipe is None else ", ".join(schedule.name for schedule in recipe.tuned_under)
     return {
-        "model": model,
-        "model_type": config.model_type,
-        "num_layers": len(layers),
+        "model": config.model,
+        "model_type": ref.config.model_type,
+        "num_layers": ref.num_layers,
         # Whether a layer computes only keys and values for prompt tokens that it does not run, or queries too; null if
         # prompts have no sets.
-        "projects_alone": projection(layers[0], "q_proj") is not None if projects(config) else None,
+        "projects_alone": projection(decoder_layers(model)[0], "q_proj") is not None if projects(ref.config) else None,
         "engine": engine,
+        "base": ref.base if ref.adapter is not None else None,
+        "schedule": None if ref.schedule is None else schedule_line(ref.schedule, "the checkpoint's own"),
+        "tuned_under": tuned,
+        "template": None if template is None else template.prompt,
+        "fit": None if ref.fit is None else Fit.load(ref.fit).describe(),
+        "result": _result(config),
     }
 
 
-def _report() -> dict[str, Any]:
+def _result(config: Config) -> str | None:
+    """What `prepare` measured of a model that it made: the use that it recommends, its speed, and what it keeps."""
+    folders = [Path(config.model), config.ref.folder.parent]
+    file = next((path for folder in folders if (path := folder / PREPARED_FILE).is_file()), None)
+    if file is None:
+        return None
+    document = read_json(file)
+    faster = [row for row in document["rows"] if (row.get("request_speedup") or 0) > 1]
+    figures = [f"{row['name']} {row['request_speedup']:.2f}x, keeps {row['kept']:.1%}" for row in faster if row["kept"]]
+    use = ", ".join(f"{name} {value}" for name, value in document.get("use", {}).items())
+    return f"{'; '.join(figures) or 'nothing is faster than full depth'}; recommended: {use}"
+
+
+def _machine() -> dict[str, Any]:
     import torch
 
     from skipdecode import __version__
     from skipdecode.common.files import cache_dir
+    from skipdecode.engine.kernels import native_kernels
+    from skipdecode.engine.kernels.targets import find_compiler
     from skipdecode.engine.model_spec import READERS
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading import smollm2
     from skipdecode.models.loading.beside import cached_models
 
-    limit_threads()
     machine = environment()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    kernels, reason = native_kernels(torch.device("cpu"), torch.float32)
     return {
         "skipdecode": __version__,
         "commit": machine["commit"],
@@ -87,8 +141,28 @@ def _report() -> dict[str, Any]:
             "memory_gib": machine["memory_gib"],
         },
         "gpus": [{"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1)} for g in gpus],
+        "kernels": reason or ("int8, w8a8" if kernels is not None and kernels.multiplies_bytes else "int8, no w8a8"),
+        "compiler": find_compiler(),
         "model_types": sorted(FAMILIES),
         "fast_model_types": sorted(READERS),
         "embedded_model": {"name": smollm2.NAME, "what": smollm2.WHAT},
         "cache": {"path": str(cache_dir()), "models": cached_models()},
     }
+
+
+def _lines(report: dict[str, Any]) -> dict[str, str]:
+    """The report on a machine in lines, by what they tell."""
+    cpu, cache = report["cpu"], report["cache"]
+    counts = f"{len(report['model_types'])}, {len(report['fast_model_types'])} of them with the fast engine (--types)"
+    return {
+        "skipdecode": f"{report['skipdecode']}, commit {report['commit'] or 'unknown'}",
+        "python": f"{report['python']}, {report['os']}",
+        "packages": ", ".join(f"{name} {version}" for name, version in report["packages"].items()),
+        "cpu": f"{cpu['model']}, {cpu['cores']} cores, {cpu['torch_threads']} threads, {cpu['simd']}",
+        "memory": f"{cpu['memory_gib']} GiB",
+        "gpus": ", ".join(gpu["name"] for gpu in report["gpus"]) or "none",
+        "CPU kernels": report["kernels"],
+        "C++ compiler": report["compiler"] or "none: install g++, or decoding is several times slower",
+        "model types": counts,
+        "cache": cache["path"],
+    } | {f"  {model['name']}": f"{byte_size(model['bytes'])}, {model['source']}" for model in cache["models"]}

@@ -12,7 +12,9 @@ from skipdecode.common.environment import limit_threads
 from skipdecode.common.jsonl import object_of
 from skipdecode.common.options import Options, Reads, kinds, option
 from skipdecode.common.progress import detail, note
+from skipdecode.common.rows import check_source
 from skipdecode.data.examples import with_breaks
+from skipdecode.data.tasks import load_task
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
@@ -22,6 +24,8 @@ from skipdecode.models.loading.hub import DTYPES, LoadedModel, schedule_files
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
+
+_SOME_POSITIONS = 64
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -42,7 +46,9 @@ MODEL = (
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel(Options):
-    """A model by name."""
+    """A model by name; `follows_prepared`: a directory of `prepare` stands for the model that it recommends."""
+
+    follows_prepared: ClassVar[bool] = True
 
     model: str = option(MODEL, positional=True, path=Reads(model_files))
     base: str | None = option(BASE, default=None, path=Reads(model_files))
@@ -175,11 +181,8 @@ class ScheduleOptions(Options):
     NEEDS: ClassVar = {"seq_len": ("schedule",)}
 
     schedule: str | None = option(
-        "full, a nominal speed-up such as 2x (all layers / mean layers of a token; the measured speed-up is lower), "
-        "the name of a schedule that the checkpoint was tuned under, a file (JSON, written by plan and prepare; a "
-        "skipdecode.fit beside it is used too), or a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, "
-        "smollm2-135m-1.2x-p22; then :p15 for prompts through 15 layers (also :pfull, :pmax_exit, :p0-14,20), :flat "
-        "for the same depth at every position (default: the schedule of the checkpoint if it has one, else full depth)",
+        "layers of prompts and new tokens: 2x, 2x:p15, a file, … (see below; default: the schedule of the checkpoint if "
+        "it has one, else full depth)",
         default=None,
         parse=schedule_file,
         path=SCHEDULE_FILE,
@@ -221,6 +224,31 @@ class PushOptions(Options):
             make_repo(self.push_to_hub)
         elif self.push_to_hub is not None and folder is not None:
             note(f"pushed to {push_to_hub(folder, self.push_to_hub)}")
+
+
+def check_inputs(config: Any) -> None:
+    """Refuse files, tasks, models and schedules that are not there, before torch and transformers are imported.
+
+    Raises DataError, UsageError, ModelLoadError, ScheduleError, MissingExtraError.
+    """
+    for name, kind in kinds(type(config)).items():
+        value, path = getattr(config, name), kind.metadata["path"]
+        if value and isinstance(path, Reads) and path == Reads():
+            check_source(value)
+    if getattr(config, "task", None):
+        load_task(config.task)
+    if isinstance(config, NamedModel) and config.model:
+        _check_model(config)
+
+
+def _check_model(config: NamedModel) -> None:
+    """Refuse a model that is not there, and schedules that are not for it."""
+    ref = config.ref
+    if ref.base.endswith(".gguf"):  # is converted when it is loaded
+        return
+    layers, schedules = ref.num_layers, getattr(config, "schedule", None)
+    for text in [schedules] if isinstance(schedules, str) else schedules or ():
+        ref.read_schedule(text, getattr(config, "seq_len", None) or _SOME_POSITIONS)
 
 
 class ScheduleChoice(NamedTuple):

@@ -22,7 +22,6 @@ from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import OVERWRITE, Reads, Writes, option
 from skipdecode.cost.solve import PlanOptions
-from skipdecode.errors import UsageError
 from skipdecode.models.loading.ref import model_files
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 class Config(PlanOptions, EngineOptions, ScheduleOptions):
     """Options of `skipdecode plan`."""
 
+    ONE_OF: ClassVar = (("target_speedup", "schedule"),)
     NEEDS: ClassVar = dict.fromkeys(("flat", "prompt_layers"), ("target_speedup",))
     EXCLUDES: ClassVar = {"target_speedup": ("schedule",)}
 
@@ -48,8 +48,6 @@ def run(config: Config) -> int:
     """Plan, print, and write the files that were asked for."""
     from skipdecode.cost.plan import plan
 
-    if config.target_speedup is None and config.schedule is None:
-        raise UsageError("no target was given: give --target-speedup or --schedule")
     config.use_threads()
     names = ("dtype", "device", "engine", "quantization")
     given: dict[str, Any] = {name: getattr(config, name) for name in names} | asdict(config.part(PlanOptions))

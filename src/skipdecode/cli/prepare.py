@@ -23,6 +23,7 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from skipdecode.cli.options import NamedModel, PushOptions
 from skipdecode.common.environment import COMMAND
@@ -33,6 +34,8 @@ from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
 @dataclass(frozen=True, kw_only=True)
 class Config(NamedModel, PrepareOptions, PushOptions):
     """Options of `skipdecode prepare`."""
+
+    ONE_OF: ClassVar = (("train", "self"),)
 
     out: str = option("directory for all results", path=PREPARE_DIRECTORY)
     overwrite: bool = option(OVERWRITE, default=False)

@@ -33,8 +33,7 @@ class Config(Binding, ServerLimits, EngineOptions, ChatOptions, CheckpointRules,
 
     name: str | None = option("name of the model for clients (default: the last part of MODEL)", default=None)
     schedule: tuple[str, ...] = option(
-        "schedules that requests can select: speed-ups such as 2x, files (JSON), names of bundled schedules; with "
-        ":p15 for prompts through 15 layers, :flat for the same depth at every position (faster in a server)",
+        "schedules that requests can select (see below); :flat ones are faster in a server",
         default=(),
         parse=schedule_file,
         path=SCHEDULE_FILE,

@@ -33,6 +33,7 @@ _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABO
 class Config(NamedModel, TuneOptions, ScheduleOptions, PushOptions):
     """Options of `skipdecode tune`."""
 
+    ONE_OF: ClassVar = (("model", "recipe"), ("train", "self", "recipe"), ("out",))
     NEEDS: ClassVar = ScheduleOptions.NEEDS
     EXCLUDES: ClassVar = TuneOptions.EXCLUDES
 

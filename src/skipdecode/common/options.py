@@ -117,13 +117,16 @@ class Options:
         Names of the values that were given, to the class or on the command line; all others have their default.
     NEEDS, EXCLUDES : mapping of str to tuple of str
         For an option that is given on the command line: options of which one must be given too; options that must not
-        be given. `skipdecode.cli.arguments.check_together` checks both.
+        be given.
+    ONE_OF : tuple of tuple of str
+        Options of which one must be given on the command line. `skipdecode.cli.arguments.check_together` checks all.
 
     Raises OptionError: the value of a field is not accepted; names the first such field.
     """
 
     NEEDS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     EXCLUDES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    ONE_OF: ClassVar[tuple[tuple[str, ...], ...]] = ()
     given: ClassVar[frozenset[str]]
 
     def __new__(cls, *_: Any, **values: Any) -> Self:

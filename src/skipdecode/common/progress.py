@@ -98,10 +98,12 @@ def quiet() -> Iterator[None]:
 def without_foreign_bars(*, downloads: bool = True) -> Iterator[None]:
     """Hide transformers' bars of loading weights and all FutureWarnings; bars of `downloads` stay if wanted."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
-    from transformers.utils import logging as theirs
 
-    shown, downloads = theirs.is_progress_bar_enabled(), downloads and not are_progress_bars_disabled()
-    theirs.disable_progress_bar()
+    theirs = sys.modules.get("transformers.utils.logging")  # without it, nothing loads weights
+    shown = theirs is not None and theirs.is_progress_bar_enabled()
+    downloads = downloads and not are_progress_bars_disabled()
+    if theirs is not None:
+        theirs.disable_progress_bar()
     if downloads:
         enable_progress_bars()
     try:
@@ -109,5 +111,5 @@ def without_foreign_bars(*, downloads: bool = True) -> Iterator[None]:
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        if shown:
+        if theirs is not None and shown:
             theirs.enable_progress_bar()

@@ -14,6 +14,7 @@ import contextlib
 import csv
 import gzip
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -214,6 +215,22 @@ def dataset_id(source: object) -> str | None:
     """The hub id of a dataset that is named with a split; None for files and others."""
     found = None if os.path.exists(str(source)) else _DATASET.fullmatch(str(source))
     return found["id"] if found and _HUB_ID.fullmatch(found["id"]) else None
+
+
+def check_source(name: str) -> None:
+    """Refuse an input that is not there, or whose format needs a package that is not installed; reads nothing.
+
+    Raises DataError, MissingExtraError.
+    """
+    dataset = dataset_id(name)
+    folder = _DATASET.fullmatch(name)
+    if not is_stream(name) and not os.path.exists(name) and dataset is None:
+        if folder is None or not os.path.isdir(folder["id"]):
+            raise DataError(f"there is no file {name}")
+    if dataset is not None and importlib.util.find_spec("datasets") is None:
+        raise MissingExtraError(f"loading {name} from a hub (or give a file of records)", "hub")
+    if name.endswith((".parquet", ".zst")) and importlib.util.find_spec("pyarrow") is None:
+        raise MissingExtraError(f"reading {name}", "hub")
 
 
 def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:

@@ -220,7 +220,7 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
     room = None if context is None else context - max_new_tokens
     if room is not None and room < 1:
         raise UsageError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model's context is {context} tokens; "
+            f"`max_new_tokens` {max_new_tokens} leaves no room for a prompt: the model's context is {context} tokens; "
             "give fewer"
         )
     return room

@@ -45,7 +45,7 @@ def load(
     """A causal LM by name, with its tokenizer, its schedule and its fit.
 
     Raises ModelLoadError (unknown name, hub not reachable, files broken or incomplete, no decoder-only causal LM),
-    ScheduleError or FitError (a schedule or fit that is broken or for another model), 
+    ScheduleError or FitError (a schedule or fit that is broken or for another model),
     DataError (broken recipe.json), UsageError (`dtype`, `device`, several fits, a `base` for a model without adapter).
 
     Parameters

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.jsonl import kind_of, read_json
 from skipdecode.errors import DataError, ScheduleError
-from skipdecode.models.families import decoder_layers, layers_in, lent_last, unwrap
+from skipdecode.models.families import decoder_layers, lent_last, unwrap
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 from skipdecode.schedule.order import prompt_set
@@ -53,19 +53,19 @@ def schedule_file(name: str) -> str:
     return f"{bundled}{name.removeprefix(base)}" if known else name
 
 
-def of_config(config: Any, where: str) -> Schedule | None:
-    """The schedule in a transformers config; raises ScheduleError with `where` in its message."""
-    data = getattr(config, _KEY, None)
-    return None if data is None else _fitting(data, layers_in(config), f"{where}, key {_KEY!r} of config.json")
+def of_config(entries: Mapping[str, Any], num_layers: int, where: str) -> Schedule | None:
+    """The schedule among the entries of a config; raises ScheduleError with `where` in its message."""
+    data = entries.get(_KEY)
+    return None if data is None else _fitting(data, num_layers, f"{where}, key {_KEY!r} of config.json")
 
 
-def of_adapter(folder: Path, config: Any) -> Schedule | None:
-    """The schedule in an adapter's directory, for a base model with this config; a ScheduleError names the file."""
+def of_adapter(folder: Path, num_layers: int) -> Schedule | None:
+    """The schedule in an adapter's directory, for a base model of so many layers; a ScheduleError names the file."""
     file = folder / SCHEDULE_FILE
     if not file.is_file():
         return None
     schedule = Schedule.load(file)
-    return _fitting(schedule.to_dict(), layers_in(config), str(file))
+    return _fitting(schedule.to_dict(), num_layers, str(file))
 
 
 def of_model(model: Any) -> Schedule:

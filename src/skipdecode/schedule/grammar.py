@@ -1,6 +1,3 @@
-"""Schedules as text, the same in Python, on the command line, in evaluations and in requests; and as a picture.
-
-================== ===================================================================================================
 text               schedule
 ================== ===================================================================================================
 ``full``           every layer of every token
@@ -13,6 +10,8 @@ any ``:flat``      the same mean number of layers at every position
 ``:p15`` alone     of the checkpoint's schedule, else of full depth
 ================== ===================================================================================================
 """
+=======
+"""Schedules as text (see `SCHEDULES`), the same in Python, on the command line and in requests; and as a picture."""
 
 from __future__ import annotations
 
@@ -26,6 +25,15 @@ from skipdecode.errors import ScheduleError
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.schedule import Schedule
 
+SCHEDULES = """schedules:
+  full         every layer of every token
+  2x           nominal speed-up (all layers / mean layers of a token; the measured one is lower), in the drop order of
+               the checkpoint's schedule, else the paper's, from the bottom up
+  NAME         a schedule of the checkpoint, or a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x
+  FILE         written by plan and prepare (JSON); a skipdecode.fit beside it is used too
+  ...:p15      prompt tokens run the lower 15 layers (also :pfull, :pmax_exit, :p0-14,20)
+  ...:flat     the same number of layers at every position
+"""
 FORMS = (
     "a nominal speed-up such as 2x, a schedule file; then :p15 for prompts through 15 layers (also :pfull, :pmax_exit, "
     ":p0-14,20), :flat"

@@ -38,7 +38,7 @@ def require_positive(field: str, value: Any) -> None:
 def require_speedup(value: Any) -> None:
     """Raise ScheduleError unless `value` is a number of 1 or more."""
     if type(unwrapped(value)) not in (int, float) or not 1 <= value < math.inf:
-        raise ScheduleError(f"nominal_speedup={value!r} is not accepted: give a number of 1 or more")
+        raise ScheduleError(f"a nominal speed-up of {value!r} is not accepted: give 1 or more, such as 2")
 
 
 def int_tuple(field: str, values: Any, *, ordered: bool = True) -> tuple[int, ...]:
@@ -197,8 +197,8 @@ def paper_budgets(
     floor = least_budget(num_layers, warmup_layers)
     if mean < floor:
         raise ScheduleError(
-            f"nominal_speedup={nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least {floor} "
-            f"must run with warmup_layers={warmup_layers}: at most {num_layers / floor:.2f} is possible"
+            f"a nominal speed-up of {nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least {floor} "
+            f"must run (the first {warmup_layers} and the last): at most {num_layers / floor:.2f} is possible"
         )
     most = min(num_layers, round(mean * (1 + spread)))
     least = max(floor, min(most, round(2 * mean) - most))

@@ -222,7 +222,7 @@ class Schedule:
         if self.num_layers != num_layers:
             raise ScheduleError(
                 f"schedule {self.name!r} is for {self.num_layers} layers, but the model has {num_layers}: "
-                f"make one with num_layers={num_layers}"
+                f"give one for {num_layers} layers"
             )
 
     # ------------------------------------------------------------------ others from it

@@ -5,6 +5,7 @@ This module does not apply schedules; it only returns the schedule of the checkp
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from skipdecode.models.carried import GENERATION_FILE, Recipe, carry, keep_tuned
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.adapter import add_tokens, check_mergeable, put_adapter
 from skipdecode.models.loading.base_weights import base_sample, check_base, keep_base_sample, put_fit
-from skipdecode.models.loading.ref import LOCAL, ModelRef, one_line, told
+from skipdecode.models.loading.ref import LOCAL, ModelRef, told
 from skipdecode.models.loading.stored import (
     StoredTensor,
     check_stored,
@@ -237,13 +238,13 @@ def choose_device(device: str | None) -> Any:
 
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as e:
-        raise UsageError(f"device {device!r} is not accepted: {one_line(e)}") from e
-    if found.type == "meta":
-        raise UsageError(f"device {device!r} is not accepted: it holds no weights; give cpu, or a GPU such as cuda:0")
-    return found
+    with contextlib.suppress(RuntimeError, AssertionError, NotImplementedError, TypeError):
+        if (found := torch.empty(0, device=device).device).type != "meta":  # which holds no weights
+            return found
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    gpus += ["mps"] if torch.backends.mps.is_available() else []
+    reason = "" if gpus else " (PyTorch finds no GPU)" if torch.version.cuda else " (this PyTorch is a build for CPUs)"
+    raise UsageError(f"device {device!r} is not accepted here: give {', '.join(['cpu', *gpus])}{reason}")
 
 
 def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:

@@ -129,16 +129,27 @@ class ModelRef:
         unfetched = self.base == smollm2.NAME and find_model(smollm2.NAME) is None
         return smollm2.known_config() if unfetched else copy.deepcopy(self._config)
 
-    @property
+    @cached_property
+    def entries(self) -> dict[str, Any]:
+        """The entries of the base model's config.json, read without transformers; those of its text model come first."""
+        unfetched = self.base == smollm2.NAME and find_model(smollm2.NAME) is None
+        file = smollm2.CONFIG if unfetched else self.place / "config.json"
+        with told(self.base, "its config does not load"):
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            check_config_values(self.base, stored)
+            return stored | (stored.get("text_config") or {})
+
+    @cached_property
     def num_layers(self) -> int:
         """Number of decoder layers, from the config."""
-        return layers_in(self.config)
+        count = next((self.entries[key] for key in _LAYER_COUNTS if isinstance(self.entries.get(key), int)), None)
+        return layers_in(self.config) if count is None else count
 
     @cached_property
     def schedule(self) -> Schedule | None:
         """The schedule of the adapter, else of its base model."""
-        own = None if self.adapter is None else of_adapter(self.adapter, self.config)
-        return own or of_config(self.config, self.base)
+        own = None if self.adapter is None else of_adapter(self.adapter, self.num_layers)
+        return own or of_config(self.entries, self.num_layers, self.base)
 
     @cached_property
     def recipe(self) -> Recipe | None:
@@ -152,16 +163,18 @@ class ModelRef:
         """The schedules of the checkpoint by name; see `named_schedules`."""
         return named_schedules(self.num_layers, self.schedule, self.recipe)
 
+    def read_schedule(self, text: str, seq_len: int) -> Schedule:
+        """The schedule of a text, from the files of the checkpoint alone; see `parse_schedule`."""
+        known: dict[str, Any] = {"carried": self.schedule, "named": self.schedules}
+        return parse_schedule(schedule_file(text), self.num_layers, seq_len=seq_len, **known)
+
     def parsed(self, asked: Schedule | str | Path, seq_len: int) -> Schedule:
         """A schedule, or that of a text, checked for this model; other arguments and errors as for `parse_schedule`."""
-        found = asked
-        if not isinstance(found, Schedule):
-            known: dict[str, Any] = {"carried": self.schedule, "named": self.schedules}
-            text = schedule_file(str(asked))
-            found = parse_schedule(text, self.num_layers, seq_len=seq_len, **known)
-            found = lent_last(self.config, found) if is_speedup(text) else found
-        check_schedule(self.config, found)
-        return found
+        schedule = asked if isinstance(asked, Schedule) else self.read_schedule(str(asked), seq_len)
+        if not isinstance(asked, Schedule) and is_speedup(str(asked)):
+            schedule = lent_last(self.config, schedule)
+        check_schedule(self.config, schedule)
+        return schedule
 
     @cached_property
     def fit(self) -> Path | None:
@@ -199,7 +212,7 @@ class ModelRef:
             return self.adapter, digest_in(entries if isinstance(entries, dict) else {})
         if self.base == smollm2.NAME:
             return None
-        return self.place, digest_in(vars(self._config))
+        return self.place, digest_in(self.entries)
 
     @property
     def folder(self) -> Path:
@@ -225,12 +238,11 @@ class ModelRef:
     @cached_property
     def _config(self) -> Any:
         """The config; raises an error unless it is of a decoder-only causal LM."""
-        from transformers import AutoConfig, PretrainedConfig
+        from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
         where = self.base
         with told(where, "its config does not load"):
-            check_config_values(where, PretrainedConfig.get_config_dict(self.place, **LOCAL)[0])
             config = AutoConfig.from_pretrained(self.place, **LOCAL)
             layers_in(config)
         needed = "a decoder-only causal language model is needed"
@@ -315,10 +327,6 @@ def _on_this_machine(name: str, dtype: str) -> Path | None:
 
 def _from_gguf(name: str, dtype: str) -> Path:
     """The checkpoint of a GGUF file, or of `owner/name:file.gguf` on the hub: converted into the user's cache, once."""
-    import torch
-
-    from skipdecode.models.loading.gguf_reader import VERSION, convert
-
     repo, _, inside = name.rpartition(":")
     file = Path(name).expanduser()
     if repo and not file.exists():
@@ -328,6 +336,10 @@ def _from_gguf(name: str, dtype: str) -> Path:
             file = Path(hf_hub_download(repo, inside))
     if not file.is_file():
         raise ModelLoadError(f"{name} is no file; of a hub, give owner/name:file.gguf")
+    import torch
+
+    from skipdecode.models.loading.gguf_reader import VERSION, convert
+
     file, state = file.resolve(), file.stat()
     stored = {"auto": None, "float64": torch.float32}.get(dtype, getattr(torch, dtype, None))
     known = f"{file} {state.st_size} {state.st_mtime_ns} {stored} {VERSION}"

