@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import skipdecode
+from checkpoints import save_adapter
+from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.engine.kernels import targets
+from skipdecode.engine.kernels.targets import find_compiler
 from skipdecode.models.families import FAMILIES, decoder_layers, projection
 from skipdecode.models.loading.beside import add_model
+from textgen_tools import save_tiny_model
 from tiny import LAYERS, OPTIONS, tiny_model
 
 
@@ -22,25 +26,28 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
 
 
-def report(capsys: pytest.CaptureFixture[str]) -> Any:
-    assert main(["info"]) == 0
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["info", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_json_tells_versions_devices_families_and_an_empty_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_report_fits_a_screen_and_tells_versions_devices_and_compiler(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert main(["info"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) < 24
     found = report(capsys)
-    assert found["skipdecode"] == skipdecode.__version__
-    assert found["python"] == platform.python_version()
-    assert found["packages"]["torch"] == str(torch.__version__)
-    assert found["cpu"]["cores"] >= 1
-    assert found["cpu"]["simd"] == torch.backends.cpu.get_cpu_capability()
-    assert len(found["gpus"]) == torch.cuda.device_count()
-    assert found["model_types"] == sorted(FAMILIES)
-    assert set(found["fast_model_types"]) < set(FAMILIES)
-    assert found["cache"] == {"path": str(tmp_path / "cache"), "models": []}
-    assert not (tmp_path / "cache").exists()
+    assert found["python"].startswith(platform.python_version())
+    assert f"torch {torch.__version__}" in found["packages"]
+    assert torch.backends.cpu.get_cpu_capability() in found["cpu"]
+    assert found["cache"] == str(tmp_path / "cache")
+    assert found["C++ compiler"] == find_compiler()
+    monkeypatch.setattr(targets, "find_compiler", lambda: None)
+    assert "g++" in report(capsys)["C++ compiler"]
+
+
+def test_types_are_listed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {name for names in report(capsys, "--types").values() for name in names.split(", ")} == {*FAMILIES}
 
 
 def test_cached_models_are_listed_with_their_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,9 +55,27 @@ def test_cached_models_are_listed_with_their_size(capsys: pytest.CaptureFixture[
         (folder / "model.safetensors").write_bytes(bytes(3_000_000))
         return "somewhere"
 
-    path = add_model("some-model", build)
-    (model,) = report(capsys)["cache"]["models"]
-    assert model == {"name": "some-model", "path": str(path), "bytes": 3_000_010, "source": "somewhere"}
+    add_model("some-model", build)
+    assert report(capsys)["  some-model"] == "3 MB, somewhere"
+
+
+def test_what_prepare_made_tells_its_schedule_its_template_and_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, ready = save_tiny_model(tmp_path / "base"), tmp_path / "ready"
+    save_adapter(ready / "tuned-6", base)
+    schedule = Schedule.from_speedup(LAYERS, 2, 5)
+    schedule.save(ready / "tuned-6" / "skipdecode.json")
+    recipe = {"options": {}, "schedule": schedule.to_dict(), "prompt": {"template": "{mr}"}}
+    (ready / "tuned-6" / "recipe.json").write_text(json.dumps(recipe))
+    row = {"name": "full"}, {"name": schedule.name, "request_speedup": 1.5, "kept": 0.97}
+    document = {"rows": row, "use": {"model": str(ready / "tuned-6")}}
+    (ready / "prepared.json").write_text(json.dumps(document))
+    for name in (ready, ready / "tuned-6"):
+        found = report(capsys, str(name))
+        assert (found["base"], found["template"], found["tuned_under"]) == (base, "{mr}", schedule.name)
+        assert schedule.name in found["schedule"]
+        assert f"{schedule.name} 1.50x, keeps 97.0%" in found["result"]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +93,7 @@ def test_a_model_has_its_engine_and_what_prompts_compute_in_layers_that_they_do_
     family: str, changes: dict[str, Any], engine: str, alone: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_model(family, **changes).config.save_pretrained(tmp_path)
-    assert main(["info", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = report(capsys, str(tmp_path))
     assert (found["model_type"], found["num_layers"], found["projects_alone"]) == (family, LAYERS, alone)
     assert found["engine"].startswith(engine)
 

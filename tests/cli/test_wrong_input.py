@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import shlex
+import subprocess
 import sys
 import time
 import warnings
@@ -23,11 +24,22 @@ from skipdecode.cli import main
 from skipdecode.common import progress
 from skipdecode.cost import source as cost_source
 from skipdecode.errors import DataError
-from textgen_tools import save_tiny_model
+from textgen_tools import save_tiny_model, subprocess_environment
 from tiny import tiny_model
 
 RECORDS = "--train rec.jsonl --dev rec.jsonl --out new"
 EVAL = "eval hollow --task e2e --data rec.jsonl --out new --metrics chrf"
+NEEDED = {
+    "prepare": "--self --out new",
+    "generate": "x",
+    "serve": "--port 0",
+    "chat": "",
+    "plan": "--target-speedup 2",
+    "tune": f"--task e2e {RECORDS}",
+    "eval": "--task e2e --data rec.jsonl --out new",
+    "export": "--out new",
+    "info": "",
+}
 WRONG = {
     # Words that are not known, and what they are like.
     "genrate": "'generate'",
@@ -60,8 +72,17 @@ WRONG = {
     "plan hollow --schedule 2x --seq-len 100000000": "1 to 32768",
     "plan hollow --schedule 2x --batch 100000": "1 to 1024",
     "plan hollow --schedule 2x --batch 1000 --prompt-len 1000000": "give at most 1048576",
-    "generate hollow x --device gpu": "'gpu'",
+    "generate hollow x --device gpu": "cpu, cuda",
+    "generate hollow x --device cuda:99": "give cpu",
+    "generate hollow x --nominal-speedup 2": "--schedule 2x",
+    "plan hollow --schedule 0.5x": "a nominal speed-up of 0.5 is not accepted",
+    "generate hollow ''": "no prompt of the command",
     "tune hollow": "--train",
+    "tune --train rec.jsonl --out new": "MODEL",
+    "tune hollow --train rec.jsonl": "--out",
+    "prepare hollow --out new": "--train",
+    "eval hollow": "--out",
+    "eval": "MODEL",
     f"tune hollow {RECORDS}": "--task",
     f"tune adapter --task e2e --lora-rank 4 {RECORDS}": "--merge",
     f"tune hollow --prompt-field m --response-field ref {RECORDS}": "'m'; the record has 'mr', 'ref'",
@@ -90,7 +111,16 @@ WRONG = {
     "plan cfg.json --schedule 2x --out .": "directory",
     f"prepare hollow --task e2e {RECORDS} --cost nowhere.json": "nowhere.json",
     "serve hollow --api-keys nowhere.txt": "nowhere.txt",
+    "prepare hollow --train nowhere.jsonl --out new": "nowhere.jsonl",
+    "prepare hollow --self --prompts nowhere.jsonl --out new": "nowhere.jsonl",
+    "tune hollow --recipe nowhere.json --out new": "nowhere.json",
+    "generate hollow x --json-schema nowhere.json": "nowhere.json",
+    "eval hollow --task jsonl --data nowhere.jsonl --out new": "nowhere.jsonl",
+    **{f"{verb} nowhere {rest}": "'nowhere'" for verb, rest in NEEDED.items()},
+    **{f"{verb} hollow --schedule fast {NEEDED[verb]}": "'fast'" for verb in ("generate", "chat", "tune", "export")},
 }
+# Found in the records, in the adapter, or by torch.
+BEHIND_TORCH = (f"tune hollow {RECORDS}", "tune adapter", "tune hollow --prompt-field m", "cuda:99")
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +149,22 @@ def test_one_line_and_exit_code_2_before_weights_are_read(
     assert printed.err.startswith("skipdecode: ")
     assert printed.err.count("\n") == 1
     assert WRONG[command] in printed.err
+
+
+def test_it_is_found_before_torch_and_transformers_are_imported(place: Path):
+    code = """if True:
+        import json, shlex, sys
+        from skipdecode.cli import main
+        for command in json.load(sys.stdin):
+            assert main(shlex.split(command)) == 2, command
+            assert not {"torch", "transformers"} & sys.modules.keys(), command
+    """
+    commands = [command for command in WRONG if not any(text in command for text in BEHIND_TORCH)]
+    assert len(commands) > 70
+    subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(commands), text=True, cwd=place, env=subprocess_environment(), check=True,
+    )  # fmt: skip
 
 
 def test_exit_codes_tell_what_was_asked_from_what_failed():

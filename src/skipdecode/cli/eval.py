@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, ClassVar
 from skipdecode.cli.options import BASE, MODEL, SCHEDULE_FILE, CheckpointRules, EngineOptions, choose_schedule
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
+from skipdecode.data.prompts import prompt_room
 from skipdecode.data.tasks import task_file
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
 from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions, load_run
@@ -139,6 +140,9 @@ def _compared(config: Config) -> Scores:
 
 
 def _evaluated(config: Config) -> Scores:
+    context = config.ref.entries.get("max_position_embeddings")
+    if config.max_new_tokens and isinstance(context, int):
+        prompt_room(context, config.max_new_tokens)
     from skipdecode.engine.opening import load
     from skipdecode.evaluation.evaluate import evaluate
     from skipdecode.generation.llm import LLM

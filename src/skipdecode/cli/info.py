@@ -41,22 +41,15 @@ class Config(NamedModel):
 
 def run(config: Config) -> int:
     """Print the report, in lines or as JSON."""
-    report = _about(config) if config.model else _machine()
+    if config.model:
+        report = _about(config)
+    else:
+        report = _types() if config.types else _machine()
     if config.json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
         return 0
-    if config.types:
-        print(
-            ", ".join(report["model_types"]),
-            "",
-            "with the fast engine:",
-            ", ".join(report["fast_model_types"]),
-            sep="\n",
-        )
-        return 0
-    lines = report if config.model else _lines(report)
-    width = max(map(len, lines))
-    print(*(f"{name:<{width}}  {value}" for name, value in lines.items() if value is not None), sep="\n")
+    width = max(map(len, report))
+    print(*(f"{name:<{width}}  {value}" for name, value in report.items() if value is not None), sep="\n")
     return 0
 
 
@@ -112,57 +105,39 @@ def _result(config: Config) -> str | None:
     return f"{'; '.join(figures) or 'nothing is faster than full depth'}; recommended: {use}"
 
 
+def _types() -> dict[str, Any]:
+    from skipdecode.engine.model_spec import READERS
+    from skipdecode.models.families import FAMILIES
+
+    return {"fast engine": ", ".join(sorted(READERS)), "transformers": ", ".join(sorted(FAMILIES.keys() - READERS))}
+
+
 def _machine() -> dict[str, Any]:
     import torch
 
-    from skipdecode import __version__
     from skipdecode.common.files import cache_dir
     from skipdecode.engine.kernels import native_kernels
     from skipdecode.engine.kernels.targets import find_compiler
-    from skipdecode.engine.model_spec import READERS
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading import smollm2
     from skipdecode.models.loading.beside import cached_models
 
-    machine = environment()
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    here = environment()
     kernels, reason = native_kernels(torch.device("cpu"), torch.float32)
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {
-        "skipdecode": __version__,
-        "commit": machine["commit"],
-        "python": machine["python"],
-        "packages": machine["packages"],
-        "os": machine["os"],
-        "cpu": {
-            "model": machine["cpu"],
-            "cores": machine["cores"],
-            "torch_threads": machine["threads"],
-            "simd": torch.backends.cpu.get_cpu_capability(),  # the widest vectors that torch uses here, such as AVX2
-            "memory_gib": machine["memory_gib"],
-        },
-        "gpus": [{"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1)} for g in gpus],
-        "kernels": reason or ("int8, w8a8" if kernels is not None and kernels.multiplies_bytes else "int8, no w8a8"),
-        "compiler": find_compiler(),
-        "model_types": sorted(FAMILIES),
-        "fast_model_types": sorted(READERS),
-        "embedded_model": {"name": smollm2.NAME, "what": smollm2.WHAT},
-        "cache": {"path": str(cache_dir()), "models": cached_models()},
-    }
-
-
-def _lines(report: dict[str, Any]) -> dict[str, str]:
-    """The report on a machine in lines, by what they tell."""
-    cpu, cache = report["cpu"], report["cache"]
-    counts = f"{len(report['model_types'])}, {len(report['fast_model_types'])} of them with the fast engine (--types)"
-    return {
-        "skipdecode": f"{report['skipdecode']}, commit {report['commit'] or 'unknown'}",
-        "python": f"{report['python']}, {report['os']}",
-        "packages": ", ".join(f"{name} {version}" for name, version in report["packages"].items()),
-        "cpu": f"{cpu['model']}, {cpu['cores']} cores, {cpu['torch_threads']} threads, {cpu['simd']}",
-        "memory": f"{cpu['memory_gib']} GiB",
-        "gpus": ", ".join(gpu["name"] for gpu in report["gpus"]) or "none",
-        "CPU kernels": report["kernels"],
-        "C++ compiler": report["compiler"] or "none: install g++, or decoding is several times slower",
-        "model types": counts,
-        "cache": cache["path"],
-    } | {f"  {model['name']}": f"{byte_size(model['bytes'])}, {model['source']}" for model in cache["models"]}
+        "commit": here["commit"],
+        "python": f"{here['python']}, {here['os']}",
+        "packages": ", ".join(f"{name} {version}" for name, version in here["packages"].items()),
+        # With the widest vectors that torch uses here, such as AVX2.
+        "cpu": f"{here['cpu']}, {here['cores']} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": here["threads"],
+        "memory": f"{here['memory_gib']} GiB",
+        "gpus": ", ".join(f"{gpu.name} ({byte_size(gpu.total_memory)})" for gpu in gpus) or "none",
+        "CPU kernels": reason
+        or ("int8, w8a8" if kernels is not None and kernels.multiplies_bytes else "int8, no w8a8"),
+        "C++ compiler": find_compiler() or "none: install g++, or decoding is several times slower",
+        "model types": f"{len(FAMILIES)}, listed by --types",
+        "embedded model": f"{smollm2.NAME}: {smollm2.WHAT}",
+        "cache": str(cache_dir()),
+    } | {f"  {model['name']}": f"{byte_size(model['bytes'])}, {model['source']}" for model in cached_models()}

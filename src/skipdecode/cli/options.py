@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from skipdecode.models.loading.hub import DTYPES, LoadedModel, schedule_files
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
+from skipdecode.schedule.order import prompt_set
 
 _SOME_POSITIONS = 64
 
@@ -34,6 +36,13 @@ def json_object(text: str) -> dict[str, Any]:
     if isinstance(found, DataError):
         raise ValueError(f"a JSON object ({found})")
     return found
+
+
+def device_name(text: str) -> str:
+    """The name of a device that can hold weights; raises ValueError. Whether it is there, torch says."""
+    if re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d+)?", text) is None:
+        raise ValueError("cpu, cuda or cuda:1, mps, or xpu")
+    return text
 
 
 SCHEDULE_FILE = Reads(lambda text: (Path(base_of(text)),))
@@ -94,7 +103,9 @@ class EngineOptions(NamedModel):
         default="auto",
         choices=DTYPES,
     )
-    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
+    device: str | None = option(
+        "torch device (default: the first GPU if there is one, else cpu)", default=None, parse=device_name
+    )
 
     engine: str = option(
         "fast: this package's engine (CPUs; `skipdecode info` lists the model types); auto: fast if it supports the "
@@ -181,8 +192,8 @@ class ScheduleOptions(Options):
     NEEDS: ClassVar = {"seq_len": ("schedule",)}
 
     schedule: str | None = option(
-        "layers of prompts and new tokens: 2x, 2x:p15, a file, … (see below; default: the schedule of the checkpoint if "
-        "it has one, else full depth)",
+        "layers of prompts and new tokens: 2x, 2x:p15, a file, … (see below; default: the checkpoint's schedule, else "
+        "full depth)",
         default=None,
         parse=schedule_file,
         path=SCHEDULE_FILE,
@@ -247,6 +258,8 @@ def _check_model(config: NamedModel) -> None:
     if ref.base.endswith(".gguf"):  # is converted when it is loaded
         return
     layers, schedules = ref.num_layers, getattr(config, "schedule", None)
+    for text in filter(None, (getattr(config, "prompt_layers", None), *getattr(config, "sampled_prompts", ()))):
+        prompt_set(text, layers)
     for text in [schedules] if isinstance(schedules, str) else schedules or ():
         ref.read_schedule(text, getattr(config, "seq_len", None) or _SOME_POSITIONS)
 

@@ -222,11 +222,10 @@ def check_source(name: str) -> None:
 
     Raises DataError, MissingExtraError.
     """
-    dataset = dataset_id(name)
-    folder = _DATASET.fullmatch(name)
-    if not is_stream(name) and not os.path.exists(name) and dataset is None:
-        if folder is None or not os.path.isdir(folder["id"]):
-            raise DataError(f"there is no file {name}")
+    dataset, named = dataset_id(name), _DATASET.fullmatch(name)
+    of_folder = named is not None and os.path.isdir(named["id"])
+    if not (dataset or of_folder or is_stream(name) or os.path.exists(name)):
+        raise DataError(f"there is no file {name}")
     if dataset is not None and importlib.util.find_spec("datasets") is None:
         raise MissingExtraError(f"loading {name} from a hub (or give a file of records)", "hub")
     if name.endswith((".parquet", ".zst")) and importlib.util.find_spec("pyarrow") is None:

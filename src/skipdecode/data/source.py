@@ -34,6 +34,7 @@ class PromptSource:
         self.name = opened.name
         self.format = format
         self._input = opened
+        self._row = "row"
         self._input.check()
 
     @property
@@ -60,7 +61,9 @@ class PromptSource:
     def of_prompts(cls, prompts: Iterable[Prompt]) -> Self:
         """Prompts given as arguments: records 1, 2, … with the field `prompt`, or with their own."""
         data = "".join(json.dumps(PromptForm().row(p)) + "\n" for p in prompts).encode()
-        return cls(Input("arguments", io.BytesIO(data)), "jsonl")
+        source = cls(Input("the command", io.BytesIO(data)), "jsonl")
+        source._row = "prompt"
+        return source
 
     def records(self, form: PromptForm | None = None) -> Iterator[Record]:
         """All records, from the first on; `form` selects their prompts."""
@@ -77,7 +80,7 @@ class PromptSource:
             if record.error is not None and all_usable:
                 raise DataError(f"{record.error} (in {self.name})", record.line)
             found = found or record.error is None
-            wrong = wrong or f"line {record.line}: {record.error}"
+            wrong = wrong or f"{self._row.replace('row', 'line')} {record.line}: {record.error}"
             if found and not all_usable:
                 break
         # Lines of JSON are counted without parsing.
@@ -86,7 +89,7 @@ class PromptSource:
         if not rows:
             raise self._empty()
         if not found:
-            raise DataError(f"nothing to generate: no row of {self.name} can be used; {wrong}")
+            raise DataError(f"nothing to generate: no {self._row} of {self.name} can be used; {wrong}")
         return rows
 
     def check_filled(self) -> None:

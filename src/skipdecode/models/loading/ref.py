@@ -131,7 +131,7 @@ class ModelRef:
 
     @cached_property
     def entries(self) -> dict[str, Any]:
-        """The entries of the base model's config.json, read without transformers; those of its text model come first."""
+        """The entries of the base model's config.json, first those of its text model; read without transformers."""
         unfetched = self.base == smollm2.NAME and find_model(smollm2.NAME) is None
         file = smollm2.CONFIG if unfetched else self.place / "config.json"
         with told(self.base, "its config does not load"):
