@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skipdecode.evaluation.methods import Method
 from transformers import GenerationConfig
 
 from checkpoints import byte_tokenizer
@@ -18,7 +19,6 @@ from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.opening import open_engines
 from skipdecode.engine.sampling import Predicted, Sampler
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.methods import Method
 from tiny import LAYERS, shared_model, tiny_model
 
 PROMPTS = [(5, 6, 7, 8, 5, 6), (9,), tuple(range(3, 70)), (11, 12, 13, 11, 12, 13, 11, 12)]

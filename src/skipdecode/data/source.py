@@ -18,6 +18,9 @@ from skipdecode.data.shapes import Shape, shaped
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, UsageError
 
+ARGUMENTS = "the arguments"
+"""The name of the source of prompts that are arguments."""
+
 
 class PromptSource:
     """The prompts of one input, which can be read repeatedly in constant memory.
@@ -61,7 +64,7 @@ class PromptSource:
     def of_prompts(cls, prompts: Iterable[Prompt]) -> Self:
         """Prompts given as arguments: records 1, 2, … with the field `prompt`, or with their own."""
         data = "".join(json.dumps(PromptForm().row(p)) + "\n" for p in prompts).encode()
-        source = cls(Input("the command", io.BytesIO(data)), "jsonl")
+        source = cls(Input(ARGUMENTS, io.BytesIO(data)), "jsonl")
         source._row = "prompt"
         return source
 

@@ -25,7 +25,7 @@ from skipdecode.common.options import Options, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
-from skipdecode.data.source import PromptSource
+from skipdecode.data.source import ARGUMENTS, PromptSource
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import BATCH, Sampling, SamplingOptions
 from skipdecode.errors import WriteError
@@ -101,7 +101,7 @@ def generate_records(
     from skipdecode.generation.speed import Method
 
     rows = source.count(form, all_usable=options.on_error == "stop")
-    if form.guessed is not None and source.name != "arguments":
+    if form.guessed is not None and source.name != ARGUMENTS:
         note(f"{source.name}: records of {form.guessed}")
     model, tokenizer = llm.loaded.model, llm.tokenizer
     encoder = PromptEncoder(

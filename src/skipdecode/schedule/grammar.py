@@ -1,16 +1,3 @@
-text               schedule
-================== ===================================================================================================
-``full``           every layer of every token
-``2x``             nominal speed-up 2: the drop order, positions and prompts of the checkpoint's schedule, else the
-                   paper's bottom-up order
-a name             a schedule that the checkpoint carries
-a file             a schedule file (JSON)
-any ``:p15``       prompt tokens run the lower 15 layers (also ``:pfull``, ``:pmax_exit``, ``:p0-14,20``)
-any ``:flat``      the same mean number of layers at every position
-``:p15`` alone     of the checkpoint's schedule, else of full depth
-================== ===================================================================================================
-"""
-=======
 """Schedules as text (see `SCHEDULES`), the same in Python, on the command line and in requests; and as a picture."""
 
 from __future__ import annotations
