@@ -76,7 +76,7 @@ WRONG = {
     "generate hollow x --device cuda:99": "give cpu",
     "generate hollow x --nominal-speedup 2": "--schedule 2x",
     "plan hollow --schedule 0.5x": "a nominal speed-up of 0.5 is not accepted",
-    "generate hollow ''": "no prompt of the command",
+    "generate hollow ''": "no prompt of the arguments",
     "tune hollow": "--train",
     "tune --train rec.jsonl --out new": "MODEL",
     "tune hollow --train rec.jsonl": "--out",
@@ -100,6 +100,7 @@ WRONG = {
     f"{EVAL} --max-new-tokens 500": "--max-new-tokens 500",
     "serve hollow --port 0 --schedule ten.json": "10 layers",
     "serve hollow --port 0 --schedule fast": "unknown schedule 'fast'",
+    "serve hollow --prefix-per-key": "--prefix-per-key needs API keys",
     # Files.
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
     "generate hollow x --schedule nowhere.json": "nowhere.json",

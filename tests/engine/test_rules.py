@@ -18,7 +18,7 @@ from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.opening import open_engines
 from skipdecode.engine.sampling import Predicted, Sampler
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.methods import Method
+from skipdecode.generation.speed import Method
 from tiny import LAYERS, shared_model, tiny_model
 
 PROMPTS = [(5, 6, 7, 8, 5, 6), (9,), tuple(range(3, 70)), (11, 12, 13, 11, 12, 13, 11, 12)]

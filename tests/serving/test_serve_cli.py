@@ -113,11 +113,18 @@ def test_a_model_without_schedules_is_told_how_to_get_one(tmp_path, capsys):
     assert "skipdecode plan" in said
 
 
-def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):
+@pytest.fixture
+def hollow(tmp_path):
+    """A model without weights, which cannot be loaded."""
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8}')
+    return str(tmp_path)
+
+
+def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys, hollow):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
-        assert main(["serve", "/nowhere-model", "--port", str(sock.getsockname()[1])]) == 2
+        assert main(["serve", hollow, "--port", str(sock.getsockname()[1])]) == 2
     assert "Address already in use" in capsys.readouterr().err
 
 
@@ -125,7 +132,7 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):
     ("arguments", "message"),
     [
         (["--port", "70000"], "--port 70000"),
-        (["--api-keys", "/nowhere"], "cannot read the API keys in /nowhere"),
+        (["--api-keys", "/nowhere"], "there is no file /nowhere"),
         (["--cors", "http://localhost:3000/"], "--cors 'http://localhost:3000/' is not accepted"),
         (["--engine", "vllm"], "--engine 'vllm' is not accepted: give one of auto, fast, transformers"),
     ],
@@ -155,7 +162,7 @@ def test_a_prepared_directory_is_served_under_its_own_name(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("option", [(), ("--no-prefix-cache",)])
-def test_prefixes_for_each_key_need_keys_and_a_prefix_cache(capsys, monkeypatch, option):
+def test_prefixes_for_each_key_need_keys_and_a_prefix_cache(capsys, monkeypatch, option, hollow):
     monkeypatch.delenv("SKIPDECODE_API_KEY", raising=False)
-    assert main(["serve", "MODEL", "--prefix-per-key", *option]) == 2
+    assert main(["serve", hollow, "--prefix-per-key", *option]) == 2
     assert "--prefix-per-key" in capsys.readouterr().err

@@ -130,9 +130,9 @@ def _run(arguments: list[str]) -> int:
     command = COMMAND.set(shlex.join(["skipdecode", *arguments]))
     try:
         config = config_from(module.Config, args)
-        check_together(config)
-        check_inputs(config)
         with claimed(config):
+            check_together(config)
+            check_inputs(config)
             return int(module.run(config))
     except KeyboardInterrupt as stop:
         continues = "; the same command continues" if resumes(module.Config) else ""

@@ -34,7 +34,7 @@ GROUPS = {
     "data": (
         *("task", "prompt_template", "prompt_field", "response_field", "field", "format", "chat", "template"),
         *("chat_template_kwargs", "bad_records", "on_error", "limit", "test_records", "dev_records", "metrics"),
-        *("output_format", "include_prompt", "summary", "recipe", "overwrite", "resume", "push_to_hub"),
+        *("output_format", "include_prompt", "summary", "recipe", "overwrite", "push_to_hub"),
     ),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "json_schema", "exact"),
 }

@@ -52,11 +52,12 @@ def run(config: Config) -> int:
     """Run the server; returns 0 after a signal."""
     schedules = _checked(config)
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
-    from skipdecode.serving.server import open_socket, run_server
 
     keys = ApiKeys.read(config.api_keys)
     if config.prefix_per_key and not keys:
         raise UsageError(f"--prefix-per-key needs API keys: give --api-keys, or set {ENVIRONMENT_VARIABLE}")
+    from skipdecode.serving.server import open_socket, run_server  # imports torch
+
     # Before the model is loaded, which takes long.
     listening = open_socket(config)
     service = _service(config, schedules)

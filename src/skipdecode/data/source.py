@@ -18,7 +18,7 @@ from skipdecode.data.shapes import Shape, shaped
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, UsageError
 
-ARGUMENTS = "the command"
+ARGUMENTS = "the arguments"
 """The name of the source of prompts that are arguments."""
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode.errors import MissingExtraError, ModelLoadError
+from skipdecode.errors import ModelLoadError
 
 _Keys = dict[str, tuple[object, ...] | None]
 
@@ -88,7 +88,7 @@ class GgufFile:
     """Metadata and tensors of a GGUF file.
 
     Raises ModelLoadError: the file is cut, foreign or one of several parts, has another model, or a key that is not
-    read; MissingExtraError if gguf is absent.
+    read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -251,10 +251,8 @@ def dequantized(tensor: Any, rows: slice = slice(None)) -> Tensor:
 
 
 def _reader(path: Path) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise MissingExtraError("reading a GGUF file", "gguf") from None
+    from gguf import GGUFReader
+
     try:
         return GGUFReader(path)
     except Exception as e:  # ValueError, IndexError, KeyError, of numpy too: by where the file ends

@@ -35,7 +35,7 @@ def convert(path: Path, target: Path, dtype: torch.dtype | None = None) -> str:
     `dtype` is of the weights; default: fp32 or fp16 if the file has all matrices in it, else bf16.
 
     Raises ModelLoadError: the file is cut, foreign, one of several parts, or has a model, a key, a scaling or a
-    tokenizer that is not read here; MissingExtraError if gguf is absent.
+    tokenizer that is not read here.
     """
     file = GgufFile(path)
     stored = dtype or {"F32": torch.float32, "F16": torch.float16}.get(file.kind, torch.bfloat16)

@@ -327,8 +327,6 @@ def _on_this_machine(name: str, dtype: str) -> Path | None:
 
 def _from_gguf(name: str, dtype: str) -> Path:
     """The checkpoint of a GGUF file, or of `owner/name:file.gguf` on the hub: converted into the user's cache, once."""
-    import torch
-
     repo, _, inside = name.rpartition(":")
     file = Path(name).expanduser()
     if repo and not file.exists():
@@ -338,7 +336,9 @@ def _from_gguf(name: str, dtype: str) -> Path:
             file = Path(hf_hub_download(repo, inside))
     if not file.is_file():
         raise ModelLoadError(f"{name} is no file; of a hub, give owner/name:file.gguf")
-    from skipdecode.models.loading.gguf_reader import VERSION, convert  # imports torch
+    import torch
+
+    from skipdecode.models.loading.gguf_reader import VERSION, convert
 
     file, state = file.resolve(), file.stat()
     stored = {"auto": None, "float64": torch.float32}.get(dtype, getattr(torch, dtype, None))
