@@ -57,7 +57,7 @@ def computed(model: Path, out: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    model = save_tiny_model(tmp_path_factory.mktemp("settings") / "model")
+    model = Path(save_tiny_model(tmp_path_factory.mktemp("settings") / "model"))
     return model, computed(model, model.parent / "tuned")
 
 
