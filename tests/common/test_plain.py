@@ -54,14 +54,15 @@ def test_values_of_records_are_those_of_json():
 
 
 def test_numbers_of_numpy_and_torch_are_options():
-    assert Sampling(temperature=np.float32(0.5), seed=np.int64(1), top_k=torch.tensor(3)) == Sampling(0.5, 3, seed=1)
+    wrapped = Sampling(temperature=np.float32(0.5), seed=np.int64(1), top_k=torch.tensor(3))
+    assert wrapped == Sampling(temperature=0.5, seed=1, top_k=3)
     assert Sampling(logit_bias={np.int64(7): np.float32(2)}).logit_bias == {7: 2.0}
     with pytest.raises(OptionError):
         Sampling(top_k=np.bool_(True))
     plain = Schedule.from_speedup(num_layers=8, nominal_speedup=2, seq_len=4)
-    wrapped = Schedule.from_speedup(num_layers=np.int64(8), nominal_speedup=np.float32(2), seq_len=np.int32(4))
-    assert wrapped == plain
-    assert wrapped.to_dict() == plain.to_dict()
+    made = Schedule.from_speedup(num_layers=np.int64(8), nominal_speedup=np.float32(2), seq_len=np.int32(4))
+    assert made == plain
+    assert made.to_dict() == plain.to_dict()
 
 
 def test_tables_are_taken_by_every_verb(tmp_path: Any):

@@ -139,9 +139,10 @@ class Options:
         return base(**{f.name: getattr(self, f.name) for f in dataclasses.fields(base)})  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
+        for name, value in [*vars(self).items()]:
+            object.__setattr__(self, name, _own_types(value))  # options are frozen
         for name, kind in kinds(type(self)).items():
-            value = _own_types(getattr(self, name))
-            object.__setattr__(self, name, value)  # options are frozen
+            value = getattr(self, name)
             if value is None and kind.optional:
                 continue
             if kind.many and not isinstance(value, tuple | list):
