@@ -29,6 +29,6 @@ def likeliest(file: Path, ids: list[int]) -> list[int]:
     return [sampler.sample(running, i) for i in range(len(ids))]
 
 
-def vocabulary(file: Path) -> Any:
-    """The tokenizer."""
-    return _opened(file)[1].get_vocab()
+def llama_model(file: Path) -> Any:
+    """The model, which must live as long as its tokenizer (`get_vocab`) is used."""
+    return _opened(file)[1]
