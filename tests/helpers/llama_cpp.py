@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 
-def _opened(file: Path, **changes: Any) -> tuple[Any, Any]:
+def _opened(file: Path) -> tuple[Any, Any]:
     binding = pytest.importorskip("cyllama.llama.llama_cpp")
     options = binding.LlamaModelParams()
-    for name, value in ({"n_gpu_layers": 0} | changes).items():
-        setattr(options, name, value)
+    options.n_gpu_layers = 0
     return binding, binding.LlamaModel(str(file), options)
 
 
@@ -30,6 +29,6 @@ def likeliest(file: Path, ids: list[int]) -> list[int]:
     return [sampler.sample(running, i) for i in range(len(ids))]
 
 
-def vocabulary(file: Path) -> Any:
-    """The tokenizer."""
-    return _opened(file, vocab_only=True)[1].get_vocab()
+def llama_model(file: Path) -> Any:
+    """The model, which must live as long as its tokenizer (`get_vocab`) is used."""
+    return _opened(file)[1]

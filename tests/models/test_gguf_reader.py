@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from checkpoints import byte_tokenizer, chatml_tokenizer
-from llama_cpp import likeliest, vocabulary
+from llama_cpp import likeliest, llama_model
 from skipdecode.cli import main
 from skipdecode.engine.opening import load
 from skipdecode.errors import ModelLoadError
@@ -207,6 +207,21 @@ def test_a_directory_with_a_file_names_the_file(tmp_path: Path):
 # ---------------------------------------------------------------------- as llama.cpp
 
 IDS = [i % 250 + 3 for i in range(0, 1200, 11)]
+PAIRS = [a + b for a in ("Ġ", "Ċ", "a", "S", "'", "1", "!", "$") for b in ("Ġ", "Ċ", "a", "s", "1", "!", "$")]
+SPM = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "<sep>"]
+TOKENS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "tokens": SPM + [f"[PAD{i}]" for i in range(320 - len(SPM))],
+        "scores": [0.0] * 259 + [-20.0, -21.0, -22.0, -3.0, -4.0, -2.0, -1.0] + [-99.0] * 54,
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * 7 + [4] + [5] * 53,
+    },
+    "gpt2": {
+        "tokens": ["<a>", "<s>", "</s>", *byte_tokenizer().convert_ids_to_tokens(list(range(3, 259))), *PAIRS, "<end>"]
+        + [f"[PAD{i}]" for i in range(320 - 260 - len(PAIRS))],
+        "merges": [f"{pair[0]} {pair[1]}" for pair in PAIRS],
+        "token_type": [1, 3, 3] + [1] * (256 + len(PAIRS)) + [4] + [5] * (320 - 260 - len(PAIRS)),
+    },
+}
 OPTIONAL_KEYS: dict[str, list[Any]] = {
     "rope.scaling.type": ["none", "linear", "yarn"],
     "rope.scaling.factor": [4.0, 1.0, 0.0],
@@ -245,9 +260,9 @@ def changed_file(tmp_path: Path, keys: dict[str, Any], family: str = "llama", dr
 def test_keys_mean_what_llama_cpp_takes_them_for(
     family: str, chosen: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    merges = {"tokenizer.ggml.merges": ["a b"]}
+    tokens = {f"tokenizer.ggml.{name}": value for name, value in TOKENS["gpt2"].items()}  # llama.cpp needs merges
     file = changed_file(
-        tmp_path_factory.mktemp("keys"), {f"{family}.{key}": v for key, v in chosen.items()} | merges, family
+        tmp_path_factory.mktemp("keys"), {f"{family}.{key}": v for key, v in chosen.items()} | tokens, family
     )
     found = torch.tensor(likeliest(file, IDS))[:, None]
     with torch.no_grad():
@@ -255,21 +270,6 @@ def test_keys_mean_what_llama_cpp_takes_them_for(
     assert (expected.amax(-1) - expected.gather(1, found)[:, 0]).max() < 0.5
 
 
-PAIRS = [a + b for a in ("Ġ", "Ċ", "a", "S", "'", "1", "!", "$") for b in ("Ġ", "Ċ", "a", "s", "1", "!", "$")]
-SPM = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "<sep>"]
-TOKENS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "tokens": SPM + [f"[PAD{i}]" for i in range(320 - len(SPM))],
-        "scores": [0.0] * 259 + [-20.0, -21.0, -22.0, -3.0, -4.0, -2.0, -1.0] + [-99.0] * 54,
-        "token_type": [2, 3, 3] + [6] * 256 + [1] * 7 + [4] + [5] * 53,
-    },
-    "gpt2": {
-        "tokens": ["<a>", "<s>", "</s>", *byte_tokenizer().convert_ids_to_tokens(list(range(3, 259))), *PAIRS, "<end>"]
-        + [f"[PAD{i}]" for i in range(320 - 260 - len(PAIRS))],
-        "merges": [f"{pair[0]} {pair[1]}" for pair in PAIRS],
-        "token_type": [1, 3, 3] + [1] * (256 + len(PAIRS)) + [4] + [5] * (320 - 260 - len(PAIRS)),
-    },
-}
 SWITCHES = {name: st.booleans() for name in ("add_bos_token", "add_eos_token", "add_space_prefix")}
 
 
@@ -292,7 +292,8 @@ def test_texts_are_the_tokens_of_llama_cpp(
         {f"tokenizer.ggml.{name}": value for name, value in keys.items()},
         drop=unnamed,
     )
-    right, read = vocabulary(file), GgufTokenizer(GgufFile(file))
+    model_there = llama_model(file)
+    right, read = model_there.get_vocab(), GgufTokenizer(GgufFile(file))
     tokenizer = read.tokenizer()
     for text in [*texts, "a<sep> b</s>a", "1234 a's"]:
         assert tokenizer(text).input_ids == right.tokenize(text, add_special=True, parse_special=True)
