@@ -72,8 +72,7 @@ def run(config: Config) -> int:
     if config.json:
         print(json.dumps(dict(ready.document) | {"next": [use, *([more] if more else [])]}))
     else:
-        ends = [f"next: {use}", _export(ready.use), *_last(ready.untuned, more)]
-        print(*ready.lines(), *ends, sep="\n")
+        print(*ready.lines(), f"next: {use}", _export(ready.use), *_last(ready.untuned, more), sep="\n")
     config.push(ready.path or ready.schedule_file.parent)
     return 0
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.environment import COMMAND
-from skipdecode.common.files import write_whole, writing
+from skipdecode.common.files import give_usual_mode, write_whole, writing
 from skipdecode.common.journal import ANEW, other_settings
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note
@@ -86,6 +86,7 @@ class Checkpoints:
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
             shutil.rmtree(final, ignore_errors=True)
+            give_usual_mode(partial)
             os.replace(partial, final)
             for old in self._found()[:-_KEEP]:
                 shutil.rmtree(old)
