@@ -251,7 +251,7 @@ def test_own_answers_need_prompts_alone(place: Path, tmp_path: Path, task: bool)
     [
         (["--self"], "--train"),
         (["--target-speedup", "1"], "--target-speedup"),
-        (["--prompts", "x.jsonl"], "--prompts"),
+        (["--prompts", "x.jsonl"], "x.jsonl"),
         (["--prompt-depths", "99"], "99"),
         (["--sampled-speedups", "50"], "50"),
         (["--test", "absent.jsonl"], "absent.jsonl"),

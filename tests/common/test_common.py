@@ -51,7 +51,7 @@ def test_values_of_another_run_are_refused_by_what_differs_or_dropped(tmp_path: 
     other = SETTINGS | {"model": "n"}
     assert is_begun(path, SETTINGS)
     assert not is_begun(path, other)
-    with pytest.raises(OutputError, match=r'model: "m" then, "n" now\): use those to continue, or give another --out'):
+    with pytest.raises(OutputError, match=r'model: "m" then, "n" now\): repeat those to continue, or '):
         opened(path, other)
     dropped = opened(path, other, restart=True)
     assert dropped.get("a") is None

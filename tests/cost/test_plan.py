@@ -316,7 +316,7 @@ def test_a_terminal_without_blocks_gets_other_characters(deep_dir, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no target was given"),
+        ((), "--target-speedup is missing"),
         (("--target-speedup", "2", "--schedule", "2x"), "exclude each other"),
         (("--schedule", "2x", "--flat"), "--flat needs --target-speedup"),
         (("--target-speedup", "9"), "out of reach"),

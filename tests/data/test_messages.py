@@ -182,7 +182,7 @@ def test_records_that_cannot_be_used_are_told_once_with_what_to_do(tmp_path: Pat
         ([*tune, chats], "--self"),
         ([*evaluate, prompts], "--prompts in place of --data"),
         ([*evaluate, broken], "lines 2, 3, 4, 5, 6 and 4 more: missing field: "),
-        ([*evaluate, str(tmp_path / "nowhere.jsonl")], "cannot read the input"),
+        ([*evaluate, str(tmp_path / "nowhere.jsonl")], "there is no file"),
     ):
         assert main(command) == 2
         error = capsys.readouterr().err.splitlines()[-1]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.common.journal import KeptValues
+from skipdecode.common.journal import ANEW, KeptValues
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import IGNORE, Batch, batches_of
 from skipdecode.data.examples import Example
@@ -132,7 +132,7 @@ def measuring(
         "batch_size": batch_size,
         "checkpoint": checkpoint_digest(loaded),
     }
-    kept = KeptValues(file, identity, pieces="measurements", remedy="give another --out")
+    kept = KeptValues(file, identity, pieces="measurements", remedy=ANEW)
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")
     with closing(kept) as store, bar, Attachment(loaded.model, Schedule.full(loaded.num_layers)) as attachment:

@@ -142,8 +142,9 @@ def load_model(
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
     ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
+    config = ref.config  # refused first if it is of no decoder
     if ref.adapter is not None:
-        check_mergeable(ref.adapter, ref.config)
+        check_mergeable(ref.adapter, config)
     recipe, fit = ref.recipe, ref.fit
     tokenizer = _tokenizer(ref, require_tokenizer)
     model = _base_model(ref, dtype, target)

@@ -129,15 +129,20 @@ class ModelRef:
         unfetched = self.base == smollm2.NAME and find_model(smollm2.NAME) is None
         return smollm2.known_config() if unfetched else copy.deepcopy(self._config)
 
-    @cached_property
+    @property
     def entries(self) -> dict[str, Any]:
         """The entries of the base model's config.json, first those of its text model; read without transformers."""
+        return self._stored_config | (self._stored_config.get("text_config") or {})
+
+    @cached_property
+    def _stored_config(self) -> dict[str, Any]:
+        """The base model's config.json, whose values have the right types."""
         unfetched = self.base == smollm2.NAME and find_model(smollm2.NAME) is None
         file = smollm2.CONFIG if unfetched else self.place / "config.json"
         with told(self.base, "its config does not load"):
             stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             check_config_values(self.base, stored)
-            return stored | (stored.get("text_config") or {})
+            return stored
 
     @cached_property
     def num_layers(self) -> int:
@@ -241,14 +246,13 @@ class ModelRef:
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
-        where = self.base
+        where, classes = self.base, self._stored_config.get("architectures") or []
         with told(where, "its config does not load"):
             config = AutoConfig.from_pretrained(self.place, **LOCAL)
             layers_in(config)
         needed = "a decoder-only causal language model is needed"
         if config.is_encoder_decoder:
             raise ModelLoadError(f"{where} is an encoder-decoder ({config.model_type}): {needed}")
-        classes = config.architectures or []
         if (text := config.get_text_config(decoder=True)).model_type in FAMILIES and text is not config:
             # The text model of a checkpoint that reads images or sounds too.
             text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
