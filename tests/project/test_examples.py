@@ -84,7 +84,7 @@ def test_the_demo_shows_each_text_twice_and_the_speed(tmp_path: Path, capsys: An
 
 @pytest.mark.model
 def test_the_demo_of_the_embedded_model_keeps_its_words(capsys: Any) -> None:
-    assert example("demo").main() > 1.3
+    assert example("demo").main() > 1
     printed = capsys.readouterr().out
     assert printed.count("  all layers: The Blue Heron") == printed.count("  3x:p10: The Blue Heron") == 1
 
