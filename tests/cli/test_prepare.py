@@ -33,7 +33,7 @@ from skipdecode.generation.speed import squeezed
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.prepared import neighbours
 from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions, SearchSize
-from skipdecode.learning.stages import Clock, Evaluation, Layers, Pace, Stages, Timing, Tuning
+from skipdecode.learning.stages import Clock, Evaluation, FullDepth, Layers, Stages, Timing, Tuning
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.hub import load_model
@@ -79,7 +79,7 @@ def said(capsys: Any, command: list[str]) -> dict[str, Any]:
 def enough(fitted: dict[str, Any]) -> float:
     """Minutes that leave some seconds to tune."""
     took = fitted["seconds"]
-    return (took["layers"] + 2.2 * took["evaluation 0"] + 8) / 60
+    return (took["layers"] + 2.2 * took["evaluation 0"] + 16) / 60
 
 
 def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: Any) -> None:
@@ -88,15 +88,14 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert {row["minutes"] for row in fitted["rows"]} == {0.0}
     assert any(row["full_depth"] and row["kept"] == pytest.approx(1) for row in fitted["rows"])
     assert Fit.load(place / "out" / "fit" / FIT_FILE).about["rank"] == 4
-    took = fitted["seconds"]["layers"]
     by_speed = image.imread(place / "out" / "kept.png")
 
     minutes = f"{enough(fitted):.3f}"
     tuned = said(capsys, arguments(place, "--minutes", minutes, *rank))
-    assert tuned["seconds"]["layers"] == took  # the fit is taken over
+    assert tuned["full_depth"]["scores"].keys() == {"bleu", "rougeL", "chrf"}  # the model did not do the task
+    assert load_model(str(place / "out" / "full")).schedule is None
     assert tuned["minutes"] == pytest.approx(float(minutes))
-    assert len({row["minutes"] for row in tuned["rows"]}) == 2
-    assert len(tuned["kept_by_minutes"]) == 2
+    assert len({row["minutes"] for row in tuned["rows"]}) == len(tuned["kept_by_minutes"]) == 2
     assert tuned["dev_loss"]
     # Beside the scores by speed-up, the target's by minutes.
     assert image.imread(place / "out" / "kept.png").shape[1] == 2 * by_speed.shape[1]
@@ -132,9 +131,34 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert [row["scores"] for row in again["rows"]] == [row["scores"] for row in tuned["rows"]]
     none_left = said(capsys, arguments(place, "--minutes", "0.01", *rank))
     assert none_left["minutes"] == 0
+    assert none_left["seconds"]["layers"] == tuned["seconds"]["layers"]  # the fit is taken over
     assert none_left["next"][1].endswith(f"--minutes {none_left['more_minutes']:g}")
     assert main(arguments(place, "--minutes", "0", "--seed", "1", *rank)) == 2
     assert "seed" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_the_task_is_not_tuned_at_full_depth_and_answers(
+    place: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skipdecode.learning.prepare._TO_LEARN", 0.9)  # no tuning takes off so much
+    command = arguments(place, "--minutes", "0.7", "--no-fit", "--out", str(tmp_path / "out"))
+    found = said(capsys, command)
+    assert found["full_depth"]["scores"] is None
+    assert not (tmp_path / "out" / "full").exists()
+    learned = {row["thing"]: row["ref"] for row in read_rows(tmp_path / "out" / "answers" / TRAIN_FILE)}
+    given = {row["thing"]: row["ref"] for row in records(24)}
+    assert learned.keys() <= given.keys()
+    assert learned != given
+    assert said(capsys, command) == found
+
+
+def test_responses_are_learned_as_long_as_they_teach() -> None:
+    falling, flat = [(0.0, 2.0), (0.5, 1.0), (1.0, 0.8)], [(0.0, 2.0), (0.5, 1.0), (1.0, 0.97)]
+    assert FullDepth(6, falling, {"bleu": 1.0}).is_learning
+    assert not FullDepth(6, flat, {"bleu": 1.0}).is_learning
+    assert not FullDepth(6, falling, None).is_learning
+    assert not FullDepth(6, falling, {"bleu": 1.0}).serves(7)
+    assert FullDepth(6, flat, {"bleu": 1.0}).serves(7)
 
 
 def test_that_nothing_was_tuned_is_said_early_and_last(place: Path, tmp_path: Path, capsys: Any) -> None:
@@ -207,8 +231,7 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
     assert len(fitted.llm.generate(["red hat\n"], 8)[0].tokens) <= 8
 
     tuned = call(minutes=enough(fitted.document))
-    assert tuned.document["seconds"]["layers"] == fitted.document["seconds"]["layers"]
-    assert "tuning" in str(tuned)
+    assert re.search(r"^quality by tuning: dev loss \S+ to \S+, BLEU", str(tuned), re.M)
     assert load_model(tuned.path).schedule == tuned.llm.schedule_of(None) == tuned.schedule
     with pytest.raises(OutputError, match="seed"):
         call(seed=1)
@@ -379,7 +402,7 @@ def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
 
 
 def test_a_stage_is_restored_with_its_types(tmp_path: Path) -> None:
-    timing = Timing(Pace(80.0, 120.5), None, SearchSize(8, 2, False, 100), 16)
+    timing = Timing(None, SearchSize(8, 2, False, 100))
     with closing(Stages(tmp_path, {})) as stages:
         made = [stages.run(Timing, lambda: timing), stages.run(Layers, lambda: Layers(SHORT, 40))]
     with closing(Stages(tmp_path, {})) as stages:
@@ -398,10 +421,11 @@ def test_tuning_gets_half_of_the_minutes_and_other_stages_end_at_the_clock(
         assert ends == sorted(ends)
         assert clock.end - started == pytest.approx(360, abs=0.5)
         later = 60 * 6 * clock.shares["evaluation"] + 3 * loading
+        full = 0 if own else 90  # of tuning, at full depth
         if loading < 40:
-            assert 360 - ends[-1] - later >= 180 - 1
+            assert 360 - ends[-1] - later + full >= 180 - 1
         else:  # a minute in six loads: the others shrink as far as they can
-            assert sum(clock.shares.values()) < 0.1
+            assert sum(clock.shares.values()) - full / 360 < 0.1
         stages.run(Layers, lambda: Layers(SHORT, 1))
         assert clock.minutes_to_tune(20) == pytest.approx(6 - (loading * 4 + 21) / 60, abs=0.02)
 

@@ -144,9 +144,9 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
 
 def test_answers_that_run_at_the_end_of_their_time_are_cut_and_kept(model: str, tmp_path: Path) -> None:
     prompts = PromptSource.of_prompts([f"say {n}" for n in range(99)])
-    options, sizes = SelfGeneratedOptions(self=True, self_tokens=400), {"held_out": 9, "tested": 48, "seconds": 0.1}
+    options, sizes = SelfGeneratedOptions(self=True, self_tokens=400), {"held_out": 9, "tested": 48}
     loaded, begun = load_model(model), time.perf_counter()
-    _, about = own_answers(loaded, options, RecordOptions(), prompts, tmp_path, seed=0, **sizes)
+    _, about = own_answers(loaded, options, RecordOptions(), prompts, tmp_path, seed=0, until=begun + 0.1, **sizes)
     assert time.perf_counter() - begun < 5  # 400 tokens of 99 answers take longer
     assert 32 <= about["prompts"] < 99
     assert about["kept"] > 24

@@ -1,14 +1,16 @@
-"""Make a model fast in minutes: choose layers and a fit, tune under the schedule, and evaluate before and after.
+"""Make a model fast in minutes: tune it at full depth if that pays, let it answer, choose layers, distil, evaluate.
 
   skipdecode prepare MODEL --target-speedup 1.5 --task e2e --train train.jsonl --dev dev.jsonl --out ready
   skipdecode prepare MODEL --target-speedup 1.5 --train alpaca.json --out ready
   skipdecode prepare MODEL --target-speedup 1.25 --self --out ready
   skipdecode prepare TUNED --target-speedup 2 --self --task e2e --prompts train.jsonl --test test.jsonl --out ready
 
---minutes is the time of the whole command. Tuning gets half of it or more; the model's own answers (--self), choosing
-layers and the two evaluations take an eighth and a sixth each at most, and end at the clock. 0 is without tuning, and
-without a limit. With --self, the model is trained on its own answers at full depth; a checkpoint that was tuned at full
-depth needs no other responses. --keep 0.98 recommends the fastest schedule or weights that keep 98% of every score, for
+--minutes is the time of the whole command. Tuning gets half of it or more, of which at full depth a quarter of the
+minutes at most; it ends early where the dev loss no longer falls, and is thrown away where the checkpoint does the task
+already. --out/full is the tuned model at full depth, which the result is compared with. The schedule learns that
+model's greedy answers, or, while its loss was still falling, the responses of --train. With --self there are only
+answers, to --prompts or to prompts that the model draws. Every stage ends at the clock. 0 is without tuning, and
+without a limit. --keep 0.98 recommends the fastest schedule or weights that keep 98% of every score, for
 batches and for one request at a time.
 The directory of --out is a MODEL of every verb: the fastest way that keeps the share, else the schedule.
 After an interruption the same command continues. With another value of --minutes, it reuses answers, layers and fit,

@@ -236,8 +236,13 @@ def near_zero(rows: Sequence[Row]) -> str:
     """The first score of full depth that is near zero, such as "BLEU 2.2 of 100"; empty if none is."""
     for name, score in best_scores(rows).items():
         if score < NEAR_ZERO:
-            return f"{_SHOWN_NAMES.get(name, name)} {score:.1f} of 100"
+            return f"{shown_name(name)} {score:.1f} of 100"
     return ""
+
+
+def shown_name(score: str) -> str:
+    """The name of a score in sentences."""
+    return _SHOWN_NAMES.get(score, score)
 
 
 def _least(row: Row, shares: Mapping[str, float]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ from skipdecode.schedule import Schedule
 WHAT = f"outputs of the lengths of the references; {HOW}"
 _LEAST_ROWS = 4  # of a timed batch of fewer sequences
 _ALONE, _ALONE_TOKENS = 2, 64  # records that are decoded alone, once, and their most new tokens
+_GENERATED = 0.6  # of the time: texts, before speeds
 _LEAST_TURNS = 8  # if there are enough records: an interrupted run keeps whole turns
 
 
@@ -193,7 +194,7 @@ class TaskEvaluation:
                 max_new_tokens=self.settings.max_new_tokens or 1,
                 eos=set(end_tokens(self.model, self.tokenizer)),
                 progress=bar.update,
-                until=self.until,
+                until=time.perf_counter() + _GENERATED * (self.until - time.perf_counter()),
             )
         full = next((each.tokens for one, each in zip(methods, found, strict=True) if one.full_depth), [])
         # Full depth is not compared with itself.
@@ -394,11 +395,11 @@ def measured_speeds(
 ) -> dict[Method, dict[str, Any]]:
     """The speed of each method, for its result, from a few batches of records from all over the data, and alone.
 
-    Empty without full depth and another method. Sequences get 2 new tokens at least, and at most as many as outputs may
-    have. The other arguments are as in `time_equal_lengths`; with less time, fewer tokens are timed.
+    Empty without full depth and another method, or without time. Sequences get 2 new tokens at least, and at most as
+    many as outputs may have. The other arguments are as in `time_equal_lengths`; in less time, fewer tokens are timed.
     """
     full = next((method for method in methods if method.full_depth), None)
-    if full is None or len(methods) < 2:
+    if full is None or len(methods) < 2 or time.perf_counter() > until:
         return {}
     size, rounds = settings.batch_size, settings.speed_rounds
     wanted = min(len(prompts), settings.speed_batches * max(size, _LEAST_ROWS))
@@ -416,7 +417,7 @@ def measured_speeds(
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": rounds, "request_tokens": request}
     about["new_tokens"] = sum(timed_tokens(length, share) for length in each)
     found = {method: speed_entries(turns, method, full, settings, about) for method in methods}
-    if size == 1:
+    if size == 1 or time.perf_counter() > until:
         return found
     few, short = rows[:_ALONE], share * min(1.0, _ALONE_TOKENS / fmean(each[:_ALONE]))
     alone = time_equal_lengths(methods, few, each[:_ALONE], batch_size=1, kept=kept, rounds=1, share=short)

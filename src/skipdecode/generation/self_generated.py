@@ -350,8 +350,15 @@ class _AsTheyAre(PromptEncoder):
 
 def _cut(row: dict[str, Any]) -> dict[str, Any]:
     """A text; one that reached a limit is cut after its last complete sentence, if it has one."""
-    whole = _SENTENCES.match(row["text"]) if row.get("finish_reason") == "length" else None
-    return row if whole is None else row | {"text": whole[0], "finish_reason": "eos"}
+    if row.get("finish_reason") != "length" or (whole := without_broken_end(row["text"])) == row["text"]:
+        return row
+    return row | {"text": whole, "finish_reason": "eos"}
+
+
+def without_broken_end(text: str) -> str:
+    """The complete sentences of a text, or all of it if it has none."""
+    whole = _SENTENCES.match(text)
+    return text if whole is None else whole[0]
 
 
 def _key(text: str) -> str:
@@ -368,18 +375,18 @@ def own_answers(
     seed: int,
     held_out: int,
     tested: int = 0,
-    seconds: float | None = None,
+    until: float = math.inf,
     overwrite: bool = False,
 ) -> tuple[Template, dict[str, Any]]:
     """Write the model's answers at full depth to `out`, unless they exist; their template, and the settings.
 
-    See `SelfGeneratedData.write_records`, which names the files. `seconds`: the time that drawing and answering may
-    take; default: all prompts are answered. `overwrite`: replace answers that were made with other settings.
+    See `SelfGeneratedData.write_records`, which names the files. `until`: the reading of `time.perf_counter()` at which
+    drawing and answering end; default: all prompts are answered. `overwrite`: replace answers that were made with other
+    settings.
     """
     from skipdecode.engine.opening import open_engines
 
     template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.recipe))
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
-    until = math.inf if seconds is None else time.perf_counter() + seconds
     made = SelfGeneratedData(loaded, open_engines(loaded.model, "auto", note), *about, until)
     return template, made.write_records(held_out, tested)

@@ -37,7 +37,11 @@ _ADAPTER, _FITTED = "adapter.safetensors", "fit.safetensors"
 
 @dataclass
 class RunProgress:
-    """How far a run is. `step` counts finished optimizer steps; `clock` are seconds, evaluations included."""
+    """How far a run is. `step` counts finished optimizer steps; `clock` are seconds, evaluations included.
+
+    `last_loss` is of the newest evaluation. `begun` is the step at which the initial weights were taken (again), and
+    `halvings` says how often that was, each time with half of the learning rate. `is_over`: no further step pays.
+    """
 
     step: int = 0
     best_step: int = 0
@@ -45,6 +49,10 @@ class RunProgress:
     tokens: int = 0
     seconds: float = 0.0
     clock: float = 0.0
+    last_loss: float | None = None
+    begun: int = 0
+    halvings: int = 0
+    is_over: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """For accelerate's checkpoint."""

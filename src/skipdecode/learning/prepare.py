@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -33,7 +34,7 @@ from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import squeezed
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
 from skipdecode.learning.goal import prompt_sets, suited
-from skipdecode.learning.prepared import MILDER, NEIGHBOURS, TIMES, Prepared, neighbours, tuned_directory
+from skipdecode.learning.prepared import FULL, MILDER, NEIGHBOURS, TIMES, Prepared, neighbours, tuned_directory
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
     PROMPTS_FILE,
@@ -48,6 +49,7 @@ from skipdecode.learning.stages import (
     Answers,
     Clock,
     Evaluation,
+    FullDepth,
     Layers,
     Pace,
     Stages,
@@ -55,15 +57,18 @@ from skipdecode.learning.stages import (
     Tuning,
     TuningPlan,
 )
-from skipdecode.learning.tune import tune
+from skipdecode.learning.tune import Tuned, tune
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import own_fit_kept
+from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit
 from skipdecode.models.loading.card import PICTURE_FILE
 from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
+from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
+_SPEEDS = ("request_speedup", "decode_speedup", "request_speedup_interval", "request_speedup_alone")
 _WITHIN_REACH = 2 / 3  # kept before tuning; half an hour brought 67% of E2E to 99.8%
 _ALL = 0.995  # kept: more minutes bring nothing
 _TUNED_UNDER = "tuned-under.json"
@@ -71,6 +76,11 @@ _BEFORE = "SmolLM2-135M kept 99.8% of E2E at 2.5x after 30 minutes"  # results/r
 _SOME_RECORDS = 64  # to see how long texts are
 _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
 _PACE, _CANDIDATES, _BATCH = 75, 3, 4
+_EVALUATIONS = 5  # of the dev records, in a tuning
+_TO_LEARN = 0.02  # of the dev loss: if the first steps at full depth take off less, the checkpoint does the task
+_LEAST_STEPS = 10  # of a tuning at full depth
+_TUNES_OF_FULL = 0.9  # of the minutes at full depth; the model is saved and scored in the others
+_SCORED = 16  # records, to see what the checkpoint did before
 
 
 @isolated_torch()
@@ -87,10 +97,12 @@ def prepare(
     started: float | None = None,
     **options: Any,
 ) -> Prepared:
-    """Make a model fast: choose layers and a fit, tune under the schedule, and evaluate before and after.
+    """Make a model fast: tune it at full depth if that pays, choose layers and a fit, and distil it under the schedule.
 
-    The same call continues an interrupted one. With other `minutes`, the layers and the fit are reused, and the results
-    compared.
+    The model at full depth, which the result is compared with, is saved in `out`/full if it was tuned. Its greedy
+    answers are what the schedule learns, or the responses of the records as long as these teach more. Without records
+    it answers `prompts`. The same call continues an interrupted one. With other `minutes`, the layers and the fit are
+    reused, and the results compared; the model at full depth is tuned anew if its loss was still falling.
 
     Parameters
     ----------
@@ -98,8 +110,7 @@ def prepare(
         A model that is loaded, which stays as it is, or a name as for `skipdecode.load`.
     train, dev : str, Path or records, optional
         Records to learn from, and records that select the best weights, as for `skipdecode.tune`.
-        Without `dev`, every tenth record of `train` is held out. Without both, the model learns its own answers to
-        `prompts` at full depth.
+        Without `dev`, every tenth record of `train` is held out.
     test : str, Path or records, optional
         Records to evaluate on. Default: `dev`. For own answers without a task: a file of prompts. Default: prompts
         that are not learned from.
@@ -148,7 +159,7 @@ class _Run:
         cost: CostModel | str | Path | None,
         out: Path,
     ) -> None:
-        self.settings, self.cost, self.out, self.fit = settings, cost, out, out / "fit"
+        self.settings, self.cost, self.out, self.fit, self.full = settings, cost, out, out / "fit", out / FULL
         self.target = settings.target_speedup or settings.TARGET
         self.shares = MILDER if settings.keep is not None and settings.target_speedup is None else NEIGHBOURS
         depths = CalibrationSettings(target_speedup=self.target, prompt_depths=settings.prompt_depths)
@@ -160,11 +171,11 @@ class _Run:
             read_cost(cost)
         self.sources = Sources(settings, sources, out)
         loaded = getattr(model, "loaded", model)
-        # All stages share this model: `calibrate` and `tune` copy its weights where they need another type or change
-        # them. A tuned checkpoint is loaded from its files.
+        # All stages share this model, or the one tuned at full depth that takes its place: `calibrate` and `tune` copy
+        # its weights where they need another type or change them.
         begun = time.perf_counter()
         self.loaded: LoadedModel = loaded if isinstance(loaded, LoadedModel) else load(ref_of(model))
-        self.loading = time.perf_counter() - begun
+        self.name, self.loading = self.loaded.name, time.perf_counter() - begun
 
     # ------------------------------------------------------------------ the story
 
@@ -173,18 +184,15 @@ class _Run:
         with closing(Stages(out, self._depends_on(), _OUTPUTS, started, overwrite=overwrite)) as stages:
             clock = Clock(stages, minutes, settings.self, self.loading)
             note(self._plan(clock))
-            answers = None if settings.self else self.sources.given(self.loaded)
-            if minutes and not stages.finished():
-                self._warn(answers)
-            if answers is None:
-                seconds = clock.until(Answers.label) - time.perf_counter() if minutes else None
-                answers = stages.run(Answers, lambda: self.sources.answers(self.loaded, seconds))
+            answers, full = self._texts(stages, clock)
+            pace = self._pace(stages, answers) if minutes else None
             timing = None
-            if minutes:
-                timing = stages.run(Timing, lambda: self._timing(answers, clock.until(Layers.label)))
+            if pace is not None:
+                timing = stages.run(Timing, lambda: self._timing(answers, pace, clock.until(Layers.label)))
             try:
-                choose = partial(self._layers, answers, timing, clock)
-                layers = stages.run(Layers, choose, directory=self.fit)
+                choose = partial(self._layers, answers, pace, timing, clock)
+                learned = full and full.scores and asdict(full)
+                layers = stages.run(Layers, choose, directory=self.fit, reads=learned)
             except (TargetError, UsageError, DataError):
                 stages.forget()
                 raise
@@ -194,26 +202,26 @@ class _Run:
             before = stages.run(Evaluation, evaluate_first, minutes=0.0, reads=fit)
             schedule = self._to_tune(target, before)
             left = TuningPlan(0.0)
-            if timing is not None:
+            if pace is not None:
                 seconds = stages.seconds(Evaluation, 0.0)
                 left = stages.run(TuningPlan, lambda: TuningPlan(clock.minutes_to_tune(seconds)), minutes=minutes)
-            if timing is not None and not left.is_too_short(minutes):
+            if pace is not None and not left.is_too_short(minutes):
                 note(f"{left.minutes:.1f} minutes of tuning for {schedule.name}")
                 directory = tuned_directory(out, minutes)
-                work = partial(self._tuned, answers, left, directory, timing.dev_records, schedule)
+                work = partial(self._tuned, answers, left, directory, pace, schedule)
                 tuning = stages.run(Tuning, work, minutes=minutes, directory=directory, reads=fit)
-                evaluate_last = partial(self._evaluated, layers, schedule, clock.end, directory)
+                evaluate_last = partial(self._evaluated, layers, schedule, clock.end, before, directory)
                 stages.run(Evaluation, evaluate_last, minutes=minutes, reads=[fit, tuning.result])
             elif minutes:
                 note(f"{minutes:g} minutes leave {max(0.0, left.minutes):.1f} to tune")
-            document = self._document(stages, schedule.name, left)
+            document = self._document(stages, schedule.name, left, full)
         return self._saved(document, schedule)
 
     def _depends_on(self) -> dict[str, Any]:
         """All that the stages depend on, JSON-ready; other minutes share most stages."""
         settings = self.settings
         fixed = {name: value for name, value in asdict(settings).items() if name not in ("minutes", "keep", "prompts")}
-        fixed |= {"milder": self.shares is MILDER, "cost": self.cost and str(self.cost), "model": self.loaded.name}
+        fixed |= {"milder": self.shares is MILDER, "cost": self.cost and str(self.cost), "model": self.name}
         fixed |= {"files": self.sources.digests}
         return fixed | {"checkpoint": checkpoint_digest(self.loaded) | {"fit": None}}  # the run makes its own
 
@@ -227,14 +235,21 @@ class _Run:
 
     def _warn(self, answers: Answers | None) -> None:
         """Note, before any work, that the minutes may be too few."""
-        width = ModelGeometry.from_config(self.loaded.ref.config).hidden_size
-        enough = Pace.of(self.loaded.model, self._examples(answers) if answers else [TYPICAL]).enough(width)
+        enough = Pace.of(self.loaded.model, self._examples(answers) if answers else [TYPICAL]).enough(self.width)
         if (minutes := self.settings.minutes) < enough:
             note(f"{minutes:g} minutes may be too few to tune: about {ceil(enough)} leave half of them at this speed")
 
-    def _examples(self, answers: Answers) -> list[Example]:
+    @property
+    def width(self) -> int:
+        """hidden_size of the model."""
+        return ModelGeometry.from_config(self.loaded.ref.config).hidden_size
+
+    def _options(self, answers: Answers) -> RecordOptions:
         settings = self._record_options(answers)
-        options = RecordOptions(**{name: value for name, value in settings.items() if name != "seed"})
+        return RecordOptions(**{name: value for name, value in settings.items() if name != "seed"})
+
+    def _examples(self, answers: Answers) -> list[Example]:
+        options = self._options(answers)
         template = make_template(options)
         (file,) = read_sources({"train": answers.train}, template, {"train": _SOME_RECORDS}, skip_bad=True).values()
         return encode_source(file, "train", template, self.loaded, options)[0]
@@ -249,18 +264,83 @@ class _Run:
 
     # ------------------------------------------------------------------ stages
 
-    def _timing(self, answers: Answers, until: float) -> Timing:
-        """Measure the speed of the model on the records, and size the search that ends at `until`."""
-        settings, loaded, examples = self.settings, self.loaded, self._examples(answers)
-        pace, width = Pace.of(loaded.model, examples), ModelGeometry.from_config(loaded.ref.config).hidden_size
-        length, cost = round(fmean(len(example.prompt) for example in examples)), None
+    def _texts(self, stages: Stages, clock: Clock) -> tuple[Answers, FullDepth | None]:
+        """What the schedule learns: the model's answers, or responses that still teach; and the tuning before."""
+        given = None if self.settings.self else self.sources.given(self.loaded)
+        if self.settings.minutes and not stages.finished():
+            self._warn(given)
+        if given is None:
+            until = clock.until(Answers.label)
+            return stages.run(Answers, lambda: self.sources.answers(self.loaded, until)), None
+        full = self._full_depth(stages, given, clock)
+        if full is None or full.is_learning:
+            return given, full
+        options, until = self._options(given), clock.until(Answers.label)
+        greedy = partial(self.sources.answered, given, options, self.loaded, until)
+        return stages.run(Answers, greedy, reads=asdict(full)), full
+
+    def _pace(self, stages: Stages, answers: Answers) -> Pace:
+        return stages.run(Pace, lambda: Pace.of(self.loaded.model, self._examples(answers)))
+
+    def _full_depth(self, stages: Stages, given: Answers, clock: Clock) -> FullDepth | None:
+        """The tuning at full depth, whose model takes the place of the checkpoint; None if there is no time for it."""
+        known, minutes = stages.find(FullDepth), self.settings.minutes
+        if known is not None and known.serves(minutes):
+            minutes = known.minutes
+        if not minutes:
+            return None
+        pace, plan = self._pace(stages, given), minutes * clock.shares[FullDepth.label] * _TUNES_OF_FULL
+        if pace.steps(60 * plan, _BATCH) < _LEAST_STEPS:
+            return None
+        work = partial(self._tuned_at_full_depth, given, pace, minutes, plan, anew=known is not None)
+        full = stages.run(FullDepth, work, directory=self.full, reads=minutes)
+        if full.scores is not None:
+            old = self.loaded
+            ref = ModelRef(str(self.full), given_base=old.ref.given_base)
+            dtype, device = str(old.model.dtype).removeprefix("torch."), str(old.model.device)
+            found = load(ref, dtype=dtype, device=device)
+            self.loaded = replace(found, model=merge_adapter(found.model))
+        return full
+
+    def _tuned_at_full_depth(self, given: Answers, pace: Pace, minutes: float, plan: float, *, anew: bool) -> FullDepth:
+        """Tune for `plan` minutes at full depth, as long as each evaluation lowers the dev loss.
+
+        A checkpoint that does the task is one whose loss the first steps do not lower clearly: no score says that alike
+        for all tasks.
+        """
+        more = {"early_stop": _TO_LEARN, "train_fit": False, "overwrite": anew}
+        losses = self._tune(given, self.full, "full", plan, pace, **more).dev_losses
+        first, best = losses[0][1], min(loss for _, loss in losses)
+        scores = None
+        if best > (1 - _TO_LEARN) * first:
+            shutil.rmtree(self.full)
+            note(
+                f"tuning at full depth lowers the dev loss from {first:.3f} to {best:.3f} only: the model does the task"
+            )
+        else:
+            until = time.perf_counter() + 60 * plan * (1 / _TUNES_OF_FULL - 1)
+            options = {
+                "limit": _SCORED,
+                "teacher_forced": False,
+                "overwrite": True,
+                "out": self.out / "eval-checkpoint",
+            }
+            task = self.sources.task(2 * max(len(example.response) for example in self._examples(given)))
+            options |= {"bad_records": self.settings.bad_records, **asdict(self.settings.part(MetricOptions))}
+            found = evaluate(LLM(self.loaded), self.sources.test, ["full"], task=task, until=until, **options)
+            scores = dict(found.rows[0]["scores"])
+        return FullDepth(minutes, losses, scores)
+
+    def _timing(self, answers: Answers, pace: Pace, until: float) -> Timing:
+        """Measure the cost of a step, and size the search that ends at `until`."""
+        settings, loaded, cost = self.settings, self.loaded, None
         if self.cost is None:
+            length = round(fmean(len(example.prompt) for example in self._examples(answers)))
             half = (time.perf_counter() + until) / 2
             cost = find_cost(loaded, batch=settings.batch, prompt_len=length, until=half).cost.to_dict()
-        search = pace.search(until - time.perf_counter(), width, len(self.prompt_sets))
-        return Timing(pace, cost, search, pace.dev_records(60 * settings.minutes))
+        return Timing(cost, pace.search(until - time.perf_counter(), self.width, len(self.prompt_sets)))
 
-    def _layers(self, answers: Answers, timing: Timing | None, clock: Clock) -> Layers:
+    def _layers(self, answers: Answers, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:
         """Choose the layers, fit the maps that replace them, and size the evaluations of them."""
         settings = self.settings
         names = ("method", "prompt_depths", *(field.name for field in fields(FitOptions)))
@@ -282,21 +362,36 @@ class _Run:
             baselines=False,
             candidates=_CANDIDATES,
         ).document
-        if timing is None:
+        if pace is None:
             return Layers(replace(WHOLE, records=settings.test_records), 1)
         gain = document["verdicts"][-1]["request_speedup"] - 1
         speedups = [1 + gain * share for share in (0.0, 1.0, *self.shares.values())]
         seconds = 60 * settings.minutes * clock.shares[Evaluation.label]
-        size = timing.pace.evaluation(seconds, document["seconds_per_batch"], settings.batch, speedups)
+        size = pace.evaluation(seconds, document["seconds_per_batch"], settings.batch, speedups)
         size = replace(size, records=min(size.records, settings.test_records))
-        return Layers(size, max(1, round(timing.pace.text_tokens - document["prompt_len"])))
+        return Layers(size, max(1, round(pace.text_tokens - document["prompt_len"])))
 
-    def _evaluated(self, layers: Layers, target: Schedule, until: float, tuned: Path | None = None) -> Evaluation:
-        """Evaluate full depth, a schedule and its neighbours: of the tuned checkpoint, or of the model with the fit."""
+    def _evaluated(
+        self,
+        layers: Layers,
+        target: Schedule,
+        until: float,
+        before: Evaluation | None = None,
+        tuned: Path | None = None,
+    ) -> Evaluation:
+        """Evaluate full depth, a schedule and its neighbours: of the tuned checkpoint, or of the model with the fit.
+
+        The evaluation `before` says on how many records, and has the speeds that are not measured for lack of time.
+        """
+        if before is not None:
+            layers = replace(layers, size=replace(layers.size, records=before.rows[0]["records"]))
         with own_fit_kept(self.loaded.model):
             if (file := self.fit / FIT_FILE).is_file():
                 put_fit(self.loaded.model, file)
             rows = self._rows(LLM(self.loaded), layers, target, until, tuned)
+        if before is not None:
+            speeds = {row["name"]: {name: row[name] for name in _SPEEDS} for row in before.rows}
+            rows = [row | speeds.get(row["name"], {}) | {n: v for n, v in row.items() if v is not None} for row in rows]
         return Evaluation(self.settings.minutes if tuned else 0.0, rows)
 
     def _rows(
@@ -337,37 +432,49 @@ class _Run:
             return target
         return next((s for s in known if kept[s.name] >= _WITHIN_REACH), known[-1])
 
-    def _tuned(
-        self, answers: Answers, plan: TuningPlan, directory: Path, dev_records: int, schedule: Schedule
-    ) -> Tuning:
-        """Tune from the fit; own answers are distilled from full depth."""
+    def _tuned(self, answers: Answers, plan: TuningPlan, directory: Path, pace: Pace, schedule: Schedule) -> Tuning:
+        """Tune from the fit; the model's own answers are distilled from full depth."""
         settings = self.settings
-        rate = settings.FULL_RATE if settings.full else settings.RATE
         others, nominal = settings.sampled_speedups, schedule.nominal_speedup
         schedule.save(file := self.fit / _TUNED_UNDER)
-        tuned = tune(
+        # The target as often as all others together.
+        more: dict[str, Any] = {"sampled_speedups": (*others, *[nominal] * len(others))}
+        more["distill_weight"] = float(answers.own) if settings.distill_weight is None else settings.distill_weight
+        tuned = self._tune(answers, directory, file, plan.minutes, pace, speedup=nominal, **more)
+        return Tuning(dict(tuned.result), tuned.dev_losses)
+
+    def _tune(
+        self,
+        answers: Answers,
+        out: Path,
+        schedule: str | Path,
+        minutes: float,
+        pace: Pace,
+        speedup: float = 1.0,
+        **more: Any,
+    ) -> Tuned:
+        settings = self.settings
+        return tune(
             self.loaded,
             answers.train,
             answers.dev,
-            out=directory,
-            schedule=file,
-            minutes=plan.minutes,
+            out=out,
+            schedule=schedule,
+            minutes=minutes,
             **self._record_options(answers),
-            sampled_speedups=(*others, *[nominal] * len(others)),  # the target as often as all others together
-            distill_weight=float(settings.self) if settings.distill_weight is None else settings.distill_weight,
-            learning_rate=settings.learning_rate or rate,
+            learning_rate=settings.rate(self.width),
             batch_size=_BATCH,
             full=settings.full,
             merge=self.loaded.ref.adapter is not None and not settings.full,
-            eval_every=_PACE,
+            eval_every=pace.steps(60 * minutes * speedup / _EVALUATIONS, _BATCH),
             checkpoint_every=_PACE,
-            dev_records=dev_records,
+            dev_records=pace.dev_records(60 * settings.minutes),
+            **more,
         )
-        return Tuning(dict(tuned.result), tuned.dev_losses)
 
     # ------------------------------------------------------------------ results
 
-    def _document(self, stages: Stages, target: str, left: TuningPlan) -> dict[str, Any]:
+    def _document(self, stages: Stages, target: str, left: TuningPlan, full: FullDepth | None) -> dict[str, Any]:
         """All rows by minutes with the share of full depth's scores that each keeps, and the gain of the minutes."""
         minutes, finished = self.settings.minutes, stages.finished()
         evaluations = sorted(stages.evaluations(), key=lambda evaluation: evaluation.minutes)
@@ -383,7 +490,8 @@ class _Run:
         elif (kept.get(shown) or 0) >= _ALL:
             more = None
         return heading("prepared") | {
-            "model": self.loaded.name,
+            "model": self.name,
+            "full_depth": full and asdict(full),
             "minutes": shown,
             "minutes_given": minutes,
             "minutes_left": left.minutes,
@@ -403,7 +511,7 @@ class _Run:
         ready = Prepared(document, self.out, self.loaded)
         document["use"] = ready.use
         write_whole(self.out / PREPARED_FILE, json.dumps(document, indent=1) + "\n")
-        name = Path(self.loaded.name).name
+        name = Path(self.name).name
         charts = kept_charts(document["rows"], document["kept_by_minutes"], schedule.name, name)
         save_charts(charts, self.out / PICTURE_FILE)
         ready.write_card(self.sources.datasets)

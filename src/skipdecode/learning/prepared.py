@@ -14,7 +14,15 @@ from typing import Any
 from skipdecode.common.files import write_whole
 from skipdecode.common.tables import WIDTH, Printed, figures
 from skipdecode.errors import ScheduleError
-from skipdecode.evaluation.compare import PERPLEXITY, fastest_that_keeps, impossible, kept_columns, near_zero, row_name
+from skipdecode.evaluation.compare import (
+    PERPLEXITY,
+    fastest_that_keeps,
+    impossible,
+    kept_columns,
+    near_zero,
+    row_name,
+    shown_name,
+)
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import HOW
 from skipdecode.generation.stats import depth_words
@@ -28,7 +36,10 @@ from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 
-TIMES = {"answers": "own answers", "layers": "choosing layers"}
+FULL = "full"
+"""The directory of the model that was tuned at full depth."""
+TIMES = {"full": "tuning at full depth", "answers": "own answers", "layers": "choosing layers"}
+TIMES |= {"pace": "speed of learning", "timing": "speed of decoding"}
 NEIGHBOURS = {"slower": 0.5, "faster": 1.25}  # also evaluated: their shares of the target's nominal gain
 MILDER = {"slower": 0.5, "mildest": 0.2}  # where the target may be too fast to keep the share that was asked for
 
@@ -164,17 +175,31 @@ class Prepared(Printed):
     def _conclusions(self) -> Iterator[str]:
         document, rows = self.document, self.rows
         yield from impossible(rows)
+        yield from self._quality()
         known = {minutes: kept for minutes, kept in document["kept_by_minutes"].items() if kept is not None}
         if low := near_zero(rows):
             yield f"the model does not do this task yet: {low}; there is no share to keep: tune it at full depth first"
         elif known:
             kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
-            yield f"{document['target']} keeps {kept}"
+            yield f"speed by skipping: {document['target']} keeps {kept}"
         if document["keep"] is not None and not low:
             yield from self._recommendations(document["keep"])
         if len(losses := document["dev_loss"]) > 1:
             (_, before), (minutes, after) = losses[0], losses[-1]
             yield f"dev loss {before:.3f} before tuning, {after:.3f} after {minutes:.1f} minutes of it"
+
+    def _quality(self) -> Iterator[str]:
+        """What tuning at full depth brought, before layers were skipped."""
+        if (full := self.document["full_depth"]) is None:
+            return
+        (_, before), (minutes, _) = full["dev_losses"][0], full["dev_losses"][-1]
+        after, scores = min(loss for _, loss in full["dev_losses"]), self.rows[0]["scores"]
+        if full["scores"] is None:
+            yield f"{self.document['model']} does this task: {minutes:.1f} minutes at full depth lowered no dev loss"
+            return
+        gains = [f"{shown_name(name)} {score:.1f} to {scores[name]:.1f}" for name, score in full["scores"].items()]
+        gains.insert(0, f"dev loss {before:.3f} to {after:.3f}")
+        yield f"quality by tuning: {', '.join(gains)} after {minutes:.1f} minutes at full depth ({self.out / FULL})"
 
     def _recommendations(self, keep: float) -> Iterator[str]:
         batched, alone = self.recommended, self.recommended_alone

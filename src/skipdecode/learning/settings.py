@@ -124,6 +124,13 @@ class TuneConfig(Options):
         "arithmetic of the forward pass; auto takes bf16 only where the device computes it in hardware", default="auto"
     )
     gradient_checkpointing: bool = setting("compute activations twice to store fewer of them", default=False)
+    early_stop: float | None = setting(
+        "end the run at an evaluation whose dev loss is not lower than the one before by this share; the first "
+        "evaluation is after 8 steps (default: never)",
+        default=None,
+        above=0,
+        below=1,
+    )
     eval_every: int = option("steps between two evaluations on the dev records", default=50, least=1)
     checkpoint_every: int = option("steps between two checkpoints", default=50, least=1)
 
@@ -278,6 +285,7 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
     TARGET: ClassVar = 1.5
     RATE: ClassVar = 1e-3
     FULL_RATE: ClassVar = 1e-4
+    OF_WIDTH: ClassVar = 576  # hidden_size for which these rates were measured
 
     target_speedup: float | None = option(
         f"wall-clock speed-up of whole requests, prompts included (default: {TARGET:g}; with --keep also less)",
@@ -308,14 +316,14 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
     )
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
     learning_rate: float | None = option(
-        f"peak learning rate of tuning (default: {RATE:g}, with --full {FULL_RATE:g}); the fit has "
-        f"{TuneConfig.fit_learning_rate:g}",
+        f"peak learning rate of tuning (default: {RATE:g}, with --full {FULL_RATE:g}, less for models wider than "
+        f"{OF_WIDTH}); the fit has {TuneConfig.fit_learning_rate:g}",
         default=None,
         above=0,
     )
     distill_weight: float | None = option(
         "weight of the KL to full depth in the loss of tuning; cross-entropy on the responses has the rest "
-        "(default: 1 with --self, 0 without)",
+        "(default: 1 on the model's own answers, 0 on given responses)",
         default=None,
         least=0,
         most=1,
@@ -327,6 +335,12 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
         least=1,
     )
     seed: int = option("seed of all random choices", default=0, least=0)
+    self_temperature: float = option("with --self: temperature of answers; 0 is greedy", default=0.0, least=0)
+
+    def rate(self, width: int) -> float:
+        """Peak learning rate for a hidden_size: 1e-3 at 576 and 3e-4 at 896 were best (LoRA), a tenth at the least."""
+        full = self.FULL_RATE if self.full else self.RATE
+        return self.learning_rate or full * min(1.0, max(0.1, (self.OF_WIDTH / width) ** 2.7))
 
 
 @dataclass(frozen=True)

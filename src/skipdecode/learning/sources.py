@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields, replace
@@ -10,29 +11,46 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import is_stream, write_whole
+from skipdecode.common.journal import ANEW, KeptValues, is_begun
 from skipdecode.common.jsonl import json_line
-from skipdecode.common.progress import note
+from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import Input, dataset_id, read_rows
 from skipdecode.data.examples import (
     RecordFile,
+    RecordOptions,
     Source,
     decide_chat,
+    encode_source,
     held_out,
     make_template,
     read_sources,
     written_turns,
 )
-from skipdecode.data.records import refuse_rejects
+from skipdecode.data.records import Record, refuse_rejects
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import Task, load_task
-from skipdecode.errors import UsageError
+from skipdecode.engine.opening import end_tokens, open_engines
+from skipdecode.errors import DataError, UsageError
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
-from skipdecode.generation.self_generated import DEV_FILE, TEST_FILE, TRAIN_FILE, open_prompts, own_answers
+from skipdecode.evaluation.run import generate_all
+from skipdecode.generation.self_generated import (
+    DEV_FILE,
+    TEST_FILE,
+    TRAIN_FILE,
+    open_prompts,
+    own_answers,
+    without_broken_end,
+)
+from skipdecode.generation.speed import Method
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.stages import Answers, Form
+from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 
+_ANSWERS_LOG = "answers.jsonl"
 _HELD_OUT = 256  # of the model's own answers, at most
+_MOST_ANSWERS, _ROWS = 4096, 32
+_LONGER = 1.5  # than the longest response: an answer of so many tokens is cut
 _TESTED = 48  # prompts that are not learned from, at least, if there are twice as many
 
 
@@ -107,18 +125,46 @@ class Sources:
         for name, file in self._rewritten.items():
             records, rejects = written_turns(name, file.records, template, loaded.tokenizer)
             refuse_rejects(name, [*file.rejects, *rejects], skip_bad=settings.skips_bad)
-            rows = (
-                {**one.for_chat, **(one.values or {"prompt": one.prompt}), "id": one.id, answer: one.references[0]}
-                for one in records
-            )
+            rows = (_row(one, answer, one.references[0]) for one in records)
             place = self._sources[name] = self._out / "records" / f"{name}.jsonl"
             write_whole(place, b"".join(map(json_line, rows)))
         return Answers(self._sources["train"], self._sources["dev"], form)
 
-    def answers(self, loaded: LoadedModel, seconds: float | None) -> Answers:
+    def answered(self, given: Answers, options: RecordOptions, loaded: LoadedModel, until: float) -> Answers:
+        """The prompts of given records with the model's greedy answers at full depth, as many as the time allows.
+
+        An answer that is longer than any response is cut after its last whole sentence.
+        """
+        template, place = make_template(options), self._out / "answers"
+        (file,) = read_sources({"train": given.train}, template, {}, skip_bad=True).values()
+        drawn = random.Random(self._settings.seed).sample(file.records, min(_MOST_ANSWERS, len(file.records)))
+        records = {str(number): replace(one, id=number) for number, one in enumerate(drawn)}  # ids may repeat
+        file = replace(file, records=tuple(records.values()), rejects=())
+        examples, _ = encode_source(file, "train", template, loaded, replace(options, bad_records="skip"))
+        most = round(_LONGER * max(len(example.response) for example in examples))
+        about = {"checkpoint": checkpoint_digest(loaded) | {"fit": None}, "most": most}
+        how: dict[str, Any] = {"batch_size": _ROWS, "max_new_tokens": most, "until": until}
+        how["eos"] = set(ends := end_tokens(loaded.model, loaded.tokenizer))
+        method, prompts = Method(open_engines(loaded.model, "auto", note)), [example.prompt for example in examples]
+        log: dict[str, Any] = {"path": place / _ANSWERS_LOG, "settings": about, "pieces": "answers", "remedy": ANEW}
+        log["restart"] = not is_begun(log["path"], about)  # of another tuning at full depth
+        with closing(KeptValues(**log)) as kept, progress_bar(len(prompts), "answer") as bar:
+            (found,) = generate_all([method], prompts, kept, **how, progress=bar.update)
+        rows = []
+        for example, tokens in zip(examples, found.tokens, strict=False):  # those for which there was time
+            text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
+            text = text if tokens[-1] in ends else without_broken_end(text)
+            rows += [_row(records[example.id], template.responses[0], text)] if text else []
+        if not rows:
+            raise DataError("the model answers every prompt with an empty text: there is nothing to learn")
+        note(f"{len(rows)} of {len(file.records)} prompts answered at full depth, in place of their responses")
+        write_whole(place / TRAIN_FILE, b"".join(map(json_line, rows)))
+        return Answers(str(place / TRAIN_FILE), given.dev, given.form, own=True)
+
+    def answers(self, loaded: LoadedModel, until: float) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
         settings, place, held_out = self._settings, self._out / "answers", "test" not in self._sources
-        sizes: dict[str, Any] = {"seed": settings.seed, "held_out": _HELD_OUT, "seconds": seconds}
+        sizes: dict[str, Any] = {"seed": settings.seed, "held_out": _HELD_OUT, "until": until}
         sizes["tested"] = held_out * min(_TESTED, settings.test_records)
         template, _ = own_answers(loaded, settings, settings, self._prompts, place, **sizes)
         if held_out:
@@ -133,7 +179,12 @@ class Sources:
         form = Form(task=settings.task)
         if not settings.task:
             form = Form(prompt_template=template.prompt, response_field=template.responses[0], chat=bool(template.chat))
-        return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), form)
+        return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), form, own=True)
+
+
+def _row(record: Record, field: str, response: str) -> dict[str, Any]:
+    """A record as a line of a file, with this response."""
+    return {**record.for_chat, **(record.values or {"prompt": record.prompt}), "id": record.id, field: response}
 
 
 def _digest(name: str, source: Source) -> str:

@@ -33,18 +33,20 @@ from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.models.loading.card import PICTURE_FILE
 
 TUNED_SHARE = 1 / 2
-"""Of the minutes, at least; the other stages shrink first."""
-_ANSWERS, _LAYERS, _EVALUATION = 1 / 8, 1 / 6, 1 / 12  # of the minutes, at most; there are two evaluations
+"""Of the minutes, at least, at full depth and under the schedule; the other stages shrink first."""
+_FULL, _ANSWERS, _LAYERS, _EVALUATION = 1 / 4, 1 / 10, 1 / 8, 1 / 16  # of the minutes, at most; two evaluations
 _LEAST_SCALE = 0.2  # of these shares, where loading the model takes most of the rest
 _ENDING = 1.05  # times the first evaluation: the last one, with its table
-_DIRECTORIES = ("answers", "records", "fit", "tuned-*", "eval-*")
+_DIRECTORIES = ("answers", "records", "full", "fit", "tuned-*", "eval-*")
 _SOME_TUNING = 0.1  # of the minutes: with less, nothing is tuned
 
 _PRODUCTS = 1.3  # of the time of a fit's forward passes, with the products of its states
 _TIMED = 2  # records
 _LEAST_TEXTS = 16  # of an evaluation that says something
 TYPICAL = Example("", *2 * (tuple(1 + i % 8 for i in range(96)),))  # before there are texts
-_DEV_SHARE = 0.02  # of the minutes: a pass over the dev records
+_DEV_SHARE = 0.01  # of the minutes: a pass over the dev records
+_STEP = 3  # times as long as a forward
+_TEACHES = 0.1  # of the dev loss: what the second half of a tuning takes off if its records still teach
 _LEAST_RECORDS, _MOST_RECORDS = 8, 64
 _TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
 _MOST_A_COLUMN = 28  # tokens of a fit: twice as many lower the KL by 3% (docs/LOG.md)
@@ -60,6 +62,7 @@ _SEARCHES = (SearchSize(8, 4, True), SearchSize(8, 2, False), SearchSize(4, 2, F
 class Pace:
     """Tokens per second of a model's forward at full depth, and the mean tokens of a prompt with its response."""
 
+    label: ClassVar = "pace"
     tokens_per_second: float
     text_tokens: float
 
@@ -111,6 +114,10 @@ class Pace:
         took = 1.5 * sum(a_batch / speedup for speedup in speedups) * runs
         return WHOLE if took <= seconds else SHORT
 
+    def steps(self, seconds: float, batch: int) -> int:
+        """Return about the number of training steps at full depth in so many seconds, 1 at least."""
+        return max(1, round(seconds * self.tokens_per_second / (_STEP * batch * self.text_tokens)))
+
     def dev_records(self, seconds: float) -> int:
         """Return the number of dev records whose loss takes a small part of so many seconds."""
         affordable = _DEV_SHARE * seconds * self.tokens_per_second / self.text_tokens
@@ -133,23 +140,46 @@ class Form:
 
 @dataclass(frozen=True)
 class Answers:
-    """The records of all later stages: the user's, or the model's own answers."""
+    """The records of all later stages: the user's, or the model's `own` answers."""
 
     label: ClassVar = "answers"
     train: Source
     dev: Source
     form: Form
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class FullDepth:
+    """The tuning at full depth, for which `minutes` of the command were given, and the dev loss over its minutes.
+
+    `scores` are of the checkpoint before it; None: it did the task already, and the tuning was thrown away.
+    """
+
+    label: ClassVar = "full"
+    minutes: float
+    dev_losses: list[tuple[float, float]]
+    scores: dict[str, float] | None
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the loss was still falling at the end, so that responses teach more than the model's answers do."""
+        end, best = self.dev_losses[-1][0], min(loss for _, loss in self.dev_losses)
+        halfway = [loss for minutes, loss in self.dev_losses if minutes <= end / 2][-1]
+        return self.scores is not None and best < (1 - _TEACHES) * halfway
+
+    def serves(self, minutes: float) -> bool:
+        """Whether a command of so many minutes has no more to tune at full depth."""
+        return minutes <= self.minutes or not self.is_learning
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The speed of the model on the records, and what fits into the time; `cost` is a `CostModel` as JSON."""
+    """What a step of decoding costs, a `CostModel` as JSON, and the search that fits into the time."""
 
     label: ClassVar = "timing"
-    pace: Pace
     cost: dict[str, Any] | None
     search: SearchSize
-    dev_records: int
 
 
 @dataclass(frozen=True)
@@ -194,7 +224,7 @@ class Tuning:
     dev_losses: list[tuple[float, float]]
 
 
-T = TypeVar("T", Answers, Timing, Layers, Evaluation, TuningPlan, Tuning)
+T = TypeVar("T", Answers, Pace, FullDepth, Timing, Layers, Evaluation, TuningPlan, Tuning)
 
 
 @dataclass(frozen=True)
@@ -393,34 +423,35 @@ def _counted(file: Path, key: str) -> Iterator[tuple[float, Callable[[], dict[st
 class Clock:
     """When each stage ends, from the minutes of the whole command; 0 minutes: no stage has an end.
 
-    `loading`: seconds in which the model was loaded. It is copied and saved for tuning, and loaded for the last
-    evaluation, which takes `_LOADS` times as long.
+    `from_prompts`: there are no responses to tune on at full depth. `loading`: seconds in which the model was loaded.
+    It is copied and saved for tuning, and loaded for the last evaluation, which takes `_LOADS` times as long.
     """
 
     stages: Stages
     minutes: float
-    own_answers: bool
+    from_prompts: bool
     loading: float
 
     _LOADS: ClassVar = 3
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """The most that each stage takes of the minutes; all together leave `TUNED_SHARE`."""
-        shares = {Answers.label: _ANSWERS} if self.own_answers else {}
-        shares |= {Layers.label: _LAYERS, Evaluation.label: _EVALUATION}
+        """The most that each stage takes of the minutes; all together leave `TUNED_SHARE` to both tunings."""
+        shares = {Answers.label: _ANSWERS, Layers.label: _LAYERS, Evaluation.label: _EVALUATION}
         room = 1 - TUNED_SHARE - (1 + self._LOADS) * self.loading / (60 * self.minutes or math.inf)
         scale = min(1.0, max(_LEAST_SCALE, room / (sum(shares.values()) + _EVALUATION)))
-        return {label: scale * share for label, share in shares.items()}
+        full = {} if self.from_prompts else {FullDepth.label: _FULL}
+        return full | {label: scale * share for label, share in shares.items()}
 
     def until(self, label: str) -> float:
-        """Return the reading of `time.perf_counter()` at which a stage before tuning ends.
+        """Return the reading of `time.perf_counter()` at which a stage before the tuning under the schedule ends.
 
-        A stage that ends early leaves its time to those that follow.
+        A stage that ends early leaves its time to that tuning.
         """
         labels = list(self.shares)
         before = sum(self.shares[other] for other in labels[: labels.index(label) + 1])
-        return self._reading(self.loading + 60 * self.minutes * before)
+        own = time.perf_counter() + 60 * self.minutes * self.shares[label] if self.minutes else math.inf
+        return min(own, self._reading(self.loading + 60 * self.minutes * before))
 
     @property
     def end(self) -> float:

@@ -41,6 +41,8 @@ from skipdecode.models.loading.saving import merge_saved, save_tuned
 from skipdecode.schedule import Schedule
 
 DIVERGED_FILE = "diverged.json"
+_PROBE = 8  # steps that show whether there is something to learn
+_RISE = 0.02  # of the dev loss: more is not noise
 
 
 @contextlib.contextmanager
@@ -160,7 +162,7 @@ class Tuner:
         if config.train_fit:
             self._trained_fit.enter_context(trainable_fit(model))
         self._attachment = Attachment(model, self._schedule)
-        self._model, optimizer = self._accelerator.prepare(model, make_optimizer(model, config))
+        self._model, self._optimizer = self._accelerator.prepare(model, make_optimizer(model, config))
         self._model.train()
         if frozen is not None:
             frozen.to(self._accelerator.device)
@@ -172,7 +174,7 @@ class Tuner:
         kept = config.teacher_top_k > 0 and not sharded
         said = KeptTeacher(teacher, config.teacher_top_k) if kept else teacher
         objective = Objective(said, config.distill_weight)
-        self._step = TrainStep(self._accelerator, self._model, optimizer, objective, config.clip)
+        self._step = TrainStep(self._accelerator, self._model, self._optimizer, objective, config.clip)
         longest, memory = max(map(len, self._train)), memory_gib() or math.inf
         need = longest * self._step.token_bytes / 2**30
         if need > memory and self._accelerator.device.type == "cpu" and not config.gradient_checkpointing:
@@ -182,6 +184,13 @@ class Tuner:
                 "gradient_checkpointing in a --recipe"
             )
         self._checkpoints = Checkpoints(self._accelerator, self._checkpoint_dir, self._adapter)
+        self._start = None
+        # All weights take much memory, and one part of several is not put back alone.
+        if self._adapter is not None and self._accelerator.distributed_type == DistributedType.NO:
+            self._start = [p.detach().clone() for p in self._trainable()]
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _collate(self, examples: Sequence[Example], indices: Sequence[int]) -> Batch:
         return collate([examples[i] for i in indices]).to(self._accelerator.device)
@@ -217,7 +226,7 @@ class Tuner:
                 if log is not None:
                     log.write("train", progress.step, row)
                 since = self._spend(since)
-                if progress.step % config.eval_every == 0 or progress.step == self._steps():
+                if self._is_due():
                     self._log_dev(log)
                     since = self._spend(since)
                 if progress.step % config.checkpoint_every == 0 and progress.step < self._steps():
@@ -227,10 +236,45 @@ class Tuner:
             if log is not None:
                 log.close()
 
+    def _is_due(self) -> bool:
+        """Whether an evaluation follows."""
+        config, progress = self._config, self._checkpoints.progress
+        is_probe = config.early_stop is not None and progress.step == progress.begun + _PROBE
+        return is_probe or progress.step % config.eval_every == 0 or progress.step == self._steps()
+
     def _log_dev(self, log: RunLog | None) -> None:
         losses = self._evaluate()
         if log is not None:
             log.write("dev", self._checkpoints.progress.step, losses)
+        self._judge(losses["cross_entropy"])
+
+    def _judge(self, loss: float) -> None:
+        """Go back to the initial weights if the loss rises from there, or end a run that no longer gains."""
+        config, progress = self._config, self._checkpoints.progress
+        before, progress.last_loss = progress.last_loss, loss
+        if before is None or progress.best_loss is None:
+            return
+        if progress.best_step:
+            self._start = None  # its memory
+        is_worse = progress.best_step == 0 and loss > (1 + _RISE) * progress.best_loss
+        if is_worse and self._start is not None and 2 * progress.step < self._steps():
+            self._go_back(self._start)
+        elif config.early_stop is not None:
+            progress.is_over = loss > (1 - config.early_stop) * before
+
+    def _go_back(self, start: Sequence[torch.Tensor]) -> None:
+        """Begin again from the initial weights, with half of the learning rate."""
+        progress = self._checkpoints.progress
+        with torch.no_grad():
+            for parameter, value in zip(self._trainable(), start, strict=True):
+                parameter.copy_(value)
+        self._optimizer.state.clear()
+        note(
+            f"the dev loss rose from {progress.best_loss:.4f} to {progress.last_loss:.4f}: back to the initial "
+            "weights, with half of the learning rate"
+        )
+        progress.halvings += 1
+        progress.begun, progress.last_loss = progress.step, progress.best_loss
 
     def _spend(self, since: float) -> float:
         """Put the time since a moment on the run's clock; the moment now."""
@@ -241,6 +285,8 @@ class Tuner:
     def _steps(self) -> int:
         """Steps of the whole run; of one that goes by the clock, as its speed so far has it."""
         progress, minutes = self._checkpoints.progress, self._config.minutes
+        if progress.is_over:
+            return progress.step
         if minutes is None or not progress.step:
             return self._config.steps
         seconds = torch.tensor(progress.clock, device=self._accelerator.device)
@@ -250,7 +296,7 @@ class Tuner:
     def _train_step(self, batches: Sequence[Batch], total: int) -> tuple[StepReport, dict[str, Any]]:
         progress = self._checkpoints.progress
         schedule = self._attachment.schedule = self._curriculum.schedule_at(progress.step)
-        rate = self._config.learning_rate_at(progress.step, total)
+        rate = self._config.learning_rate_at(progress.step, total) / 2**progress.halvings
         start = time.perf_counter()
         report = self._step(batches, rate)
         seconds = time.perf_counter() - start
