@@ -378,3 +378,18 @@ def test_the_frozen_teacher_computes_as_the_student_does(tmp_path: Path, fresh_a
     Tuner(tuning_model("llama"), TOKENIZER, TRAIN, DEV, Schedule.full(LAYERS), options, tmp_path).run()
     # At full depth and before the first update both are one model: any difference is one of arithmetic.
     assert [row["kl"] for row in read_log(tmp_path / "log.jsonl") if row["kind"] == "train"] == [0.0]
+
+
+def test_a_rate_that_raises_the_loss_is_halved_from_the_initial_weights(tmp_path: Path, capsys: Any) -> None:
+    tune(tmp_path, changes={"learning_rate": 0.5, "steps": 20, "eval_every": 2, "warmup_fraction": 0.0})
+    assert "back to the initial weights, with half of the learning rate" in capsys.readouterr().err
+    (_, begun), (raised_at, raised), *_ = losses(tmp_path, "dev")
+    assert raised > begun
+    rates = {row["step"]: row["learning_rate"] for row in read_log(tmp_path / "log.jsonl") if row["kind"] == "train"}
+    assert rates[raised_at + 1] < 0.6 * rates[raised_at]
+
+
+def test_a_run_ends_early_where_its_loss_no_longer_falls(tmp_path: Path) -> None:
+    result = tune(tmp_path, changes={"early_stop": 0.9, "steps": 30, "eval_every": 30})  # nothing takes off so much
+    assert result.steps == 8
+    assert result.best_dev_loss <= losses(tmp_path, "dev")[0][1]
