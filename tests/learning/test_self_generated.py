@@ -324,7 +324,7 @@ def test_eval_without_references_refuses_what_needs_them(
 def test_a_preparation_needs_no_data(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:
     cost = tmp_path / "cost.json"
     cost.write_text(json.dumps(CostModel.of_step(8, 4, 0.0, 1.0).to_dict()))
-    size = ["--fit-rank", "2", "--test-records", "4", "--batch", "4", "--cost", str(cost)]
+    size = ["--self-temperature", "0.7", "--fit-rank", "2", "--test-records", "4", "--batch", "4", "--cost", str(cost)]
     call = ["prepare", model, "--minutes", "0", "--out", str(tmp_path / "ready"), *size]
     assert main([*call, *WORDS]) == 0
     printed = capsys.readouterr().out
