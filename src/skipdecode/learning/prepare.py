@@ -233,9 +233,9 @@ class _Run:
         tuning = minutes * (1 - sum(clock.shares.values()) - clock.shares[Evaluation.label])
         return f"plan: {', '.join(ends)} (twice), tuning the other {tuning:.1f} min or more; {_BEFORE}"
 
-    def _warn(self, answers: Answers | None) -> None:
+    def _warn(self, pace: Pace) -> None:
         """Note, before any work, that the minutes may be too few."""
-        enough = Pace.of(self.loaded.model, self._examples(answers) if answers else [TYPICAL]).enough(self.width)
+        enough = pace.enough(self.width)
         if (minutes := self.settings.minutes) < enough:
             note(f"{minutes:g} minutes may be too few to tune: about {ceil(enough)} leave half of them at this speed")
 
@@ -268,7 +268,7 @@ class _Run:
         """What the schedule learns: the model's answers, or responses that still teach; and the tuning before."""
         given = None if self.settings.self else self.sources.given(self.loaded)
         if self.settings.minutes and not stages.finished():
-            self._warn(given)
+            self._warn(Pace.of(self.loaded.model, [TYPICAL]) if given is None else self._pace(stages, given))
         if given is None:
             until = clock.until(Answers.label)
             return stages.run(Answers, lambda: self.sources.answers(self.loaded, until)), None
@@ -319,12 +319,8 @@ class _Run:
             )
         else:
             until = time.perf_counter() + 60 * plan * (1 / _TUNES_OF_FULL - 1)
-            options = {
-                "limit": _SCORED,
-                "teacher_forced": False,
-                "overwrite": True,
-                "out": self.out / "eval-checkpoint",
-            }
+            options: dict[str, Any] = {"limit": _SCORED, "teacher_forced": False, "overwrite": True}
+            options["out"] = self.out / "eval-checkpoint"
             task = self.sources.task(2 * max(len(example.response) for example in self._examples(given)))
             options |= {"bad_records": self.settings.bad_records, **asdict(self.settings.part(MetricOptions))}
             found = evaluate(LLM(self.loaded), self.sources.test, ["full"], task=task, until=until, **options)
