@@ -418,12 +418,13 @@ def test_tuning_gets_half_of_the_minutes_and_other_stages_end_at_the_clock(
     with closing(Stages(tmp_path, {}, started=started)) as stages:
         clock = Clock(stages, 6, own, loading)
         ends = [clock.until(label) - started for label in clock.shares]
-        assert ends == sorted(ends)
+        planned = loading + 360 * sum(clock.shares.values())
+        assert max(ends) <= planned + 0.5
         assert clock.end - started == pytest.approx(360, abs=0.5)
         later = 60 * 6 * clock.shares["evaluation"] + 3 * loading
         full = 0 if own else 90  # of tuning, at full depth
         if loading < 40:
-            assert 360 - ends[-1] - later + full >= 180 - 1
+            assert 360 - planned - later + full >= 180 - 1
         else:  # a minute in six loads: the others shrink as far as they can
             assert sum(clock.shares.values()) - full / 360 < 0.1
         stages.run(Layers, lambda: Layers(SHORT, 1))
