@@ -93,7 +93,7 @@ def _about(config: Config) -> dict[str, Any]:
 
 
 def _result(config: Config) -> str | None:
-    """What `prepare` measured of a model that it made: the use that it recommends, its speed, and what it keeps."""
+    """The line on a model that `prepare` made: the use that it recommends, its speed, and the quality kept."""
     folders = [Path(config.model), config.ref.folder.parent]
     file = next((path for folder in folders if (path := folder / PREPARED_FILE).is_file()), None)
     if file is None:

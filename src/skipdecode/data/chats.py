@@ -199,7 +199,7 @@ def response_ids(texts: Sequence[str], tokenizer: Any, *, chat: bool = False) ->
 
 
 def _turn(tokenizer: Any, before: str, text: str) -> str:
-    """What the template writes for an answer behind the prompt `before`, without white space behind the answer's end.
+    """Render an answer behind the prompt `before` with the template, without white space behind the answer's end.
 
     White space of the answer itself stays, unless the template takes it off.
     """
@@ -252,7 +252,7 @@ class ToolChoice:
 
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: Any = "auto", *, several: bool = True) -> ToolChoice:
-        """What OpenAI's `tools`, `tool_choice` and `parallel_tool_calls` say together.
+        """Combine OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`.
 
         Raises OptionError: the choice is not accepted, or names no tool.
         """

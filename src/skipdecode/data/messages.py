@@ -144,7 +144,7 @@ def _text_of_part(where: str, part: Any) -> str:
 
 
 def _calls(where: str, fields: dict[str, Any]) -> list[Message]:
-    """Take the calls of tools out of the fields of a message, those of OpenAI's older form too."""
+    """Take the calls of tools, also in OpenAI's older form, out of the fields of a message."""
     calls, older = _parsed(fields.pop("tool_calls", [])), fields.pop(_CALL, None)
     if isinstance(calls, Mapping) or older is not None:
         calls = [older or calls]

@@ -22,7 +22,7 @@ _LONGEST_NAME = 100
 
 
 class ExactModel(BaseModel):
-    """What the server sends: these fields and no others."""
+    """An answer of the server: it has these fields and no others."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -35,7 +35,7 @@ class _Error(ExactModel):
 
 
 class ErrorResponse(ExactModel):
-    """What every status of 400 and above comes with."""
+    """The body of every status of 400 and above."""
 
     error: _Error
 
@@ -61,7 +61,7 @@ class ApiError(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """As a whole response."""
+        """Make a whole response."""
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
@@ -103,7 +103,7 @@ def _allowed(methods: Collection[str]) -> list[str]:
 
 
 def _explained(errors: Sequence[Any], content_type: str) -> ApiError:
-    """What pydantic found wrong with a request of this content type, in one line that names the field."""
+    """Describe in one line what pydantic found wrong with a request of this content type; it names the field."""
     first = errors[0]
     path = [part for part in first["loc"] if part not in ("body", "query", "path")]
     param = _field(path)

@@ -92,7 +92,7 @@ def _hash(key: bytes) -> str:
 
 
 class Middleware:
-    """In front of the ASGI application.
+    """The ASGI layer before the application.
 
     `keys`: for everything but the page, the health checks and the description of the interface. `paths`: paths that are
     counted by their own names; all others are counted as "other".
@@ -120,7 +120,7 @@ class Middleware:
         self._request_seconds = binding.request_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle a connection (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

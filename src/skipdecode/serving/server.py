@@ -90,7 +90,7 @@ class _DrainingServer(uvicorn.Server):
         self._seconds = seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
+        """Shut down as uvicorn does, and drain the worker."""
         self._worker.drain(self._seconds)
         await super().shutdown(sockets)
 
@@ -109,7 +109,7 @@ class _JsonFormatter(logging.Formatter):
     """One object a line: `time`, `level`, `logger`, `message`, the record's `fields`, and of an error the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Format a record as one line."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",
