@@ -382,6 +382,7 @@ class LLM:
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
         """The encoded prompts, the decoding settings, and the schedule of a call."""
         _check_options(sampling)
+        stop, template, exact = map(unwrapped, (stop, template, exact))
         if not isinstance(template, bool | str):
             raise OptionError("template", template, "True, False, or a template such as '{text}'")
         if not isinstance(exact, bool):

@@ -50,9 +50,9 @@ class ApiError(HTTPException):
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
-        super().__init__(status, message, headers)
+        super().__init__(status, _sendable(message), headers)
         self.code = code
-        self.param = param
+        self.param = None if param is None else _sendable(param)
 
     def body(self) -> dict[str, Any]:
         """An `ErrorResponse`, as OpenAI's clients expect it."""
@@ -63,6 +63,11 @@ class ApiError(HTTPException):
     def response(self) -> Response:
         """Make a whole response."""
         return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def _sendable(text: str) -> str:
+    """A text that may have a client's words in it, without half of a surrogate pair."""
+    return text.encode(errors="replace").decode()
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
@@ -136,5 +141,5 @@ def _entry(errors: Sequence[Any]) -> str:
 
 
 def _field(path: list[Any]) -> str:
-    """The field's name; what a client made up is cut to what can be sent back."""
-    return ".".join(str(part) for part in path)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+    """The field's name; what a client made up is cut."""
+    return ".".join(str(part) for part in path)[:_LONGEST_NAME]

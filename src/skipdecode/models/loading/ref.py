@@ -348,7 +348,8 @@ def _from_gguf(name: str, dtype: str) -> Path:
     stored = {"auto": None, "float64": torch.float32}.get(dtype, getattr(torch, dtype, None))
     known = f"{file} {state.st_size} {state.st_mtime_ns} {stored} {VERSION}"
     folder = f"{file.stem}-{hashlib.sha256(known.encode()).hexdigest()[:12]}"
-    return add_model(folder, lambda target: convert(file, target, stored))
+    with told(str(file), "it is not read here, give its safetensors"):
+        return add_model(folder, lambda target: convert(file, target, stored))
 
 
 def _on_hub(name: str, answer: HubAnswer) -> Path:
