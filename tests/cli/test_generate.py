@@ -441,3 +441,13 @@ def test_help_and_refusals_do_not_load_torch(tmp_path: Path):
     code = "import sys; from skipdecode.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     for arguments in (["generate", "m", "--input", str(tmp_path / "absent")], ["generate", "m", "x", "--top-k", "2"]):
         assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True).returncode == 0
+
+
+def test_a_batch_names_the_model_as_the_server_publishes_it(tmp_path: Path, capsys: Any):
+    ready = tmp_path / "ready"
+    model = save_tiny_model(ready / "tuned-6")
+    (ready / "prepared.json").write_text(json.dumps({"kind": "prepared", "format": 1, "use": {"model": model}}))
+    line = {"custom_id": "a", "body": {"prompt": "hi", "max_tokens": 2}}
+    data = write_rows(tmp_path / "batch.jsonl", [line])
+    assert generate(str(ready), "--input", data, "--output-format", "batch") == 0
+    assert json.loads(capsys.readouterr().out)["response"]["body"]["model"] == "ready"

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from skipdecode.common.files import is_stream, linked, open_stream, replaced
 from skipdecode.common.journal import Journal
 from skipdecode.common.jsonl import json_line
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, option, setting
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
@@ -59,6 +59,7 @@ class RecordRun(Options):
         default="auto",
         choices=("auto", "jsonl", "text", "batch"),
     )
+    name: str | None = setting("name of the model in a batch's lines (default: the last part of MODEL)", default=None)
     include_prompt: bool = option("add the prompt to each output record", default=False)
     max_new_tokens: int = option("most new tokens of a record", default=128, least=1)
     batch_size: int = option("sequences decoded together", default=BATCH, least=1)
@@ -147,7 +148,7 @@ def generate_records(
         make_engine=lambda rows: llm.backend.engine(schedule, max_rows=rows, prefix_cache=True),
         batch_size=options.batch_size,
         repeat=repeat,
-        answers_of=served_name(llm.loaded.name) if options.output_format == "batch" else None,
+        answers_of=options.name or served_name(llm.loaded.name) if options.output_format == "batch" else None,
         compared=compared if options.compare else None,
     )
     writer = open_writer(output, settings, form=shown[0] if shown else json_line)
