@@ -92,7 +92,7 @@ def instructions(library: ctypes.CDLL) -> str:
 def _tiles_are_permitted() -> bool:
     """Whether Linux gives this process and its threads the use of AMX's tiles, for which a process has to ask."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    return not int(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data))
 
 
 def _prebuilt(features: set[str]) -> Path | None:
