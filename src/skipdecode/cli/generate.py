@@ -48,7 +48,7 @@ from skipdecode.data.source import ARGUMENTS, PromptSource
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import BATCH, SamplingOptions
 from skipdecode.errors import DataError, UsageError
-from skipdecode.generation.decoding import Decoding
+from skipdecode.generation.decoding import Decoding, Output
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.records import RowWriter, named_text, open_writer, output_files, plain_text
 from skipdecode.models.loading.base_weights import checkpoint_digest
@@ -56,7 +56,6 @@ from skipdecode.models.loading.ref import served_name
 
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
-    from skipdecode.generation.output import Output
     from skipdecode.generation.stats import RunStats
 
 _WINDOW_BATCHES = 64  # of records that are read, encoded and sorted by length together
@@ -234,9 +233,8 @@ def _settings(config: Config, llm: LLM, decoding: Decoding) -> dict[str, Any]:
         "include_prompt": config.include_prompt,
         **({"output_format": "batch"} if config.output_format == "batch" else {}),
         "schedule": llm.schedule_of(None).to_dict(),
-        "dtype": str(llm.loaded.model.dtype).removeprefix(
-            "torch."
-        ),  # "auto" depends on the machine, as does the engine
+        # "auto" depends on the machine, as does the engine.
+        "dtype": str(llm.loaded.model.dtype).removeprefix("torch."),
         "engine": llm.backend.name,
         "checkpoint": checkpoint_digest(llm.loaded),
     }

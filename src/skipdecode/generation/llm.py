@@ -39,11 +39,10 @@ from skipdecode.errors import (
     UsageError,
     WorkError,
 )
-from skipdecode.generation.decoding import Decoding, check_options, positive
+from skipdecode.generation.decoding import Decoding, Output, check_options, positive
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop, TextStream
-from skipdecode.generation.output import Output, Outputs
 from skipdecode.generation.stats import RunStats
 from skipdecode.models.carried import named_schedules, schedule_file
 from skipdecode.models.families import unwrap, vocabulary_size
@@ -66,6 +65,18 @@ def _one_at_a_time(method: M) -> M:
             return method(llm, *args, **keywords)
 
     return cast("M", waiting)
+
+
+class Outputs(list[Output]):
+    """The outputs of a call, in the order of its prompts.
+
+    Attributes
+    ----------
+    stats : RunStats
+        The statistics of the call.
+    """
+
+    stats: RunStats
 
 
 class LLM:

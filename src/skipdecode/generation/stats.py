@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from skipdecode.common.progress import note
 from skipdecode.common.tables import byte_size, speedups
 from skipdecode.engine.base import EngineStats
 from skipdecode.engine.requests import FinishReason
+from skipdecode.generation.decoding import Output
 from skipdecode.generation.speed import (
     HOW,
     HOW_WITHOUT_DRAFTS,
@@ -23,9 +24,6 @@ from skipdecode.generation.speed import (
     time_equal_lengths,
 )
 from skipdecode.schedule import Schedule
-
-if TYPE_CHECKING:
-    from skipdecode.generation.output import Output
 
 _BAD_ROWS_SHOWN = 20
 _TOLD = (
