@@ -174,7 +174,7 @@ def test_statistics_say_layers_memory_and_time(llm: LLM):
 def test_outputs_come_as_they_end_from_prompts_that_are_read_as_they_are_needed(llm: LLM):
     llm, texts_given = LLM(llm.loaded, max_rows=2), [*TEXTS, "y" * CONTEXT, *TEXTS]
     expected = llm.generate(TEXTS, 8, schedule="2x")
-    decoding, taken = Decoding(sampling=Sampling(), max_new_tokens=8), []
+    decoding, taken = Decoding(sampling=Sampling(), max_new_tokens=8), list[EncodedPrompt]()
 
     def prompts() -> Iterator[EncodedPrompt]:
         for prompt in llm.encode(texts_given):
@@ -198,8 +198,8 @@ def test_outputs_come_as_they_end_from_prompts_that_are_read_as_they_are_needed(
 def test_outputs_may_be_cut_or_left(llm: LLM):
     llm, decoding = LLM(llm.loaded), Decoding(sampling=Sampling(), max_new_tokens=40)
     whole, prompts = llm.generate(TEXTS, 40, schedule="2x"), llm.encode(TEXTS)
-    cut = lambda: llm.stats.new_tokens >= 12  # noqa: E731
-    found = list(llm.iterate(prompts, decoding, llm.schedule_of("2x", 40), cut=cut))
+    half = llm.schedule_of("2x", 40)
+    found = list(llm.iterate(prompts, decoding, half, cut=lambda: llm.stats.new_tokens >= 12))
     assert {output.finish_reason for output in found} == {"length"}
     for output in found:
         assert output.tokens == whole[output.index].tokens[: len(output.tokens)]
