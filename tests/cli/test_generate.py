@@ -354,7 +354,7 @@ def test_an_interrupted_comparison_loses_no_row(
     out = tmp_path / "out.jsonl"
     options = ("--input", rows_file, "--output", str(out), "--schedule", "2x", "--compare")
     with monkeypatch.context() as patched:
-        patched.setattr("skipdecode.generation.run._compared", interrupted)
+        patched.setattr("skipdecode.generation.stats.SpeedComparison.of", interrupted)
         assert generate(model_dir, *options) == 130
     assert "interrupted: 30 finished rows are kept" in capsys.readouterr().err
     assert generate(model_dir, *options) == 0
