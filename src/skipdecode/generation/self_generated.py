@@ -201,7 +201,7 @@ class SelfGeneratedData:
             "dtype": str(self.llm.loaded.model.dtype).removeprefix("torch."),
             "template": self.template.to_dict(),
             "seed": self.seed,
-            "rules": self.backend.sampling.active | {"stop_strings": [*self.backend.stop]},
+            "rules": self.llm.backend.sampling.active | {"stop_strings": [*self.llm.backend.stop]},
         }
         settings = json.loads(json.dumps(depend_on))
         if not path.exists():
