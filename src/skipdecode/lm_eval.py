@@ -86,7 +86,7 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         return render_chat(self.tokenizer, chat_history, answer=add_generation_prompt, variables=variables)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What is measured, for the harness's result files."""
+        """Description of the model for the harness's result files."""
         about: dict[str, Any] = {"engine": self.llm.backend.name, "schedule": self.schedule.to_dict()}
         about["nominal_speedup"] = self.schedule.nominal_speedup
         return {"model_dtype": self.llm.backend.weights, "skipdecode": about}

@@ -354,7 +354,7 @@ def test_an_interrupted_comparison_loses_no_row(
     out = tmp_path / "out.jsonl"
     options = ("--input", rows_file, "--output", str(out), "--schedule", "2x", "--compare")
     with monkeypatch.context() as patched:
-        patched.setattr("skipdecode.generation.run._compared", interrupted)
+        patched.setattr("skipdecode.generation.stats.SpeedComparison.of", interrupted)
         assert generate(model_dir, *options) == 130
     assert "interrupted: 30 finished rows are kept" in capsys.readouterr().err
     assert generate(model_dir, *options) == 0
@@ -441,3 +441,13 @@ def test_help_and_refusals_do_not_load_torch(tmp_path: Path):
     code = "import sys; from skipdecode.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     for arguments in (["generate", "m", "--input", str(tmp_path / "absent")], ["generate", "m", "x", "--top-k", "2"]):
         assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True).returncode == 0
+
+
+def test_a_batch_names_the_model_as_the_server_publishes_it(tmp_path: Path, capsys: Any):
+    ready = tmp_path / "ready"
+    model = save_tiny_model(ready / "tuned-6")
+    (ready / "prepared.json").write_text(json.dumps({"kind": "prepared", "format": 1, "use": {"model": model}}))
+    line = {"custom_id": "a", "body": {"prompt": "hi", "max_tokens": 2}}
+    data = write_rows(tmp_path / "batch.jsonl", [line])
+    assert generate(str(ready), "--input", data, "--output-format", "batch") == 0
+    assert json.loads(capsys.readouterr().out)["response"]["body"]["model"] == "ready"

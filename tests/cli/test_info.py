@@ -13,7 +13,7 @@ import torch
 from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine.kernels import targets
+from skipdecode.engine.kernels import instructions, load_library, targets
 from skipdecode.engine.kernels.targets import find_compiler
 from skipdecode.models.families import FAMILIES, decoder_layers, projection
 from skipdecode.models.loading.beside import add_model
@@ -42,6 +42,7 @@ def test_the_report_fits_a_screen_and_tells_versions_devices_and_compiler(
     assert torch.backends.cpu.get_cpu_capability() in found["cpu"]
     assert found["cache"] == str(tmp_path / "cache")
     assert found["C++ compiler"] == find_compiler()
+    assert found["CPU kernels"].startswith(f"{instructions(load_library())}; int8")
     monkeypatch.setattr(targets, "find_compiler", lambda: None)
     assert "g++" in report(capsys)["C++ compiler"]
 

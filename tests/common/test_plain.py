@@ -27,6 +27,7 @@ TABLES = {
     "generator": (row for row in ROWS),
     "pandas": pd.DataFrame(ROWS, index=["x", "y"]),
     "arrow": pa.Table.from_pylist(ROWS),
+    "arrow's reader": pa.Table.from_pylist(ROWS).to_reader(),
     "dataset": DATASET,
     "formatted dataset": DATASET.with_format("torch"),
     "iterable dataset": DATASET.to_iterable_dataset(),
@@ -44,7 +45,9 @@ def test_values_of_records_are_those_of_json():
     missing = pd.DataFrame({"a": [None, 1.5], "b": pd.array([None, 1], "Int64"), "c": [pd.NaT, pd.Timestamp(0)]})
     assert listed(missing)[0] == {"a": None, "b": None, "c": None}
     assert listed(missing)[1] == {"a": 1.5, "b": 1, "c": "1970-01-01 00:00:00"}
-    assert listed(np.array(["x", "y"])) == listed(pd.Series(["x", "y"])) == ["x", "y"]
+    assert listed(np.array(["x", "y"])) == listed(pd.Series(["x", "y"])) == listed(pa.array(["x", "y"])) == ["x", "y"]
+    assert listed(np.array("x")) == listed([pa.scalar("x")]) == ["x"]
+    assert listed([{"a": pd.Timedelta(1, "s")}]) == [{"a": "0 days 00:00:01"}]
     for wrong in (b"text", 5):
         with pytest.raises(OptionError):
             listed(wrong)
@@ -75,6 +78,8 @@ def test_tables_are_taken_by_every_verb(tmp_path: Any):
     for prompts in (ids, np.array(ids), [{"prompt_token_ids": row} for row in ids], torch.tensor(ids)):
         assert llm.generate(prompts, **options) == outputs
     assert llm.generate(ids[0], **options) == outputs[:1]
+    wrapped = {"exact": np.bool_(True), "template": np.bool_(False), "stop": np.array(["\0"])}
+    assert llm.generate(ROWS, np.int64(2), **wrapped) == outputs
     for wrong in ([-1], [10**12], [True]):
         with pytest.raises(DataError):
             llm.generate([wrong], **options)

@@ -11,6 +11,9 @@ from typing import Any
 
 import datasets
 import pandas as pd
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
 import pytest
 
 from skipdecode.cli import main
@@ -87,9 +90,15 @@ def test_only_records_within_the_limit_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("x.csv", "prompt;note\nab;x, y\n"), ("x.csv", '"prompt";"note, if any"\r\n"ab";"x, y"\r\n')]
+    ("name", "content"),
+    [
+        ("x.csv", "prompt;note\nab;x, y\n"),
+        ("x.csv", '"prompt";"note, if any"\r\n"ab";"x, y"\r\n'),
+        ("x.csv", "prompt\tnote\nab\tx, y\n"),
+        ("x.csv", "prompt|note\nab|x, y\n"),
+    ],
 )
-def test_semicolons_of_spreadsheets_are_read(tmp_path: Path, name: str, content: str):
+def test_other_delimiters_of_spreadsheets_are_read(tmp_path: Path, name: str, content: str):
     ((line, row),) = read_rows(written(tmp_path / name, content))
     assert (line, list(row.values())) == (2, ["ab", "x, y"])
 
@@ -224,6 +233,10 @@ def test_files_of_pandas_and_datasets_are_read(tmp_path: Path, name: str):
 
 
 def test_what_may_be_two_tables_is_refused_by_name(tmp_path: Path):
+    for write, name in ((pyarrow.parquet.write_table, "x.parquet"), (pyarrow.feather.write_feather, "x.arrow")):
+        write(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["x", "x"]), tmp_path / name)
+        with pytest.raises(DataError, match="twice"):
+            list(read_rows(tmp_path / name))
     FRAME.set_axis(["x", "y"]).to_json(tmp_path / "labels.json")
     with pytest.raises(DataError, match="orient='records'"):
         list(read_rows(tmp_path / "labels.json"))

@@ -69,6 +69,7 @@ WRITTEN: dict[str, tuple[list[dict[str, Any]], str]] = {
 }
 SHAREGPT: dict[str, tuple[list[dict[str, Any]], str]] = {
     "human": ([{"from": "human", "value": "a"}], "<user>a"),
+    "capitals": ([{"from": "Human", "value": "a"}, {"role": "Assistant ", "content": "b"}], "<user>a<assistant>b"),
     "gpt": ([{"from": "gpt", "value": "a", "weight": None}], "<assistant>a"),
     "system of ShareGPT": ([{"from": "system", "value": "a"}], "<system>a"),
     "call of ShareGPT": ([{"from": "function_call", "value": json.dumps(CALL)}], CALLED),
@@ -106,6 +107,21 @@ def test_a_conversation_gives_one_prompt_by_every_reader(names: list[str], with_
     if not SHAREGPT.keys() & {*names}:
         request: Any = ChatRequest(messages=chat, tools=TOOLS if with_tools else [])
         assert chat_text(tokenizer_of(), request.prompts()[0]) == wanted
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": "\ud800"}}}]},
+        {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "\ud800", "arguments": "{}"}}]},
+    ],
+)
+def test_half_of_a_pair_in_a_call_is_refused_by_every_reader(fields: dict[str, Any]) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant"} | fields, {"role": "user", "content": "b"}]
+    (prompt,) = PromptEncoder(tokenizer_of(), None).encode([PromptForm().record(chat)])
+    assert "surrogate" in str(prompt.error)
+    with pytest.raises(ApiError, match="surrogate"):
+        chat_text(tokenizer_of(), ChatRequest(messages=chat).prompts()[0])  # type: ignore
 
 
 def test_messages_that_a_template_leaves_out_are_said(capsys: Any) -> None:
@@ -158,6 +174,8 @@ def test_a_call_keeps_the_indentation_of_the_text_before_it() -> None:
         ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "has no name"),
         ({"from": "narrator", "value": "a"}, "'from' is 'narrator'"),
         ({"from": "function_call", "value": "f()"}, "is a call and no JSON"),
+        ({"role": "", "content": "a"}, "message 1 of field 'messages'"),
+        ({"role": "assistant", "content": "a", "reasoning": {"effort": "low"}}, "'reasoning' of message 1 of field"),
     ],
 )
 def test_a_message_that_cannot_be_used_is_named_by_its_own_field(message: Any, reason: str) -> None:

@@ -259,7 +259,7 @@ def test_chats_are_scored_and_held_out_as_what_they_are(tmp_path: Path, capsys: 
 
 
 def test_the_docs_say_of_every_shape_and_file_whether_it_is_read(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "first-model.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "records.md").read_text()
     shapes = page.partition("| shape |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `([^`]+)`", shapes, re.M)) == set(KNOWN)
     samples = FORMATS | {"x.ndjson": FORMATS["x.jsonl"], "x.tsv": lambda path: _csv(path, "\t")}

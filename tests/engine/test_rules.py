@@ -125,9 +125,10 @@ def test_calls_follow_the_checkpoint_unless_they_say_otherwise(tmp_path, capsys)
     (tmp_path / "generation_config.json").write_text(json.dumps({"stop_strings": stop}))
     stopped = LLM(tmp_path, dtype="float32").generate("abcd", 20, template=False)[0]
     assert (stopped.finish_reason, stop in stopped.text) == ("stop", False)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"repetition_penalty": -1.0}))
-    with pytest.raises(UsageError, match="repetition_penalty"):
-        LLM(tmp_path)
+    for name, wrong in (("repetition_penalty", -1.0), ("stop_strings", [""]), ("stop_strings", 5)):
+        (tmp_path / "generation_config.json").write_text(json.dumps({name: wrong}))
+        with pytest.raises(UsageError, match=f"generation_config.json: {name}"):
+            LLM(tmp_path)
 
 
 def test_schedules_and_evaluations_follow_the_checkpoint(tmp_path):

@@ -85,6 +85,20 @@ def skipping(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return evaluated(model, tmp_path_factory.mktemp("skipping"), Method(Backend(model), SCHEDULE))
 
 
+def test_texts_end_at_the_stop_strings_of_the_checkpoint_as_those_of_generate(model: Any, full: Run, tmp_path: Path):
+    whole = [row["output"] for row in full.outputs]
+    stop = next(letter for letter in "".join(whole) if letter.isprintable() and letter != " ")
+    backend = Backend(model)
+    backend.stop = (stop,)
+    run = evaluated(model, tmp_path / "cut", Method(backend))
+    assert [row["output"] for row in run.outputs] == [text.split(stop)[0].strip() for text in whole] != whole
+    assert run.data["config"]["method"]["rules"] == {"stop_strings": [stop]}
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(model, tmp_path / "begun", Killed(Backend(model)))
+    with pytest.raises(OutputError, match="methods"):  # outputs under two sets of rules are not mixed
+        evaluated(model, tmp_path / "begun", Method(backend))
+
+
 # ---------------------------------------------------------------------- fidelity
 
 

@@ -6,7 +6,7 @@ import copy
 import json
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +19,8 @@ from checkpoints import save_checkpoint
 from engine_tools import always_drafts
 from skipdecode import LLM, Schedule
 from skipdecode.cli import main
-from skipdecode.engine import FastEngine
+from skipdecode.data.prompts import EncodedPrompt
+from skipdecode.engine import FastEngine, Sampling
 from skipdecode.errors import (
     DataError,
     GrammarError,
@@ -30,6 +31,7 @@ from skipdecode.errors import (
     UntunedScheduleWarning,
     UsageError,
 )
+from skipdecode.generation.decoding import Decoding
 from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
 from tiny import LAYERS
 
@@ -166,6 +168,48 @@ def test_statistics_say_layers_memory_and_time(llm: LLM):
     assert "first token" not in str(stats)
 
 
+# ---------------------------------------------------------------------- outputs as they end
+
+
+def test_outputs_come_as_they_end_from_prompts_that_are_read_as_they_are_needed(llm: LLM):
+    llm, texts_given = LLM(llm.loaded, max_rows=2), [*TEXTS, "y" * CONTEXT, *TEXTS]
+    expected = llm.generate(TEXTS, 8, schedule="2x")
+    decoding, taken = Decoding(sampling=Sampling(), max_new_tokens=8), list[EncodedPrompt]()
+
+    def prompts() -> Iterator[EncodedPrompt]:
+        for prompt in llm.encode(texts_given):
+            taken.append(prompt)
+            yield prompt
+
+    outputs = llm.iterate(prompts(), decoding, llm.schedule_of("2x", 8), window=3)
+    found = [next(outputs)]
+    assert len(taken) == 3
+    assert llm.generate(TEXTS, 8, schedule="2x") == expected  # nobody waits between two outputs
+    found += outputs
+    assert {output.index: output.text for output in found if output.error is None} == {
+        index: expected[index % 5].text for index in range(9) if index != 4
+    }
+    (bad,) = (output for output in found if output.error is not None)
+    assert (bad.index, bad.source.record, bad.finish_reason) == (4, taken[4].record, None)
+    assert (bad.text, bad.tokens) == ("", [])
+    assert found.index(bad) < len(found) - 1
+
+
+def test_outputs_may_be_cut_or_left(llm: LLM):
+    llm, decoding = LLM(llm.loaded), Decoding(sampling=Sampling(), max_new_tokens=40)
+    whole, prompts = llm.generate(TEXTS, 40, schedule="2x"), llm.encode(TEXTS)
+    half = llm.schedule_of("2x", 40)
+    found = list(llm.iterate(prompts, decoding, half, cut=lambda: llm.stats.new_tokens >= 12))
+    assert {output.finish_reason for output in found} == {"length"}
+    for output in found:
+        assert output.tokens == whole[output.index].tokens[: len(output.tokens)]
+        assert len(output.tokens) < 40
+    left = llm.iterate(prompts, Decoding(sampling=Sampling(), max_new_tokens=2), window=1)
+    next(left)
+    left.close()
+    assert llm.generate(TEXTS, 40, schedule="2x") == whole
+
+
 # ---------------------------------------------------------------------- streams
 
 
@@ -216,13 +260,14 @@ def test_calls_of_all_schedules_share_what_is_kept_of_prompts(llm: LLM):
 
 def test_an_engine_that_failed_in_a_stream_is_not_used_again(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     llm = LLM(llm.loaded)
+    before = llm.generate("hello", 4)
     stream = llm.stream("hello", 8)
-    engine = llm._engine
-    monkeypatch.setattr(engine, "step", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        next(stream)
-    assert engine is not llm._engine
-    assert llm.generate("hello", 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(FastEngine, "step", lambda engine: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(stream)
+    again = llm.generate("hello", 4)
+    assert (again, again.stats.prefix_hit_tokens) == (before, 0)
 
 
 def test_an_interrupted_call_leaves_no_rows_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch):

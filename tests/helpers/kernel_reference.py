@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.engine.kernels import native_kernels
+from skipdecode.engine.kernels import load_library, native_kernels
 from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.spec import AttentionSpec, LinearSpec, StackInput
+from skipdecode.engine.kernels.targets import find_compiler
 from skipdecode.engine.kernels.weights import QuantizedWeight
 
 
@@ -21,6 +26,23 @@ def kernels_or_skip(dtype: torch.dtype = torch.bfloat16) -> NativeKernels:
     if kernels is None:
         pytest.skip(reason)
     return kernels
+
+
+@contextmanager
+def compiled_with(*flags: str) -> Iterator[None]:
+    """Kernels compiled with more flags, in place of those for this processor; the usual cache keeps them."""
+    load_library.cache_clear()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        compiler, more = Path(folder) / "compiler", " ".join(flags)
+        named = f'[ "$1" = --version ] && echo "with {more}"'
+        compiler.write_text(f'#!/bin/sh\n{named}\nexec {find_compiler()} "$@" {more}\n')
+        compiler.chmod(0o755)
+        patch.setenv("CXX", str(compiler))
+        load_library()
+    try:
+        yield
+    finally:
+        load_library.cache_clear()
 
 
 def run_linear(kernels: NativeKernels, spec: LinearSpec, x: Tensor, add_to: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
 from skipdecode.data.examples import RecordOptions
 from skipdecode.data.source import PromptSource
+from skipdecode.errors import UsageError
 from skipdecode.generation.self_generated import (
     DEV_FILE,
     TEST_FILE,
@@ -244,6 +245,23 @@ def test_no_text_is_made_without_an_end_token(
     assert main(call) == 2
     assert "has no end token" in told(capsys)
     assert not Path("out").exists()
+
+
+def test_answers_of_two_sets_of_rules_are_not_mixed(model: str, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    config = tmp_path / "model" / "generation_config.json"
+    plain = json.loads(config.read_text())
+
+    def answer(**rules: Any) -> dict[str, Any]:
+        config.write_text(json.dumps(plain | rules))
+        prompts, options = PromptSource.of_prompts([f"say {n}" for n in range(16)]), SelfGeneratedOptions(self=True)
+        loaded = load_model(str(tmp_path / "model"))
+        return own_answers(loaded, options, RecordOptions(), prompts, tmp_path, seed=0, held_out=1)[1]
+
+    assert answer() == answer()  # the second goes on
+    for rules in ({"repetition_penalty": 1.5}, {"stop_strings": ["e"]}):
+        with pytest.raises(UsageError, match=r"other settings \(rules\)"):
+            answer(**rules)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,11 @@ def test_what_tune_makes_of_an_adapter_loads_or_is_refused_before(
         skipdecode.tune(tmp_path / "a", rows, **run)
         loaded = load_model(str(tmp_path / "t"), device="cpu").model
         torch.testing.assert_close(logits(loaded), want, atol=1e-3, rtol=1e-3)
+
+
+def test_a_package_that_a_type_needs_is_named(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings("ADAMSS", base, {}).save_pretrained(tmp_path / "a")
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(SkipDecodeError, match="pip install scikit-learn") as caught:
+        load_model(str(tmp_path / "a"), device="cpu")
+    assert "\n" not in str(caught.value)

@@ -163,6 +163,8 @@ def test_a_broken_file_is_one_line(change: Any, reason: str, tmp_path: Path, cap
         ("tokenizer.ggml.pre", "unknown-split", "'unknown-split'"),
         ("tokenizer.ggml.model", "none", "has no tokenizer"),
         ("tokenizer.ggml.model", "rwkv", "'rwkv'"),
+        ("tokenizer.ggml.merges", ["zz yy"], "not read here, give its safetensors: "),
+        ("tokenizer.ggml.merges", ["a"], "not read here, give its safetensors: "),
     ],
 )
 def test_what_would_be_read_wrongly_is_refused_by_name(

@@ -17,7 +17,7 @@ from skipdecode.cli.arguments import Parser, add_options
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "skipdecode"
-# Entries of the log stay as they were written, and the changelog names what is gone.
+# The log and the changelog name what is gone.
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -167,9 +167,37 @@ def test_pages_for_users_name_no_test_and_no_entry_of_the_log():
     assert [name for name, text in texts.items() if re.search(r"tests/\w+/|LOG\b", text)] == []
 
 
-def test_every_page_has_its_place_in_the_navigation():
-    listed = set(re.findall(r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
-    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+def test_every_page_but_the_log_has_its_place_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"LOG.md"}
+    assert set(re.findall(r"([\w-]+\.md)$", navigation, re.M)) == pages
+
+
+# The most lines: of a page, and of all pages but the log and the experiments. They only fall.
+MOST_LINES = {"docs/LOG.md": 500, "docs/architecture.md": 150, "CHANGELOG.md": 60, "README.md": 100}
+MOST_PAGE_LINES = 3_325
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def test_pages_stay_short_and_wrap_at_120():
+    assert [name for name, most in MOST_LINES.items() if len(lines_of(ROOT / name)) > most] == []
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in ("LOG.md", "experiments.md")]
+    assert sum(len(lines_of(page)) for page in pages) <= MOST_PAGE_LINES
+    for page in [*ALL_PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]:
+        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        prose = [line for line in text.splitlines() if not line.startswith(("|", "    "))]
+        assert [line for line in prose if len(line) > 120] == [], page.name
+
+
+def test_entries_of_the_log_have_eight_lines_at_most_and_the_newest_comes_first():
+    entries = re.split(r"^## ", (ROOT / "docs/LOG.md").read_text(encoding="utf-8"), flags=re.M)[1:]
+    days = [entry[:10] for entry in entries]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", day) for day in days)
+    assert days == sorted(days, reverse=True)
+    assert [entry[:40] for entry in entries if len([*filter(str.strip, entry.splitlines())]) > 9] == []
 
 
 @pytest.mark.slow

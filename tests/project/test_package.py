@@ -65,9 +65,9 @@ def test_the_installed_wheel_decodes_without_a_compiler(wheel: Path, tmp_path: P
     command = ["-m", "skipdecode", "generate", str(model), "--engine", "fast", "--max-new-tokens", "4", "one"]
     where = "import skipdecode; print(skipdecode.__file__)"
     can = "from skipdecode.engine.kernels.native import NativeKernels as N; k = N()"
-    can += "; print((k.multiplies_bytes, k.finds_likeliest))"
+    can += "; print((k.multiplies_bytes, k.finds_likeliest, k.instructions))"
     here = NativeKernels()  # compiled for this very processor
-    able = str((here.multiplies_bytes, here.finds_likeliest))
+    able = str((here.multiplies_bytes, here.finds_likeliest, here.instructions))
     for arguments, expected in ((["-c", where], str(installed)), (["-c", can], able), (command, "")):
         done = subprocess.run([sys.executable, *arguments], env=variables, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

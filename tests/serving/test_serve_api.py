@@ -499,6 +499,7 @@ REFUSED = [
         "chat_template_kwargs.tokenize",
         "unsupported_field",
     ),
+    (CHAT, CHAT_BODY | {"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs.?", "unsupported_field"),
     (CHAT, CHAT_BODY | {"reasoning_effort": "none"}, "reasoning_effort", "unsupported_field"),
     (COMPLETIONS, PROMPT | {"reasoning_effort": "none"}, "reasoning_effort", "unsupported_field"),
     (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "invalid_value"),

@@ -203,10 +203,13 @@ def test_one_connection_too_many_is_told():
     with running(tiny_service(), max_connections=3) as client:
         assert client.get("/health").status_code == 200
         held = [connected(client, HEAD) for _ in range(2)]
-        assert httpx.get(f"{client.base_url}/health").status_code == 503
+        refused = httpx.get(f"{client.base_url}/v1/models")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
+        assert refused.headers["connection"] == "close"
+        assert httpx.get(f"{client.base_url}/health").status_code == 200  # busy, and not broken
         for sock in held:
             sock.close()
-        until(lambda: httpx.get(f"{client.base_url}/health").status_code == 200)
+        until(lambda: httpx.get(f"{client.base_url}/v1/models").status_code == 200)
 
 
 # ---------------------------------------------------------------------- HTTP

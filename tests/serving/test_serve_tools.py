@@ -171,6 +171,9 @@ READ = [
     ("qwen", CALL.replace("ü", r"\ud83d \ud83d\ude00 \u0000"), "", [("f", {"a": "</x> \ufffd \U0001f600 \0"})]),
     ("qwen", CALL[:-5], "", [F]),  # cut off in the mark of the end
     ("qwen", CALL.replace('"f"', "[]"), CALL.replace('"f"', "[]"), []),
+    ("qwen", CALL.replace('{"a": "</x> ü"}', json.dumps(json.dumps(F[1]))), "", [F]),
+    ("qwen", CALL.replace('{"a": "</x> ü"}', "null"), "", [("f", {})]),
+    ("qwen", CALL.replace('{"a": "</x> ü"}', '"a"'), CALL.replace('{"a": "</x> ü"}', '"a"'), []),
     ("qwen", CALL.replace('"</x> ü"', "1e999"), CALL.replace('"</x> ü"', "1e999"), []),
     ("qwen", CALL.replace('"</x> ü"', "[" * 9999), CALL.replace('"</x> ü"', "[" * 9999), []),
     ("llama", "hello", "hello", []),

@@ -123,7 +123,7 @@ def option_name(config: type, name: str) -> str:
 
 
 def _metavar(name: str, kind: Kind) -> str:
-    """What stands for the value of an option in the help text."""
+    """The placeholder of an option's value in the help text."""
     use = kind.metadata["path"]
     if kind.choices is not None:
         return f"{{{','.join(kind.choices)}}}"

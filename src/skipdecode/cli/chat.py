@@ -60,7 +60,7 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
 
     @cached_property
     def ref(self) -> ModelRef:
-        """What the name stands for, with the schedule file that is named, else those that the package has for it."""
+        """The model's files, with the schedule file that is named, else the schedules that the package has for it."""
         files = bundled_schedules(self.model) if self.schedule is None else [base_of(self.schedule)]
         files = [file for file in files if os.path.isfile(file)]
         return ModelRef(self.model, tuple(files), self.adapter_base)
@@ -105,7 +105,7 @@ def run(config: Config) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """The lines that the user types, or those of standard input."""
+    """The lines that the user types, or the lines of standard input."""
     if not sys.stdin.isatty():
         for number, raw in read_lines(sys.stdin.buffer):
             try:
@@ -188,7 +188,7 @@ class _Session:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Event]:
-    """On a terminal, the first Ctrl-C sets the event, and the answer ends at the next piece of text."""
+    """Set the event at the first Ctrl-C on a terminal; the answer then ends at the next piece of text."""
     stopped, before = Event(), signal.getsignal(signal.SIGINT)
 
     def stop(*_: object) -> None:

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,28 +37,57 @@ from skipdecode.cli.options import (
 )
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import read_json
-from skipdecode.common.options import OVERWRITE, Reads, Writes, option
-from skipdecode.common.progress import detail, note
+from skipdecode.common.jsonl import json_line, read_json
+from skipdecode.common.options import OVERWRITE, Reads, Writes, option, setting
+from skipdecode.common.progress import detail, note, progress_bar
 from skipdecode.common.rows import FORMATS
 from skipdecode.data.examples import TemplateOptions
 from skipdecode.data.forms import PromptForm, choose_form
-from skipdecode.data.prompts import asked
-from skipdecode.data.source import PromptSource
-from skipdecode.errors import UsageError
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, asked
+from skipdecode.data.source import ARGUMENTS, PromptSource
+from skipdecode.data.stopping import StopStrings
+from skipdecode.engine.requests import BATCH, SamplingOptions
+from skipdecode.errors import DataError, UsageError
+from skipdecode.generation.decoding import Decoding, Output
 from skipdecode.generation.grammar import Grammars
-from skipdecode.generation.records import RecordRun, generate_records, named_text, output_files, plain_text
+from skipdecode.generation.records import RowWriter, named_text, open_writer, output_files, plain_text
+from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.ref import served_name
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
+    from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import RunStats
+
+_WINDOW_BATCHES = 64  # of records that are read, encoded and sorted by length together
+_CHECKED_TOGETHER = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RecordRun, TemplateOptions, EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
+class Config(TemplateOptions, EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
     """Options of `skipdecode generate`."""
 
     EXCLUDES: ClassVar = {"prompts": ("input", "field")}
 
+    on_error: str = option(
+        "records that cannot be used: skip them and write the error in their place, or stop before any work",
+        default="skip",
+        choices=("skip", "stop"),
+    )
+    system: str | None = option("system message of every chat; implies --chat", default=None)
+    output_format: str = option(
+        "format of the output; auto: text on a terminal (after its prompt if there are several), else JSONL; batch: "
+        "the lines of a result of OpenAI's batches",
+        default="auto",
+        choices=("auto", "jsonl", "text", "batch"),
+    )
+    name: str | None = setting("name of the model in a batch's lines (default: the last part of MODEL)", default=None)
+    include_prompt: bool = option("add the prompt to each output record", default=False)
+    max_new_tokens: int = option("most new tokens of a record", default=128, least=1)
+    batch_size: int = option("sequences decoded together", default=BATCH, least=1)
+    compare: bool = option(
+        "afterwards run up to 4 batches again, three times in turn with full depth, and print both speeds",
+        default=False,
+    )
     prompts: tuple[str, ...] = option("prompts, instead of --input", positional=True, default=())
     input: str | None = option(
         "file of prompts, - for standard input (also read if no prompt is given and standard input is no terminal)",
@@ -100,45 +131,39 @@ def run(config: Config) -> int:
     _check(config)
     arguments, format = config.prompts, None if config.format == "auto" else config.format
     source = PromptSource.of_prompts(arguments) if arguments else PromptSource.open(config.input or "-", format)
-    form, schema = _form(config), None
-    if config.json_schema is not None:
-        schema = read_json(Path(config.json_schema))
-        Grammars(None, 0, ()).compile("json", schema)  # refused before weights are loaded
-    rows = source.count(form, all_usable=config.on_error == "stop")
-    chosen = choose_schedule(config, config.max_new_tokens)
-    from skipdecode.generation.llm import LLM
-    from skipdecode.generation.stats import schedule_line
-
-    loaded = config.load()
-    note(schedule_line(*chosen))
-    if line := loaded.untuned_line([chosen.schedule]):
-        note(line)
-    llm = LLM(
-        loaded,
-        chosen.schedule,
-        engine=config.engine,
-        quantization=config.quantization,
-        chat_template_kwargs=config.chat_template_kwargs,
-        generation_config=config.generation_config,
-    )
-    if form.remark is not None:
-        note(form.remark)
-    try:
-        stats, settings = generate_records(
-            llm,
-            source,
-            config.output,
-            config,
-            form=form,
-            schedule=chosen.schedule,
-            sampling=replace(llm.backend.sampling, **config.sampling_fields()),
-            stop=config.stop or llm.backend.stop,
+    with closing(source):
+        form, schema = _form(config), None
+        if config.json_schema is not None:
+            schema = read_json(Path(config.json_schema))
+            Grammars(None, 0, ()).compile("json", schema)  # refused before weights are loaded
+        rows = source.count(form, all_usable=config.on_error == "stop")
+        llm = _loaded(config)
+        encoder = llm.encoder(form, config.system)
+        _note_form(form, encoder, source)
+        decoding = Decoding(
+            sampling=llm.constrained(replace(llm.backend.sampling, **config.sampling_fields()), schema),
+            max_new_tokens=config.max_new_tokens,
+            stop=StopStrings(config.stop or llm.backend.stop),
             exact=config.exact,
-            json_schema=schema,
-            shown=(named_text if rows > 1 else plain_text, asked) if _prints_text(config) else None,
         )
-    finally:
-        source.close()
+        settings = _settings(config, llm, decoding) | {
+            "template": None if form.template is None else form.template.to_dict(),
+            "chat": encoder.chat,
+            "input": source.fingerprint | {"field": form.name},
+            **({} if schema is None else {"json_schema": schema}),
+        }
+        row_form = json_line
+        if _prints_text(config):
+            row_form = named_text if rows > 1 else plain_text
+        with closing(open_writer(config.output, settings, form=row_form)) as writer:
+            try:
+                if config.on_error == "stop":
+                    _refuse_bad(llm, encoder.stream(source.records(form), _CHECKED_TOGETHER), decoding)
+                records = (record for record in source.records(form) if not writer.is_done(record.index))
+                prompts = encoder.stream(records, _WINDOW_BATCHES * config.batch_size)
+                stats = _write_outputs(config, llm, prompts, decoding, writer, rows)
+            except KeyboardInterrupt as stop:
+                raise type(stop)(f": {writer.resume_hint}") from None
     _tell(config, stats, settings)
     return 1 if stats.bad_rows else 0
 
@@ -164,6 +189,108 @@ def _form(config: Config) -> PromptForm:
         chat=config.chat or config.system is not None,
         field=config.field,
     )
+
+
+def _loaded(config: Config) -> LLM:
+    """The model under the schedule of the command."""
+    chosen = choose_schedule(config, config.max_new_tokens)
+    from skipdecode.generation.llm import LLM
+    from skipdecode.generation.stats import schedule_line
+
+    loaded = config.load()
+    note(schedule_line(*chosen))
+    if line := loaded.untuned_line([chosen.schedule]):
+        note(line)
+    return LLM(
+        loaded,
+        chosen.schedule,
+        engine=config.engine,
+        quantization=config.quantization,
+        max_rows=config.batch_size,
+        chat_template_kwargs=config.chat_template_kwargs,
+        generation_config=config.generation_config,
+    )
+
+
+def _note_form(form: PromptForm, encoder: PromptEncoder, source: PromptSource) -> None:
+    """Note what prompts are made of, where the user has not said it."""
+    if form.remark is not None:
+        note(form.remark)
+    if form.guessed is not None and source.name != ARGUMENTS:
+        note(f"{source.name}: records of {form.guessed}")
+    if form.chat is None and encoder.chat:
+        note("prompts go into the model's chat template (--no-template leaves them as they are)")
+
+
+def _settings(config: Config, llm: LLM, decoding: Decoding) -> dict[str, Any]:
+    """What the output depends on beside the input, JSON-ready."""
+    return {
+        "model": llm.loaded.name,
+        "max_new_tokens": config.max_new_tokens,
+        **asdict(decoding.sampling.part(SamplingOptions)),
+        **({"chat_template_kwargs": llm.variables} if llm.variables else {}),
+        "stop": list(decoding.stop),
+        "system": config.system,
+        "include_prompt": config.include_prompt,
+        **({"output_format": "batch"} if config.output_format == "batch" else {}),
+        "schedule": llm.schedule_of(None).to_dict(),
+        # "auto" depends on the machine, as does the engine.
+        "dtype": str(llm.loaded.model.dtype).removeprefix("torch."),
+        "engine": llm.backend.name,
+        "checkpoint": checkpoint_digest(llm.loaded),
+    }
+
+
+def _refuse_bad(llm: LLM, prompts: Iterable[EncodedPrompt], decoding: Decoding) -> None:
+    """Raise DataError at the first record that cannot be used, before anything is generated."""
+    for prompt in prompts:
+        try:
+            llm.begin(prompt, decoding)
+        except DataError as e:
+            raise DataError(str(e), prompt.record.line) from None
+
+
+def _write_outputs(
+    config: Config, llm: LLM, prompts: Iterable[EncodedPrompt], decoding: Decoding, writer: RowWriter, rows: int
+) -> RunStats:
+    """Write the output of each prompt, in the order in which they end, and put the output file in place."""
+    from skipdecode.generation.speed import MOST_BATCHES, Method
+    from skipdecode.generation.stats import SpeedComparison, note_bad
+
+    done, size = writer.rows_before, config.batch_size
+    if done:
+        note(f"{done} of {rows} records were finished by an earlier run; continuing")
+    every = max(1, (rows - done) // (MOST_BATCHES * size))
+    compared: list[Output] = []
+    # On a terminal, the text shows the progress.
+    with progress_bar(rows, "record", done=done, shown=not (_prints_text(config) and sys.stdout.isatty())) as bar:
+        for number, output in enumerate(llm.iterate(prompts, decoding, window=_WINDOW_BATCHES * size)):
+            if output.error is not None:
+                note_bad(output, llm.stats.bad_rows)
+            writer.put(output.index, _line(config, llm, output), bad=output.error is not None)
+            if config.compare and number % every == 0:
+                compared.append(output)
+            bar.set_postfix_str(f"{llm.stats.tokens_per_s:.0f} tokens/s", refresh=False)
+            bar.update()
+    stats = llm.stats
+    stats.rows += done
+    stats.bad_rows += writer.bad_before
+    stats.rows_resumed = done
+    if config.compare:
+        # Before the output is put in place, so that an interrupted comparison can be resumed.
+        ours, full = (Method(llm.backend, each, exact=config.exact) for each in (llm.schedule_of(None), None))
+        stats.comparison = SpeedComparison.of(compared, ours, full, size)
+    writer.finish()
+    return stats
+
+
+def _line(config: Config, llm: LLM, output: Output) -> dict[str, Any]:
+    """The output record, in the format of the output."""
+    if config.output_format == "batch":
+        return output.to_batch_line(config.name or served_name(llm.loaded.name), llm.tokenizer)
+    if _prints_text(config):
+        return output.to_record(asked(output.source))
+    return output.to_record(output.prompt if config.include_prompt else None)
 
 
 def _tell(config: Config, stats: RunStats, settings: dict[str, Any]) -> None:

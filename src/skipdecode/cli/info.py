@@ -93,7 +93,7 @@ def _about(config: Config) -> dict[str, Any]:
 
 
 def _result(config: Config) -> str | None:
-    """What `prepare` measured of a model that it made: the use that it recommends, its speed, and what it keeps."""
+    """The line on a model that `prepare` made: the use that it recommends, its speed, and the quality kept."""
     folders = [Path(config.model), config.ref.folder.parent]
     file = next((path for folder in folders if (path := folder / PREPARED_FILE).is_file()), None)
     if file is None:
@@ -124,6 +124,10 @@ def _machine() -> dict[str, Any]:
 
     here = environment()
     kernels, reason = native_kernels(torch.device("cpu"), torch.float32)
+    products = ""
+    if kernels is not None:
+        weights = "int8, w8a8" if kernels.multiplies_bytes else "int8, no w8a8"
+        products = f"{kernels.instructions}; {weights}"
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {
         "commit": here["commit"],
@@ -134,8 +138,7 @@ def _machine() -> dict[str, Any]:
         "threads": here["threads"],
         "memory": f"{here['memory_gib']} GiB",
         "gpus": ", ".join(f"{gpu.name} ({byte_size(gpu.total_memory)})" for gpu in gpus) or "none",
-        "CPU kernels": reason
-        or ("int8, w8a8" if kernels is not None and kernels.multiplies_bytes else "int8, no w8a8"),
+        "CPU kernels": reason or products,
         "C++ compiler": find_compiler() or "none: install g++, or decoding is several times slower",
         "model types": f"{len(FAMILIES)}, listed by --types",
         "embedded model": f"{smollm2.NAME}: {smollm2.WHAT}",

@@ -88,7 +88,7 @@ class NamedModel(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(NamedModel):
-    """How the model is loaded, and which engine runs it."""
+    """Options of loading the model, and of the engine that runs it."""
 
     threads: int | None = option(
         "CPU threads (default: chosen by torch, at most the processors that affinity and CPU quota allow)",
@@ -163,7 +163,7 @@ class CheckpointRules(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(CheckpointRules, SamplingOptions):
-    """How the next token is chosen."""
+    """Options of choosing the next token."""
 
     seed: int = option(
         "seed of sampling; the random numbers of a record depend on the seed and the number of the record, not on its "
@@ -208,7 +208,7 @@ class ScheduleOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(Options):
-    """What chats are rendered with."""
+    """Options of rendering chats."""
 
     chat_template_kwargs: Mapping[str, Any] | None = option(
         "variables of the chat template, as JSON, such as '{\"enable_thinking\": false}'",

@@ -141,7 +141,7 @@ class Stopwatch(Generic[Side, Lap]):
         return sum(statistics.median(map(clock, rounds)) for rounds in self.rounds(side))
 
     def ratio(self, over: Side, under: Side, clock: Callable[[Lap], float]) -> float | None:
-        """The time of `over` divided by that of `under`: the median ratio of each piece, weighted by its seconds.
+        """Ratio of the times of `over` and `under`: the median ratio of each piece, weighted by its seconds.
 
         None if a lap took no time.
         """

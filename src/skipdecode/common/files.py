@@ -174,7 +174,7 @@ def writing(path: Path, needed: int = 0) -> Iterator[None]:
 
 
 def _write_error(path: Path | str, error: Exception, needed: int) -> WriteError:
-    """With the bytes that are needed and free there, if the disk is full."""
+    """Make the error of a failed write; if the disk is full, with the bytes needed and free."""
     reason = str(getattr(error, "strerror", None) or error)
     if (full := _FULL.search(reason)) is not None:
         folder = next(each for each in Path(path).absolute().parents if each.is_dir())

@@ -113,7 +113,7 @@ PREPARED_FILE = "prepared.json"
 
 
 def prepared_use(folder: str | Path) -> dict[str, Any]:
-    """What a directory that `prepare` wrote recommends: model, schedule, base, quantization; and the directory's name.
+    """Read what a directory of `prepare` recommends: model, schedule, base, quantization; and the directory's name.
 
     Empty for other names.
     """

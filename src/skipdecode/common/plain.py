@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from datetime import date, time
+from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from skipdecode.errors import DataError, OptionError
 
 
 def unwrapped(value: Any) -> Any:
-    """A number, array or tensor of numpy, torch or pandas in Python's own types; other values as they are."""
+    """A value, array or tensor of numpy, torch, pandas or Arrow in Python's own types; other values as they are."""
+    if hasattr(value, "as_py"):  # one value of Arrow
+        return value.as_py()
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -28,7 +30,7 @@ def plain(value: Any) -> Any:
     is_nan = isinstance(value, float) and math.isnan(value)
     if is_nan or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return None
-    return str(value) if isinstance(value, date | time | Decimal | UUID) else value
+    return str(value) if isinstance(value, date | time | timedelta | Decimal | UUID) else value
 
 
 def listed(data: object, name: str = "records") -> list[Any]:
@@ -42,12 +44,12 @@ def listed(data: object, name: str = "records") -> list[Any]:
         if data and all(hasattr(split, "with_format") for split in data.values()):
             raise DataError(f"{name}: the dataset has splits, give one of them: {', '.join(map(str, data))}")
         table = [data]
-    elif isinstance(data, str):
+    elif isinstance(data, str) or getattr(data, "ndim", None) == 0:
         table = [data]
     elif hasattr(table, "with_format"):  # datasets; in the format of another library, rows are its own
         table = table.with_format(None)
-    elif hasattr(table, "to_pylist"):  # Arrow
-        table = table.to_pylist()
+    elif hasattr(table, "to_pylist") or hasattr(table, "read_all"):  # Arrow, and its readers
+        table = (table.read_all() if hasattr(table, "read_all") else table).to_pylist()
     elif hasattr(table, "to_dicts") or hasattr(table, "collect_schema"):  # polars, whose lazy frame has no rows yet
         table = table.lazy().collect().to_dicts()
     elif hasattr(table, "iterrows"):  # pandas

@@ -63,7 +63,7 @@ class _Lines(tqdm):  # type: ignore[type-arg]
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What a line is made of; some learn their total on the way, or never, and then no time is left."""
+        """Fields of a line; some bars learn their total on the way, or never, and then show no time that is left."""
         known = self.total is not None
         counted, left = ("{n_fmt} of {total_fmt}", ", {remaining} left") if known else ("{n_fmt}", "")
         units = f"{self.unit}{'es' if self.unit.endswith('ch') else 's'}"

@@ -188,7 +188,7 @@ class Input:
             if first.startswith(b"{") and first.endswith((b"{", b"[")):
                 raise DataError(f"{self.name} is one JSON object in several lines: give an array, or JSON lines")
             return ((line, object_of(raw)) for line, raw in self.lines())
-        delimiter = _semicolon_or(_DELIMITERS[format], self.start())
+        delimiter = _delimiter(_DELIMITERS[format], self.start())
         self._file.seek(0)
         return _csv_rows(self._file, delimiter, self.name)
 
@@ -317,10 +317,13 @@ def _table_rows(file: IO[bytes], name: str) -> Iterator[Row]:
     file.seek(0)
     try:
         if start.startswith(_PARQUET):
-            batches = arrow.parquet.ParquetFile(file).iter_batches(batch_size=1024)
+            opened = arrow.parquet.ParquetFile(file)
+            columns, batches = opened.schema_arrow.names, opened.iter_batches(batch_size=1024)
         else:
-            opened = arrow.ipc.open_file if start == _ARROW else arrow.ipc.open_stream
-            batches = opened(file).read_all().to_batches(max_chunksize=1024)
+            table = (arrow.ipc.open_file if start == _ARROW else arrow.ipc.open_stream)(file).read_all()
+            columns, batches = table.column_names, table.to_batches(max_chunksize=1024)
+        if len({*columns}) < len(columns):
+            raise DataError(f"{name}: a column is there twice: {', '.join(columns)}")
         for batch in batches:
             for row in batch.to_pylist():
                 yield {k: plain(without_nulls(value)) for k, value in row.items() if not _PANDAS_INDEX.fullmatch(k)}
@@ -382,8 +385,8 @@ def _spool(stream: IO[bytes], copy: IO[bytes], name: str) -> None:
         copy.write(line)
 
 
-def _semicolon_or(delimiter: str, start: bytes) -> str:
-    """The delimiter of a CSV file by its first bytes: a semicolon if only with it the header has several columns."""
+def _delimiter(usual: str, start: bytes) -> str:
+    """The delimiter of a CSV file by its first bytes: the usual one unless only another gives several columns."""
     lines = start.removeprefix(BOM).decode("utf-8", "replace").lstrip().splitlines()[:1]
 
     def columns(delimiter: str) -> int:
@@ -392,7 +395,7 @@ def _semicolon_or(delimiter: str, start: bytes) -> str:
         except csv.Error:
             return 0
 
-    return ";" if columns(delimiter) < 2 <= columns(";") else delimiter
+    return next((each for each in (usual, *";\t|") if columns(each) > 1), usual)
 
 
 def _csv_rows(lines: Iterable[bytes], delimiter: str, name: str) -> Iterator[tuple[int, Row]]:

@@ -110,7 +110,7 @@ class ModelGeometry:
         return batch * round(total)
 
     def mean_layout(self) -> KVLayout:
-        """What a layer holds of a sequence, the mean over the layers."""
+        """Keys and values of a sequence in a layer, the mean over the layers."""
         keys = sum(self.keys) / self.num_layers * self.dtype_bytes
         return KVLayout(1, round(keys), sum(self.states) // self.num_layers)
 

@@ -103,7 +103,7 @@ def _requests(shape: Shape) -> list[Request]:
 
 
 class _Kind(NamedTuple):
-    """What is timed: steps after cached tokens, or a forward over prompts: `rows` sequences with `tokens` tokens each.
+    """Work that is timed: steps after cached tokens, or a forward over prompts; `rows` sequences of `tokens` tokens.
 
     `depth` layers run; in a prompt the other layers are projected.
     """

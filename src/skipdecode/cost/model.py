@@ -143,7 +143,7 @@ class CostModel:
         return self.at(self.batch)
 
     def step_seconds(self, active_layers: float, kv_tokens: float = 0) -> float:
-        """One step of `batch` sequences that runs `active_layers` layers, with `kv_tokens` cached tokens in each."""
+        """Seconds of a step of `batch` sequences: `active_layers` layers, `kv_tokens` cached tokens in each."""
         reads = self.batch * self.step.kv_seconds * tokens_read(kv_tokens, self.window, self.window_share)
         active = active_layers * (self.step.layer_seconds + reads)
         return self.step.fixed_seconds + active + self._bridges(active_layers) * self.step.layer_seconds
@@ -153,7 +153,7 @@ class CostModel:
         return self.bridge_share * (self.num_layers - layers_run)
 
     def prompt_seconds(self, schedule: Schedule, tokens: int, ends: int = 1) -> float:
-        """One forward over `tokens` tokens of prompts, `ends` of them the last of their prompt.
+        """Seconds of one forward over `tokens` tokens of prompts, `ends` of them the last of their prompt.
 
         These give new tokens, and run the layers that are projected for the other tokens.
         """
@@ -168,7 +168,7 @@ class CostModel:
         return last.fixed_seconds + run * layer + len(schedule.projected) * above + bridges
 
     def prompt_layer_seconds(self, tokens: int) -> tuple[float, float]:
-        """One layer in a forward over `tokens` tokens of prompts, run and projected, without the cache read.
+        """Seconds of one layer in a forward over `tokens` tokens of prompts, run and projected, without the cache read.
 
         Constant below the smallest known number of tokens, interpolated between known ones, proportional beyond.
         """
@@ -242,7 +242,7 @@ class TextCost:
 
     @classmethod
     def of_lengths(cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], *, whole: bool = False) -> Self:
-        """From the texts' lengths in generated tokens, end token included; a batch draws its texts independently.
+        """Make it of the texts' lengths in generated tokens, with end tokens; a batch draws its texts independently.
 
         Raises DataError if no text has a decode step: two tokens are the least.
         """

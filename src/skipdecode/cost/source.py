@@ -85,7 +85,7 @@ def solver_limits(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a measurement is made of, and where it is kept."""
+    """The conditions of a measurement, and the file that keeps it."""
 
     ref: ModelRef
     device: torch.device
@@ -166,7 +166,7 @@ class _Place:
 
 
 def _measured_origin(backend: Backend, cost: CostModel, device: torch.device) -> str:
-    """Where a measured cost is from, in words."""
+    """Describe where a measured cost is from."""
     within = "" if cost.residual is None else f", fit within {cost.residual:.0%}"
     if cost.residual is not None and cost.residual > _NOISY:
         within += ": noisy, so measure again (remeasure) when the machine is quiet"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from skipdecode.data.messages import REASONING, Message
+from skipdecode.data.messages import REASONING, Message, checked_text
 from skipdecode.errors import DataError, ModelLoadError, OptionError
 
 Tool = Mapping[str, Any]
@@ -99,20 +99,19 @@ def render_chat(
     """
     try:
         template = str(tokenizer.get_chat_template(tools=list(tools) or None))
-        return str(
-            tokenizer.apply_chat_template(
-                [_adapted(message, template) for message in messages],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=answer,
-                **variables,
-            )
+        text = tokenizer.apply_chat_template(
+            [_adapted(message, template) for message in messages],
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=answer,
+            **variables,
         )
     except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
         reason, jinja = " ".join(str(e).split()), sys.modules.get("jinja2")  # which transformers may do without
         if jinja is not None and isinstance(e, jinja.TemplateSyntaxError):
             raise ModelLoadError(f"the model's chat template is broken: line {e.lineno}: {reason}") from e
         raise DataError(f"the chat template refuses the record: {reason}") from e
+    return checked_text("the chat", str(text))
 
 
 def _adapted(message: Message, template: str) -> Message:
@@ -199,7 +198,7 @@ def response_ids(texts: Sequence[str], tokenizer: Any, *, chat: bool = False) ->
 
 
 def _turn(tokenizer: Any, before: str, text: str) -> str:
-    """What the template writes for an answer behind the prompt `before`, without white space behind the answer's end.
+    """Render an answer behind the prompt `before` with the template, without white space behind the answer's end.
 
     White space of the answer itself stays, unless the template takes it off.
     """
@@ -252,7 +251,7 @@ class ToolChoice:
 
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: Any = "auto", *, several: bool = True) -> ToolChoice:
-        """What OpenAI's `tools`, `tool_choice` and `parallel_tool_calls` say together.
+        """Combine OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`.
 
         Raises OptionError: the choice is not accepted, or names no tool.
         """

@@ -43,7 +43,7 @@ def with_breaks(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateOptions(Options):
-    """What the prompt of a record is."""
+    """Options of making a prompt of a record."""
 
     task: str | None = option(
         "use the prompt (and the response) of a task: its name or its YAML file, as for skipdecode eval",
@@ -208,7 +208,7 @@ def read_sources(
 
 
 def held_out(file: RecordFile) -> tuple[RecordFile, RecordFile]:
-    """The records of a file without those of every tenth line, and these: records that select the best weights."""
+    """Split a file: every tenth record selects the best weights (second value), the others are learned."""
     lines = {line: number for number, line in enumerate(dict.fromkeys(one.line for one in file.records))}
     rest = tuple(one for one in file.records if lines[one.line] % _HELD_OUT)  # a line may be a chat of several answers
     dev = tuple(one for one in file.records if not lines[one.line] % _HELD_OUT)
@@ -273,7 +273,7 @@ def written_turns(
 def encode_source(
     file: RecordFile, name: str, template: Template, loaded: LoadedModel, options: RecordOptions
 ) -> tuple[list[Example], int]:
-    """The records as token ids within the model's context, and the number of skipped ones, which a note names."""
+    """Encode the records within the model's context; also the number of skipped records, which a note names."""
 
     decide_chat(template, loaded)
     limits = [most for most in (options.max_length, context_length(loaded.model.config)) if most is not None]

@@ -5,12 +5,13 @@ Used by the command line, the server and Python.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skipdecode.common.options import kinds
+from skipdecode.common.plain import listed
 from skipdecode.data.chats import ToolChoice
-from skipdecode.data.messages import Message, chat_fields
+from skipdecode.data.messages import Message, chat_fields, is_message
 from skipdecode.data.records import Parts, Record, Template, read_records
 from skipdecode.data.shapes import NOTHING, PROMPT_FIELDS, Shape, fitting_shapes, prompt_shape, shape_of_field
 from skipdecode.data.stopping import StopStrings
@@ -31,7 +32,11 @@ _OF_FORMATS, _OF_SCHEMAS = {"type", "json_schema"}, {"name", "description", "sch
 
 
 Prompt = str | list[Message] | list[int] | Mapping[str, Any]
-"""A text, a chat, token ids, or a row of a file."""
+"""A text; a chat, as a list of ``{"role": …, "content": …}``; token ids, as a list of numbers or
+``{"prompt_token_ids": …}``; or a record for the checkpoint's template.
+
+A text goes into the template that the checkpoint was tuned on, else into the chat template of the model, if it has one.
+"""
 
 
 class PromptForm:
@@ -140,6 +145,13 @@ class PromptForm:
 def are_token_ids(value: Any) -> bool:
     """Whether a value is a list of whole numbers, and not empty."""
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """List one or several prompts; a list of messages is one chat, and one of whole numbers its token ids."""
+    found = listed(prompts, "prompts")
+    is_chat = bool(found) and all(map(is_message, found))
+    return [found] if is_chat or are_token_ids(found) else found
 
 
 def _of_body(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ _ASSISTANT = {"assistant", "gpt", "chatgpt", "bot", "model", _CALL}
 _ROLES = {"human": "user", "observation": "tool", "function": "tool"} | dict.fromkeys(_ASSISTANT, "assistant")
 _SENDERS = {*_ROLES, "user", "system", "developer", "tool"}
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXTS = (*REASONING, "name", "tool_call_id")
 _TYPES = ("text", "message")  # of a message, which say nothing more than its role
 _NOTHING: tuple[Any, ...] = (None, [], {})
 
@@ -83,7 +84,8 @@ def has_answer(value: Any) -> bool:
     messages = _parsed(value)
     if not isinstance(messages, list):
         return True
-    return any(isinstance(each, Mapping) and str(each.get("role", each.get("from"))) in _ASSISTANT for each in messages)
+    roles = [_known(each.get("role", each.get("from"))) for each in messages if isinstance(each, Mapping)]
+    return any(role in _ASSISTANT for role in roles)
 
 
 def _message(where: str, value: Any) -> Message:
@@ -94,6 +96,9 @@ def _message(where: str, value: Any) -> Message:
         if not isinstance(_parsed(content), list | dict):
             raise DataError(f"{where} is a call and no JSON: give an object with name and arguments")
         fields["tool_calls"], content = content, None
+    for name in _TEXTS:
+        if fields.get(name) not in _NOTHING and not isinstance(fields[name], str):
+            raise DataError(f"{name!r} of {where} is {kind_of(fields[name])}: give text")
     calls = _calls(where, fields)
     if fields.get("type") in _TYPES:
         del fields["type"]
@@ -114,13 +119,19 @@ def _message(where: str, value: Any) -> Message:
 
 def _role(fields: dict[str, Any]) -> str | None:
     """Take the role out of the fields of a message; `from` and `value` become role and content."""
-    if "from" not in fields:
-        role = fields.pop("role", None)
-        return role if isinstance(role, str) else None
-    role, fields["content"] = fields.pop("from"), fields.pop("value", None)
-    if not isinstance(role, str) or role not in _SENDERS:
-        raise DataError(f"'from' is {role!r}: give one of {', '.join(sorted(_SENDERS))}")
-    return role
+    role, sender = fields.pop("role", None), fields.pop("from", None)
+    if sender is not None:
+        role, fields["content"] = sender, fields.pop("value", None)
+    known = _known(role)
+    if sender is not None and known not in _SENDERS:
+        raise DataError(f"'from' is {sender!r}: give one of {', '.join(sorted(_SENDERS))}")
+    return known or None
+
+
+def _known(role: Any) -> str | None:
+    """A role; a known one in small letters. None if it is no text."""
+    lower = role.strip().lower() if isinstance(role, str) else None
+    return lower if lower in _SENDERS or not lower else role
 
 
 def _text(where: str, content: Any) -> str | None:
@@ -144,7 +155,7 @@ def _text_of_part(where: str, part: Any) -> str:
 
 
 def _calls(where: str, fields: dict[str, Any]) -> list[Message]:
-    """Take the calls of tools out of the fields of a message, those of OpenAI's older form too."""
+    """Take the calls of tools, also in OpenAI's older form, out of the fields of a message."""
     calls, older = _parsed(fields.pop("tool_calls", [])), fields.pop(_CALL, None)
     if isinstance(calls, Mapping) or older is not None:
         calls = [older or calls]

@@ -5,8 +5,9 @@ Every record that cannot be used is reported with its line; the caller refuses t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from skipdecode.common.progress import note
@@ -116,6 +117,12 @@ class PromptEncoder:
             for number, row in zip(rows, ids, strict=True):
                 found[number] = self._checked(records[number], *self._cut(found[number], row, most))
         return found
+
+    def stream(self, records: Iterable[Record], at_once: int) -> Iterator[EncodedPrompt]:
+        """Encode records as they are taken, so many together."""
+        left = iter(records)
+        while window := list(islice(left, at_once)):
+            yield from self.encode(window)
 
     def _of_ids(self, record: Record) -> EncodedPrompt:
         """The prompt of a record that has token ids in place of text."""

@@ -23,7 +23,7 @@ _REASONS_SHOWN = _LINES_SHOWN = 5
 
 
 class Parts(NamedTuple):
-    """What a form selects of a record; the fields are those of `Record`."""
+    """Parsed fields of a record, named as in `Record`."""
 
     prompt: str | list[Message]
     values: Mapping[str, str] = {}

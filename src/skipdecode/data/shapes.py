@@ -22,7 +22,7 @@ Prompt = str | list[Message]
 
 @dataclass(frozen=True)
 class Shape:
-    """Where records have their prompts and responses.
+    """A known shape of records: the fields of their prompts and responses.
 
     `key` is the field that tells the shape; `fields` are those of the prompt, in their order in it; `responses` those
     that may hold the response, none if it is in the prompt's field; `chat`: that field is a chat and nothing else.

@@ -57,7 +57,7 @@ class TextIndex:
             self.tokens.append(token)
 
     def longest(self, tail: Several[int]) -> tuple[int, int]:
-        """Of the places where the end of `tail` occurred: how many tokens are the same, at most 16, and what follows.
+        """Longest match of the end of `tail`: how many tokens are the same, at most 16, and the place that follows.
 
         Places are those of the last pair, the latest 8, else of the last token. (0, 0) if there is none.
         """
@@ -128,7 +128,7 @@ class Drafter:
 
     @property
     def chance(self) -> float:
-        """That a draft of this step is accepted if those before it were."""
+        """Probability that a draft of this step is accepted if all drafts before it were."""
         return min(self._learned().chance, 0.99)
 
     def learn(self, tokens: Several[int]) -> None:

@@ -100,7 +100,7 @@ class FastEngine(Engine):
         self._scheduler.clear()
 
     def cancel(self, number: int) -> None:
-        """See `Engine`; the pages of the sequence are free at once."""
+        """Cancel a sequence as in `Engine`; its pages are free at once."""
         for sequences in (self._prefilling, self._decoding):
             for sequence in sequences:
                 if sequence.number == number:
@@ -198,7 +198,7 @@ class FastEngine(Engine):
         return chunks
 
     def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Predicted]:
-        """One forward over the chunks: the sequences that get tokens with it, and their tokens.
+        """Run one forward over the chunks: the sequences that get tokens with it, and their tokens.
 
         Rows that say a next token are those of the sequences in this order: of each one row for every token that it
         ran, of a prompt one.
@@ -229,7 +229,7 @@ class FastEngine(Engine):
 
     @staticmethod
     def _score(chunk: Chunk, logits: Tensor) -> None:
-        """Note the log-probabilities of the prompt tokens that follow those of a chunk."""
+        """Note the log-probabilities of the prompt tokens that follow a chunk's tokens."""
         request = chunk.sequence.request
         following = request.prompt[chunk.start + 1 : chunk.end + 1]
         chunk.sequence.scores += scores(logits, following, request.sampling.top_logprobs)

@@ -114,7 +114,7 @@ class GatedEngine(Engine):
     @isolated_torch()
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One forward of the batch: its prompts, or a token per sequence. A new batch starts when the last one ends."""
+        """Run one forward of the batch: its prompts, or a token per sequence. A batch starts when the last one ends."""
         start = time.perf_counter()
         if self._batch is None:
             if not self.waiting:
@@ -131,7 +131,7 @@ class GatedEngine(Engine):
     # ------------------------------------------------------------------ batches
 
     def _next_batch(self) -> _Batch:
-        """Waiting sequences with the same schedule as the one that has waited longest."""
+        """Waiting sequences with the schedule of the sequence that has waited longest."""
         oldest = min((sequence for queue in self._queues.values() for sequence in queue), key=attrgetter("number"))
         schedule = oldest.schedule
         rows = self._queues[schedule].admit(0)
@@ -180,7 +180,7 @@ class GatedEngine(Engine):
             row.scores += scores(logits[start : start + len(following)].float(), following, top)
 
     def _filled(self, batch: _Batch) -> Tensor:
-        """Logits of the first tokens of prompts, whose keys and values stand for those of all tokens."""
+        """Logits of the prompts' first tokens, whose keys and values stand for the keys and values of all tokens."""
         ids, mask = batch.ids, batch.mask
         batch.ids, batch.mask = ids[:, :1], mask[:, :1]
         logits = self._logits(batch)

@@ -87,7 +87,7 @@ def running_dtype(ref: ModelRef, asked: str, device: Any, engine: str = "auto") 
 
 
 class Backend:
-    """What runs a model: opens engines for any number of schedules, which all share the model's weights.
+    """Opener of a model's engines, for any number of schedules, which all share the model's weights.
 
     Parameters
     ----------

@@ -165,9 +165,12 @@ def rules_line(config: Any) -> str | None:
 
 
 def stop_strings(config: Any) -> tuple[str, ...]:
-    """The stop strings of a `GenerationConfig`."""
-    strings = getattr(config, "stop_strings", None) or ()
-    return (strings,) if isinstance(strings, str) else tuple(strings)
+    """The stop strings of a `GenerationConfig`; raises UsageError for what is no text."""
+    given = getattr(config, "stop_strings", None) or ()
+    strings = (given,) if isinstance(given, str) else given
+    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
+        raise UsageError(f"generation_config.json: stop_strings={given!r}: give texts, or --no-generation-config")
+    return tuple(strings)
 
 
 def _tuples(value: Any) -> Any:

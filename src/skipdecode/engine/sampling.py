@@ -60,7 +60,7 @@ class Sampler:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """For a new sequence."""
+        """Make the sampler of a new sequence."""
         return cls(request.sampling, request.prompt, request.max_new_tokens, request.stop_ids)
 
     def takes(self, token: int) -> bool:

@@ -279,6 +279,6 @@ def _layer_rows(spans: list[_Span], num_layers: int) -> list[LayerRows]:
 
 
 def _rows_before(slots: list[int], positions: list[int], taps: int) -> list[list[int]]:
-    """For each row of a forward the rows of the `taps` tokens before it; -1 where there is none."""
+    """Map each row of a forward to the rows of the `taps` tokens before it; -1 where there is none."""
     places = {place: row for row, place in enumerate(zip(slots, positions, strict=True))}
     return [[places.get((slot, position - tap), -1) for tap in range(1, taps + 1)] for slot, position in places]

@@ -21,6 +21,7 @@ from skipdecode.data.chats import response_ids
 from skipdecode.data.prompts import context_length, encode_prompts, outside, prompt_room
 from skipdecode.data.records import Reject, lines_by_reason
 from skipdecode.data.source import Records
+from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import Task, repeated
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.errors import DataError, SkipDecodeError
@@ -208,7 +209,7 @@ class TaskEvaluation:
         A signature has library, version and settings of a metric; a fidelity figure's is its definition.
         """
         records = self.records.items
-        texts = self._texts(outputs.tokens)
+        texts = self._texts(outputs.tokens, method)
         references = [[reference.strip() for reference in record.references] for record in records]
         tables: dict[str, Table] = {}
         signatures = dict(FIDELITY)
@@ -235,7 +236,7 @@ class TaskEvaluation:
         `full`, if there is one, is full depth on the same records.
         """
         tables, signatures = self._scored(method, outputs)
-        rows, about = self._rows(outputs, tables), {**self._about, "method": method.settings()}
+        rows, about = self._rows(method, outputs, tables), {**self._about, "method": method.settings()}
         draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
         metrics: dict[str, Any] = {}
         kept: dict[str, Any] = {}
@@ -264,9 +265,9 @@ class TaskEvaluation:
         }
         return document, rows
 
-    def _rows(self, outputs: Outputs, tables: Mapping[str, Table]) -> list[dict[str, Any]]:
+    def _rows(self, method: Method, outputs: Outputs, tables: Mapping[str, Table]) -> list[dict[str, Any]]:
         """The lines of ``outputs.jsonl``, one per record."""
-        texts, full_texts = self._texts(outputs.tokens), self._texts(outputs.full)
+        texts, full_texts = self._texts(outputs.tokens, method), self._texts(outputs.full, method)
         rows = []
         for i, record in enumerate(self.records.items):
             row = {
@@ -286,9 +287,9 @@ class TaskEvaluation:
     def _bar(self, name: str, passes: int = 1) -> Any:
         return progress_bar(passes * len(self.prompts), "record", name=name)
 
-    def _texts(self, rows: list[list[int]]) -> list[str]:
-        decode = self.tokenizer.decode
-        return [self.task.cut(decode(tokens, skip_special_tokens=True)) for tokens in rows]
+    def _texts(self, rows: list[list[int]], method: Method) -> list[str]:
+        decode, stop = self.tokenizer.decode, StopStrings(method.backend.stop)
+        return [self.task.cut(stop.cut(decode(tokens, skip_special_tokens=True))) for tokens in rows]
 
     def _teacher_forced(self, method: Method, outputs: Outputs) -> dict[str, Table]:
         """The loss of references, and fidelity along full depth's outputs if there are any."""
@@ -341,7 +342,7 @@ def with_w8a8(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
         fast = open_engines(backend.model, "fast", lambda text: None, "w8a8", generation_config=False)
     except SkipDecodeError:
         return []
-    fast.sampling = backend.sampling
+    fast.sampling, fast.stop = backend.sampling, backend.stop
     full = Method(fast, name="full, w8a8", beside=True)
     return [full, *(Method(fast, s, f"{s.name}, w8a8") for s in schedules if not s.is_full)]
 

@@ -26,6 +26,7 @@ from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
 from skipdecode.data.records import Record, Template
 from skipdecode.data.source import PromptSource, Records
+from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import Request, row_seed
 from skipdecode.evaluation.results import (
@@ -102,7 +103,7 @@ class OwnTexts:
         }
         variants = list(dict.fromkeys([reference, full, *methods]))
         tokenizer: Any = base.tokenizer
-        whole = about | {"prompts": prompts}
+        whole = about | {"prompts": prompts, "reference": reference.settings()}
         check_free(out, overwrite=self.options.overwrite or is_unfinished(out, whole))
         with closing(keep_unfinished(out, whole, overwrite=self.options.overwrite)) as kept:
             texts = self._decoded(variants, prompts, kept)
@@ -114,7 +115,12 @@ class OwnTexts:
             kept.remove()
         for variant, row in zip(variants, rows, strict=True):
             row |= speeds.get(variant, {})
-        said = {one.name: tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in variants}
+        said = {
+            one.name: [
+                *map(StopStrings(one.backend.stop).cut, tokenizer.batch_decode(texts[one], skip_special_tokens=True))
+            ]
+            for one in variants
+        }
         document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
         document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
         outputs = [
@@ -146,7 +152,7 @@ class OwnTexts:
         asked = Template("{prompt}", chat=True) if self.options.chat else recipe_template(loaded.recipe)
         template, seed = default_template(base.tokenizer, asked), row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"
-        data = SelfGeneratedData(base, reference.backend, template, self._generated, self.source, out, seed, skip_bad)
+        data = SelfGeneratedData(self.base, template, self._generated, self.source, out, seed, skip_bad)
         known = (
             row
             for file in (TRAIN_FILE, DEV_FILE)

@@ -141,7 +141,10 @@ class CallReader:
         name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or name not in self._names:
             raise ValueError("no tool has this name")
-        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):  # as some models write them
+            arguments = json.loads(arguments)
+        arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no object")
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -11,35 +11,38 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 
+import torch
+
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.jsonl import prepared_use
-from skipdecode.common.options import near
 from skipdecode.common.plain import listed, unwrapped
 from skipdecode.common.progress import note
 from skipdecode.data.chats import checked_variables
-from skipdecode.data.forms import are_token_ids, choose_form
-from skipdecode.data.messages import Message, is_message
+from skipdecode.data.forms import Prompt, PromptForm, choose_form, listed_prompts
+from skipdecode.data.messages import Message
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens, load, open_engines
-from skipdecode.engine.requests import BATCH, FinishReason, Sampling
+from skipdecode.engine.requests import BATCH, Request, Sampling
 from skipdecode.errors import (
     DataError,
     ModelLoadError,
     OptionError,
     UntunedScheduleWarning,
     UsageError,
+    WorkError,
 )
-from skipdecode.generation.detokenizer import TokenTexts
+from skipdecode.generation.decoding import Decoding, Output, check_options, positive
+from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop, TextStream
-from skipdecode.generation.run import Decoding
 from skipdecode.generation.stats import RunStats
 from skipdecode.models.carried import named_schedules, schedule_file
 from skipdecode.models.families import unwrap, vocabulary_size
@@ -48,18 +51,9 @@ from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of
 
-Prompt = str | list[Message] | list[int] | Mapping[str, Any]
-"""A text; a chat, as a list of ``{"role": …, "content": …}``; token ids, as a list of numbers or
-``{"prompt_token_ids": …}``; or a record for the checkpoint's template.
-
-A text goes into the template that the checkpoint was tuned on, else into the chat template of the model, if it has one.
-"""
-
 _LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """One for each model: its weights, buffers and layers serve one forward at a time."""
 M = TypeVar("M", bound=Callable[..., Any])
-_OPTIONS = ("max_new_tokens", "schedule", "stop", "template", "exact", "json_schema")
-_NEW_TOKENS = ("max_tokens", "max_length", "max_completion_tokens")
 
 
 def _one_at_a_time(method: M) -> M:
@@ -71,28 +65,6 @@ def _one_at_a_time(method: M) -> M:
             return method(llm, *args, **keywords)
 
     return cast("M", waiting)
-
-
-@dataclass(frozen=True)
-class Output:
-    """The output of one prompt.
-
-    Parameters
-    ----------
-    prompt : str
-        The prompt as it was tokenized, with its template or chat template.
-    text : str
-        The output without the stop string.
-    tokens : list of int
-        The new tokens, with the end token.
-    finish_reason : {"eos", "length", "stop", "error"}
-        An end token, `max_new_tokens` (or the end of the context), a stop string, or a schema that takes too much work.
-    """
-
-    prompt: str
-    text: str
-    tokens: list[int]
-    finish_reason: FinishReason
 
 
 class Outputs(list[Output]):
@@ -146,8 +118,8 @@ class LLM:
         Those of the chat template.
     backend : Backend
         Opens engines of the model.
-    stats : RunStats or None
-        The statistics of the last finished call.
+    stats : RunStats
+        The statistics of the last call.
     """
 
     @isolated_torch()
@@ -185,10 +157,10 @@ class LLM:
         self.texts = TokenTexts(self.tokenizer)
         self.num_layers = self.loaded.num_layers
         self.context = context_length(self.loaded.model.config)
-        self.stats: RunStats | None = None
+        self.stats = RunStats(num_layers=self.num_layers)
         self.variables = checked_variables(self.tokenizer, chat_template_kwargs)
         self._schedule = schedule
-        self._max_rows = _positive("max_rows", max_rows)
+        self._max_rows = positive("max_rows", max_rows)
         self.schedule_of(schedule)
         self._lock = _LOCKS.setdefault(unwrap(self.loaded.model), threading.RLock())
         with self._lock:  # the projection weights may be fused
@@ -276,22 +248,106 @@ class LLM:
         start = time.perf_counter()
         options = {"schedule": schedule, "stop": stop, "template": template, "exact": exact} | sampling
         options["json_schema"] = json_schema
-        encoded, how, chosen = self._prepared(_listed(prompts), max_new_tokens, **options)
-        loop = TextLoop[Generated](self._idle_engine())
-        rows = [how.begin(prompt) for prompt in encoded]
+        encoded, decoding, chosen = self._prepared(listed_prompts(prompts), max_new_tokens, **options)
+        found = Outputs()
+        for output in self.iterate(encoded, decoding, chosen):
+            if output.error is not None:  # the first outputs, before anything is generated
+                raise DataError(output.error, index=output.index)
+            found.append(output)
+        found.sort(key=lambda output: output.index)
+        found.stats = self.stats
+        found.stats.seconds = time.perf_counter() - start
+        return found
+
+    def iterate(
+        self,
+        prompts: Iterable[EncodedPrompt],
+        decoding: Decoding,
+        schedule: Schedule | None = None,
+        *,
+        rows: int | None = None,
+        window: int | None = None,
+        cut: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Output]:
+        """Yield an output for each prompt of `encode` when it is finished; one that cannot be used comes at once.
+
+        The model is locked in a step, not between two outputs. `stats` are those of this call from its begin on.
+        An iterator that is left early ends the texts that run.
+
+        Raises WorkError: the accelerator is out of memory.
+
+        Parameters
+        ----------
+        prompts : iterable of EncodedPrompt
+            Read as they are needed; each has its index in its record.
+        decoding : Decoding
+        schedule : Schedule, optional
+            Default: that of the LLM, see `schedule_of`.
+        rows : int, optional
+            Most prompts that are decoded together. Default: `max_rows`.
+        window : int, optional
+            Prompts that are taken at once, and sorted by length, when none waits. Default: all.
+        cut : callable
+            Is asked after each step; once it is true, the texts that run end as at their most tokens, and no further
+            prompt is taken.
+        """
+        schedule = self.schedule_of(None) if schedule is None else schedule
+        engine, begun = self._free_engine(rows), time.perf_counter()
+        loop, sources = TextLoop[Generated](engine), dict[Generated, EncodedPrompt]()
+        self.stats = stats = cast("RunStats", engine.stats)
+        left, more = iter(prompts), True
         try:
-            loop.submit(rows, chosen)
-            while loop.running:
-                loop.ended()
+            while more or loop.running:
+                if more and not engine.waiting:
+                    taken = list(islice(left, window))
+                    more = window is not None and len(taken) == window
+                    new = dict[Generated, EncodedPrompt]()
+                    for prompt in taken:
+                        try:
+                            new[self.begin(prompt, decoding)] = prompt
+                        except DataError as e:
+                            stats.rows += 1
+                            stats.bad_rows += 1
+                            yield Output(replace(prompt, error=str(e)))
+                    with self._lock:
+                        loop.submit(new, schedule)
+                    sources |= new
+                with self._lock:
+                    ended = loop.ended()
+                    if cut():
+                        ended, more = [*ended, *loop.cut()], False
+                for one in ended:
+                    stats.add(one.tokens, one.finish_reason)
+                    yield Output(sources.pop(one), one.text, one.tokens, one.finish_reason)
+        except torch.OutOfMemoryError:
+            engine.close()
+            batch = f"{rows or self._max_rows} rows of up to {decoding.max_new_tokens} new tokens"
+            raise WorkError(
+                f"out of memory with {batch}: give a smaller batch size (finished rows of a file output are kept)"
+            ) from None
         except BaseException:
-            self._drop(loop.engine)  # its prefix cache may be incomplete
+            engine.close()  # its prefix cache may be incomplete
             raise
-        outputs = Outputs(
-            Output(prompt.text, row.text, row.tokens, row.finish_reason or "length")
-            for prompt, row in zip(encoded, rows, strict=True)
-        )
-        outputs.stats = self._summed(loop.engine, start, [row.tokens for row in rows])
-        return outputs
+        stats.seconds = time.perf_counter() - begun
+        if rows is None:
+            self._engine = engine
+
+    def begin(self, prompt: EncodedPrompt, decoding: Decoding) -> Generated:
+        """Make the request of a prompt and the reader of its text.
+
+        Raises DataError: the prompt cannot be used, or its record asks for what the model cannot do.
+        """
+        if prompt.error is not None:
+            raise DataError(prompt.error)
+        try:
+            own = decoding.for_record(prompt.record, self.grammars)
+            most = own.max_new_tokens if prompt.room is None else min(own.max_new_tokens, prompt.room)
+            request = Request(tuple(prompt.token_ids), most, own.sampling, self._ends, exact=own.exact)
+            if prompt.record.asked:
+                request.check_vocabulary(self.grammars.vocab_size)
+        except UsageError as e:
+            raise DataError(f"body: {e}") from None
+        return Generated(request, Detokenizer(self.texts, own.stop))
 
     @overload
     def chat(
@@ -341,16 +397,20 @@ class LLM:
         Options and errors are those of `generate`.
         """
         start = time.perf_counter()
-        (encoded,), how, chosen = self._prepared([prompt], max_new_tokens, **options)
-        engine = self._idle_engine()
-        return TextStream(
-            TextLoop(engine),
-            how.begin(encoded),
-            chosen,
-            lambda tokens: self._summed(engine, start, [tokens]),
-            lambda: self._drop(engine),
-            self._lock,
-        )
+        (encoded,), decoding, chosen = self._prepared([prompt], max_new_tokens, **options)
+        try:
+            one = self.begin(encoded, decoding)
+        except DataError as e:
+            raise DataError(str(e), index=0) from None
+        engine = self._free_engine()
+
+        def finished() -> RunStats:
+            self.stats = stats = cast("RunStats", engine.stats)
+            self._engine, stats.seconds = engine, time.perf_counter() - start
+            stats.add(one.tokens, one.finish_reason)
+            return stats
+
+        return TextStream(TextLoop(engine), one, chosen, finished, self._lock)
 
     @_one_at_a_time
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
@@ -363,10 +423,20 @@ class LLM:
             prompt_template=template if isinstance(template, str) else None,
         )
         records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(listed(prompts, "prompts"))]
-        vocabulary = vocabulary_size(self.loaded.model)
-        about: dict[str, Any] = {"template": form.template, "chat": form.chat, "vocabulary": vocabulary}
-        about |= {"told": self._told, "variables": self.variables}
-        return PromptEncoder(self.tokenizer, self.context, **about).encode(records)
+        return self.encoder(form, told=self._told).encode(records)
+
+    def encoder(self, form: PromptForm, system: str | None = None, told: set[str] | None = None) -> PromptEncoder:
+        """Make the encoder of prompts of a form; see `PromptEncoder`."""
+        return PromptEncoder(
+            self.tokenizer,
+            self.context,
+            chat=form.chat,
+            system=system,
+            template=form.template,
+            vocabulary=vocabulary_size(self.loaded.model),
+            told=told,
+            variables=self.variables,
+        )
 
     def _prepared(
         self,
@@ -381,32 +451,26 @@ class LLM:
         **sampling: Any,
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
         """The encoded prompts, the decoding settings, and the schedule of a call."""
-        _check_options(sampling)
+        check_options(sampling)
+        stop, template, exact = map(unwrapped, (stop, template, exact))
         if not isinstance(template, bool | str):
             raise OptionError("template", template, "True, False, or a template such as '{text}'")
         if not isinstance(exact, bool):
             raise OptionError("exact", exact, "True or False")
         drawn = replace(self.backend.sampling, **sampling)
         drawn.check_effect()
-        how = Decoding(
-            texts=self.texts,
+        decoding = Decoding(
             sampling=self.constrained(drawn, json_schema),
-            max_new_tokens=_positive("max_new_tokens", max_new_tokens),
-            ends=self._ends,
+            max_new_tokens=positive("max_new_tokens", max_new_tokens),
             stop=StopStrings((stop,) if isinstance(stop, str) else self.backend.stop if stop is None else stop),
             exact=exact,
-            grammars=self.grammars,
         )
         asked = self.schedule_of(schedule, max_new_tokens)
         line = self.loaded.untuned_line([asked])
         if line is not None and asked not in self._warned:
             self._warned.add(asked)
             warnings.warn(line, UntunedScheduleWarning, stacklevel=4)
-        encoded = how.checked(self.encode(prompts, template=template))
-        for index, prompt in enumerate(encoded):
-            if prompt.error is not None:
-                raise DataError(prompt.error, index=index)
-        return encoded, how, asked
+        return self.encode(prompts, template=template), decoding, asked
 
     def constrained(self, sampling: Sampling, json_schema: Mapping[str, Any] | str | None) -> Sampling:
         """Settings under which texts fit a JSON schema, if there is one; raises `GrammarError`."""
@@ -414,52 +478,21 @@ class LLM:
             return sampling
         return replace(sampling, grammar=self.grammars.compile("json", json_schema))
 
-    def _idle_engine(self) -> Engine:
-        """The engine of earlier calls, with their prompts in its prefix cache; a new one while a stream runs on it."""
-        if self._engine is None or self._engine.has_work:
-            self._engine = self.backend.engine(max_rows=self._max_rows, prefix_cache=True)
-        self._engine.stats = RunStats(num_layers=self.num_layers)
-        return self._engine
+    def _free_engine(self, rows: int | None = None) -> Engine:
+        """Take the engine of earlier calls, with their prompts in its prefix cache; a new one if another call has it.
 
-    def _drop(self, engine: Engine) -> None:
-        engine.close()
-        self._engine = None if self._engine is engine else self._engine
-
-    def _summed(self, engine: Engine, start: float, rows: Sequence[list[int]]) -> RunStats:
-        stats = cast("RunStats", engine.stats)
-        stats.rows, stats.seconds = len(rows), time.perf_counter() - start
-        stats.ended_at_once = sum(len(tokens) == 1 and tokens[0] in self._ends for tokens in rows)
-        self.stats = stats
-        return stats
-
-
-def _positive(name: str, value: Any) -> int:
-    """`value` if it is a whole number above 0; raises OptionError."""
-    value = unwrapped(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(name, value, "a whole number, 1 or more")
-    return value
-
-
-def _check_options(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that `generate` does not have."""
-    known = {field.name for field in fields(Sampling)} - {"top_logprobs", "grammar"}
-    unknown = next((name for name in given if name not in known), None)
-    if unknown == "top_logprobs":
-        raise UsageError("top_logprobs: outputs have no log-probabilities; skipdecode serve and skipdecode.engine do")
-    if unknown is not None:
-        hint = " (did you mean 'max_new_tokens'?)" if unknown in _NEW_TOKENS else near(unknown, [*known, *_OPTIONS])
-        accepted = ", ".join([*_OPTIONS, *sorted(known)])
-        raise UsageError(f"generate has no option {unknown!r}{hint}; accepted are {accepted}")
+        A call that ends without an error gives it back. One for other `rows` is always new.
+        """
+        with self._lock:
+            engine = self._engine if rows is None else None
+            if engine is None:
+                engine = self.backend.engine(max_rows=rows or self._max_rows, prefix_cache=True)
+            else:
+                self._engine = None
+            engine.stats = RunStats(num_layers=self.num_layers)
+            return engine
 
 
 def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> Outputs:
     """Load a model and generate: `LLM(name).generate(prompts, **options)`. For several calls, use an `LLM`."""
     return LLM(name).generate(prompts, **options)
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts from one or several; a list of messages is one chat, and one of whole numbers its token ids."""
-    found = listed(prompts, "prompts")
-    is_chat = bool(found) and all(map(is_message, found))
-    return [found] if is_chat or are_token_ids(found) else found

@@ -86,6 +86,14 @@ class TextLoop(Generic[G]):
                 found.append(one)
         return found
 
+    def cut(self) -> list[G]:
+        """End all requests that run, as at their most tokens; returns them."""
+        running = list(self.running.values())
+        for one in running:
+            self.remove(one)
+            one.finish_reason = "length"
+        return running
+
     def remove(self, one: G) -> None:
         """End a request that runs, before the next step."""
         del self.running[one.number]
@@ -95,8 +103,8 @@ class TextLoop(Generic[G]):
 class TextStream(Iterator[str]):
     """The text of one request, in pieces; no one else uses the engine until the stream has ended.
 
-    `loop` has no requests yet. `summed` makes the statistics from all tokens at the end; `failed` is called if a step
-    raises, after which the engine must not be used. `turn` is held during each step, and while the stream is closed.
+    `loop` has no requests yet; its engine is closed if a step raises. `finished` makes the statistics at the end, from
+    when on others may use the engine. `turn` is held during each step, and while the stream is closed.
 
     Attributes
     ----------
@@ -113,12 +121,11 @@ class TextStream(Iterator[str]):
         loop: TextLoop[Generated],
         one: Generated,
         schedule: Schedule,
-        summed: Callable[[list[int]], Any],
-        failed: Callable[[], None],
+        finished: Callable[[], Any],
         turn: AbstractContextManager[object],
     ) -> None:
         self.stats: Any = None
-        self._loop, self._one, self._summed, self._failed, self._turn = loop, one, summed, failed, turn
+        self._loop, self._one, self._finished, self._turn = loop, one, finished, turn
         loop.submit([one], schedule)
         self._open = True
 
@@ -142,7 +149,7 @@ class TextStream(Iterator[str]):
                     self._loop.ended()
                 except BaseException:
                     self._open = False
-                    self._failed()
+                    self._loop.engine.close()
                     raise
                 if self.finish_reason is not None:
                     self.close()
@@ -159,7 +166,7 @@ class TextStream(Iterator[str]):
                 self._open = False
                 if self._loop.running:
                     self._loop.remove(self._one)
-                self.stats = self._summed(self.tokens)
+                self.stats = self._finished()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("a stream is not copied or pickled: begin another with LLM.stream")

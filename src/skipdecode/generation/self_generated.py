@@ -29,17 +29,19 @@ from skipdecode.common.rows import check_streams, read_rows
 from skipdecode.data.chats import chat_fault, render_chat
 from skipdecode.data.examples import RecordOptions, self_template
 from skipdecode.data.forms import PromptForm, recipe_template
-from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token
 from skipdecode.data.records import Record, Reject, Template, refuse_rejects, reject_summary
 from skipdecode.data.source import PromptSource
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
+from skipdecode.generation.decoding import Decoding
 from skipdecode.generation.records import open_writer
 from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.engine.opening import Backend
+    from skipdecode.generation.llm import LLM
     from skipdecode.models.loading.hub import LoadedModel
 
 TRAIN_FILE, DEV_FILE, TEST_FILE = "self.jsonl", "self-dev.jsonl", "self-test.jsonl"
@@ -48,6 +50,8 @@ _DRAWN = 1000
 _PROMPT_TOKENS = 128
 _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
+_WINDOW_BATCHES = 64
+_NOT_ASKED = ("calling", "json_schema")  # of a line of OpenAI's batches: answers are learned without tools
 _ADMITS = 0.6  # of the time: rows that run then take about the rest, and those that take more are cut
 _LEAST_STEPS = 8  # before sequences are cut: shorter texts are not kept
 _GRAM, _LEAST_DISTINCT = 4, 0.7
@@ -124,8 +128,7 @@ def default_template(tokenizer: Any, template: Template | None = None) -> Templa
 class SelfGeneratedData:
     """Prompts and answers of a model, kept in a directory."""
 
-    loaded: LoadedModel
-    backend: Backend  # of the model
+    llm: LLM
     template: Template  # template of the prompts; see `default_template`
     options: SelfGeneratedOptions
     source: PromptSource | None  # the file of prompts that the options name; without one they are drawn
@@ -162,9 +165,9 @@ class SelfGeneratedData:
         about = self._begun()
         if "kept" in about:
             return about
-        check_end_token(self.loaded.tokenizer)
+        check_end_token(self.llm.loaded.tokenizer)
         records = self.prompts()
-        sampling = self.options.answers(row_seed(self.seed, 2), self.backend.sampling)
+        sampling = self.options.answers(row_seed(self.seed, 2), self.llm.backend.sampling)
         rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens, 1.0)
         kept = self._kept("answers", rows, set(), 2)
         field = self.template.responses[0]
@@ -193,11 +196,12 @@ class SelfGeneratedData:
         path, source = self.directory / ABOUT_FILE, self.source
         depend_on = asdict(self.options) | {
             "prompts": source and source.fingerprint["sha256"],
-            "model": self.loaded.name,
-            "checkpoint": checkpoint_digest(self.loaded) | {"fit": None},  # full depth does not use it
-            "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+            "model": self.llm.loaded.name,
+            "checkpoint": checkpoint_digest(self.llm.loaded) | {"fit": None},  # full depth does not use it
+            "dtype": str(self.llm.loaded.model.dtype).removeprefix("torch."),
             "template": self.template.to_dict(),
             "seed": self.seed,
+            "rules": self.llm.backend.sampling.active | {"stop_strings": [*self.llm.backend.stop]},
         }
         settings = json.loads(json.dumps(depend_on))
         if not path.exists():
@@ -219,15 +223,15 @@ class SelfGeneratedData:
         head = found = ""
         if self.template.chat and self.template.prompt == "{prompt}":
             messages = [{"role": "user", "content": _USER}]
-            head, found, _ = render_chat(self.loaded.tokenizer, messages, answer=False).partition(_USER)
+            head, found, _ = render_chat(self.llm.loaded.tokenizer, messages, answer=False).partition(_USER)
         if not (head and found):
             raise UsageError(
-                f"{self.loaded.name} has no chat template, or was not tuned on chats, so it draws no prompts: give "
+                f"{self.llm.loaded.name} has no chat template, or was not tuned on chats, so it draws no prompts: give "
                 "`prompts`, such as a text file with one a line"
             )
-        if not end_tokens(self.loaded.model, self.loaded.tokenizer):
+        if not end_tokens(self.llm.loaded.model, self.llm.loaded.tokenizer):
             raise UsageError(
-                f"{self.loaded.name} has no end token, so no prompt that it draws ends: give `prompts`, a file"
+                f"{self.llm.loaded.name} has no end token, so no prompt that it draws ends: give `prompts`, a file"
             )
         return head
 
@@ -243,7 +247,8 @@ class SelfGeneratedData:
                 seen.add(key)
                 # The answers are learned without the record's system message.
                 left_out = (*record.left_out, *map(repr, record.for_chat))
-                found.append(replace(record, index=len(found), for_chat={}, left_out=left_out))
+                asked = {name: value for name, value in record.asked.items() if name not in _NOT_ASKED}
+                found.append(replace(record, index=len(found), for_chat={}, left_out=left_out, asked=asked))
         told, bad = reject_summary(rejects), [r for r in rejects if not r.reason.startswith("repeated")]
         refuse_rejects("`prompts`", bad, skip_bad=self.skip_bad)
         if not found:
@@ -274,40 +279,39 @@ class SelfGeneratedData:
         share: float,
     ) -> list[dict[str, Any]]:
         """The outputs for records, from the file of an earlier run or generated now in a share of the time left."""
-        from skipdecode.engine.opening import end_tokens
-        from skipdecode.generation.detokenizer import TokenTexts
-        from skipdecode.generation.run import Job, generate_rows
-
-        path, model, tokenizer = self.directory / file, self.loaded.model, self.loaded.tokenizer
-        if not path.exists():
-            about = self._begun()
-            write_whole(self.directory / ABOUT_FILE, json.dumps(about) + "\n")
-            size = _GPU_ROWS if model.device.type == "cuda" else _ROWS
-            job = Job(
-                texts=TokenTexts(tokenizer),
-                sampling=sampling,
-                max_new_tokens=most,
-                ends=end_tokens(model, tokenizer),
-                stop=StopStrings(self.backend.stop),
-                encoder=encoder(tokenizer, context_length(model.config), template=self.template),
-                make_engine=lambda rows: self.backend.engine(max_rows=rows, prefix_cache=True),
-                batch_size=size,
+        path, llm = self.directory / file, self.llm
+        if path.exists():
+            return [row for _, row in read_rows(path) if isinstance(row, dict)]
+        about = self._begun()
+        write_whole(self.directory / ABOUT_FILE, json.dumps(about) + "\n")
+        size = _GPU_ROWS if llm.loaded.model.device.type == "cuda" else _ROWS
+        decoding = Decoding(sampling=sampling, max_new_tokens=most, stop=StopStrings(llm.backend.stop))
+        with closing(open_writer(str(path), about["settings"])) as writer:
+            left = [record for record in records if not writer.is_done(record.index)]
+            window, over, until, told = _WINDOW_BATCHES * size, math.inf, math.inf, ""
+            total: int | None = len(records)
+            if self.until < math.inf:  # the clock ends it, most likely before the last record
+                start = time.perf_counter()
+                seconds = share * max(0.0, self.until - start)
+                window, over, until, total = size, start + _ADMITS * seconds, start + seconds, None
+                told = f"of {len(records)}; ends after {seconds / 60:.1f} min at most"
+            least = _LEAST_STEPS * min(size, len(left))
+            begun = chain(left[:size], takewhile(lambda record: time.perf_counter() < over, left[size:]))
+            prompts = encoder(llm.tokenizer, llm.context, template=self.template).stream(begun, window)
+            outputs = llm.iterate(
+                prompts,
+                decoding,
+                Schedule.full(llm.num_layers),
+                rows=size,
+                window=window,
+                cut=lambda: time.perf_counter() > until and llm.stats.new_tokens >= least,
             )
-            with closing(open_writer(str(path), about["settings"])) as writer:
-                left = [record for record in records if not writer.is_done(record.index)]
-                batches, over, until, told = 64, math.inf, math.inf, ""
-                total: int | None = len(records)
-                if self.until < math.inf:  # the clock ends it, most likely before the last record
-                    start = time.perf_counter()
-                    seconds = share * max(0.0, self.until - start)
-                    batches, over, until, total = 1, start + _ADMITS * seconds, start + seconds, None
-                    told = f"of {len(records)}; ends after {seconds / 60:.1f} min at most"
-                begun = chain(left[:size], takewhile(lambda record: time.perf_counter() < over, left[size:]))
-                with progress_bar(total, "row", name=path.stem, done=writer.rows_before) as bar:
-                    bar.set_postfix_str(told, refresh=False)
-                    given: dict[str, Any] = {"window_batches": batches, "progress": lambda n, _: bar.update(n)}
-                    given |= {"until": until, "least": _LEAST_STEPS * min(size, len(left))}
-                    generate_rows(begun, job, writer, len(left), **given)
+            with progress_bar(total, "row", name=path.stem, done=writer.rows_before) as bar:
+                bar.set_postfix_str(told, refresh=False)
+                for output in outputs:
+                    writer.put(output.index, output.to_record(), bad=output.error is not None)
+                    bar.update()
+            writer.finish()
         return [row for _, row in read_rows(path) if isinstance(row, dict)]
 
     def _kept(self, what: str, rows: Iterable[dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
@@ -331,7 +335,7 @@ class SelfGeneratedData:
         """Why a text is not kept; empty if it is."""
         if "error" in row:
             return "too long for the context"
-        tokenizer: Any = self.loaded.tokenizer
+        tokenizer: Any = self.llm.loaded.tokenizer
         ids = tokenizer(text, add_special_tokens=False).input_ids
         grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
         circles = len(set(grams)) < _LEAST_DISTINCT * len(grams)
@@ -384,9 +388,9 @@ def own_answers(
     drawing and answering end; default: all prompts are answered. `overwrite`: replace answers that were made with other
     settings.
     """
-    from skipdecode.engine.opening import open_engines
+    from skipdecode.generation.llm import LLM
 
     template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.recipe))
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
-    made = SelfGeneratedData(loaded, open_engines(loaded.model, "auto", note), *about, until)
+    made = SelfGeneratedData(LLM(loaded), *about, until)
     return template, made.write_records(held_out, tested)

@@ -120,7 +120,8 @@ class Method:
         schedule = {} if self.full_depth else {"schedule": self.schedule.to_dict()}
         fast = self.backend.fast
         weights = {} if fast is None or fast.quantization is None else {"quantization": fast.quantization}
-        rules = {"rules": self.backend.sampling.active} if self.backend.sampling.active else {}
+        active, stop = self.backend.sampling.active, self.backend.stop
+        rules = {"rules": active | ({"stop_strings": [*stop]} if stop else {})} if active or stop else {}
         return {"name": self.name} | schedule | ({} if self.exact else {"exact": False}) | weights | rules
 
 

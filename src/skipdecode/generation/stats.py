@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from skipdecode.common.progress import note
 from skipdecode.common.tables import byte_size, speedups
-from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.engine.base import EngineStats
-from skipdecode.generation.speed import HOW, HOW_WITHOUT_DRAFTS, Method, Turns, medians_of, request_seconds
+from skipdecode.engine.requests import FinishReason
+from skipdecode.generation.decoding import Output
+from skipdecode.generation.speed import (
+    HOW,
+    HOW_WITHOUT_DRAFTS,
+    MOST_BATCHES,
+    Method,
+    Turns,
+    medians_of,
+    request_seconds,
+    spread_over,
+    time_equal_lengths,
+)
 from skipdecode.schedule import Schedule
 
 _BAD_ROWS_SHOWN = 20
@@ -29,6 +41,16 @@ class SpeedComparison:
     full: Method
     batch_size: int
     new_tokens: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output], ours: Method, full: Method, batch_size: int) -> Self:
+        """Time a method and full depth on prompts, for as many tokens as their outputs have."""
+        timed = [output for output in outputs if len(output.tokens) > 1]  # else there is no step to compare
+        chosen = [timed[i] for i in spread_over(len(timed), min(len(timed), MOST_BATCHES * batch_size))]
+        lengths = [len(output.tokens) for output in chosen]
+        prompts = [output.source.token_ids for output in chosen]
+        turns = time_equal_lengths([full, ours], prompts, lengths, batch_size=batch_size)
+        return cls(turns, ours, full, batch_size, sum(lengths))
 
     def to_dict(self) -> dict[str, Any] | None:
         """JSON-ready; None if no batch had a decode step."""
@@ -97,6 +119,11 @@ class RunStats(EngineStats):
     def __str__(self) -> str:
         return "\n".join(summary_lines(self))
 
+    def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> None:
+        """Count a sequence that has ended."""
+        self.rows += 1
+        self.ended_at_once += finish_reason == "eos" and len(tokens) == 1
+
     @property
     def decode_tokens_per_s(self) -> float | None:
         """Tokens fed back per second of decoding; None if none was."""
@@ -134,19 +161,12 @@ def _ratio(value: float, by: float) -> float | None:
 # ---------------------------------------------------------------------- as text
 
 
-class BadRows:
-    """Notes the first records that cannot be used, by line; all are in the output."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def add(self, prompt: EncodedPrompt) -> None:
-        """Note a record that cannot be used."""
-        self._count += 1
-        if self._count <= _BAD_ROWS_SHOWN:
-            note(f"line {prompt.record.line}: {prompt.error}; the record is skipped")
-        elif self._count == _BAD_ROWS_SHOWN + 1:
-            note("more records are skipped; the output holds the error of each")
+def note_bad(output: Output, number: int) -> None:
+    """Note a record that cannot be used, the `number`th of a run; all are in the output file."""
+    if number <= _BAD_ROWS_SHOWN:
+        note(f"line {output.source.record.line}: {output.error}; the record is skipped")
+    elif number == _BAD_ROWS_SHOWN + 1:
+        note("more records are skipped; the output holds the error of each")
 
 
 def schedule_line(schedule: Schedule, origin: str) -> str:

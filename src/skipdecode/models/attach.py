@@ -187,7 +187,7 @@ class Attachment:
 
     @property
     def fit(self) -> Fit | None:
-        """What stands in for skipped layers; may be assigned as the schedule may."""
+        """Maps that replace skipped layers; may be assigned as the schedule may."""
         return self._fit
 
     @fit.setter

@@ -151,7 +151,7 @@ def named_schedule(model: Any, text: str) -> Schedule:
 
 
 def _of_active_adapter(model: Any) -> dict[str, Any]:
-    """What the active adapter of a PeftModel carries; nothing for other models."""
+    """Values that the active adapter of a PeftModel carries; none for other models."""
     adapters = getattr(model, "peft_config", None) or {}
     active = getattr(model, "active_adapter", None)
     adapter = adapters.get(active) if isinstance(active, str) else next(iter(adapters.values()), None)

@@ -21,7 +21,7 @@ _BEYOND_WEIGHTS = ("layer_replication", "alora_invocation_tokens", "arrow_config
 
 @dataclass(frozen=True)
 class Family:
-    """What the package must know of a model type; `tests/models/test_oracle.py` tests each entry on a real model."""
+    """Facts on a model type; `tests/models/test_oracle.py` tests each entry on a real model."""
 
     layers: str = "model.layers"  # attribute path from the causal LM to its list of decoder layers
     # Elements of the tuple that a layer returns, the first of which is the hidden states; 0: the hidden states alone.
@@ -189,7 +189,7 @@ def projects(config: Any) -> bool:
 
 
 def lenders(config: Any) -> dict[int, int]:
-    """Of a transformers config: layers that make no keys and values, each with the layer whose ones it reads."""
+    """Map each layer that shares keys and values to the layer that computes them, by a transformers config."""
     config = config.get_text_config(decoder=True)
     kinds: Any = getattr(config, "layer_types", None)
     count = getattr(config, "num_kv_shared_layers", None) or 0
@@ -251,7 +251,7 @@ _SETTINGS = ("sliding_window", "layer_types", "attention_chunk_size", "kv_sharin
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """For each layer of a causal LM the number of latest tokens that a token attends to, itself included; None: all.
+    """Number of latest tokens that a token attends to in each layer of a causal LM, itself included; None: all.
 
     Raises UnsupportedModelError: a layer has a window below 1 or a type that the family does not compute, or there is
     no window where the model's class needs one.

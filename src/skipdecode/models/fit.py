@@ -174,7 +174,7 @@ class Fit(nn.Module):
         )
 
     def describe(self) -> str:
-        """What it has, in words."""
+        """Describe the maps in words."""
         parts = [f"maps of rank {self.rank:.0f} over {len(self.bridges)} layers"] if len(self.bridges) else []
         parts += [f"keys and values of prompts that run {len(layers)} layers" for layers in self.prompt_sets]
         return ", ".join(parts)
@@ -210,7 +210,7 @@ class Fit(nn.Module):
                 )
 
     def check_is(self, digest: str | None, name: object = "the fit") -> None:
-        """Raise FitError unless the fit is the one with this digest; None: any."""
+        """Raise FitError unless the fit has this digest; None: any."""
         if digest is not None and digest != self.digest():
             raise FitError(
                 f"{name}: is not the one that the checkpoint was tuned with: put that file back; to use this one, "

@@ -232,7 +232,7 @@ class RowRotary:
                     self._start_anew(layer_type, next(self._module.buffers()).device)
 
     def place(self, call: dict[str, Any], columns: int) -> None:
-        """Have the arguments of a forward name each token's position in its own text, and 0 for padding."""
+        """Set each token's position in its text, and 0 for padding, in the arguments of a forward."""
         mask = call.get("attention_mask")
         if not self.active or not isinstance(mask, Tensor) or mask.dim() != 2:
             return

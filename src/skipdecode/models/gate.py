@@ -170,7 +170,7 @@ def ungate_layer(layer: nn.Module) -> None:
 
 
 def text_columns(mask: Tensor | None, columns: int) -> tuple[Tensor, Tensor] | None:
-    """For the last columns of a padding mask (batch, all columns): which are text, and which begin a text (bool).
+    """Tell of the last columns of a padding mask (batch, all columns) which are text, and which begin one (bool).
 
     None without such a mask: all columns are text, which begins in the first column of an empty cache.
     """

@@ -87,7 +87,7 @@ class StepPlan:
 
 
 def layer_bounds(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
-    """For each layer the positions at which it starts to run, stops running, and starts to use its bridge."""
+    """Positions at which each layer starts to run, stops running, and starts to use its bridge."""
     on_prompt, at_last = set(schedule.prompt_layers()), set(schedule.last_prompt_layers())
     first = [LAST_PROMPT if layer in at_last - on_prompt else PROMPT for layer in range(schedule.num_layers)]
     end, skipped = [], []

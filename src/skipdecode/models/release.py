@@ -81,7 +81,7 @@ def warn_if_untested() -> None:
 
 @functools.cache
 def _requirements() -> tuple[Requirement, ...]:
-    """What this package requires up to a tested release, by its metadata; nothing where it was not installed."""
+    """Requirements of this package up to a tested release, by its metadata; none where it was not installed."""
     try:
         listed = importlib.metadata.requires("skipdecode") or ()
     except importlib.metadata.PackageNotFoundError:

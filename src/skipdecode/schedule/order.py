@@ -101,7 +101,7 @@ def _spread(items: list[int]) -> list[int]:
 
 
 def may_go(layers: Iterable[int], gone: Collection[int], shared: Mapping[int, int]) -> list[int]:
-    """Of these layers, those not `gone` that lend nothing to a layer that is left.
+    """Choose the layers that are not `gone` and lend nothing to a layer that is left.
 
     `shared`: the layers that read another's keys and values, each with that layer.
     """

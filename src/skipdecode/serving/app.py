@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
@@ -44,8 +44,8 @@ _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "require
 _OR_STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
-def create_app(service: Service, binding: Binding, keys: ApiKeys) -> ASGIApp:
-    """The application on an address; its lifespan starts and stops the service's worker."""
+def create_app(service: Service, binding: Binding, keys: ApiKeys, connections: Collection[object]) -> ASGIApp:
+    """The application on an address, with the connections that are open; its lifespan starts and stops the worker."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -73,6 +73,7 @@ def create_app(service: Service, binding: Binding, keys: ApiKeys) -> ASGIApp:
         keys=keys,
         limits=service.limits,
         binding=binding,
+        connections=connections,
         metrics=service.metrics,
         paths=[route.path for route in app.routes if hasattr(route, "path")],
     )
@@ -167,7 +168,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 

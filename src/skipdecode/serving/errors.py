@@ -22,7 +22,7 @@ _LONGEST_NAME = 100
 
 
 class ExactModel(BaseModel):
-    """What the server sends: these fields and no others."""
+    """An answer of the server: it has these fields and no others."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -35,7 +35,7 @@ class _Error(ExactModel):
 
 
 class ErrorResponse(ExactModel):
-    """What every status of 400 and above comes with."""
+    """The body of every status of 400 and above."""
 
     error: _Error
 
@@ -50,9 +50,9 @@ class ApiError(HTTPException):
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
-        super().__init__(status, message, headers)
+        super().__init__(status, _sendable(message), headers)
         self.code = code
-        self.param = param
+        self.param = None if param is None else _sendable(param)
 
     def body(self) -> dict[str, Any]:
         """An `ErrorResponse`, as OpenAI's clients expect it."""
@@ -61,8 +61,13 @@ class ApiError(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """As a whole response."""
+        """Make a whole response."""
         return JSONResponse(self.body(), self.status_code, self.headers)
+
+
+def _sendable(text: str) -> str:
+    """A text that may have a client's words in it, without half of a surrogate pair."""
+    return text.encode(errors="replace").decode()
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
@@ -103,7 +108,7 @@ def _allowed(methods: Collection[str]) -> list[str]:
 
 
 def _explained(errors: Sequence[Any], content_type: str) -> ApiError:
-    """What pydantic found wrong with a request of this content type, in one line that names the field."""
+    """Describe in one line what pydantic found wrong with a request of this content type; it names the field."""
     first = errors[0]
     path = [part for part in first["loc"] if part not in ("body", "query", "path")]
     param = _field(path)
@@ -136,5 +141,5 @@ def _entry(errors: Sequence[Any]) -> str:
 
 
 def _field(path: list[Any]) -> str:
-    """The field's name; what a client made up is cut to what can be sent back."""
-    return ".".join(str(part) for part in path)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
+    """The field's name; what a client made up is cut."""
+    return ".".join(str(part) for part in path)[:_LONGEST_NAME]

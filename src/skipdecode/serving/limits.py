@@ -54,7 +54,7 @@ class Binding(Options):
     port: int = option("port to listen on", default=8000, least=0, most=65535)
     drain_seconds: float = option("seconds in which running requests may finish after SIGTERM", default=30.0, above=0)
     max_connections: int = option(
-        "most open connections; while there are more, requests get 503", default=1024, least=1
+        "most open connections; while there are more, requests but health checks get 503", default=1024, least=1
     )
     request_seconds: float = option(
         "most seconds from the head of a request to the end of its body, and until the next request on a connection",

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -92,10 +92,10 @@ def _hash(key: bytes) -> str:
 
 
 class Middleware:
-    """In front of the ASGI application.
+    """The ASGI layer before the application.
 
     `keys`: for everything but the page, the health checks and the description of the interface. `paths`: paths that are
-    counted by their own names; all others are counted as "other".
+    counted by their own names; all others are counted as "other". `connections`: those that are open now.
 
     On loopback, requests whose Host is not a name of this machine are refused: a page elsewhere that has its name point
     here (DNS rebinding) is not to use the server.
@@ -108,6 +108,7 @@ class Middleware:
         keys: ApiKeys,
         limits: ServerLimits,
         binding: Binding,
+        connections: Collection[object],
         metrics: Metrics,
         paths: Iterable[str],
     ) -> None:
@@ -118,9 +119,10 @@ class Middleware:
         self._paths = frozenset(paths)
         self._local_only = binding.is_local
         self._request_seconds = binding.request_seconds
+        self._connections, self._most_connections = connections, binding.max_connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle a connection (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -153,6 +155,10 @@ class Middleware:
 
     def _check(self, scope: Scope) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        path: str = scope["path"]
+        if len(self._connections) > self._most_connections and not path.startswith("/health"):
+            message = f"more than {self._most_connections} connections are open: try later"
+            raise ApiError(503, "too_many_connections", message, headers={"Connection": "close"})
         names = [name for name, _ in scope["headers"]]
         if (twice := next((name for name in _SINGLE if names.count(name) > 1), None)) is not None:
             raise invalid(f"the request has several {twice.decode()} headers: send one")
@@ -165,7 +171,6 @@ class Middleware:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             message = "a body in a content-encoding is not read: send it as it is"
             raise ApiError(415, "unsupported_media_type", message, headers={"Accept-Encoding": "identity"})
-        path: str = scope["path"]
         holder = self._keys.holder(headers.get(b"authorization", b""))
         scope["state"]["key_holder"] = holder or ""
         if self._keys and path.startswith(_CLOSED_PATHS) and holder is None:

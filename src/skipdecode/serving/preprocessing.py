@@ -161,7 +161,7 @@ class Preprocessor:
         return token_ids(self._tokenizer, [encoded.text], special=special)[0]
 
     def text(self, tokens: list[int]) -> str:
-        """Of token ids, special ones included; raises ApiError for ids that the model does not know."""
+        """Decode token ids, special ones included; raises ApiError for ids that the model does not know."""
         self._check_ids(tokens, "tokens")
         return str(self._tokenizer.decode(tokens))
 
@@ -208,7 +208,7 @@ class Preprocessor:
         return asked
 
     def _grammar(self, request: GenerationRequest, form: CallForm | None) -> Any:
-        """What the text has to fit, for `Sampling`; None without a grammar."""
+        """Compile the grammar that the text has to fit, for `Sampling`; None without one."""
         asked: list[tuple[str, GrammarKind, Any]] = [] if request.grammar is None else [request.grammar]
         if form is not None and isinstance(request, ChatRequest) and (calling := request.calling).demanded:
             tools = [(i, tool) for i, tool in enumerate(calling.shown) if tool in calling.callable]
@@ -220,7 +220,7 @@ class Preprocessor:
         return found
 
     def _calls(self, request: GenerationRequest) -> CallForm | None:
-        """How the model calls the tools of a request; None without tools."""
+        """The form in which the model calls the tools of a request; None without tools."""
         if not isinstance(request, ChatRequest) or not request.calling.shown:
             return None
         form = CallForm.of(self._tokenizer, request.calling.shown)

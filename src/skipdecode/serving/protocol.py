@@ -114,7 +114,7 @@ class Extension(Strict):
 
 
 class StreamOptions(Strict):
-    """Of a stream."""
+    """Options of a streamed response."""
 
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
     include_usage: bool = False
@@ -194,7 +194,7 @@ class Tool(Strict):
 
 
 class _GenerationFields(Strict):
-    """What completions and chats have in common."""
+    """Fields that completions and chats have in common."""
 
     neutral = _NEUTRAL
     model: str | None = Field(None, description="the served name, or left out")
@@ -311,7 +311,7 @@ class CompletionRequest(_GenerationFields):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """How many top tokens are reported; None if no log-probabilities are."""
+        """Number of top tokens that are reported; None if no log-probabilities are."""
         return self.prompt_logprobs if self.logprobs is None else self.logprobs
 
     @property
@@ -320,7 +320,7 @@ class CompletionRequest(_GenerationFields):
         return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
     def prompts(self) -> Sequence[Prompt]:
-        """One entry for each prompt."""
+        """The prompts of the request."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         whole: Any = self.prompt
@@ -366,16 +366,16 @@ class ChatRequest(_GenerationFields):
 
     @property
     def new_tokens(self) -> int | None:
-        """See `CompletionRequest`."""
+        """Most new tokens, as in `CompletionRequest`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """See `CompletionRequest`."""
+        """Number of top tokens that are reported, as in `CompletionRequest`."""
         return self.top_logprobs if self.logprobs else None
 
     def prompts(self) -> Sequence[Prompt]:
-        """See `CompletionRequest`."""
+        """The chat, as the one prompt of the request."""
         return [Chat(self.messages, self.chat_template_kwargs, self.reasoning_effort, self.calling.shown)]
 
 
@@ -404,7 +404,7 @@ class TokenizeRequest(Strict):
 
     @property
     def source(self) -> Prompt:
-        """The one that was given."""
+        """The prompt or the messages."""
         return self.prompt if self.prompt is not None else Chat(self.messages or [], self.chat_template_kwargs)
 
 

@@ -38,12 +38,12 @@ class Update(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Of the tokens together."""
+        """Text of all tokens of the update."""
         return "".join(piece.text for piece in self.all_pieces)
 
 
 def merge(updates: dict[int, Update], later: Update) -> None:
-    """Add an update to those of other choices, behind them, or to its choice's earlier tokens."""
+    """Add an update behind the updates of other choices, or to its choice's earlier tokens."""
     before = updates.pop(later.choice, None)
     if before is not None:
         later = later._replace(pieces=before.pieces + later.pieces, prompt=before.prompt + later.prompt)
@@ -128,7 +128,7 @@ class RequestState:
         return False
 
     async def take(self) -> list[Update]:
-        """What came since the last call, one update for each choice; waits for at least one.
+        """Take what came since the last call, one update for each choice; waits for at least one.
 
         Raises ApiError: the request failed, and all that came before was taken.
         """
@@ -174,7 +174,7 @@ class RequestState:
         }
 
     def summary(self) -> Summary:
-        """Of the finished request, written now."""
+        """Summary of the request; its times end now."""
         num_layers = self.schedule.num_layers
         tokens = sum(len(choice.tokens) for choice in self.choices)
         held = sum(choice.kv_bytes for choice in self.choices)

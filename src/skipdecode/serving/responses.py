@@ -69,7 +69,7 @@ class ResponseBuilder(ABC):
         return to_json(self._head | {"object": self.object} | told)
 
     def opening(self) -> bytes:
-        """What a stream sends before any token."""
+        """The first bytes of a stream, before any token."""
         return b""
 
     def chunks(self, updates: Sequence[Update]) -> bytes:
@@ -108,7 +108,7 @@ class ResponseBuilder(ABC):
         }
 
     def _fields(self, update: Update) -> dict[str, Any]:
-        """What choices of every shape have."""
+        """Fields of choices of every shape."""
         logprobs = self._logprobs_of(update.choice, update.all_pieces) if self._logprobs else None
         fields = {"index": update.choice, "logprobs": logprobs, "finish_reason": update.finish_reason}
         if not self._state.trace:
@@ -238,7 +238,7 @@ class EventStreamResponse(StreamingResponse):
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Send the response (ASGI)."""
 
         async def in_time(message: Message) -> None:
             async with asyncio.timeout(self._service.limits.stall_seconds):
@@ -267,7 +267,7 @@ class EventStreamResponse(StreamingResponse):
 
 
 async def collect(state: RequestState, service: Service, request: Request) -> list[Update]:
-    """All tokens of a request that was submitted: one update for each choice, in their order.
+    """Collect all tokens of a request that was submitted: one update for each choice, in their order.
 
     Raises ApiError: it failed.
     """

@@ -58,19 +58,22 @@ def make_server(service: Service, binding: Binding, keys: ApiKeys | None = None)
     """A uvicorn server; its `run` returns once it is stopped."""
     _log_to_stderr(binding.log_level)
     _raise_open_files()
+    connections: set[Any] = set()
     config = uvicorn.Config(
-        create_app(service, binding, keys or ApiKeys()),
+        create_app(service, binding, keys or ApiKeys(), connections),
         http="h11",
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=_MOST_HEAD_BYTES,
-        limit_concurrency=binding.max_connections + 1,  # uvicorn counts the connection that is one too many
         timeout_graceful_shutdown=math.ceil(binding.drain_seconds) + _LAST_WORDS_SECONDS,
         timeout_keep_alive=math.ceil(binding.request_seconds),
     )
-    return _DrainingServer(config, service.worker, binding.drain_seconds)
+    server = _DrainingServer(config, service.worker, binding.drain_seconds)
+    # Counted by the middleware: the limit of uvicorn would refuse health checks, too.
+    server.server_state.connections = connections
+    return server
 
 
 def _raise_open_files() -> None:
@@ -90,7 +93,7 @@ class _DrainingServer(uvicorn.Server):
         self._seconds = seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
+        """Shut down as uvicorn does, and drain the worker."""
         self._worker.drain(self._seconds)
         await super().shutdown(sockets)
 
@@ -109,7 +112,7 @@ class _JsonFormatter(logging.Formatter):
     """One object a line: `time`, `level`, `logger`, `message`, the record's `fields`, and of an error the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Format a record as one line."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",

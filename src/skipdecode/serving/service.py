@@ -97,7 +97,7 @@ class Catalog:
 
 @dataclass(frozen=True)
 class Service:
-    """What the paths of the server need."""
+    """Everything that the paths of the server need."""
 
     name: str  # of the model, as clients see it
     catalog: Catalog

@@ -84,7 +84,7 @@ class ModelWorker:
 
     @property
     def _rows(self) -> int:
-        """How many choices are in the batch."""
+        """Number of choices in the batch."""
         texts = self._texts
         return 0 if texts is None else len(texts.running)
 
@@ -306,7 +306,7 @@ class ModelWorker:
         self._events = {}
 
     def _put(self, events: dict[RequestState, list[Update | ApiError]]) -> None:
-        """In the event loop: give events to their readers; those that are too far behind are dropped."""
+        """Give events to their readers, in the event loop; readers that are too far behind are dropped."""
         for state, new in events.items():
             if not state.put(new):
                 self.cancel(state)

@@ -63,12 +63,12 @@ class LayerPieces:
         return sum(map(len, self._made.values()))
 
     def __call__(self, function: Callable[..., Any], layer: nn.Module, arguments: dict[str, Any]) -> Any:
-        """What `function(layer, **arguments)` gives; the first call for a layer may compile."""
+        """Call `function(layer, **arguments)`; the first call for a layer may compile."""
         piece = self._piece(_alone(function), layer, arguments, compiles=not self.eager)
         return function(layer, **arguments) if piece is None else piece(layer, arguments)
 
     def block(self, forward: Callable[..., Any], layers: tuple[nn.Module, ...], arguments: dict[str, Any]) -> Any:
-        """What layers of one class give one after the other; None, and nothing done, where no piece serves them."""
+        """Run layers of one class one after the other; None, and nothing done, where no piece serves them."""
         piece = self._piece(_in_turn(forward), layers, arguments, compiles=self.makes_blocks and not self.eager)
         return None if piece is None else piece(layers, arguments)
 
@@ -136,7 +136,7 @@ class LayerPieces:
 
 @functools.cache
 def _alone(function: Callable[..., Any]) -> Piece:
-    """One layer."""
+    """Make a piece of one layer."""
 
     def run(layer: Any, arguments: dict[str, Any]) -> Any:
         return function(layer, **arguments)
@@ -146,7 +146,7 @@ def _alone(function: Callable[..., Any]) -> Piece:
 
 @functools.cache
 def _in_turn(forward: Callable[..., Any]) -> Piece:
-    """Several layers, each on what the one before gives."""
+    """Make a piece of several layers, each on the output of the layer before."""
 
     def run(layer: Any, arguments: dict[str, Any]) -> Any:  # Named as in `_SCOPE`: here it is several.
         names = [name for name in STATES if name in arguments]

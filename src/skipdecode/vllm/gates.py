@@ -179,7 +179,7 @@ class _Forward:
         self._passing: tuple[int, list[Tensor]] | None = None  # states of rows that layers project, and which rows
 
     def run(self, index: int, layer: Any, arguments: dict[str, Any]) -> Any:
-        """One layer, or the norm after the last."""
+        """Run one layer, or the norm after the last."""
         if index == _NORM:
             return self._gates.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
         states = [arguments[name] for name in STATES if name in arguments]
@@ -326,7 +326,7 @@ class _Gated:
 
 
 def _blocks_of(step: StepRows, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """By its first layer, each run of layers that all rows run while nothing else is done between them."""
+    """Map a first layer to the block of layers that all rows run while nothing else is done between them."""
     found, run = {}, []
     for index in layers:
         if step.layers[index] == ALL and step.projects[index] == NONE:
@@ -340,7 +340,7 @@ def _blocks_of(step: StepRows, layers: Iterable[int]) -> dict[int, tuple[int, ..
 
 
 def _names(layer: Any) -> tuple[str, ...]:
-    """What a layer is given, in order. vLLM's own operations say it in `forward_native`."""
+    """Names of a layer's arguments, in order. vLLM's own operations say it in `forward_native`."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(getattr(layer, "forward_native", layer.forward)).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)

@@ -63,7 +63,7 @@ class GivenKeys:
 
 
 def given_keys(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, GivenKeys]:
-    """What a fit has for the prompts of schedules, by layer; nothing where it has no map for any."""
+    """Maps of a fit for the prompts of schedules, by layer; empty where it has none."""
     sets = () if fit is None else [p for p in fit.prompt_sets if any(s.prompt_layers() == p for s in schedules)]
     found = {}
     for layer in sorted({layer for s in schedules for layer in s.projected} if sets else ()):
@@ -204,14 +204,14 @@ class LayerBridge(nn.Module):
             self.register_buffer(name, tensor.to(device, dtype).contiguous())
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Tensor:
-        """What takes the place of `hidden_states` (rows, width); the residual stays as it is."""
+        """Replace `hidden_states` (rows, width); the residual stays as it is."""
         states = hidden_states if residual is None else hidden_states + residual
         inside = nn.functional.linear(normed(states).to(hidden_states.dtype), self.down)  # type: ignore[arg-type]
         return hidden_states + nn.functional.linear(inside, self.up, self.bias)  # type: ignore[arg-type]
 
 
 def layer_bridges(fit: Fit | None, layers: Any, dtype: torch.dtype, device: torch.device) -> dict[int, LayerBridge]:
-    """The bridges over those of `layers` that have one, by the layer's number."""
+    """The bridges over `layers`, by the layer's number, where there is one."""
     found = {} if fit is None else {n: bridge for n in layers if (bridge := fit.bridge(n)) is not None}
     rank = max((int(bridge.down.shape[0]) for bridge in found.values()), default=0)
     return {n: LayerBridge(bridge, rank, dtype, device) for n, bridge in found.items()}
@@ -219,7 +219,7 @@ def layer_bridges(fit: Fit | None, layers: Any, dtype: torch.dtype, device: torc
 
 @dataclass(frozen=True)
 class TapRows:
-    """Where a step finds the states before its rows, and which it keeps.
+    """Places of the states before a step's rows, and of the states that it keeps.
 
     `rows` and `places`: (taps, num_rows): the row of the token that many tokens before, or its place in the memory; -1
     where it is not there. `kept` and `kept_at`: rows whose states later steps may need, and their places.
@@ -261,7 +261,7 @@ def tap_rows(batch: StepBatch, taps: int, blocks: NDArray[np.int32], block_size:
 
 
 def stops_of(schedules: Sequence[Schedule], layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """For each layer how many layers below it the prompts of each schedule run; where all are equal, so are states."""
+    """Number of layers below each layer that the prompts of each schedule run; where all are equal, so are states."""
     return {layer: tuple(bisect_left(s.prompt_layers(), layer) for s in schedules) for layer in layers}
 
 

@@ -102,7 +102,7 @@ class SkipRunner:
 
 
 def _make_stage_input(runner: Any) -> None:
-    """What a later pipeline stage receives into: made in a warm-up that vLLM leaves out in eager mode on a CPU."""
+    """Make the buffers of a later pipeline stage; vLLM leaves out the warm-up that does, in eager mode on a CPU."""
     from vllm.distributed import get_pp_group
 
     if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -112,7 +112,7 @@ def _make_stage_input(runner: Any) -> None:
 
 
 class Skipping:
-    """What a runner needs to skip layers: `step`, the rows of the step to come, the gates, and metadata."""
+    """State of a runner that skips layers: `step`, the rows of the step to come, the gates, and metadata."""
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
@@ -293,7 +293,7 @@ class StepMetadata:
                 metadata[name], slots[name] = made[key]
 
     def projected_slots(self, step: StepRows, slots: dict[str, Tensor]) -> dict[int, Tensor]:
-        """For each layer that projects: where its rows' keys and values go, of the slots of all rows."""
+        """Slots of the keys and values of each projecting layer's rows, of the slots of all rows."""
         rows = [*(part.rows for part in step.parts), slice(step.num_rows)]  # The last is found by ALL.
         return {
             layer: _take(slots[names[0][0]], rows[kind])

@@ -72,7 +72,7 @@ class StepRows:
 
 
 class LayerLimits:
-    """From where to where, counted from its prompt's end, a text runs each layer: all that a step needs to know.
+    """Limits, counted from the prompt's end, between which a text runs each layer: all that a step needs to know.
 
     `schedules`: they are numbered in this order. `bridged`: layers that have a bridge.
     """
@@ -141,12 +141,12 @@ class LayerLimits:
         return StepRows(layers, projects, tuple(parts), int(offsets[-1]), bridges, schedules, starts)
 
     def _spans(self, batch: StepBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each request and layer: how many rows it projects before those that run, and where these end."""
+        """Count, for each request and layer, the rows that it projects before rows that run, and where these end."""
         return self._rows_before(self._first, batch), self._rows_before(self._end, batch)
 
     @staticmethod
     def _rows_before(limits: NDArray[np.int64], batch: StepBatch) -> NDArray[np.int64]:
-        """For each request and layer: how many rows of this step come before a limit."""
+        """Count the rows of this step before a limit, for each request and layer."""
         left = (batch.prompt - batch.start)[:, None]
         before: NDArray[np.int64] = np.clip(limits[batch.schedule] + left, 0, batch.rows[:, None])
         return before

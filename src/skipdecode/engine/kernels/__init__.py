@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.common.files import cache_dir, write_whole
-from skipdecode.common.progress import note
-from skipdecode.engine.kernels.targets import HEADERS, SOURCES, TARGETS, compile_command, find_compiler
+from skipdecode.common.progress import detail, note
+from skipdecode.engine.kernels.targets import AMX, HEADERS, NO_AMX, SOURCES, TARGETS, compile_command, find_compiler
 from skipdecode.errors import WriteError
 
 if TYPE_CHECKING:
@@ -66,18 +66,37 @@ def load_library() -> ctypes.CDLL:
     # threads runs both and torch.set_num_threads governs it.
     import torch  # noqa: F401
 
-    if not os.environ.get("CXX") and (prebuilt := _prebuilt()) is not None:
+    features = set(_cpu_features().split())
+    has_amx = features >= AMX
+    refused = has_amx and not _tiles_are_permitted()
+    library = None
+    if not os.environ.get("CXX") and (prebuilt := _prebuilt(features - AMX if refused else features)) is not None:
         with contextlib.suppress(OSError):  # a wheel for a newer C library
-            return ctypes.CDLL(str(prebuilt))
+            library = ctypes.CDLL(str(prebuilt))
     try:
-        return _built(_compiler())
+        library = library or _built(_compiler(), NO_AMX if refused else ())
     except OSError as error:
         raise KernelBuildError(f"the CPU kernels could not be built or loaded ({error}): {_HINT}") from error
+    detail(f"the CPU kernels use {instructions(library)}")
+    if refused or (has_amx and instructions(library) != "AMX"):
+        detail(f"this processor has AMX, which the {'system' if refused else 'compiler'} does not let them use")
+    return library
 
 
-def _prebuilt() -> Path | None:
-    """The wheel's best library for this processor; None without one."""
-    features = set(_cpu_features().split())
+def instructions(library: ctypes.CDLL) -> str:
+    """The instructions that a library makes products with, such as "AVX2" or "AMX"."""
+    library.skipdecode_instructions.restype = ctypes.c_char_p
+    return str(library.skipdecode_instructions().decode())
+
+
+def _tiles_are_permitted() -> bool:
+    """Whether Linux gives this process and its threads the use of AMX's tiles, for which a process has to ask."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return not int(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data))
+
+
+def _prebuilt(features: set[str]) -> Path | None:
+    """The wheel's best library for a processor; None without one."""
     paths = (Path(__file__).with_name(f"kernels-{name}.so") for name, it in TARGETS.items() if it.needs <= features)
     return next(filter(Path.is_file, paths), None)
 
@@ -88,13 +107,13 @@ def _compiler() -> str:
     return found
 
 
-def _built(compiler: str) -> ctypes.CDLL:
+def _built(compiler: str, more: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The library from the cache, or a compiled one, which goes into the cache if that can be written."""
     sources = Path(__file__).parent
-    native = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+    native = ("-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native", *more)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     text = "".join((sources / name).read_text() for name in SOURCES + HEADERS)
-    flags = [word for word in compile_command(compiler, (native,), Path()) if word.startswith("-")]
+    flags = [word for word in compile_command(compiler, native, Path()) if word.startswith("-")]
     key = hashlib.sha256("\0".join([text, version, *flags, _cpu_features()]).encode()).hexdigest()[:20]
     for path in cache_dir().glob(f"kernels-{key}-*.so"):
         if path == _place(key, path.read_bytes()):
@@ -103,7 +122,7 @@ def _built(compiler: str) -> ctypes.CDLL:
             path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         built = Path(folder) / "kernels.so"
-        result = subprocess.run(compile_command(compiler, (native,), built), capture_output=True, text=True)
+        result = subprocess.run(compile_command(compiler, native, built), capture_output=True, text=True)
         if result.returncode:
             first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
             raise KernelBuildError(f"{compiler} could not build the CPU kernels ({first}): {_HINT}")

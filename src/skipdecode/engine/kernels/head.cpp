@@ -9,6 +9,7 @@
 
 #include <omp.h>
 
+#include "amx.h"
 #include "prologue.h"
 
 extern "C" {
@@ -29,13 +30,18 @@ struct LikeliestArgs {
 };
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(HAS_TILES)
 
 namespace {
 
-constexpr int64_t kWords = 64;  // of a group: four vectors of sums for each row
-constexpr int kCols = 6;        // rows that meet a group in registers
-constexpr int kFew = 3;         // rows of which both parts fit beside each other
+constexpr int64_t kWords = 64;               // of a group
+constexpr int kVectors = kWords / LANES;     // of its sums with a part of a row
+#ifdef HAS_TILES
+constexpr int kCols = kTile / 2;  // rows of which both parts fit a tile
+#else
+constexpr int kCols = 6;  // rows that meet a group in registers
+constexpr int kFew = 3;   // rows of which both parts fit beside each other
+#endif
 constexpr int64_t kPeaks = 16;
 constexpr float kLargest = 1e20f, kLeast = 1e-30f, kTiny = 1e-20f;
 
@@ -92,12 +98,42 @@ State read_state(const LinearArgs& a, const float* x, int8_t* parts, int64_t pad
   return s;
 }
 
+#ifdef HAS_TILES
+
+// The sums of a group's tokens with both parts of M rows, while `by` bytes a step of 4 columns of the next group are fetched.
+void group_sums(const uint8_t* codes, const int8_t* parts, int64_t padded, int64_t rows, const State* states,
+                const uint8_t* ahead, int64_t by, vi (*sums)[2][kVectors]) {
+  TileShapes shapes;
+  for (int t = 0; t < 5; t++) shapes.set(t, 2 * rows, kTile);
+  shapes.set(5, kTile, kTile);
+  Tiles tiles;
+  tiles.shape(shapes);
+  zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+  for (int64_t i = 0; i < padded; i += kTileRowBytes, ahead += by * kTile) {
+    for (int64_t b = 0; b < by * kTile; b += 64) __builtin_prefetch(ahead + b, 0, 2);
+    load_tile<4>(parts + i, padded);
+    const uint8_t* words = codes + i * kWords;
+    load_tile<5>(words, 4 * kWords), add_product_of_bytes<0, 4, 5>();
+    load_tile<5>(words + 64, 4 * kWords), add_product_of_bytes<1, 4, 5>();
+    load_tile<5>(words + 128, 4 * kWords), add_product_of_bytes<2, 4, 5>();
+    load_tile<5>(words + 192, 4 * kWords), add_product_of_bytes<3, 4, 5>();
+  }
+  alignas(64) int32_t made[kTile][kWords];
+  store_tile<0>(made[0], 4 * kWords), store_tile<1>(made[0] + 16, 4 * kWords);
+  store_tile<2>(made[0] + 32, 4 * kWords), store_tile<3>(made[0] + 48, 4 * kWords);
+  for (int64_t r = 0; r < 2 * rows; r++)
+    for (int v = 0; v < kVectors; v++)
+      sums[r / 2][r % 2][v] = (vi)load((const float*)made[r] + v * LANES) - 128 * states[r / 2].sums[r % 2];
+}
+
+#else
+
 INLINE __m512i four(const int8_t* codes) { return (__m512i)splat_word((const float*)codes); }
 
 // The sums of a group's tokens with P parts of M rows, while `by` bytes a step of the next group are fetched from `ahead` on.
 template <int M, int P>
 INLINE void group_sums(const uint8_t* codes, const int8_t* parts, int64_t padded, const State* states, const uint8_t* ahead,
-                       int64_t by, __m512i (*sums)[2][4]) {
+                       int64_t by, vi (*sums)[2][kVectors]) {
   __m512i acc[M][P][4];
 #pragma GCC unroll 8
   for (int c = 0; c < M; c++)
@@ -124,25 +160,28 @@ INLINE void group_sums(const uint8_t* codes, const int8_t* parts, int64_t padded
 #pragma GCC unroll 2
     for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; r++) sums[c][p][r] = acc[c][p][r];
+      for (int r = 0; r < 4; r++) sums[c][p][r] = (vi)acc[c][p][r];
 }
 
 // The sums with a row's second part, from the peaks alone.
-INLINE void peak_sums(const uint8_t* codes, const int8_t* part, const State& s, __m512i* sums) {
-  for (int r = 0; r < 4; r++) sums[r] = _mm512_set1_epi32(-128 * s.sums[1]);
+INLINE void peak_sums(const uint8_t* codes, const int8_t* part, const State& s, vi* sums) {
+  for (int r = 0; r < 4; r++) sums[r] = (vi)_mm512_set1_epi32(-128 * s.sums[1]);
   for (const int64_t i : s.peaks)
-    for (int r = 0; r < 4; r++) sums[r] = _mm512_dpbusd_epi32(sums[r], _mm512_loadu_si512(codes + i * kWords + 64 * r), four(part + i));
+    for (int r = 0; r < 4; r++)
+      sums[r] = (vi)_mm512_dpbusd_epi32((__m512i)sums[r], _mm512_loadu_si512(codes + i * kWords + 64 * r), four(part + i));
 }
+
+#endif
 
 INLINE vf magnitude(vf v) { return bits((vu)v & 0x7fffffffu); }
 
 // The tokens of a group that a row can want by the lower bounds so far; theirs are added.
-void bound(const LikeliestArgs& a, int64_t first, const __m512i (*sums)[4], const State& s, Found& found) {
-  for (int r = 0; r < 4; r++) {
+void bound(const LikeliestArgs& a, int64_t first, const vi (*sums)[kVectors], const State& s, Found& found) {
+  for (int r = 0; r < kVectors; r++) {
     const int64_t n = first + r * LANES, count = std::min<int64_t>(LANES, a.head->n - n);
     if (count <= 0) return;
-    const vf scale = load(a.scales + n) * s.scale, usual = (vf)_mm512_cvtepi32_ps(sums[0][r]) * scale;
-    vf score = fma((vf)_mm512_cvtepi32_ps(sums[1][r]), scale * 128.0f, usual);
+    const vf scale = load(a.scales + n) * s.scale, usual = __builtin_convertvector(sums[0][r], vf) * scale;
+    vf score = fma(__builtin_convertvector(sums[1][r], vf), scale * 128.0f, usual);
     vf slack = magnitude(usual) + magnitude(score);
     if (a.bias) {
       const vf bias = load(a.bias + n);
@@ -150,8 +189,7 @@ void bound(const LikeliestArgs& a, int64_t first, const __m512i (*sums)[4], cons
     }
     const vf off = (load(a.errors + n) * s.norm + load(a.norms + n) * s.rest) * (1 + 0x1p-18f) + slack * 0x1p-20f + kTiny;
     const vf upper = score + off, lower = score - off;
-    const __m512 least = _mm512_set1_ps(found.heap[0]);
-    __mmask16 stay = _mm512_mask_cmp_ps_mask((1u << count) - 1, (__m512)upper, least, _CMP_GE_OQ);
+    uint32_t stay = lanes_at_least(upper, splat(found.heap[0])) & ((1u << count) - 1);
     for (; stay; stay &= stay - 1) {
       const int i = __builtin_ctz(stay);
       found.places.push_back({n + i, upper[i]});
@@ -164,15 +202,25 @@ void bound(const LikeliestArgs& a, int64_t first, const __m512i (*sums)[4], cons
 template <int M>
 void group(const LikeliestArgs& a, int64_t index, const int8_t* parts, int64_t padded, const State* states, int64_t pass,
            int64_t passes, Found* found) {
-  constexpr int P = M <= kFew ? 2 : 1;
-  __m512i sums[M][2][4];
+  vi sums[M][2][kVectors];
   const int64_t size = kWords * padded, by = passes == 1 ? 0 : 4 * kWords / passes;
-  const uint8_t* codes = a.codes + index * size;
-  group_sums<M, P>(codes, parts, padded, states, codes + size + pass * by * padded / 4, by, sums);
-  for (int c = 0; c < M; c++) {
-    if (P == 1) peak_sums(codes, parts + (2 * c + 1) * padded, states[c], sums[c][1]);
-    bound(a, index * kWords, sums[c], states[c], found[c]);
+  const uint8_t *codes = a.codes + index * size, *ahead = codes + size + pass * by * padded / 4;
+#ifdef HAS_TILES
+  group_sums(codes, parts, padded, M, states, ahead, by, sums);
+#else
+  constexpr int P = M <= kFew ? 2 : 1;
+  group_sums<M, P>(codes, parts, padded, states, ahead, by, sums);
+  for (int c = 0; c < M && P == 1; c++) peak_sums(codes, parts + (2 * c + 1) * padded, states[c], sums[c][1]);
+#endif
+  for (int c = 0; c < M; c++) bound(a, index * kWords, sums[c], states[c], found[c]);
+}
+
+template <int M, class... Args>
+void group_of(int64_t rows, Args... args) {
+  if constexpr (M < kCols) {
+    if (rows > M) return group_of<M + 1>(rows, args...);
   }
+  group<M>(args...);
 }
 
 // The tokens of a row whose upper bound is not below `least`, and their logits: `kWords` rows of the weight at a time.
@@ -224,8 +272,7 @@ extern "C" void skipdecode_likeliest(const LikeliestArgs* given) {
     for (int64_t index = 0; index < groups; index++)
       for (int64_t pass = 0; pass < passes; pass++) {
         const int64_t row = m * pass / passes, rows = m * (pass + 1) / passes - row;
-        constexpr decltype(&group<1>) of[] = {group<1>, group<2>, group<3>, group<4>, group<5>, group<6>};
-        of[rows - 1](a, index, parts.data() + 2 * row * padded, padded, states.data() + row, pass, passes, mine + row);
+        group_of<1>(rows, a, index, parts.data() + 2 * row * padded, padded, states.data() + row, pass, passes, mine + row);
       }
 #pragma omp for
     for (int64_t row = 0; row < m; row++) {

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.kernels import load_library
+from skipdecode.engine.kernels import instructions, load_library
 from skipdecode.engine.kernels.spec import (
     AttentionSpec,
     FitSpec,
@@ -104,13 +104,15 @@ class NativeKernels:
 
     In products with int8 weights, activations of an fp32 model (`dtype`) are not rounded, others are rounded to bf16.
     `multiplies_bytes`: this CPU multiplies bytes, which w8a8 weights need (AVX512_VNNI, or AVX2 without AVX-512).
-    `finds_likeliest`: an 8-bit copy of a head finds the most probable tokens (AVX512_VNNI).
+    `finds_likeliest`: an 8-bit copy of a head finds the most probable tokens (AVX512_VNNI). `instructions`: what
+    products are made with.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         library = load_library()
         self._round = dtype != torch.float32
         self.multiplies_bytes = bool(library.skipdecode_multiplies_bytes())
+        self.instructions = instructions(library)
         self.finds_likeliest = hasattr(library, "skipdecode_likeliest")
         self._linear, self._stack = library.skipdecode_linear, library.skipdecode_stack
         for function in (self._linear, self._stack):

@@ -2,10 +2,11 @@
 //
 // Weights are row-major and read once for up to kMostRows rows; sums are fp32. A block of weight rows meets a block of activation
 // rows in registers. Every output is one chain of vector sums in the order of k, whatever the other rows are, so a row's result
-// does not depend on its batch, bit for bit. Many rows, and products of bytes, are in wide_gemm.h.
+// does not depend on its batch, bit for bit. Many rows, and products of bytes, are in wide_gemm.h; products by tiles in amx_gemm.h.
 #include <algorithm>
 #include <vector>
 
+#include "amx_gemm.h"
 #include "prologue.h"
 #include "wide_gemm.h"
 
@@ -231,16 +232,15 @@ void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& 
 template <DType D, bool Dot>
 void linear(const LinearArgs& a, const Team& team) {
 #ifdef HAS_WIDE
-  if (a.m >= kWideFrom) return wide_linear<Turned<Weights<D, Dot>>>(a, team);
+  if (a.m >= kWideFrom) return in_chunks(wide_rows<Turned<Weights<D, Dot>>>, a, team);
 #endif
   for (int64_t i = 0; i < a.m; i += kMostRows)
     rows<Weights<D, Dot>>(a, a.x + i * a.ldx, a.y + i * a.ldy, std::min(kMostRows, a.m - i), team);
 }
 
 // A row's activations as the weights meet them, in the order of k.
-template <DType D, bool Dot>
+template <class F>
 void met(const LinearArgs& a, const float* x, float* out) {
-  using F = Weights<D, Dot>;
   const int64_t padded = parts_of(a.k, kStep) * kStep;
   std::vector<float> packed(padded / kStep * F::kParts * LANES);
   pack_panel<F>(a, {nullptr, 1, 1, padded, padded, 0, 0}, x, packed.data());
@@ -250,11 +250,11 @@ void met(const LinearArgs& a, const float* x, float* out) {
 }  // namespace
 
 void activations_met(const LinearArgs& a, const float* x, float* out) {
-#ifdef HAS_BF16_DOT
-  if (a.round && a.dtype == kBFloat16) return met<kBFloat16, true>(a, x, out);
+#if defined(HAS_BF16_DOT) || defined(HAS_TILES)
+  if (a.round && a.dtype == kBFloat16) return met<Rounded>(a, x, out);
 #endif
-  if (a.dtype == kBFloat16) return met<kBFloat16, false>(a, x, out);
-  met<kFloat32, false>(a, x, out);
+  if (a.dtype == kBFloat16) return met<Weights<kBFloat16, false>>(a, x, out);
+  met<Weights<kFloat32, false>>(a, x, out);
 }
 
 void add_normed_share(const LinearArgs& a, const Team& team) {
@@ -269,18 +269,40 @@ void add_normed_share(const LinearArgs& a, const Team& team) {
 }
 
 void linear_share(const LinearArgs& a, const Team& team) {
+#ifdef HAS_TILES
+  if (a.dtype == kW8A8) return in_chunks(rows_by_tiles<TilesOfBytes>, a, team);
+  if (a.round && a.dtype == kBFloat16) return in_chunks(rows_by_tiles<TilesOfBf16>, a, team);
+#elif defined(HAS_W8A8)
+  if (a.dtype == kW8A8) return in_chunks(wide_rows<Bytes>, a, team);
+#endif
 #ifdef HAS_BF16_DOT
   if (a.round && a.dtype == kBFloat16) return linear<kBFloat16, true>(a, team);
   if (a.round && a.dtype == kInt8) return linear<kInt8, true>(a, team);
-#endif
-#ifdef HAS_W8A8
-  if (a.dtype == kW8A8) return wide_linear<Bytes>(a, team);
 #endif
   switch (a.dtype) {
     case kBFloat16: return linear<kBFloat16, false>(a, team);
     case kInt8: return linear<kInt8, false>(a, team);
     default: return linear<kFloat32, false>(a, team);
   }
+}
+
+// What products are made with, the best first.
+extern "C" const char* skipdecode_instructions() {
+#if defined(SKIPDECODE_EMULATE_TILES)
+  return "emulated AMX";
+#elif defined(HAS_TILES)
+  return "AMX";
+#elif defined(HAS_BF16_DOT)
+  return "AVX-512 with bf16";
+#elif defined(__AVX512VNNI__)
+  return "AVX-512 with VNNI";
+#elif defined(__AVX512F__)
+  return "AVX-512";
+#elif defined(__AVX2__)
+  return "AVX2";
+#else
+  return "vectors of 128 bits";
+#endif
 }
 
 extern "C" int32_t skipdecode_multiplies_bytes() {

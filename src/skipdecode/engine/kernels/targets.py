@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = ("skinny_gemm.cpp", "paged_attention.cpp", "stack.cpp", "greedy.cpp", "head.cpp", "read.cpp")
-HEADERS = ("kernels.h", "prologue.h", "team.h", "vectors.h", "weights.h", "wide_gemm.h")
+HEADERS = ("amx.h", "amx_gemm.h", "kernels.h", "prologue.h", "team.h", "vectors.h", "weights.h", "wide_gemm.h")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 
 
@@ -26,8 +26,12 @@ class Target(NamedTuple):
 _V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
+_BF16 = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
+AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
+NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 _X86 = {  # the best first
-    "x86-64-v4-bf16": Target(("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _VNNI | {"avx512_bf16"}),
+    "x86-64-v4-amx": Target((*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"), _VNNI | {"avx512_bf16"} | AMX),
+    "x86-64-v4-bf16": Target(_BF16, _VNNI | {"avx512_bf16"}),
     "x86-64-v4-vnni": Target(("-march=x86-64-v4", "-mavx512vnni"), _VNNI),
     "x86-64-v4": Target(("-march=x86-64-v4",), _V4),
     "x86-64-v3": Target(("-march=x86-64-v3",), _V3),

@@ -82,6 +82,17 @@ INLINE void narrow(float v, uint16_t* out) {
   *out = v != v ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+#if LANES >= 8
+// A bit for each lane where a >= b.
+INLINE uint32_t lanes_at_least(vf a, vf b) {
+#if LANES == 16
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
+#else
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GE_OQ));
+#endif
+}
+#endif
+
 INLINE float sum(vf v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);

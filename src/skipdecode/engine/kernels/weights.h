@@ -5,6 +5,7 @@
 // kPair activations as kPutParts parts, `apart` floats apart; `activation` finds one of a row's.
 #pragma once
 
+#include "amx.h"
 #include "kernels.h"
 #include "vectors.h"
 
@@ -80,19 +81,28 @@ struct Weights<kInt8, false> : Exact {
   }
 };
 
-#ifdef HAS_BF16_DOT
+#if defined(HAS_BF16_DOT) || defined(HAS_TILES)
 struct Rounded {
-  static constexpr int kParts = kStep / 32;
+  static constexpr int kParts = kStep / kPair, kPutParts = 1;
+#ifdef HAS_BF16_DOT
   INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
-  static constexpr int kPutParts = 1;
   INLINE void put(float* out, int64_t, vf a, vf b) { store(out, (vf)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a)); }
+#else
+  INLINE void put(float* out, int64_t, vf a, vf b) {
+    uint16_t halves[kPair];
+    for (int i = 0; i < LANES; i++) narrow(a[i], halves + i), narrow(b[i], halves + LANES + i);
+    memcpy(out, halves, sizeof(halves));
+  }
+#endif
   INLINE float activation(const float* packed, int64_t i) {
     uint16_t half;
     memcpy(&half, (const char*)packed + 2 * i, 2);
     return widen(half);
   }
 };
+#endif
 
+#ifdef HAS_BF16_DOT
 template <>
 struct Weights<kBFloat16, true> : Rounded {
   static constexpr bool kPadded = false;

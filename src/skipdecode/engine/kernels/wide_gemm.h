@@ -8,6 +8,7 @@
 // depend on which of them its batch took. Sums of bytes are integers, exact in any order.
 #pragma once
 
+#include "amx.h"
 #include "prologue.h"
 
 #if LANES >= 8
@@ -143,7 +144,11 @@ struct Bytes {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(c), _mm256_extracti128_si256(c, 1));
     _mm_storel_epi64((__m128i*)out, _mm_packs_epi16(words, words));
   }
+#ifdef HAS_TILES
+  constexpr static int32_t kTooMuch = 128;
+#else
   constexpr static int32_t kTooMuch = 0;
+#endif
 #endif
   INLINE vf output(vf sum, const float* behind) {
     int32_t more;
@@ -282,12 +287,13 @@ void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const T
   }
 }
 
-template <class T>
-void wide_linear(const LinearArgs& a, const Team& team) {
+// A function of up to kWideRows rows on all of them.
+template <class Rows>
+void in_chunks(Rows rows, const LinearArgs& a, const Team& team) {
   const int64_t chunks = parts_of(a.m, kWideRows);
   for (int64_t i = 0; i < chunks; i++) {
     const int64_t begin = a.m * i / chunks, end = a.m * (i + 1) / chunks;
-    wide_rows<T>(a, a.x + begin * a.ldx, a.y + begin * a.ldy, end - begin, team);
+    rows(a, a.x + begin * a.ldx, a.y + begin * a.ldy, end - begin, team);
   }
 }
 

@@ -113,7 +113,7 @@ def add_tokens(model: Any, adapter: Path) -> None:
 
 
 def with_lora(model: Any, rank: int, alpha: float | None, dropout: float, targets: Sequence[str]) -> Any:
-    """The model with a LoRA adapter in a PEFT wrapper, its own or a fresh one; only the adapter is trainable.
+    """Wrap the model with a LoRA adapter of PEFT, the model's or a fresh one; only the adapter is trainable.
 
     `rank` to `targets` are PEFT's, for a fresh adapter; `alpha` None is twice the rank.
 

@@ -142,7 +142,7 @@ def is_other_model(known: Any, now: list[float]) -> bool:
 
 
 def base_sample(model: Any) -> list[float]:
-    """A sample of the model's weights from all its matrices but those of an adapter, to six digits.
+    """Sample the weights of all matrices of the model, without an adapter's, to six digits.
 
     Of a model with an adapter, the one kept of its base before (`keep_base_sample`): some adapters change the base.
     """
@@ -162,7 +162,7 @@ def keep_base_sample(adapted: Any, sample: list[float]) -> None:
 
 
 def _distance(known: Any, now: list[float]) -> float:
-    """Root mean square of the differences over that of the known numbers; infinite if `known` is not such a list."""
+    """Relative root mean square of the differences to the known numbers; infinite if `known` is not such a list."""
     if not isinstance(known, list) or len(known) != len(now) or not all(isinstance(x, int | float) for x in known):
         return math.inf
     try:

@@ -67,7 +67,7 @@ def write_card(folder: Path, ref: ModelRef, schedule: Schedule, maker: str) -> N
 
 
 def _base_data(ref: ModelRef) -> dict[str, Any]:
-    """The hub id of the base model, with licence and language of its own card, as far as they are known."""
+    """The base model's hub id, with licence and language of its card, as far as they are known."""
     from huggingface_hub import ModelCard
 
     if ref.base == smollm2.NAME:

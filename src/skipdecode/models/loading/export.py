@@ -53,7 +53,7 @@ _LISTS_OF_NUMBERS = ("moe_layers", "attn_layer_indices")
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` has written.
+    """The result of `export`.
 
     Parameters
     ----------
@@ -303,7 +303,7 @@ def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
 
 
 def _cut_kinds(config: Any, layers: tuple[int, ...]) -> None:
-    """Correct what Gemma 3n and 4 have of single layers, and the number of the last ones, which read others' keys."""
+    """Correct values of Gemma 3n and 4 for single layers, and the number of last layers, which read others' keys."""
     if shared := getattr(config, "num_kv_shared_layers", None):
         config.num_kv_shared_layers = sum(number >= config.num_hidden_layers - shared for number in layers)
     if (own := config.to_dict().get("per_layer_config")) is not None:

@@ -125,7 +125,7 @@ def _is_scaled_alike(config: Any) -> bool:
 
 
 def _frequency_factors(model: Any) -> Tensor:
-    """By which llama.cpp divides the rotary frequencies of each head, (pairs,) in fp32."""
+    """Divisors of the rotary frequencies of each head in llama.cpp, (pairs,) in fp32."""
     import torch
 
     scaled = type(model.model.rotary_emb)(model.config).inv_freq  # of a loaded model it may be of another type

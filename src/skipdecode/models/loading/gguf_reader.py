@@ -110,7 +110,7 @@ def _write_tensors(file: GgufFile, target: Path, dtype: torch.dtype) -> None:
 
 
 def _absent(file: GgufFile, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Biases that transformers' Llama has beside those of the file: they are 0."""
+    """Biases of transformers' Llama that the file does not have: they are 0."""
     biased = [part for group in (ATTENTION, FEED_FORWARD) if file.has_biases(group) for part in group]
     for layer in range(file.size("block_count") if file.name == "llama" else 0):
         for part in biased:

@@ -72,7 +72,7 @@ class GgufTokenizer:
         return {name: number for name, number in numbers.items() if number is not None}
 
     def end_ids(self) -> list[int]:
-        """Tokens that end a text or a turn, the one of a text first."""
+        """Tokens that end a text or a turn; the end of a text comes first."""
         numbers = [self._id(name) for name in _END_KEYS] + [i for word, i in self._ids.items() if word in _ENDS]
         return list(dict.fromkeys(number for number in numbers if number is not None))
 
@@ -102,7 +102,7 @@ class GgufTokenizer:
         return named | ({} if main is None else {"default": main}) if named else main
 
     def _around(self) -> Any:
-        """What puts the tokens of start and end around a text."""
+        """The processor that puts the tokens of start and end around a text."""
         from tokenizers import processors
 
         begins = self._model == "llama" or self._pre in _LIKE_LLAMA3

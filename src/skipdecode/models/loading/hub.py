@@ -137,7 +137,7 @@ def load_model(
     device: str | None = None,
     require_tokenizer: bool = True,
 ) -> LoadedModel:
-    """As `skipdecode.engine.opening.load`, but for `dtype` "auto": the type in the checkpoint."""
+    """Load a model as `skipdecode.engine.opening.load` does; `dtype` "auto" is the type in the checkpoint."""
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
@@ -221,7 +221,7 @@ def _config_entry(ref: ModelRef, name: str) -> Any:
 
 
 def _take_generation_config(model: Any, adapter: Path) -> None:
-    """The generation config beside an adapter, if there is one, is that of the adapted model."""
+    """Give the adapted model the generation config beside the adapter, if there is one."""
     from transformers import GenerationConfig
 
     if (adapter / GENERATION_FILE).is_file():
@@ -298,7 +298,7 @@ def _check_loaded(where: str, model: Any, stored: Mapping[str, StoredTensor], lo
 
 
 def _not_loaded(config: Any) -> str:
-    """What is said of weights that transformers does not load."""
+    """The message on weights that transformers does not load."""
     quantized = getattr(config, "quantization_config", None)
     if quantized is None:
         return "its weights do not load"

@@ -131,7 +131,7 @@ class ModelRef:
 
     @property
     def entries(self) -> dict[str, Any]:
-        """The entries of the base model's config.json, first those of its text model; read without transformers."""
+        """The entries of the base model's config.json, its text model's first; read without transformers."""
         return self._stored_config | (self._stored_config.get("text_config") or {})
 
     @cached_property
@@ -174,7 +174,7 @@ class ModelRef:
         return parse_schedule(schedule_file(text), self.num_layers, seq_len=seq_len, **known)
 
     def parsed(self, asked: Schedule | str | Path, seq_len: int) -> Schedule:
-        """A schedule, or that of a text, checked for this model; other arguments and errors as for `parse_schedule`."""
+        """Check a schedule, or parse one, for this model; other arguments and errors as for `parse_schedule`."""
         schedule = asked if isinstance(asked, Schedule) else self.read_schedule(str(asked), seq_len)
         if not isinstance(asked, Schedule) and is_speedup(str(asked)):
             schedule = lent_last(self.config, schedule)
@@ -211,7 +211,7 @@ class ModelRef:
 
     @cached_property
     def _fitted(self) -> tuple[Path, str | None] | None:
-        """Where the checkpoint's own fit may be, and its digest: the adapter if it has a schedule, else the base."""
+        """The place of the checkpoint's fit, and its digest: the adapter if it has a schedule, else the base."""
         if self.adapter is not None and any((self.adapter / name).exists() for name in (SCHEDULE_FILE, FIT_FILE)):
             entries = _adapter_settings(self.adapter / ADAPTER_FILE).get("auto_mapping")
             return self.adapter, digest_in(entries if isinstance(entries, dict) else {})
@@ -348,7 +348,8 @@ def _from_gguf(name: str, dtype: str) -> Path:
     stored = {"auto": None, "float64": torch.float32}.get(dtype, getattr(torch, dtype, None))
     known = f"{file} {state.st_size} {state.st_mtime_ns} {stored} {VERSION}"
     folder = f"{file.stem}-{hashlib.sha256(known.encode()).hexdigest()[:12]}"
-    return add_model(folder, lambda target: convert(file, target, stored))
+    with told(str(file), "it is not read here, give its safetensors"):
+        return add_model(folder, lambda target: convert(file, target, stored))
 
 
 def _on_hub(name: str, answer: HubAnswer) -> Path:
@@ -382,7 +383,7 @@ def told(where: str, what: str, error: type[SkipDecodeError] = ModelLoadError) -
 
 
 def _pointer(folder: Path) -> str | None:
-    """What is said of a file in a model's directory that stands for another, which git-lfs would put there."""
+    """The message on a file in a model's directory that is a pointer of git-lfs, and not the file."""
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         if file.is_file() and file.stat().st_size < _LONGEST_POINTER and file.read_bytes().startswith(_POINTER):
             return f"{file.name} is a git-lfs pointer, not the file itself: run 'git lfs pull' there, or fetch it again"

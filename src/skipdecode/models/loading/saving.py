@@ -147,7 +147,7 @@ def with_old_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(rope: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether rotary positions are not scaled, and have the base of the other ones."""
+    """Whether rotary positions are not scaled, and have the other positions' base."""
     return bool(rope["rope_type"] == "default" and rope["rope_theta"] == other["rope_theta"])
 
 

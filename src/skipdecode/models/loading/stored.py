@@ -141,7 +141,7 @@ def without_numbers(config: Any) -> Any:
 
 
 def without_wrappers(stored: Iterable[str]) -> dict[str, str] | None:
-    """What leaves wrappers of torch and multimodal models out of names of weights, for transformers; None: nothing."""
+    """Patterns that remove wrappers of torch and multimodal models from names of weights, for transformers; or None."""
     for renamed in (dict.fromkeys(_WRAPPERS, ""), _OF_TEXT):
         if any(re.search(pattern, name) for name in stored for pattern in renamed):
             return renamed
@@ -183,7 +183,7 @@ def check_tensors(
     unexpected: Collection[str],
     mismatched: Collection[tuple[str, Any, Any]] = (),
 ) -> None:
-    """Raise an error if the loaded weights are not those of the model.
+    """Raise an error if the loaded weights are not the model's.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ def check_tensors(
 
 
 def _prefix(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """What stands before the name of each missing tensor in the file; empty if there is no such word."""
+    """The prefix of the name of each missing tensor in the file; empty if there is none."""
     first = min(missing, default="")
     found = {name.removesuffix(first) for name in unexpected if first and name.endswith(first)}
     return next((one for one in found if all(one + name in unexpected for name in missing)), "")

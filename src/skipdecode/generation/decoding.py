@@ -1,0 +1,174 @@
+"""How the text of a prompt is generated (`Decoding`), and what comes of it (`Output`).
+
+A line of OpenAI's batches has settings of its own, and an answer of another form than an output record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from skipdecode.common.options import near
+from skipdecode.common.plain import unwrapped
+from skipdecode.data.prompts import EncodedPrompt
+from skipdecode.data.records import Record
+from skipdecode.data.stopping import StopStrings
+from skipdecode.engine.requests import FinishReason, Sampling
+from skipdecode.errors import OptionError, UsageError
+from skipdecode.generation.calls import CallForm, CallReader
+from skipdecode.generation.grammar import Grammars
+
+OPTIONS = ("max_new_tokens", "schedule", "stop", "template", "exact", "json_schema")
+"""The options of `skipdecode.LLM.generate` beside the fields of `Sampling`."""
+_NEW_TOKENS = ("max_tokens", "max_length", "max_completion_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How a text is generated and when it ends, apart from the end tokens of the model.
+
+    `sampling` has the seed of the call, from which each text gets its own. A text has `max_new_tokens` at most, fewer
+    at the end of the context, and is cut before the `stop` strings. `exact`: see `skipdecode.engine.Request`.
+    """
+
+    sampling: Sampling
+    max_new_tokens: int
+    stop: StopStrings = field(default_factory=StopStrings)
+    exact: bool = True
+
+    def for_record(self, record: Record, grammars: Grammars) -> Decoding:
+        """Return the settings of one record, with random numbers by its index, and with what it asks for.
+
+        Raises UsageError: the model cannot do what the record asks for.
+        """
+        asked = record.asked
+        own = dict(asked.get("sampling", {}))
+        index = 0 if "seed" in own else record.index  # its own seed: as in the server
+        if "json_schema" in asked:
+            own["grammar"] = grammars.compile("json", asked["json_schema"])
+        form = call_form(record, grammars.tokenizer)
+        if form is not None and asked["calling"].demanded:
+            words = grammars.tokenizer.added_tokens_decoder
+            own["grammar"] = grammars.compile("lark", form.grammar(asked["calling"], words))
+        sampling = replace(self.sampling, **own) if own else self.sampling
+        most = asked.get("max_new_tokens", self.max_new_tokens)
+        return replace(self, sampling=sampling.for_row(index), max_new_tokens=most, stop=asked.get("stop", self.stop))
+
+
+def call_form(record: Record, tokenizer: Any) -> CallForm | None:
+    """Return how the model calls the tools of a line of OpenAI's batches; None without tools or a known form.
+
+    Raises UsageError: the line demands a call, and there is no known form.
+    """
+    calling = record.asked.get("calling")
+    if calling is None:
+        return None
+    form = CallForm.of(tokenizer, calling.shown) if calling.shown else None
+    if form is None and calling.demanded:
+        raise UsageError("tool_choice demands a call, which this model's chat template has no known form for")
+    return form
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of one prompt.
+
+    Parameters
+    ----------
+    source : EncodedPrompt
+        The prompt with its record.
+    text : str
+        The output without the stop string.
+    tokens : list of int
+        The new tokens, with the end token.
+    finish_reason : {"eos", "length", "stop", "error"} or None
+        An end token, `max_new_tokens` (or the end of the context), a stop string, or a schema that takes too much work.
+        None: the prompt cannot be used (`error`); only `LLM.iterate` gives such outputs.
+    """
+
+    source: EncodedPrompt = field(repr=False)
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def index(self) -> int:
+        """The number of the prompt among those of the call or file, from 0."""
+        return self.source.record.index
+
+    @property
+    def prompt(self) -> str:
+        """The prompt as it was tokenized, with its template or chat template."""
+        return self.source.text
+
+    @property
+    def error(self) -> str | None:
+        """Why the prompt cannot be used."""
+        return self.source.error
+
+    def to_record(self, prompt: str | None = None) -> dict[str, Any]:
+        """Return the output record, or the error of the record that cannot be used. JSON-ready.
+
+        `prompt`: what it repeats of the prompt.
+        """
+        record = self.source.record
+        if self.error is not None:  # its line number might be the id of another record
+            return {"id": record.id if record.has_id else None, "line": record.line, "error": self.error}
+        repeated = {} if prompt is None else {"prompt": prompt}
+        found = {"text": self.text, "new_tokens": len(self.tokens), "finish_reason": self.finish_reason}
+        return {"id": record.id, **repeated, **found}
+
+    def to_batch_line(self, model: str, tokenizer: Any) -> dict[str, Any]:
+        """Return the line of the record in a result of OpenAI's batches; calls of its tools are taken out of the text.
+
+        `model` is the model's name.
+        """
+        record, number = self.source.record, self.index
+        named = {"id": f"batch_req_{number}", "custom_id": str(record.id) if record.has_id else None}
+        if self.finish_reason in (None, "error"):
+            why = f"line {record.line}: {self.error or 'the JSON schema takes too much work'}"
+            return {**named, "response": None, "error": {"code": "invalid_request", "message": why}}
+        counts = len(self.source.token_ids), len(self.tokens)
+        body = {
+            "id": f"cmpl-{number}",
+            "object": "text_completion" if isinstance(record.prompt, str) else "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [self._choice(tokenizer)],
+            "usage": {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)},
+        }
+        return {**named, "response": {"status_code": 200, "request_id": f"req_{number}", "body": body}, "error": None}
+
+    def _choice(self, tokenizer: Any) -> dict[str, Any]:
+        """The answer in OpenAI's form."""
+        record, text, calls = self.source.record, self.text, list[dict[str, Any]]()
+        if (form := call_form(record, tokenizer)) is not None:
+            text, calls = CallReader(form, record.asked["calling"]).push(text, last=True)
+        ended = "tool_calls" if calls else "stop"
+        choice = {"index": 0, "logprobs": None, "finish_reason": "length" if self.finish_reason == "length" else ended}
+        if isinstance(record.prompt, str):
+            return {**choice, "text": text}
+        message = {"role": "assistant", "content": None if calls and not text else text}
+        return {**choice, "message": {**message, **({"tool_calls": calls} if calls else {})}}
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option that `LLM.generate` does not have."""
+    known = {field.name for field in fields(Sampling)} - {"top_logprobs", "grammar"}
+    unknown = next((name for name in given if name not in known), None)
+    if unknown == "top_logprobs":
+        raise UsageError("top_logprobs: outputs have no log-probabilities; skipdecode serve and skipdecode.engine do")
+    if unknown is not None:
+        hint = " (did you mean 'max_new_tokens'?)" if unknown in _NEW_TOKENS else near(unknown, [*known, *OPTIONS])
+        accepted = ", ".join([*OPTIONS, *sorted(known)])
+        raise UsageError(f"generate has no option {unknown!r}{hint}; accepted are {accepted}")
+
+
+def positive(name: str, value: Any) -> int:
+    """Return `value` if it is a whole number above 0; raises OptionError."""
+    value = unwrapped(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(name, value, "a whole number, 1 or more")
+    return value
