@@ -93,7 +93,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     minutes = f"{enough(fitted):.3f}"
     tuned = said(capsys, arguments(place, "--minutes", minutes, *rank))
     assert tuned["full_depth"]["scores"].keys() == {"bleu", "rougeL", "chrf"}  # the model did not do the task
-    assert load_model(str(place / "out" / "full")).schedule is None
+    assert load_model(str(place / "out" / "full")).schedule.is_full
     assert tuned["minutes"] == pytest.approx(float(minutes))
     assert len({row["minutes"] for row in tuned["rows"]}) == len(tuned["kept_by_minutes"]) == 2
     assert tuned["dev_loss"]
@@ -344,9 +344,9 @@ def evaluation(number: int) -> Evaluation:
 
 def test_a_stage_whose_files_are_gone_or_changed_is_done_again(tmp_path: Path, capsys: Any) -> None:
     runs, file = [], tmp_path / "fit" / "schedule.json"
-    file.parent.mkdir()
 
     def work() -> Evaluation:
+        file.parent.mkdir(exist_ok=True)
         file.write_text("made")
         runs.append(1)
         return evaluation(len(runs))

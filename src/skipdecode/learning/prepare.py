@@ -292,7 +292,7 @@ class _Run:
         pace, plan = self._pace(stages, given), minutes * clock.shares[FullDepth.label] * _TUNES_OF_FULL
         if pace.steps(60 * plan, _BATCH) < _LEAST_STEPS:
             return None
-        work = partial(self._tuned_at_full_depth, given, pace, minutes, plan, anew=known is not None)
+        work = partial(self._tuned_at_full_depth, given, pace, minutes, plan)
         full = stages.run(FullDepth, work, directory=self.full, reads=minutes)
         if full.scores is not None:
             old = self.loaded
@@ -302,13 +302,13 @@ class _Run:
             self.loaded = replace(found, model=merge_adapter(found.model))
         return full
 
-    def _tuned_at_full_depth(self, given: Answers, pace: Pace, minutes: float, plan: float, *, anew: bool) -> FullDepth:
+    def _tuned_at_full_depth(self, given: Answers, pace: Pace, minutes: float, plan: float) -> FullDepth:
         """Tune for `plan` minutes at full depth, as long as each evaluation lowers the dev loss.
 
         A checkpoint that does the task is one whose loss the first steps do not lower clearly: no score says that alike
         for all tasks.
         """
-        more = {"early_stop": _TO_LEARN, "train_fit": False, "overwrite": anew}
+        more = {"early_stop": _TO_LEARN, "train_fit": False}
         losses = self._tune(given, self.full, "full", plan, pace, **more).dev_losses
         first, best = losses[0][1], min(loss for _, loss in losses)
         scores = None

@@ -295,7 +295,8 @@ class Stages:
 
     def finished(self) -> list[Finished]:
         """All finished stages, in the order of their completion."""
-        return list({key: Finished(**value) for key, value in self._log.read()}.values())
+        latest = dict(self._log.read())
+        return [Finished(**value) for value in latest.values() if value is not None]
 
     def find(self, kind: type[T], minutes: float | None = None) -> T | None:
         """Return a finished stage; None if there is none."""
@@ -341,7 +342,12 @@ class Stages:
             note(f"{directory / lost} is gone, or not the file that this run made: the stage {key!r} is done again")
             (directory / RECIPE_FILE).unlink(missing_ok=True)  # else the tuning would be told as finished
             done = None
-        if done is None or done.reads != reads:
+        if done is not None and done.reads != reads:
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+            self._log.put(key, None)  # if this process is killed, the next one continues what begins here
+            done = None
+        if done is None:
             clock = self._log.path.with_name(CLOCK_FILE)
             start = time.perf_counter()
             with _counted(clock, key) as (self._before, took):
