@@ -88,7 +88,7 @@ class Output:
         None: the prompt cannot be used (`error`); only `LLM.iterate` gives such outputs.
     """
 
-    source: EncodedPrompt = field(repr=False)
+    source: EncodedPrompt = field(repr=False, compare=False)
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
