@@ -456,5 +456,5 @@ def test_the_minutes_are_the_time_of_the_whole_call(place: Path, tmp_path: Path,
     form = {"prompt_template": "{colour} {thing}\n", "response_field": "ref", "target_speedup": 1.3, "fit_rank": 4}
     form |= {"cost": place / "cost.json", "minutes": 0.5, "started": (start := time.perf_counter() - late)}
     ready = skipdecode.prepare(place / "model", records(24), records(12, seed=1), out=tmp_path / "out", **form)
-    assert time.perf_counter() - start == pytest.approx(27, rel=0.35)
+    assert time.perf_counter() - start == pytest.approx(27, rel=0.2)
     assert ready.document["seconds"]["tuning 0.5"] > 3
