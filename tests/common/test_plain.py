@@ -78,7 +78,7 @@ def test_tables_are_taken_by_every_verb(tmp_path: Any):
     for prompts in (ids, np.array(ids), [{"prompt_token_ids": row} for row in ids], torch.tensor(ids)):
         assert llm.generate(prompts, **options) == outputs
     assert llm.generate(ids[0], **options) == outputs[:1]
-    wrapped = {"exact": np.bool_(True), "template": np.bool_(False), "stop": np.array(["\0"])}
+    wrapped = {"exact": np.bool_(True), "template": np.bool_(False), "stop": np.array(["never said"])}
     assert llm.generate(ROWS, np.int64(2), **wrapped) == outputs
     for wrong in ([-1], [10**12], [True]):
         with pytest.raises(DataError):

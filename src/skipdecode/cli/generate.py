@@ -50,7 +50,14 @@ from skipdecode.engine.requests import BATCH, SamplingOptions
 from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.decoding import Decoding, Output
 from skipdecode.generation.grammar import Grammars
-from skipdecode.generation.records import RowWriter, named_text, open_writer, output_files, plain_text
+from skipdecode.generation.records import (
+    WINDOW_BATCHES,
+    RowWriter,
+    named_text,
+    open_writer,
+    output_files,
+    plain_text,
+)
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.ref import served_name
 
@@ -58,7 +65,6 @@ if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quic
     from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import RunStats
 
-_WINDOW_BATCHES = 64  # of records that are read, encoded and sorted by length together
 _CHECKED_TOGETHER = 1024
 
 
@@ -160,7 +166,7 @@ def run(config: Config) -> int:
                 if config.on_error == "stop":
                     _refuse_bad(llm, encoder.stream(source.records(form), _CHECKED_TOGETHER), decoding)
                 records = (record for record in source.records(form) if not writer.is_done(record.index))
-                prompts = encoder.stream(records, _WINDOW_BATCHES * config.batch_size)
+                prompts = encoder.stream(records, WINDOW_BATCHES * config.batch_size)
                 stats = _write_outputs(config, llm, prompts, decoding, writer, rows)
             except KeyboardInterrupt as stop:
                 raise type(stop)(f": {writer.resume_hint}") from None
@@ -264,7 +270,7 @@ def _write_outputs(
     compared: list[Output] = []
     # On a terminal, the text shows the progress.
     with progress_bar(rows, "record", done=done, shown=not (_prints_text(config) and sys.stdout.isatty())) as bar:
-        for number, output in enumerate(llm.iterate(prompts, decoding, window=_WINDOW_BATCHES * size)):
+        for number, output in enumerate(llm.iterate(prompts, decoding, window=WINDOW_BATCHES * size)):
             if output.error is not None:
                 note_bad(output, llm.stats.bad_rows)
             writer.put(output.index, _line(config, llm, output), bad=output.error is not None)

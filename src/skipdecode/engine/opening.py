@@ -109,6 +109,11 @@ class Backend:
         quantization = None if fast is None else fast.quantization
         self.weights = quantization or str(unwrap(model).dtype).removeprefix("torch.")
 
+    @property
+    def rules(self) -> dict[str, Any]:
+        """What a generation config changes of texts: sampling that is not greedy, stop strings. JSON-ready."""
+        return self.sampling.active | ({"stop_strings": [*self.stop]} if self.stop else {})
+
     def engine(
         self,
         schedule: Schedule | None = None,

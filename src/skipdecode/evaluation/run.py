@@ -21,7 +21,6 @@ from skipdecode.data.chats import response_ids
 from skipdecode.data.prompts import context_length, encode_prompts, outside, prompt_room
 from skipdecode.data.records import Reject, lines_by_reason
 from skipdecode.data.source import Records
-from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import Task, repeated
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.errors import DataError, SkipDecodeError
@@ -288,8 +287,7 @@ class TaskEvaluation:
         return progress_bar(passes * len(self.prompts), "record", name=name)
 
     def _texts(self, rows: list[list[int]], method: Method) -> list[str]:
-        decode, stop = self.tokenizer.decode, StopStrings(method.backend.stop)
-        return [self.task.cut(stop.cut(decode(tokens, skip_special_tokens=True))) for tokens in rows]
+        return [self.task.cut(text) for text in method.texts(rows, self.tokenizer)]
 
     def _teacher_forced(self, method: Method, outputs: Outputs) -> dict[str, Table]:
         """The loss of references, and fidelity along full depth's outputs if there are any."""

@@ -26,7 +26,6 @@ from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
 from skipdecode.data.records import Record, Template
 from skipdecode.data.source import PromptSource, Records
-from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import Request, row_seed
 from skipdecode.evaluation.results import (
@@ -115,12 +114,7 @@ class OwnTexts:
             kept.remove()
         for variant, row in zip(variants, rows, strict=True):
             row |= speeds.get(variant, {})
-        said = {
-            one.name: [
-                *map(StopStrings(one.backend.stop).cut, tokenizer.batch_decode(texts[one], skip_special_tokens=True))
-            ]
-            for one in variants
-        }
+        said = {one.name: one.texts(texts[one], tokenizer) for one in variants}
         document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
         document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
         outputs = [

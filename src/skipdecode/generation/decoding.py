@@ -79,6 +79,8 @@ class Output:
     ----------
     source : EncodedPrompt
         The prompt with its record.
+    prompt : str
+        The prompt as it was tokenized, with its template or chat template.
     text : str
         The output without the stop string.
     tokens : list of int
@@ -88,20 +90,19 @@ class Output:
         None: the prompt cannot be used (`error`); only `LLM.iterate` gives such outputs.
     """
 
-    source: EncodedPrompt = field(repr=False)
+    source: EncodedPrompt = field(repr=False, compare=False)
+    prompt: str = field(init=False)
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", self.source.text)  # a field, as outputs are shown and compared with it
 
     @property
     def index(self) -> int:
         """The number of the prompt among those of the call or file, from 0."""
         return self.source.record.index
-
-    @property
-    def prompt(self) -> str:
-        """The prompt as it was tokenized, with its template or chat template."""
-        return self.source.text
 
     @property
     def error(self) -> str | None:

@@ -21,6 +21,7 @@ from skipdecode.common.journal import Journal
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import WriteError
 
+WINDOW_BATCHES = 64  # of records that are read, encoded and sorted by length together
 RowForm = Callable[[dict[str, Any]], bytes]
 
 

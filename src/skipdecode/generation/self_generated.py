@@ -36,7 +36,7 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.decoding import Decoding
-from skipdecode.generation.records import open_writer
+from skipdecode.generation.records import WINDOW_BATCHES, open_writer
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.schedule import Schedule
 
@@ -50,7 +50,6 @@ _DRAWN = 1000
 _PROMPT_TOKENS = 128
 _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
-_WINDOW_BATCHES = 64
 _NOT_ASKED = ("calling", "json_schema")  # of a line of OpenAI's batches: answers are learned without tools
 _ADMITS = 0.6  # of the time: rows that run then take about the rest, and those that take more are cut
 _LEAST_STEPS = 8  # before sequences are cut: shorter texts are not kept
@@ -201,7 +200,7 @@ class SelfGeneratedData:
             "dtype": str(self.llm.loaded.model.dtype).removeprefix("torch."),
             "template": self.template.to_dict(),
             "seed": self.seed,
-            "rules": self.llm.backend.sampling.active | {"stop_strings": [*self.llm.backend.stop]},
+            "rules": self.llm.backend.rules,
         }
         settings = json.loads(json.dumps(depend_on))
         if not path.exists():
@@ -288,7 +287,7 @@ class SelfGeneratedData:
         decoding = Decoding(sampling=sampling, max_new_tokens=most, stop=StopStrings(llm.backend.stop))
         with closing(open_writer(str(path), about["settings"])) as writer:
             left = [record for record in records if not writer.is_done(record.index)]
-            window, over, until, told = _WINDOW_BATCHES * size, math.inf, math.inf, ""
+            window, over, until, told = WINDOW_BATCHES * size, math.inf, math.inf, ""
             total: int | None = len(records)
             if self.until < math.inf:  # the clock ends it, most likely before the last record
                 start = time.perf_counter()

@@ -18,6 +18,7 @@ from typing import Any
 
 from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.common.journal import KeptValues
+from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request
@@ -120,9 +121,13 @@ class Method:
         schedule = {} if self.full_depth else {"schedule": self.schedule.to_dict()}
         fast = self.backend.fast
         weights = {} if fast is None or fast.quantization is None else {"quantization": fast.quantization}
-        active, stop = self.backend.sampling.active, self.backend.stop
-        rules = {"rules": active | ({"stop_strings": [*stop]} if stop else {})} if active or stop else {}
+        rules = {"rules": self.backend.rules} if self.backend.rules else {}
         return {"name": self.name} | schedule | ({} if self.exact else {"exact": False}) | weights | rules
+
+    def texts(self, rows: Iterable[Sequence[int]], tokenizer: Any) -> list[str]:
+        """Decode new tokens of prompts; texts are cut before the stop strings of the generation config."""
+        stop = StopStrings(self.backend.stop)
+        return [stop.cut(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
 def decode_until(engine: Engine, requests: Sequence[Request], until: float) -> list[list[int]]:

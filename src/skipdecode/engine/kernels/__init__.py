@@ -69,8 +69,10 @@ def load_library() -> ctypes.CDLL:
     features = set(_cpu_features().split())
     has_amx = features >= AMX
     refused = has_amx and not _tiles_are_permitted()
+    if refused:
+        features -= AMX
     library = None
-    if not os.environ.get("CXX") and (prebuilt := _prebuilt(features - AMX if refused else features)) is not None:
+    if not os.environ.get("CXX") and (prebuilt := _prebuilt(features)) is not None:
         with contextlib.suppress(OSError):  # a wheel for a newer C library
             library = ctypes.CDLL(str(prebuilt))
     try:
