@@ -428,7 +428,7 @@ def test_tuning_gets_half_of_the_minutes_and_other_stages_end_at_the_clock(
         else:  # a minute in six loads: the others shrink as far as they can
             assert sum(clock.shares.values()) - full / 360 < 0.1
         stages.run(Layers, lambda: Layers(SHORT, 1))
-        assert clock.minutes_to_tune(20) == pytest.approx(6 - (loading * 4 + 21) / 60, abs=0.02)
+        assert clock.minutes_to_tune(20) == pytest.approx(6 - (loading * 4 + 21 + 5) / 60, abs=0.02)
 
 
 def test_a_run_that_failed_in_its_first_stage_is_continued(place: Path, tmp_path: Path) -> None:

@@ -430,7 +430,8 @@ class Clock:
     """When each stage ends, from the minutes of the whole command; 0 minutes: no stage has an end.
 
     `from_prompts`: there are no responses to tune on at full depth. `loading`: seconds in which the model was loaded.
-    It is copied and saved for tuning, and loaded for the last evaluation, which takes `_LOADS` times as long.
+    It is copied and saved for tuning, and loaded for the last evaluation, which takes `_LOADS` times as long. The
+    adapter, the picture and the card take `_SAVING` seconds more.
     """
 
     stages: Stages
@@ -439,6 +440,7 @@ class Clock:
     loading: float
 
     _LOADS: ClassVar = 3
+    _SAVING: ClassVar = 5.0
 
     @cached_property
     def shares(self) -> dict[str, float]:
@@ -466,7 +468,7 @@ class Clock:
 
     def minutes_to_tune(self, evaluation: float) -> float:
         """Return the minutes that are left; `evaluation`: seconds of the first one, which the last one takes too."""
-        later = _ENDING * evaluation + self._LOADS * self.loading
+        later = _ENDING * evaluation + self._LOADS * self.loading + self._SAVING
         return self.minutes - (self.stages.spent() + later) / 60
 
     def _reading(self, spent: float) -> float:
