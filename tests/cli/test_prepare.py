@@ -24,6 +24,7 @@ from fits import random_fit
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
+from skipdecode.common.jsonl import prepared_use
 from skipdecode.cost.model import CostModel
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
@@ -82,6 +83,12 @@ def enough(fitted: dict[str, Any]) -> float:
     return (took["layers"] + 2.2 * took["evaluation 0"] + 16) / 60
 
 
+def test_a_directory_of_prepare_can_be_moved(place: Path, capsys: Any) -> None:
+    said(capsys, arguments(place, "--minutes", "0", "--fit-rank", "4"))
+    used = [prepared_use((place / "out").rename(place / name))["schedule"] for name in ("moved", "out")]
+    assert used == [str(place / name / "fit" / "schedule.json") for name in ("moved", "out")]
+
+
 def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: Any) -> None:
     rank = ("--fit-rank", "4", "--distill-weight", "0.5", "--sampled-speedups", "1", "--prompt-depths", "0-3")
     fitted = said(capsys, arguments(place, "--minutes", "0", *rank))
@@ -99,7 +106,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert tuned["dev_loss"]
     # Beside the scores by speed-up, the target's by minutes.
     assert image.imread(place / "out" / "kept.png").shape[1] == 2 * by_speed.shape[1]
-    model = tuned["use"]["model"]
+    model = prepared_use(place / "out")["model"]
     assert load_model(model).schedule.name == tuned["target"] == fitted["target"]
     assert tuned["target"].startswith("calibrated-p4-")
     assert load_model(model).schedule.prompt_layers() == (0, 1, 2, 3)
