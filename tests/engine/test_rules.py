@@ -145,10 +145,8 @@ def test_schedules_and_evaluations_follow_the_checkpoint(tmp_path):
 
 
 def test_rules_take_the_forms_of_transformers_and_numpy():
-    listed = Rules(
-        bad_words_ids=[[5], [6, 7]], sequence_bias=[[[5], 2.0]], forced_eos_token_id=[9], suppress_tokens=[3]
-    )
     forms = {"bad_words_ids": [np.array([5]), np.array([6, 7])], "sequence_bias": {(5,): np.float32(2)}}
+    listed = {"bad_words_ids": [[5], [6, 7]], "sequence_bias": [[[5], 2.0]]}
     assert Rules(**forms, forced_eos_token_id=9) == Rules(**listed, forced_eos_token_id=[9])
 
 

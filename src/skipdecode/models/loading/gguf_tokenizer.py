@@ -7,7 +7,6 @@ from typing import Any
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.gguf_file import SPLITS
 from skipdecode.models.loading.gguf_metadata import GgufFile, names
-from skipdecode.models.loading.ref import told
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
 # Tokens that end a text or a turn in llama.cpp, by their text: files name only some of them.
@@ -121,8 +120,7 @@ class GgufTokenizer:
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
         pairs = [tuple(merge.split(" ", 1)) for merge in self._get("merges", [])]
-        with told(str(self._file.path), "its tokenizer.ggml.merges are not those of its tokens"):
-            tokenizer = Tokenizer(models.BPE(self._ids, pairs, ignore_merges=self._pre in _LIKE_LLAMA3))
+        tokenizer = Tokenizer(models.BPE(self._ids, pairs, ignore_merges=self._pre in _LIKE_LLAMA3))
         if self._pre == "qwen2":
             tokenizer.normalizer = normalizers.NFC()
         parts = SPLITS[_SPLIT_OF[self._pre]]
