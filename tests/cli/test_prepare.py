@@ -159,11 +159,13 @@ def test_a_checkpoint_that_does_the_task_is_not_tuned_at_full_depth_and_answers(
     assert said(capsys, command) == found
 
 
-def test_responses_are_learned_as_long_as_they_teach() -> None:
+def test_responses_are_learned_where_they_teach_more() -> None:
     falling, flat = [(0.0, 2.0), (0.5, 1.0), (1.0, 0.8)], [(0.0, 2.0), (0.5, 1.0), (1.0, 0.97)]
-    assert FullDepth(6, falling, {"bleu": 1.0}).is_learning
-    assert not FullDepth(6, flat, {"bleu": 1.0}).is_learning
-    assert not FullDepth(6, falling, None).is_learning
+    determined = [(minutes, loss / 4) for minutes, loss in falling]
+    assert FullDepth(6, determined, {"bleu": 1.0}).learns_responses
+    assert not FullDepth(6, falling, {"bleu": 1.0}).learns_responses  # other writers had written other responses
+    assert not FullDepth(6, flat, {"bleu": 1.0}).learns_responses
+    assert not FullDepth(6, determined, None).learns_responses
     assert not FullDepth(6, falling, {"bleu": 1.0}).serves(7)
     assert FullDepth(6, flat, {"bleu": 1.0}).serves(7)
 

@@ -164,10 +164,19 @@ class FullDepth:
 
     @property
     def is_learning(self) -> bool:
-        """Whether responses teach more than the model's answers do: they follow from prompts, and the loss still fell."""
-        end, best = self.dev_losses[-1][0], min(loss for _, loss in self.dev_losses)
+        """Whether the loss was still falling at the end."""
+        end = self.dev_losses[-1][0]
         halfway = [loss for minutes, loss in self.dev_losses if minutes <= end / 2][-1]
-        return self.scores is not None and best < min(_DETERMINED, (1 - _TEACHES) * halfway)
+        return self.scores is not None and self._best < (1 - _TEACHES) * halfway
+
+    @property
+    def learns_responses(self) -> bool:
+        """Whether responses teach more than the model's answers: the loss still falls, and prompts determine them."""
+        return self.is_learning and self._best < _DETERMINED
+
+    @property
+    def _best(self) -> float:
+        return min(loss for _, loss in self.dev_losses)
 
     def serves(self, minutes: float) -> bool:
         """Whether a command of so many minutes has no more to tune at full depth."""
