@@ -30,6 +30,7 @@ from skipdecode.errors import ModelLoadError, ScheduleError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.beside import add_model
+from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from tiny import LATER, LAYERS, OPTIONS, tiny_model
@@ -487,6 +488,36 @@ def test_a_hub_id_loads_and_stays_loadable_without_the_hub(
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "owner/tiny" in line]
     assert "cannot be reached" in told
     assert "local cache" in told
+
+
+def test_every_kind_of_name_has_its_base_its_directory_and_its_schedule(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(
+        tiny_model("llama", vocab_size=320, hidden_size=64), gguf := tmp_path / "tiny.gguf", "f16", byte_tokenizer()
+    )
+    for name, base in (("adapter", str(checkpoint)), ("pinned", "owner/tiny"), ("of-gguf", str(gguf))):
+        save_adapter(tmp_path / name, base)
+    pinned = tmp_path / "pinned" / "adapter_config.json"
+    pinned.write_text(json.dumps(json.loads(pinned.read_text()) | {"revision": COMMIT}))
+    SCHEDULE.save(tmp_path / "adapter" / "skipdecode.json")
+    hub, store = tmp_path / "hub-cache" / "models--owner--tiny" / "snapshots" / COMMIT, tmp_path / "cache" / "models"
+    bundled = Path(skipdecode.__file__).parent / "models" / "adapters" / "e2e-smollm2-135m"
+    with hub_of({"owner/tiny": checkpoint}) as address:
+        use_hub(address, tmp_path, monkeypatch)
+        for name, adapter, base, folder, schedule in (
+            (str(checkpoint), None, str(checkpoint), checkpoint, None),
+            (str(tmp_path / "adapter"), tmp_path / "adapter", str(checkpoint), checkpoint, SCHEDULE),
+            ("owner/tiny", None, "owner/tiny", hub, None),
+            (str(tmp_path / "pinned"), tmp_path / "pinned", f"owner/tiny@{COMMIT}", hub, None),
+            (str(tmp_path / "of-gguf"), tmp_path / "of-gguf", str(gguf), store, None),
+            ("e2e-smollm2-135m", bundled, smollm2.NAME, None, Schedule.load(bundled / "skipdecode.json")),
+            (smollm2.NAME, None, smollm2.NAME, None, None),
+        ):
+            found = ModelRef(name)
+            assert (found.adapter, found.base, found.schedule, found.fit) == (adapter, base, schedule, None)
+            assert found.num_layers == (LAYERS if folder else 30)
+            assert folder is None or folder in (found.place, found.place.parent)
 
 
 def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
