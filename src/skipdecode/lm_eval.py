@@ -22,7 +22,7 @@ from skipdecode.data.prompts import prompt_room
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 from skipdecode.evaluation.scores import text_scores
 from skipdecode.generation.llm import LLM
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.schedule import Schedule
 
 try:

@@ -36,8 +36,8 @@ from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions, S
 from skipdecode.learning.stages import Clock, Evaluation, FullDepth, Layers, Stages, Timing, Tuning
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from textgen_tools import read_rows, save_tiny_model
 from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
@@ -104,7 +104,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert tuned["target"].startswith("calibrated-p4-")
     assert load_model(model).schedule.prompt_layers() == (0, 1, 2, 3)
     assert json.loads((Path(model) / "recipe.json").read_text())["options"]["distill_weight"] == 0.5
-    assert {schedule.nominal_speedup > 1 for schedule in ModelRef(model).recipe.tuned_under} == {True, False}
+    assert {schedule.nominal_speedup > 1 for schedule in open_checkpoint(model).recipe.tuned_under} == {True, False}
 
     # Merged, as docs/vllm.md has it, the checkpoint keeps its fit, and what was measured.
     assert main(["export", model, "--format", "merged", "--out", str(place / "merged")]) == 0

@@ -23,8 +23,8 @@ from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.beside import beside
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import save_tuned
 from tiny import LAYERS, tiny_model
 
@@ -94,7 +94,7 @@ def test_another_fit_beside_the_schedule_is_used_where_the_own_is_missing(checkp
     SCHEDULE.save(tmp_path / "fit" / "schedule.json")
     random_fit(tiny_model("llama"), [LOWER], seed=99).save(tmp_path / "fit" / FIT_FILE)
     (checkpoint / FIT_FILE).unlink()
-    loaded = load_model(ModelRef(str(checkpoint), (str(tmp_path / "fit" / "schedule.json"),)), device="cpu")
+    loaded = load_model(open_checkpoint(checkpoint, schedules=[tmp_path / "fit" / "schedule.json"]), device="cpu")
     assert fit_of(loaded.model).digest() == Fit.load(tmp_path / "fit" / FIT_FILE).digest()
 
 

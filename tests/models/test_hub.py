@@ -30,9 +30,9 @@ from skipdecode.errors import ModelLoadError, ScheduleError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.beside import add_model
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from tiny import LATER, LAYERS, OPTIONS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
@@ -77,7 +77,7 @@ def test_a_wrong_carried_schedule_is_refused_with_its_place(tmp_path: Path, carr
 
 
 def test_what_is_done_to_a_config_changes_no_load(checkpoint: Path) -> None:
-    ref = ModelRef(str(checkpoint))
+    ref = open_checkpoint(str(checkpoint))
     ref.config.dtype = torch.bfloat16  # as building a model on the meta device does
     assert load_model(ref, device="cpu").model.dtype == torch.float32
 
@@ -389,7 +389,7 @@ def test_an_adapter_goes_on_its_base_and_brings_its_own_schedule(tmp_path: Path,
     assert loaded.schedule == SCHEDULE
     assert loaded.path == tmp_path / "adapter"
     assert loaded.tokenizer is not None
-    assert ModelRef(str(tmp_path / "adapter")).config.num_hidden_layers == LAYERS
+    assert open_checkpoint(str(tmp_path / "adapter")).config.num_hidden_layers == LAYERS
 
 
 def test_an_adapter_without_its_base_says_where_the_base_is_named(tmp_path: Path) -> None:
@@ -514,10 +514,10 @@ def test_every_kind_of_name_has_its_base_its_directory_and_its_schedule(
             ("e2e-smollm2-135m", bundled, smollm2.NAME, None, Schedule.load(bundled / "skipdecode.json")),
             (smollm2.NAME, None, smollm2.NAME, None, None),
         ):
-            found = ModelRef(name)
+            found = open_checkpoint(name)
             assert (found.adapter, found.base, found.schedule, found.fit) == (adapter, base, schedule, None)
             assert found.num_layers == (LAYERS if folder else 30)
-            assert folder is None or folder in (found.place, found.place.parent)
+            assert folder is None or folder in (found.folder, found.folder.parent)
 
 
 def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
@@ -530,7 +530,7 @@ def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
         ):
             load_model("owner/tiny")
         with pytest.raises(ModelLoadError):
-            load_model(ModelRef("owner/other"))
+            load_model(open_checkpoint("owner/other"))
         silent.setblocking(False)
         silent.accept()
         with pytest.raises(BlockingIOError):

@@ -14,8 +14,8 @@ from skipdecode.data.forms import choose_form
 from skipdecode.errors import DataError
 from skipdecode.models.carried import Recipe
 from skipdecode.models.loading.base_weights import base_sample
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from tiny import LAYERS, tiny_model
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)
@@ -32,7 +32,7 @@ def checkpoint(folder: Path, recipe: Any = None, schedule: Schedule | None = Non
 
 def recipe_of(folder: Path, recipe: Any = None, schedule: Schedule | None = None) -> Recipe | None:
     name = checkpoint(folder, recipe, schedule)
-    found = ModelRef(name).recipe
+    found = open_checkpoint(name).recipe
     assert load_model(name).recipe == found
     return found
 
@@ -49,7 +49,7 @@ def test_a_schedule_in_the_config_alone_is_what_it_was_tuned_under(tmp_path: Pat
 
 
 def test_the_bundled_adapter_knows_its_prompt_and_its_schedules() -> None:
-    recipe = ModelRef(str(BUNDLED)).recipe
+    recipe = open_checkpoint(str(BUNDLED)).recipe
     assert recipe is not None
     assert (recipe.prompt_template, recipe.chat, recipe.responses) == ("{mr}\n", False, ("refs", "ref"))
     found = [(round(s.nominal_speedup, 1), len(s.prompt_layers())) for s in recipe.tuned_under]
@@ -58,7 +58,7 @@ def test_the_bundled_adapter_knows_its_prompt_and_its_schedules() -> None:
 
 def test_an_adapters_recipe_is_its_own(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", checkpoint(tmp_path / "base", {"options": {}, "prompt": PROMPT}, TARGET))
-    assert ModelRef(str(tmp_path / "adapter")).recipe == Recipe(tuned_under=(TARGET,))
+    assert open_checkpoint(str(tmp_path / "adapter")).recipe == Recipe(tuned_under=(TARGET,))
     (tmp_path / "adapter/recipe.json").write_text(json.dumps({"options": {}, "prompt": PROMPT | {"chat": True}}))
     loaded = load_model(str(tmp_path / "adapter"))
     assert loaded.recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))

@@ -59,7 +59,7 @@ from skipdecode.generation.records import (
     plain_text,
 )
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.models.loading.ref import served_name
+from skipdecode.models.loading.checkpoint import served_name
 
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
@@ -188,7 +188,7 @@ def _prints_text(config: Config) -> bool:
 
 def _form(config: Config) -> PromptForm:
     return choose_form(
-        config.ref.recipe,
+        config.checkpoint.recipe,
         prompt_template=config.prompt_template,
         task=config.task,
         no_template=not config.template,

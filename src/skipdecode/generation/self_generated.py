@@ -42,7 +42,7 @@ from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.generation.llm import LLM
-    from skipdecode.models.loading.hub import LoadedModel
+    from skipdecode.models.loading.checkpoint import LoadedModel
 
 TRAIN_FILE, DEV_FILE, TEST_FILE = "self.jsonl", "self-dev.jsonl", "self-test.jsonl"
 ABOUT_FILE, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"

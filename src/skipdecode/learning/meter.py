@@ -32,7 +32,7 @@ from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 

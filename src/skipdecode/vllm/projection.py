@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.carried import digest_in
 from skipdecode.models.fit import Bridge, Fit, PromptMap, normed
-from skipdecode.models.loading.beside import fit_beside
+from skipdecode.models.loading.base_weights import fit_beside
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.step_rows import StepBatch
 

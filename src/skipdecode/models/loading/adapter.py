@@ -12,7 +12,7 @@ from typing import Any
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.families import check_adapter, unwrap
-from skipdecode.models.loading.ref import ADAPTER_FILE, one_line, told
+from skipdecode.models.loading.checkpoint import ADAPTER_FILE, one_line, told
 from skipdecode.models.loading.stored import StoredTensor, check_stored, check_tensors, header, without_numbers
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
