@@ -97,7 +97,7 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         Raises UsageError: the file has responses of another model or schedule.
         """
         super().set_cache_hook(cache_hook)
-        ours = {"model": self.llm.loaded.name, **self.get_model_info()}
+        ours = {"model": self.llm.loaded.checkpoint.name, **self.get_model_info()}
         if self.cache_hook.dbdict.setdefault("skipdecode", ours) != ours:
             raise UsageError("the file of use_cache has responses of another model or schedule: give another path")
 

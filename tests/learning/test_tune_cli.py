@@ -62,13 +62,13 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert told["result"]["steps"] == 6
     assert told["data"]["train"]["records"] == 24
     assert told["options"]["prompt_template"] == "{colour} {thing}\n"
-    loaded = load_model(str(out))
-    assert loaded.recipe == Recipe("{colour} {thing}\n", ("ref",), tuned_under=(loaded.schedule,), base=told["base"])
+    found = load_model(str(out)).checkpoint
+    assert found.recipe == Recipe("{colour} {thing}\n", ("ref",), tuned_under=(found.schedule,), base=told["base"])
     # Positions: the 95th percentile of the responses' lengths, end token included.
     lengths = sorted(len(r["ref"]) + 1 for r in records(24))
-    assert loaded.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
+    assert found.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
     base = load_model(files["model"])
-    assert told["base"] == base_entry(base.model, base.path)
+    assert told["base"] == base_entry(base.model, base.checkpoint.folder)
     assert "Loading weights" not in printed.err
     assert "100%" not in printed.err
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -248,10 +248,10 @@ def test_a_task_gives_prompt_and_response_and_an_adapter_may_be_half_as_large(fi
         pace = ["--steps", "2", "--adapter-dtype", dtype, "--schedule", "2x"]
         assert main([*command, *pace]) == 0
         sizes[dtype] = (out / "adapter_model.safetensors").stat().st_size
-        loaded = load_model(str(out))
-        assert loaded.schedule.name == "skipdecode-2x"
+        found = load_model(str(out)).checkpoint
+        assert found.schedule.name == "skipdecode-2x"
         # In full, as the task's file may be gone one day.
-        assert (loaded.recipe.prompt_template, loaded.recipe.responses) == ("{mr}\n", ("refs", "ref"))
+        assert (found.recipe.prompt_template, found.recipe.responses) == ("{mr}\n", ("refs", "ref"))
     assert sizes["float16"] < 0.6 * sizes["float32"]
 
 

@@ -210,7 +210,7 @@ def test_every_right_fit_loads(tmp_path, family, sets, rank, taps):
     model = tiny_model(family)
     prompts = [] if family == "gpt2" else [(0, *sorted(layers)) for layers in sets]
     random_fit(model, prompts, rank=rank, taps=taps).save(tmp_path / FIT_FILE)
-    FitFile(tmp_path / FIT_FILE).load(model)
+    keep_fit(model, FitFile(tmp_path / FIT_FILE).load(model))
 
 
 def test_damaged_bytes_are_refused(tmp_path, parts):

@@ -72,7 +72,7 @@ def test_a_pushed_model_needs_nothing_else(hub: Path, tmp_path: Path, capsys: An
     assert torch.equal(AutoModelForCausalLM.from_pretrained("owner/fast")(IDS).logits, full)
     with pytest.raises(ModelLoadError, match="revision"):
         load_model("owner/fast@absent")
-    assert load_model(f"owner/base@{COMMIT}", device="cpu").path.name == COMMIT
+    assert load_model(f"owner/base@{COMMIT}", device="cpu").checkpoint.own_folder.name == COMMIT
 
 
 def test_the_command_line_exports_and_pushes(hub: Path, tmp_path: Path, capsys: Any) -> None:

@@ -132,7 +132,7 @@ def test_attach_says_that_peft_loads_no_fit(tuned: Path) -> None:
 def test_an_adapter_without_a_schedule_takes_its_base_s_schedule_and_fit(tuned: Path, tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", str(tuned / "whole"))
     loaded = load_model(str(tmp_path / "adapter"), device="cpu")
-    assert loaded.schedule == SCHEDULE
+    assert loaded.checkpoint.schedule == SCHEDULE
     assert fit_of(loaded.model).digest() == Fit.load(tuned / "whole" / FIT_FILE).digest()
     text(loaded.model)
 

@@ -33,7 +33,7 @@ def checkpoint(folder: Path, recipe: Any = None, schedule: Schedule | None = Non
 def recipe_of(folder: Path, recipe: Any = None, schedule: Schedule | None = None) -> Recipe | None:
     name = checkpoint(folder, recipe, schedule)
     found = open_checkpoint(name).recipe
-    assert load_model(name).recipe == found
+    assert load_model(name).checkpoint.recipe == found
     return found
 
 
@@ -61,7 +61,7 @@ def test_an_adapters_recipe_is_its_own(tmp_path: Path) -> None:
     assert open_checkpoint(str(tmp_path / "adapter")).recipe == Recipe(tuned_under=(TARGET,))
     (tmp_path / "adapter/recipe.json").write_text(json.dumps({"options": {}, "prompt": PROMPT | {"chat": True}}))
     loaded = load_model(str(tmp_path / "adapter"))
-    assert loaded.recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))
+    assert loaded.checkpoint.recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))
 
 
 def test_sampled_speedups_and_prompts_are_tuned_under_too(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def run(config: Config) -> int:
             f"{config.model}: {fault}: use skipdecode generate, or give an instruction-tuned model such as smollm2-135m"
         )
     note(schedule_line(choice.schedule, choice.origin))
-    if (recipe := loaded.recipe) is not None and recipe.prompt_template is not None and not recipe.chat:
+    if (recipe := loaded.checkpoint.recipe) is not None and recipe.prompt_template is not None and not recipe.chat:
         note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: use skipdecode generate")
     llm = LLM(
         loaded,

@@ -124,8 +124,7 @@ class Plan(Printed):
     @property
     def tuned(self) -> bool:
         """Whether the weights were tuned for the schedule; nothing is downloaded to find out."""
-        recipe = self.checkpoint.recipe
-        return self.schedule.fits_weights(() if recipe is None else recipe.tuned_under)
+        return self.schedule.fits_weights(self.checkpoint.tuned_under)
 
     @property
     def fit_bytes(self) -> float:

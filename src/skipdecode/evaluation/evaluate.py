@@ -276,9 +276,8 @@ class _Evaluation:
         if options.metrics:
             raise UsageError("metrics needs records with references: give data, a task, or leave it out")
         source = _prompt_source(prompts)
-        recipe = self.checkpoint.recipe
         asked = self._chosen(options.max_new_tokens or OwnTexts.TOKENS)
-        asked = asked if self.schedules or recipe is None else list(recipe.tuned_under)
+        asked = asked if self.schedules else list(self.checkpoint.tuned_under)
         schedules = [schedule for schedule in asked if not schedule.is_full]
         if not schedules:
             raise UsageError("no schedule to compare with full depth: give some, such as 1.5x and 2x")
@@ -290,7 +289,7 @@ class _Evaluation:
 
     def _base(self, llm: LLM, base: Model | None) -> LLM:
         """The model to compare with."""
-        recipe, checkpoint = stored_recipe(llm.loaded.path), self.checkpoint
+        recipe, checkpoint = stored_recipe(llm.loaded.checkpoint.own_folder), self.checkpoint
         tuned_from = None if recipe is None else recipe["options"].get("model")
         found = base or (tuned_from if checkpoint.adapter is None else checkpoint.base) or checkpoint.name
         if isinstance(found, str | Path) and str(found) == checkpoint.name:
@@ -330,7 +329,7 @@ def _folder(name: str) -> str:
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
     """Schedule name, options, data and result from the recipe of the model, if it has one."""
-    if (recipe := stored_recipe(loaded.path)) is None:
+    if (recipe := stored_recipe(loaded.checkpoint.own_folder)) is None:
         return None
     schedule = (recipe.get("schedule") or {}).get("name")
     return {"schedule": schedule} | {name: recipe.get(name) for name in ("options", "data", "result")}
@@ -353,7 +352,7 @@ def task_of(checkpoint: Checkpoint, task: Task | str | Path | None) -> Task:
 
 def _check_template(loaded: LoadedModel, task: Task) -> None:
     """Print a note if the model was tuned on another template: its scores would then be too low."""
-    tuned = recipe_template(loaded.recipe)
+    tuned = recipe_template(loaded.checkpoint.recipe)
     if tuned is not None and (tuned.prompt, tuned.chat) != (task.prompt, task.chat):
         note(
             f"the model was tuned with the template {tuned.prompt!r}, chat={tuned.chat}; the task has another template"

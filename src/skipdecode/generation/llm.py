@@ -145,10 +145,10 @@ class LLM:
         quantization = "none" if quantization is None else quantization
         self.loaded = model
         if self.loaded.tokenizer is None:
-            raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
+            raise ModelLoadError(f"{self.loaded.checkpoint.name} has no tokenizer: text needs one")
         self.tokenizer: Any = self.loaded.tokenizer
         self.texts = TokenTexts(self.tokenizer)
-        self.num_layers = self.loaded.num_layers
+        self.num_layers = self.loaded.checkpoint.num_layers
         self.context = context_length(self.loaded.model.config)
         self.stats = RunStats(num_layers=self.num_layers)
         self.variables = checked_variables(self.tokenizer, chat_template_kwargs)
@@ -408,7 +408,7 @@ class LLM:
         if isinstance(prompts, str | Mapping):
             raise OptionError("prompts", prompts, "a list of prompts")
         form = choose_form(
-            self.loaded.recipe,
+            self.loaded.checkpoint.recipe,
             no_template=not template,
             prompt_template=template if isinstance(template, str) else None,
         )

@@ -33,7 +33,7 @@ from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOption
 from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import lenders
-from skipdecode.models.fit import Fit, keep_fit, own_fit_kept
+from skipdecode.models.fit import Fit, another_fit
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.checkpoint import LoadedModel, Model, open_checkpoint
 from skipdecode.schedule import Schedule
@@ -216,8 +216,7 @@ def _without_fit(model: Model) -> Iterator[LoadedModel]:
     loaded = getattr(model, "loaded", model)
     loaded = loaded if isinstance(loaded, LoadedModel) else load(open_checkpoint(model))
     loaded = replace(loaded, model=in_hardware_type(loaded.model))
-    with own_fit_kept(loaded.model):
-        keep_fit(loaded.model, None)
+    with another_fit(loaded.model, None):
         yield loaded
 
 

@@ -59,7 +59,7 @@ from skipdecode.learning.stages import (
 )
 from skipdecode.learning.tune import Tuned, tune
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.fit import own_fit_kept
+from skipdecode.models.fit import another_fit, fit_of
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import FitFile, checkpoint_digest
 from skipdecode.models.loading.card import PICTURE_FILE
@@ -175,7 +175,7 @@ class _Run:
         # its weights where they need another type or change them.
         begun = time.perf_counter()
         self.loaded: LoadedModel = loaded if isinstance(loaded, LoadedModel) else load(checkpoint)
-        self.name, self.loading = self.loaded.name, time.perf_counter() - begun
+        self.name, self.loading = self.loaded.checkpoint.name, time.perf_counter() - begun
 
     # ------------------------------------------------------------------ the story
 
@@ -380,9 +380,8 @@ class _Run:
         """
         if before is not None:
             layers = replace(layers, size=replace(layers.size, records=before.rows[0]["records"]))
-        with own_fit_kept(self.loaded.model):
-            if (file := self.fit / FIT_FILE).is_file():
-                FitFile(file).load(self.loaded.model)
+        file, model = self.fit / FIT_FILE, self.loaded.model
+        with another_fit(model, FitFile(file).load(model) if file.is_file() else fit_of(model)):
             rows = self._rows(LLM(self.loaded), layers, target, until, tuned)
         if before is not None:
             speeds = {row["name"]: {name: row[name] for name in _SPEEDS} for row in before.rows}

@@ -29,7 +29,7 @@ from skipdecode.generation.stats import depth_words
 from skipdecode.learning.calibrate import SCHEDULE_FILE
 from skipdecode.learning.stages import Evaluation, TuningPlan
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.fit import Fit
+from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.base_weights import FitFile
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, push_to_hub, write_card
 from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
@@ -83,7 +83,8 @@ class Prepared(Printed):
         if Path(use["model"]).parent == self.out.resolve():  # tuned
             return LLM(use.pop("model"), **use)
         if (file := self.schedule_file.with_name(FIT_FILE)).is_file() and use["schedule"] != "full":
-            FitFile(file, schedules=(str(self.schedule_file),)).load(self._loaded.model)
+            fit = FitFile(file, schedules=(str(self.schedule_file),)).load(self._loaded.model)
+            keep_fit(self._loaded.model, fit)
         return LLM(self._loaded, use["schedule"], quantization=use.get("quantization", "none"))
 
     @property

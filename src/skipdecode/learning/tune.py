@@ -242,7 +242,7 @@ class _Run:
         _name_ends(loaded, train)
         schedule, origin = self._schedule([len(example.response) for example in train])
         note(f"schedule {schedule.name}: {origin}")
-        under = self.checkpoint.folder if self.goes_on else loaded.path
+        under = self.checkpoint.folder if self.goes_on else loaded.checkpoint.own_folder
         recipe = make_recipe(
             asdict(settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base},
             template,
@@ -315,14 +315,13 @@ class _Run:
             loaded = load(self.checkpoint, dtype="auto" if as_stored else "float32")
         else:
             loaded = replace(self.given, model=copied(self.given.model, None if as_stored else torch.float32))
-        fit = self.fit
-        if fit is None and self.given is not None and (file := self.checkpoint.fit) != self.given.checkpoint.fit:
-            fit = None if file is None else file.file  # beside the schedule file
-        if isinstance(fit, Fit):
-            fit.check_fits(loaded.model)
+        fit, file = self.fit, self.checkpoint.fit
+        if fit is None and self.given is not None and file is not None and file != self.given.checkpoint.fit:
+            fit = file.file  # beside the schedule file
+        if isinstance(fit, str | Path):
+            fit = FitFile(Path(fit) / FIT_FILE if Path(fit).is_dir() else Path(fit)).load(loaded.model)
+        if fit is not None:
             keep_fit(loaded.model, fit)
-        elif fit is not None:
-            FitFile(Path(fit) / FIT_FILE if Path(fit).is_dir() else Path(fit)).load(loaded.model)
         digest = checkpoint_digest(loaded)
         if digest["fit"] is not None:
             note(f"the fit is {'trained with the weights' if settings.train_fit else 'not trained'}")
@@ -370,7 +369,7 @@ class _Run:
 
         checkpoint = self.checkpoint
         here = not self.goes_on and Path(checkpoint.name).expanduser().is_dir()
-        base = str(loaded.path.resolve()) if here else checkpoint.base
+        base = str(loaded.checkpoint.own_folder.resolve()) if here else checkpoint.base
         if checkpoint.given_base is not None and Path(base).expanduser().is_dir():
             base = str(Path(base).expanduser().resolve())
         dtype = checkpoint.config.dtype if self.given is None else self.given.model.dtype

@@ -191,21 +191,14 @@ class Recipe:
     base: Mapping[str, Any] | None = None
 
 
-def named_schedules(num_layers: int, carried: Schedule | None, recipe: Recipe | None) -> dict[str, Schedule]:
-    """Schedules by name: full depth, that of a checkpoint, and those that its weights were tuned under."""
-    own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
-    return {"full": Schedule.full(num_layers)} | {schedule.name: schedule for schedule in own}
-
-
 def untuned_line(
     schedules: Iterable[Schedule],
-    recipe: Recipe | None,
+    tuned_under: Sequence[Schedule],
     model: str = "MODEL",
     fit: Fit | None = None,
 ) -> str | None:
     """One line for users if weights were not tuned under some of the schedules and the `fit` has no maps, else None."""
-    known = () if recipe is None else recipe.tuned_under
-    bare = [s for s in schedules if not s.fits_weights(known) and (fit is None or not fit.serves(s))]
+    bare = [s for s in schedules if not s.fits_weights(tuned_under) and (fit is None or not fit.serves(s))]
     if not bare:
         return None
     names = ", ".join(schedule.name for schedule in bare)

@@ -84,11 +84,11 @@ class FitFile:
     unused: Path | None = None
 
     def load(self, model: Any) -> Fit:
-        """Load the fit, and store it in the model.
+        """Load the fit of a model; its weights are the base's if there is an adapter.
 
         Raises FitError: it is broken, another one, or for another model, other weights, or prompts of other schedules.
         """
-        from skipdecode.models.fit import Fit, keep_fit
+        from skipdecode.models.fit import Fit
 
         fit, name = Fit.load(self.file), f"fit {self.file}"
         fit.check_is(self.digest, name)
@@ -97,7 +97,6 @@ class FitFile:
             fit.check_prompts(Schedule.load(schedule), name)
         if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(model)):
             raise FitError(f"{name}: was made for other weights than this model has: make one with skipdecode prepare")
-        keep_fit(model, fit)
         return fit
 
 
@@ -146,7 +145,7 @@ def carried_fit(model: Any) -> Fit | None:
 
     Raises FitError: the weights were tuned with a fit that is not there, is another one, or was not loaded with them.
     """
-    from skipdecode.models.fit import fit_of, knows_fit
+    from skipdecode.models.fit import fit_of, keep_fit, knows_fit
 
     of_adapter, digest = digest_of_model(model)
     where = getattr(unwrap(model).config, "_name_or_path", "")
@@ -158,8 +157,9 @@ def carried_fit(model: Any) -> Fit | None:
             "attach(model, fit=Fit.load(FILE)), with Fit of skipdecode.models.fit, the file skipdecode.fit beside the "
             "weights, or load the model with load_model of skipdecode.models.loading.hub"
         )
-    file = fit_beside(where, digest)
-    return None if file is None else FitFile(file, digest).load(model)
+    if (file := fit_beside(where, digest)) is not None:
+        keep_fit(model, FitFile(file, digest).load(model))
+    return fit_of(model)
 
 
 def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
@@ -172,7 +172,8 @@ def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
     vocabulary: Any = json.loads(backend.to_str()) if backend is not None else tokenizer and tokenizer.get_vocab()
     for last_call in ("truncation", "padding") if backend is not None else ():
         vocabulary.pop(last_call, None)
-    adapter = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(loaded.path.glob("adapter_*"))]
+    files = sorted(loaded.checkpoint.own_folder.glob("adapter_*"))
+    adapter = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     cleaned = getattr(tokenizer, "clean_up_tokenization_spaces", None)
     return {
         "model_weights": base_sample(loaded.model),

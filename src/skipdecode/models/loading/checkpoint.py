@@ -31,12 +31,10 @@ from skipdecode.models.carried import (
 from skipdecode.models.families import (
     FAMILIES,
     check_schedule,
-    decoder_layers,
     drop_unread,
     layer_windows,
     layers_in,
     lent_last,
-    unwrap,
 )
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import FitFile, choose_fit
@@ -90,9 +88,14 @@ class Checkpoint:
         return self.adapter or self.folder
 
     @property
+    def tuned_under(self) -> tuple[Schedule, ...]:
+        """The schedules under which the weights were tuned."""
+        return () if self.recipe is None else self.recipe.tuned_under
+
+    @property
     def schedules(self) -> dict[str, Schedule]:
         """The schedules by name: full depth, the checkpoint's own, and those that its weights were tuned under."""
-        own = (*filter(None, [self.schedule]), *(self.recipe.tuned_under if self.recipe else ()))
+        own = (*filter(None, [self.schedule]), *self.tuned_under)
         return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own}
 
     def read_schedule(self, text: str, seq_len: int) -> Schedule:
@@ -112,15 +115,13 @@ class Checkpoint:
         else:
             schedule = self.read_schedule(str(requested), seq_len)
             if is_speedup(str(requested)):
-                schedule = lent_last(self.config, schedule)
-        check_schedule(self.config, schedule)
+                schedule = lent_last(self._config, schedule)
+        check_schedule(self._config, schedule)
         return schedule
 
     @property
     def config(self) -> Any:
         """A copy of the base model's transformers config; the packaged model's needs no download."""
-        if self.base == smollm2.NAME and not self.folder.is_dir():
-            return smollm2.known_config()
         return copy.deepcopy(self._config)
 
     @cached_property
@@ -151,36 +152,12 @@ class LoadedModel:
     tokenizer: Any | None
     checkpoint: Checkpoint
 
-    @property
-    def name(self) -> str:
-        """The name by which the model was loaded."""
-        return self.checkpoint.name
-
-    @property
-    def path(self) -> Path:
-        """The directory of the checkpoint; for a hub id, its snapshot in the hub's cache."""
-        return self.checkpoint.own_folder
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The schedule of the checkpoint."""
-        return self.checkpoint.schedule
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The prompt template and the schedules of the tuning; None if the checkpoint has no recipe."""
-        return self.checkpoint.recipe
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(decoder_layers(unwrap(self.model)))
-
     def untuned_line(self, schedules: Iterable[Schedule]) -> str | None:
         """One line for users if weights were not tuned under some of the schedules and no fit has maps, else None."""
         from skipdecode.models.fit import fit_of
 
-        return untuned_line(schedules, self.recipe, self.name, fit=fit_of(self.model))
+        checkpoint = self.checkpoint
+        return untuned_line(schedules, checkpoint.tuned_under, checkpoint.name, fit=fit_of(self.model))
 
 
 class _HasModel(Protocol):
@@ -196,35 +173,26 @@ Model = str | Path | Checkpoint | LoadedModel | _HasModel
 def open_checkpoint(
     model: Model, base: str | Path | None = None, schedules: Iterable[object] = (), dtype: str = "auto"
 ) -> Checkpoint:
-    """Resolve the name of a model; of one that was resolved before, return that, unless an argument asks for another.
+    """Resolve a model by its name, in the order of `skipdecode.load`; no weights are read.
+
+    A fit beside the files among `schedules`, which the model will run, is used in place of the checkpoint's own. In
+    `dtype` weights of a GGUF file are dequantized; auto: in that of the file, or bf16. A model that was resolved or
+    loaded before is only resolved again if one of the other arguments asks for another.
 
     Raises ModelLoadError, ScheduleError, DataError (broken recipe), FitError (the fit that it was tuned with is
     missing), and UsageError (a `base` for a whole model, fits beside schedules of two directories).
-
-    Parameters
-    ----------
-    model : str, Path, Checkpoint, LoadedModel or LLM
-        A directory, a hub id (also with a revision, ``owner/name@main``), a GGUF file, ``smollm2-135m``, a PEFT
-        adapter, or a bundled adapter. The names of the packaged model and adapters take precedence: a directory of
-        such a name is ``./smollm2-135m``.
-    base : str or Path, optional
-        For an adapter: its base model. Default: the one that its directory names.
-    schedules : iterable
-        Schedules that the model will run. A fit beside the files among them is used in place of the checkpoint's own.
-    dtype : str
-        The type in which weights of a GGUF file are dequantized; auto: that of the file, or bf16.
     """
     found = getattr(model, "loaded", model)
-    known = getattr(found, "checkpoint", found)
-    files = schedule_files(schedules)
+    name, files = getattr(found, "checkpoint", found), _files_among(schedules)
     given_base = None if base is None else str(base)
-    if isinstance(known, Checkpoint):
+    if isinstance(name, Checkpoint):
+        known = name
         dtype = known.dtype if dtype == "auto" or not known.base.endswith(".gguf") else dtype
         given_base, files = given_base or known.given_base, files or known.schedule_files
         if (given_base, files, dtype) == (known.given_base, known.schedule_files, known.dtype):
             return known
-        known = known.name
-    name = _checked_name(known)
+        name = known.name
+    name = _checked_name(name)
     folder, hub = _located(name, dtype)
     adapter = folder if (folder / ADAPTER_FILE).is_file() else None
     base_name = name
@@ -240,25 +208,12 @@ def open_checkpoint(
     schedule = None if adapter is None else of_adapter(adapter, num_layers)
     schedule = schedule or of_config(entries, num_layers, base_name)
     recipe = checkpoint_recipe((adapter or folder) / RECIPE_FILE, schedule, num_layers)
-    fit_folder, digest = _fit_folder(base_name, adapter, folder, entries)
-    return Checkpoint(
-        name,
-        base_name,
-        adapter,
-        folder,
-        entries,
-        num_layers,
-        schedule,
-        recipe,
-        choose_fit(fit_folder, digest, files),
-        given_base,
-        files,
-        dtype,
-        hub,
-    )
+    fit = choose_fit(*_fit_folder(base_name, adapter, folder, entries), files)
+    resolved = adapter, folder, entries, num_layers, schedule, recipe, fit
+    return Checkpoint(name, base_name, *resolved, given_base, files, dtype, hub)
 
 
-def schedule_files(schedules: Iterable[object]) -> tuple[str, ...]:
+def _files_among(schedules: Iterable[object]) -> tuple[str, ...]:
     """The files among schedules, their texts and others: a fit may lie beside them."""
     bases = (base_of(schedule_file(str(one))) for one in schedules if isinstance(one, str | Path))
     return tuple(filter(os.path.isfile, bases))
@@ -287,13 +242,15 @@ def _located_base(name: str, adapter: Path, dtype: str, *, is_given: bool) -> tu
         raise ModelLoadError(f"{e} ({named})") from None
 
 
+def _config_file(name: str, folder: Path) -> Path:
+    """The config.json of a whole model; the packaged model's is known before its download."""
+    return smollm2.CONFIG if name == smollm2.NAME and not folder.is_dir() else folder / "config.json"
+
+
 def _stored_config(name: str, folder: Path) -> dict[str, Any]:
     """The config.json of a whole model, whose values have the right types."""
-    file = folder / "config.json"
-    if name == smollm2.NAME and not folder.is_dir():
-        file = smollm2.CONFIG
     with told(name, "its config does not load"):
-        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        stored: dict[str, Any] = json.loads(_config_file(name, folder).read_text(encoding="utf-8"))
         check_config_values(name, stored)
         return stored
 
@@ -305,7 +262,7 @@ def _read_config(where: str, folder: Path) -> Any:
 
     classes = _stored_config(where, folder).get("architectures") or []
     with told(where, "its config does not load"):
-        config = AutoConfig.from_pretrained(folder, **LOCAL)
+        config = AutoConfig.from_pretrained(_config_file(where, folder), **LOCAL)
         layers_in(config)
     needed = "a decoder-only causal language model is needed"
     if config.is_encoder_decoder:

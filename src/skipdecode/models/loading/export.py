@@ -248,15 +248,15 @@ def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path, *,
             save_tuned(loaded.model, loaded.tokenizer, schedule, partial)
         else:
             save_model(loaded.model, loaded.tokenizer, partial, shown=directory)
-        if (recipe := stored_recipe(loaded.path)) is not None:
+        if (recipe := stored_recipe(loaded.checkpoint.own_folder)) is not None:
             kept = recipe["schedule"] if whole else None
-            recipe |= {"schedule": kept, "exported": {"model": loaded.name, "schedule": schedule.to_dict()}}
+            recipe |= {"schedule": kept, "exported": {"model": loaded.checkpoint.name, "schedule": schedule.to_dict()}}
             write_whole(partial / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
 
 
 def save_gguf(loaded: LoadedModel, directory: Path, kind: str) -> Path:
     """Write a model that `cut_model` has cut, with its tokenizer, as a file for llama.cpp; returns the file."""
-    name = f"{Path(loaded.name).resolve().name}-{kind}.gguf"
+    name = f"{Path(loaded.checkpoint.name).resolve().name}-{kind}.gguf"
     with _whole(directory) as partial, writing(directory / name):
         write_gguf(loaded.model, partial / name, kind, loaded.tokenizer)
     return directory / name

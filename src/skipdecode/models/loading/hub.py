@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def load_model(
     require_tokenizer: bool = True,
 ) -> LoadedModel:
     """Load a model as `skipdecode.engine.opening.load` does; `dtype` "auto" is the type in the checkpoint."""
+    from skipdecode.models.fit import keep_fit
+
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
@@ -59,15 +62,15 @@ def load_model(
         check_mergeable(adapter, config)
     if checkpoint.base == smollm2.NAME:
         smollm2.fetch()
+        checkpoint = replace(checkpoint)  # with the config that was fetched
     tokenizer = _tokenizer(checkpoint, require_tokenizer)
     model = _base_model(checkpoint, dtype, target)
     if adapter is not None:
         add_tokens(model, adapter)
-    if recipe is not None:
-        keep_tuned(model, recipe.tuned_under)
+    keep_tuned(model, checkpoint.tuned_under)
     fit = checkpoint.fit
     if fit is not None:
-        fit.load(model)
+        keep_fit(model, fit.load(model))
     if adapter is not None:
         sample = base_sample(model)
         check_base(sample, checkpoint.base, adapter, None if recipe is None else recipe.base)
@@ -120,17 +123,11 @@ def _tokenizer(checkpoint: Checkpoint, required: bool) -> Any | None:
 def _complete(tokenizer: Any, model: Any, checkpoint: Checkpoint) -> None:
     """Name the tokenizer's end token by the configs, and its pad token by the end token, where it names none."""
     if tokenizer.eos_token is None:
-        ends = configured_ends(model) or _listed(_config_entry(checkpoint, "eos_token_id"))
+        ends = configured_ends(model) or _listed(checkpoint.entries.get("eos_token_id"))
         words = (tokenizer.convert_ids_to_tokens(token) for token in ends if 0 <= token < len(tokenizer))
         tokenizer.eos_token = next((word for word in words if word is not None), None)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-
-
-def _config_entry(checkpoint: Checkpoint, name: str) -> Any:
-    """An entry of config.json; a config object has its class's default where the file has none."""
-    stored, _ = type(checkpoint.config).get_config_dict(checkpoint.folder, **LOCAL)
-    return stored.get(name, (stored.get("text_config") or {}).get(name))
 
 
 def _take_generation_config(model: Any, adapter: Path) -> None:

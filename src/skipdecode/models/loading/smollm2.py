@@ -12,7 +12,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
@@ -37,13 +36,6 @@ def fetch() -> Path:
     """
     folder = stored_model(NAME)
     return folder if folder.is_dir() else add_model(NAME, _build)
-
-
-def known_config() -> Any:
-    """The transformers config of the model, without any download."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig.from_json_file(CONFIG)
 
 
 def _build(target: Path) -> str:
