@@ -240,7 +240,7 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
     adapted = skipdecode.LLM(tuned.path, dtype="bfloat16")
     merged = skipdecode.prepare(adapted, records(24), records(12, seed=1), cost=cost, keep=0.01, **form)
     found = load_model(merged.path)
-    assert (found.schedule, found.model.dtype) == (merged.schedule, torch.bfloat16)
+    assert (found.checkpoint.schedule, found.model.dtype) == (merged.schedule, torch.bfloat16)
     assert merged.llm.generate(["red hat\n"], 8, template=False)
 
 

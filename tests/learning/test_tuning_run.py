@@ -227,7 +227,7 @@ def test_an_adapter_is_small_loads_on_its_base_and_merges(tmp_path: Path, option
             result.best_dev_loss, abs=1e-4
         )
     adapter, merged = load_model(str(tmp_path / "adapter")), load_model(str(tmp_path / "merged"))
-    assert adapter.schedule == merged.schedule == TARGET
+    assert adapter.checkpoint.schedule == merged.checkpoint.schedule == TARGET
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
     assert not hasattr(merged.model, "get_base_model")

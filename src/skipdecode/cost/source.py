@@ -27,7 +27,7 @@ from skipdecode.engine.opening import Backend, open_engines, running_dtype
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.models.families import layers_in, lent_last, projects, unwrap
 from skipdecode.models.fit import another_fit
-from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, open_checkpoint
+from skipdecode.models.loading.checkpoint import Checkpoint, Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
 from skipdecode.schedule import Schedule
 
@@ -64,8 +64,8 @@ def find_cost(
 
     Raises ModelLoadError if the model is unknown or does not load, UsageError if a value is not accepted.
     """
-    checkpoint, loaded = open_checkpoint(model), getattr(model, "loaded", model)
-    given = loaded.model if isinstance(loaded, LoadedModel) else None
+    checkpoint, loaded = open_checkpoint(model), loaded_of(model)
+    given = None if loaded is None else loaded.model
     if given is not None:
         kind = str(given.dtype)
         kind = "auto" if kind == str(getattr(checkpoint.config, "dtype", None)) else kind.removeprefix("torch.")

@@ -35,7 +35,7 @@ from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import lenders
 from skipdecode.models.fit import Fit, another_fit
 from skipdecode.models.loading.base_weights import base_sample
-from skipdecode.models.loading.checkpoint import LoadedModel, Model, open_checkpoint
+from skipdecode.models.loading.checkpoint import LoadedModel, Model, loaded_of, open_checkpoint
 from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"
@@ -213,8 +213,7 @@ def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, laye
 @contextmanager
 def _without_fit(model: Model) -> Iterator[LoadedModel]:
     """The model, in fp32 on a CPU that emulates bf16, without its fit: a calibration computes another."""
-    loaded = getattr(model, "loaded", model)
-    loaded = loaded if isinstance(loaded, LoadedModel) else load(open_checkpoint(model))
+    loaded = loaded_of(model) or load(open_checkpoint(model))
     loaded = replace(loaded, model=in_hardware_type(loaded.model))
     with another_fit(loaded.model, None):
         yield loaded

@@ -63,7 +63,7 @@ from skipdecode.models.fit import another_fit, fit_of
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import FitFile, checkpoint_digest
 from skipdecode.models.loading.card import PICTURE_FILE
-from skipdecode.models.loading.checkpoint import LoadedModel, Model, open_checkpoint
+from skipdecode.models.loading.checkpoint import Model, loaded_of, open_checkpoint
 from skipdecode.schedule import Schedule
 
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
@@ -170,11 +170,10 @@ class _Run:
         if isinstance(cost, str | Path):
             read_cost(cost)
         self.sources = Sources(settings, sources, out)
-        loaded = getattr(model, "loaded", model)
         # All stages share this model, or the one tuned at full depth that takes its place: `calibrate` and `tune` copy
         # its weights where they need another type or change them.
         begun = time.perf_counter()
-        self.loaded: LoadedModel = loaded if isinstance(loaded, LoadedModel) else load(checkpoint)
+        self.loaded = loaded_of(model) or load(checkpoint)
         self.name, self.loading = self.loaded.checkpoint.name, time.perf_counter() - begun
 
     # ------------------------------------------------------------------ the story

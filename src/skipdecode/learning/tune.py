@@ -39,15 +39,15 @@ from skipdecode.learning.checkpoint import (
 )
 from skipdecode.learning.settings import TuneOptions
 from skipdecode.models.carried import FIT_FILE, read_recipe, stored_recipe
-from skipdecode.models.families import check_schedule, vocabulary_size
+from skipdecode.models.families import vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import FitFile, base_entry, checkpoint_digest
 from skipdecode.models.loading.card import write_card
-from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, open_checkpoint
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, loaded_of, open_checkpoint
 from skipdecode.models.loading.hub import name_ends
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import is_speedup, parse_schedule
+from skipdecode.schedule.grammar import is_speedup
 
 if TYPE_CHECKING:
     from skipdecode.learning.trainer import Tuner
@@ -165,7 +165,7 @@ def tune(
         if not value:
             remedy = ": give records with responses, or `self`" if name == "train" else ""
             raise UsageError(f"`{name}` is missing{remedy}")
-    loaded = model.loaded if isinstance(model, LLM) else model if isinstance(model, LoadedModel) else None
+    loaded = loaded_of(model or "")
     checkpoint = open_checkpoint(model or "", None if loaded else base or None, [schedule])
     return _Run(settings, checkpoint, loaded, train, dev, Path(out), schedule, seq_len, fit, stored, overwrite).run()
 
@@ -337,32 +337,23 @@ class _Run:
 
     def _schedule(self, lengths: Sequence[int]) -> tuple[Schedule, str]:
         """The schedule and its origin; positions by default: the 95th percentile of `lengths`."""
-        layers, carried, asked = self.checkpoint.num_layers, self.checkpoint.schedule, self.asked
+        own, stored, asked = self.checkpoint.schedule, (self.recipe or {}).get("schedule"), self.asked
         longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
-        stored = (self.recipe or {}).get("schedule")
+        origin = "because neither the call nor the checkpoint names one" if own is None else "the checkpoint's own"
+        if stored is not None:
+            own, origin = Schedule.from_dict(stored), "the recipe's"
+        elif self.settings.self and (own is None or own.is_full):
+            layers = self.checkpoint.num_layers
+            even = Schedule.even(layers, round(layers / _OWN_SPEEDUP))
+            own = replace(even, name="", family="unified", speedup=_OWN_SPEEDUP)
+            origin = "evenly spaced layers, because no schedule was given"
         if isinstance(asked, Schedule):
-            found, origin = asked, "the given one"
+            origin = "the given one"
         elif asked is not None and not str(asked).startswith(":"):
-            text, seq_len = str(asked), self.seq_len or longest
-            if self.seq_len is not None and not is_speedup(text):
-                raise UsageError(f"`seq_len` is for a nominal speed-up, not for {text}: leave it out")
-            found = self.checkpoint.parse(text, seq_len)
-            origin = f"from {text}"
-        else:
-            if stored is not None:
-                found, origin = Schedule.from_dict(stored), "the recipe's"
-            elif self.settings.self and (carried is None or carried.is_full):
-                even = Schedule.even(layers, round(layers / _OWN_SPEEDUP))
-                found = replace(even, name="", family="unified", speedup=_OWN_SPEEDUP)
-                origin = "evenly spaced layers, because no schedule was given"
-            elif carried is not None:
-                found, origin = carried, "the checkpoint's own"
-            else:
-                found, origin = Schedule.full(layers), "because neither the call nor the checkpoint names one"
-            if asked is not None:
-                found = parse_schedule(str(asked), layers, seq_len=longest, carried=found)
-        check_schedule(self.checkpoint.config, found)
-        return found, origin
+            if self.seq_len is not None and not is_speedup(str(asked)):
+                raise UsageError(f"`seq_len` is for a nominal speed-up, not for {asked}: leave it out")
+            own, origin = None, f"from {asked}"
+        return self.checkpoint.parse(asked, self.seq_len or longest, own), origin
 
     def _tuner(self, loaded: LoadedModel, train: list[Example], dev: list[Example], schedule: Schedule) -> Tuner:
         from skipdecode.learning.trainer import Tuner

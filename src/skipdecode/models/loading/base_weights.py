@@ -100,44 +100,34 @@ class FitFile:
         return fit
 
 
-def choose_fit(own: Path | None, digest: str | None, schedules: Sequence[str]) -> FitFile | None:
-    """The fit beside schedule files, else that of the checkpoint in the directory `own`; None without one.
+def choose_fit(
+    own: str | Path | None, digest: str | None, schedules: Sequence[str] = (), revision: str | None = None
+) -> FitFile | None:
+    """Choose the fit beside schedule files, else that of the checkpoint in the directory or hub id `own`, if any.
 
-    Raises UsageError if schedules in several directories have fits, because a model uses only one, and FitError if the
-    checkpoint was tuned with a fit (its config has the `digest`) that is missing.
+    Raises UsageError if schedules in several directories have fits, because a model uses only one; FitError if the
+    checkpoint was tuned with a fit (its config has the `digest`) that is missing; ModelLoadError as `beside`.
     """
-    beside_schedules: dict[Path, list[str]] = {}
+    found = None if own is None else beside(own, FIT_FILE, revision)
+    served: dict[Path, list[str]] = {}
     for schedule in schedules:
-        folder = Path(schedule).expanduser().resolve().parent
-        if (file := beside(folder, FIT_FILE)) is not None:
-            beside_schedules.setdefault(file, []).append(schedule)
-    if len(beside_schedules) > 1:
-        one, other, *_ = sorted(beside_schedules)
+        if (file := beside(Path(schedule).expanduser().resolve().parent, FIT_FILE)) is not None:
+            served.setdefault(file, []).append(schedule)
+    if len(served) > 1:
+        one, other, *_ = sorted(served)
         raise UsageError(
             f"the schedules have fits in {one.parent} and in {other.parent}, and a model uses one: name schedules of "
             "one directory, or start a command for each"
         )
-    for file, served in beside_schedules.items():
-        unused = None if own is None else beside(own, FIT_FILE)
-        if unused is not None and unused.resolve() == file.resolve():
-            return FitFile(file, digest, tuple(served))
-        return FitFile(file, None, tuple(served), unused)
-    found = None if own is None else fit_beside(own, digest)
-    return None if found is None else FitFile(found, digest)
-
-
-def fit_beside(where: str | Path, digest: str | None, revision: str | None = None) -> Path | None:
-    """The file of a checkpoint's fit; None if it was tuned without one.
-
-    `digest` is of the config. Raises FitError if the file is missing, and ModelLoadError as `beside`.
-    """
-    file = beside(where, FIT_FILE, revision)
-    if file is None and digest is not None:
+    for file, names in served.items():
+        is_own = found is not None and found.resolve() == file.resolve()
+        return FitFile(file, digest if is_own else None, tuple(names), None if is_own else found)
+    if found is None and digest is not None:
         raise FitError(
-            f"{where} was tuned with a fit, and its {FIT_FILE} is missing: put the file back; to do without, delete "
+            f"{own} was tuned with a fit, and its {FIT_FILE} is missing: put the file back; to do without, delete "
             "'skipdecode_fit' from its config"
         )
-    return file
+    return None if found is None else FitFile(found, digest)
 
 
 def carried_fit(model: Any) -> Fit | None:
@@ -157,8 +147,8 @@ def carried_fit(model: Any) -> Fit | None:
             "attach(model, fit=Fit.load(FILE)), with Fit of skipdecode.models.fit, the file skipdecode.fit beside the "
             "weights, or load the model with load_model of skipdecode.models.loading.hub"
         )
-    if (file := fit_beside(where, digest)) is not None:
-        keep_fit(model, FitFile(file, digest).load(model))
+    if (file := choose_fit(where, digest)) is not None:
+        keep_fit(model, file.load(model))
     return fit_of(model)
 
 

@@ -20,7 +20,8 @@ from skipdecode.errors import UsageError, WriteError
 from skipdecode.models.carried import FIT_FILE, stored_recipe
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.beside import beside
-from skipdecode.models.loading.checkpoint import ADAPTER_FILE, Checkpoint, base_of_adapter, open_checkpoint, told
+from skipdecode.models.loading.checkpoint import ADAPTER_FILE, Checkpoint, base_of_adapter, open_checkpoint
+from skipdecode.models.loading.stored import told
 from skipdecode.schedule import Schedule
 
 CARD_FILE, EVALUATION_FILE, PICTURE_FILE = "README.md", "evaluation.json", "kept.png"

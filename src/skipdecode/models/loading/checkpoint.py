@@ -6,8 +6,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
-from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
+from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.carried import (
     FIT_FILE,
     RECIPE_FILE,
@@ -28,17 +27,11 @@ from skipdecode.models.carried import (
     schedule_file,
     untuned_line,
 )
-from skipdecode.models.families import (
-    FAMILIES,
-    check_schedule,
-    drop_unread,
-    layer_windows,
-    layers_in,
-    lent_last,
-)
+from skipdecode.models.families import check_schedule, layers_in, lent_last
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import FitFile, choose_fit
 from skipdecode.models.loading.beside import HubAnswer, add_model, ask_hub, snapshot, stored_model
+from skipdecode.models.loading.stored import LAYER_COUNTS, check_values, read_config, told
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 
@@ -47,14 +40,8 @@ _BUNDLED = Path(__file__).parents[1] / "adapters"
 _NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{ADAPTER_FILE}")))
 _ACCEPTED = f"accepted are a local directory, a GGUF file, a hub id (owner/name), {', '.join(_NAMES)}"
 _LONGEST_NAME = 4096
-_POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_MOST_LAYERS = 10_000
 # All that is small, and an adapter's weights; `Checkpoint.fetch` fetches those of a whole model.
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "adapter_model.*", FIT_FILE, "README.md", "kept.png")
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Keyword arguments for every ``from_pretrained``: files of a hub are fetched before."""
-
 _told_of_cache: set[str] = set()  # a command may resolve a name several times
 
 
@@ -98,22 +85,22 @@ class Checkpoint:
         own = (*filter(None, [self.schedule]), *self.tuned_under)
         return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own}
 
-    def read_schedule(self, text: str, seq_len: int) -> Schedule:
+    def read_schedule(self, text: str, seq_len: int, default: Schedule | None = None) -> Schedule:
         """Parse a schedule (`parse_schedule`) without a look at the config's layers, which needs transformers."""
-        known: dict[str, Any] = {"carried": self.schedule, "named": self.schedules}
+        known: dict[str, Any] = {"carried": default or self.schedule, "named": self.schedules}
         return parse_schedule(schedule_file(text), self.num_layers, seq_len=seq_len, **known)
 
-    def parse(self, requested: Schedule | str | Path | None, seq_len: int) -> Schedule:
-        """Check a schedule, or parse its text, for this model; None: the checkpoint's own, else full depth.
+    def parse(self, requested: Schedule | str | Path | None, seq_len: int, default: Schedule | None = None) -> Schedule:
+        """Check a schedule, or parse its text, for this model; None: `default`, else the checkpoint's own, else full.
 
-        Other arguments and errors are those of `parse_schedule`.
+        Endings alone, such as ``:p15``, change that one. Other arguments and errors are those of `parse_schedule`.
         """
         if requested is None:
-            return self.schedule or Schedule.full(self.num_layers)
-        if isinstance(requested, Schedule):
+            schedule = default or self.schedule or Schedule.full(self.num_layers)
+        elif isinstance(requested, Schedule):
             schedule = requested
         else:
-            schedule = self.read_schedule(str(requested), seq_len)
+            schedule = self.read_schedule(str(requested), seq_len, default)
             if is_speedup(str(requested)):
                 schedule = lent_last(self._config, schedule)
         check_schedule(self._config, schedule)
@@ -126,7 +113,7 @@ class Checkpoint:
 
     @cached_property
     def _config(self) -> Any:
-        return _read_config(self.base, self.folder)
+        return read_config(self.base, _config_file(self.base, self.folder))
 
     def fetch(self, files: list[str]) -> None:
         """Have the hub's cache hold files of a whole model that was named by its hub id."""
@@ -170,6 +157,12 @@ Model = str | Path | Checkpoint | LoadedModel | _HasModel
 """A model that is loaded (also an LLM), or a name as for `load`."""
 
 
+def loaded_of(model: Model) -> LoadedModel | None:
+    """The model that is loaded, also in an LLM; None for a name."""
+    loaded = getattr(model, "loaded", model)
+    return loaded if isinstance(loaded, LoadedModel) else None
+
+
 def open_checkpoint(
     model: Model, base: str | Path | None = None, schedules: Iterable[object] = (), dtype: str = "auto"
 ) -> Checkpoint:
@@ -182,17 +175,16 @@ def open_checkpoint(
     Raises ModelLoadError, ScheduleError, DataError (broken recipe), FitError (the fit that it was tuned with is
     missing), and UsageError (a `base` for a whole model, fits beside schedules of two directories).
     """
-    found = getattr(model, "loaded", model)
-    name, files = getattr(found, "checkpoint", found), _files_among(schedules)
+    loaded, files = loaded_of(model), _files_among(schedules)
+    known = model if loaded is None else loaded.checkpoint
     given_base = None if base is None else str(base)
-    if isinstance(name, Checkpoint):
-        known = name
+    if isinstance(known, Checkpoint):
         dtype = known.dtype if dtype == "auto" or not known.base.endswith(".gguf") else dtype
         given_base, files = given_base or known.given_base, files or known.schedule_files
         if (given_base, files, dtype) == (known.given_base, known.schedule_files, known.dtype):
             return known
-        name = known.name
-    name = _checked_name(name)
+        known = known.name
+    name = _checked_name(known)
     folder, hub = _located(name, dtype)
     adapter = folder if (folder / ADAPTER_FILE).is_file() else None
     base_name = name
@@ -201,10 +193,13 @@ def open_checkpoint(
         folder, hub = _located_base(base_name, adapter, dtype, is_given=given_base is not None)
     elif given_base is not None:
         raise UsageError(f"{name} is no adapter, so it takes no base model: leave out {given_base}")
-    stored = _stored_config(base_name, folder)
+    file = _config_file(base_name, folder)
+    with told(base_name, "its config does not load"):
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        check_values(base_name, stored)
     entries = stored | (stored.get("text_config") or {})
-    counts = (entries[key] for key in _LAYER_COUNTS if isinstance(entries.get(key), int))
-    num_layers = next(counts, None) or layers_in(_read_config(base_name, folder))
+    counts = (entries[key] for key in LAYER_COUNTS if isinstance(entries.get(key), int))
+    num_layers = next(counts, None) or layers_in(read_config(base_name, file))
     schedule = None if adapter is None else of_adapter(adapter, num_layers)
     schedule = schedule or of_config(entries, num_layers, base_name)
     recipe = checkpoint_recipe((adapter or folder) / RECIPE_FILE, schedule, num_layers)
@@ -247,38 +242,6 @@ def _config_file(name: str, folder: Path) -> Path:
     return smollm2.CONFIG if name == smollm2.NAME and not folder.is_dir() else folder / "config.json"
 
 
-def _stored_config(name: str, folder: Path) -> dict[str, Any]:
-    """The config.json of a whole model, whose values have the right types."""
-    with told(name, "its config does not load"):
-        stored: dict[str, Any] = json.loads(_config_file(name, folder).read_text(encoding="utf-8"))
-        check_config_values(name, stored)
-        return stored
-
-
-def _read_config(where: str, folder: Path) -> Any:
-    """The transformers config in a directory; raises an error unless it is of a decoder-only causal LM."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
-
-    classes = _stored_config(where, folder).get("architectures") or []
-    with told(where, "its config does not load"):
-        config = AutoConfig.from_pretrained(_config_file(where, folder), **LOCAL)
-        layers_in(config)
-    needed = "a decoder-only causal language model is needed"
-    if config.is_encoder_decoder:
-        raise ModelLoadError(f"{where} is an encoder-decoder ({config.model_type}): {needed}")
-    if (text := config.get_text_config(decoder=True)).model_type in FAMILIES and text is not config:
-        # The text model of a checkpoint that reads images or sounds too.
-        text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
-        config, classes = text, []
-    if config.model_type not in CAUSAL_LM or (classes and not set(classes) & set(CAUSAL_LM.values())):
-        raise ModelLoadError(f"{where} holds {', '.join(classes) or config.model_type}: {needed}")
-    if config.model_type in FAMILIES:
-        layer_windows(config)
-        drop_unread(config)
-    return config
-
-
 def _fit_folder(
     base: str, adapter: Path | None, folder: Path, entries: Mapping[str, Any]
 ) -> tuple[Path | None, str | None]:
@@ -286,18 +249,7 @@ def _fit_folder(
     if adapter is not None and any((adapter / name).exists() for name in (SCHEDULE_FILE, FIT_FILE)):
         found = _adapter_settings(adapter).get("auto_mapping")
         return adapter, digest_in(found if isinstance(found, dict) else {})
-    return None if base == smollm2.NAME else folder, digest_in(entries)
-
-
-def check_config_values(where: str, values: Any) -> None:
-    """Refuse values of a config's JSON that would fill the memory, or fail later without a word about the config."""
-    for part in (values, values.get("text_config")):
-        for key in _LAYER_COUNTS if isinstance(part, dict) else ():
-            if isinstance(number := part.get(key), int) and not 0 < number <= _MOST_LAYERS:
-                raise ModelLoadError(f"{where}: its config has {key} {number}: 1 to {_MOST_LAYERS} are accepted")
-    classes = values.get("architectures")
-    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
-        raise ModelLoadError(f"{where}: its config has architectures {classes!r}: a list of class names is accepted")
+    return (None, None) if base == smollm2.NAME else (folder, digest_in(entries))
 
 
 def served_name(name: str) -> str:
@@ -413,27 +365,3 @@ def _on_hub(name: str, answer: HubAnswer) -> Path:
         f"model {name!r}{meant} is neither a local directory nor in the hub's local cache, and {answer.reason}; "
         f"{_ACCEPTED}"
     )
-
-
-@contextmanager
-def told(where: str, what: str, error: type[SkipDecodeError] = ModelLoadError) -> Iterator[None]:
-    """A context that turns any error of a library into one line of an `error`; `--debug` shows the traceback."""
-    try:
-        yield
-    except SkipDecodeError:
-        raise
-    except Exception as e:
-        raise error(f"{where}: {_pointer(Path(where).expanduser()) or f'{what}: {one_line(e)}'}") from e
-
-
-def _pointer(folder: Path) -> str | None:
-    """The message on a file in a model's directory that is a pointer of git-lfs, and not the file."""
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if file.is_file() and file.stat().st_size < _LONGEST_POINTER and file.read_bytes().startswith(_POINTER):
-            return f"{file.name} is a git-lfs pointer, not the file itself: run 'git lfs pull' there, or fetch it again"
-    return None
-
-
-def one_line(error: Exception) -> str:
-    """The text of a library's error, shortened to one line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -18,12 +18,14 @@ from skipdecode.models.families import unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.adapter import add_tokens, check_mergeable, put_adapter
 from skipdecode.models.loading.base_weights import base_sample, check_base, keep_base_sample
-from skipdecode.models.loading.checkpoint import LOCAL, Checkpoint, LoadedModel, open_checkpoint, told
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, open_checkpoint
 from skipdecode.models.loading.stored import (
+    LOCAL,
     StoredTensor,
     check_stored,
     check_tensors,
     stored_tensors,
+    told,
     unused_tensors,
     without_wrappers,
 )
