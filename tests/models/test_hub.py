@@ -332,7 +332,7 @@ def test_large_weights_of_half_precision_are_finite(tmp_path: Path) -> None:
     model = tiny_model("llama").to(torch.float16)
     model.lm_head.weight.data.fill_(60000)  # the sum is beyond float16
     model.save_pretrained(tmp_path)
-    assert load_model(str(tmp_path), require_tokenizer=False).num_layers == LAYERS
+    assert load_model(str(tmp_path), require_tokenizer=False).checkpoint.num_layers == LAYERS
 
 
 def test_only_decoders_with_a_language_model_head_are_accepted(tmp_path: Path) -> None:

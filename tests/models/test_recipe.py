@@ -73,6 +73,7 @@ def test_sampled_speedups_and_prompts_are_tuned_under_too(tmp_path: Path) -> Non
 @pytest.mark.parametrize("foreign", [{"steps": ["mix", "bake"]}, ["flour"], {"options": "none"}])
 def test_another_tools_recipe_is_none(tmp_path: Path, foreign: Any) -> None:
     assert recipe_of(tmp_path, foreign) is None
+    assert open_checkpoint(tmp_path).document is None  # which `eval` stores with its results
 
 
 @pytest.mark.parametrize(

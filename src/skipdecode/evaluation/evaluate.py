@@ -40,7 +40,7 @@ from skipdecode.evaluation.run import TaskEvaluation, note_left_out, with_w8a8
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, method_name
-from skipdecode.models.carried import schedule_file, stored_recipe
+from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, open_checkpoint
 from skipdecode.schedule import Schedule
 
@@ -289,7 +289,7 @@ class _Evaluation:
 
     def _base(self, llm: LLM, base: Model | None) -> LLM:
         """The model to compare with."""
-        recipe, checkpoint = stored_recipe(llm.loaded.checkpoint.own_folder), self.checkpoint
+        recipe, checkpoint = llm.loaded.checkpoint.document, self.checkpoint
         tuned_from = None if recipe is None else recipe["options"].get("model")
         found = base or (tuned_from if checkpoint.adapter is None else checkpoint.base) or checkpoint.name
         if isinstance(found, str | Path) and str(found) == checkpoint.name:
@@ -329,7 +329,7 @@ def _folder(name: str) -> str:
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
     """Schedule name, options, data and result from the recipe of the model, if it has one."""
-    if (recipe := stored_recipe(loaded.checkpoint.own_folder)) is None:
+    if (recipe := loaded.checkpoint.document) is None:
         return None
     schedule = (recipe.get("schedule") or {}).get("name")
     return {"schedule": schedule} | {name: recipe.get(name) for name in ("options", "data", "result")}

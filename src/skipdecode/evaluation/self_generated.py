@@ -51,7 +51,6 @@ from skipdecode.generation.self_generated import (
     forget_prompts,
 )
 from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
-from skipdecode.models.carried import stored_recipe
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.schedule import Schedule
 
@@ -98,7 +97,7 @@ class OwnTexts:
             "settings": asdict(settings),
             "methods": [method.settings() for method in methods],
             "engine": full.engine,
-            "tuned": (stored_recipe(loaded.checkpoint.own_folder) or {}).get("result"),
+            "tuned": (loaded.checkpoint.document or {}).get("result"),
         }
         variants = list(dict.fromkeys([reference, full, *methods]))
         tokenizer: Any = base.tokenizer

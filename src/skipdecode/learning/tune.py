@@ -38,7 +38,7 @@ from skipdecode.learning.checkpoint import (
     write_recipe,
 )
 from skipdecode.learning.settings import TuneOptions
-from skipdecode.models.carried import FIT_FILE, read_recipe, stored_recipe
+from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, read_recipe
 from skipdecode.models.families import vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
@@ -255,7 +255,7 @@ class _Run:
         )
         if dataset := dataset_id(self.train):
             recipe["datasets"] = [dataset]
-        before = stored_recipe(out)
+        before = read_recipe(out / RECIPE_FILE) if (out / RECIPE_FILE).is_file() else None
         if before is not None and self.overwrite and not is_unfinished(before, recipe):
             before = None
         if before is not None:

@@ -17,7 +17,6 @@ from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.carried import (
     FIT_FILE,
-    RECIPE_FILE,
     SCHEDULE_FILE,
     Recipe,
     checkpoint_recipe,
@@ -25,6 +24,7 @@ from skipdecode.models.carried import (
     of_adapter,
     of_config,
     schedule_file,
+    stored_recipe,
     untuned_line,
 )
 from skipdecode.models.families import check_schedule, layers_in, lent_last
@@ -51,8 +51,9 @@ class Checkpoint:
 
     `base` is the name of the adapter's base model, or `name` again; `given_base`, if it is not the adapter's own.
     `folder` has the config of that base model: a directory, or the snapshot of a hub id. `entries` are those of its
-    config.json, its text model's first. `schedule` is the adapter's own, else the base model's. `schedule_files` may
-    have a fit beside them. `dtype` is the type in which a GGUF file was dequantized.
+    config.json, its text model's first. `schedule` is the adapter's own, else the base model's. `document` is
+    recipe.json as `tune` wrote it. `schedule_files` may have a fit beside them. `dtype` is that in which a GGUF file
+    was dequantized.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Checkpoint:
     entries: Mapping[str, Any] = field(repr=False)
     num_layers: int
     schedule: Schedule | None
+    document: Mapping[str, Any] | None = field(repr=False)
     recipe: Recipe | None
     fit: FitFile | None
     given_base: str | None = None
@@ -202,9 +204,11 @@ def open_checkpoint(
     num_layers = next(counts, None) or layers_in(read_config(base_name, file))
     schedule = None if adapter is None else of_adapter(adapter, num_layers)
     schedule = schedule or of_config(entries, num_layers, base_name)
-    recipe = checkpoint_recipe((adapter or folder) / RECIPE_FILE, schedule, num_layers)
+    own = adapter or folder
+    document = stored_recipe(own)
+    recipe = checkpoint_recipe(own, document, schedule, num_layers)
     fit = choose_fit(*_fit_folder(base_name, adapter, folder, entries), files)
-    resolved = adapter, folder, entries, num_layers, schedule, recipe, fit
+    resolved = adapter, folder, entries, num_layers, schedule, document, recipe, fit
     return Checkpoint(name, base_name, *resolved, given_base, files, dtype, hub)
 
 

@@ -23,7 +23,7 @@ from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import PARTIAL, RunDirectory, write_whole, writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OptionError, ScheduleError, UsageError
-from skipdecode.models.carried import RECIPE_FILE, drop_schedule, stored_recipe
+from skipdecode.models.carried import RECIPE_FILE, drop_schedule
 from skipdecode.models.families import decoder_layers, find_family
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
@@ -248,9 +248,9 @@ def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path, *,
             save_tuned(loaded.model, loaded.tokenizer, schedule, partial)
         else:
             save_model(loaded.model, loaded.tokenizer, partial, shown=directory)
-        if (recipe := stored_recipe(loaded.checkpoint.own_folder)) is not None:
-            kept = recipe["schedule"] if whole else None
-            recipe |= {"schedule": kept, "exported": {"model": loaded.checkpoint.name, "schedule": schedule.to_dict()}}
+        if (recipe := loaded.checkpoint.document) is not None:
+            exported = {"model": loaded.checkpoint.name, "schedule": schedule.to_dict()}
+            recipe = {**recipe, "schedule": recipe["schedule"] if whole else None, "exported": exported}
             write_whole(partial / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
 
 
