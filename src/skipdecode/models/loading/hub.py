@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.jsonl import read_json
 from skipdecode.common.progress import note, without_foreign_bars
-from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.models.carried import GENERATION_FILE, carry, keep_tuned
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading import smollm2
@@ -65,6 +66,8 @@ def load_model(
     if checkpoint.base == smollm2.NAME:
         smollm2.fetch()
         checkpoint = replace(checkpoint)  # with the config that was fetched
+    for folder in {checkpoint.folder, checkpoint.own_folder}:
+        _check_generation_config(folder / GENERATION_FILE)
     tokenizer = _tokenizer(checkpoint, require_tokenizer)
     model = _base_model(checkpoint, dtype, target)
     if adapter is not None:
@@ -130,6 +133,12 @@ def _complete(tokenizer: Any, model: Any, checkpoint: Checkpoint) -> None:
         tokenizer.eos_token = next((word for word in words if word is not None), None)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+
+
+def _check_generation_config(file: Path) -> None:
+    """Refuse a generation config that is broken, which transformers leaves out without a word."""
+    if file.is_file() and not isinstance(read_json(file), dict):
+        raise DataError(f"{file}: a JSON object is needed")
 
 
 def _take_generation_config(model: Any, adapter: Path) -> None:
