@@ -500,7 +500,6 @@ def test_every_kind_of_name_has_its_base_its_directory_and_its_schedule(
     pinned.write_text(json.dumps(json.loads(pinned.read_text()) | {"revision": COMMIT}))
     SCHEDULE.save(tmp_path / "adapter" / "skipdecode.json")
     hub, store = tmp_path / "hub-cache" / "models--owner--tiny" / "snapshots" / COMMIT, tmp_path / "cache" / "models"
-    bundled = Path(skipdecode.__file__).parent / "models" / "adapters" / "e2e-smollm2-135m"
     with hub_of({"owner/tiny": checkpoint}) as address:
         use_hub(address, tmp_path, monkeypatch)
         for name, adapter, base, folder, schedule in (
@@ -508,12 +507,11 @@ def test_every_kind_of_name_has_its_base_its_directory_and_its_schedule(
             ("owner/tiny", None, "owner/tiny", hub, None),
             (str(tmp_path / "pinned"), tmp_path / "pinned", f"owner/tiny@{COMMIT}", hub, None),
             (str(tmp_path / "of-gguf"), tmp_path / "of-gguf", str(gguf), store, None),
-            ("e2e-smollm2-135m", bundled, smollm2.NAME, None, Schedule.load(bundled / "skipdecode.json")),
         ):
             found = open_checkpoint(name)
             assert (found.adapter, found.base, found.schedule, found.fit) == (adapter, base, schedule, None)
-            assert found.num_layers == found.config.num_hidden_layers == (LAYERS if folder else 30)
-            assert folder is None or folder in (found.folder, found.folder.parent)
+            assert found.num_layers == found.config.num_hidden_layers == LAYERS
+            assert folder in (found.folder, found.folder.parent)
 
 
 def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(

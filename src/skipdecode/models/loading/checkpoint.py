@@ -127,14 +127,8 @@ class Checkpoint:
 class LoadedModel:
     """A causal LM ready for decoding.
 
-    Parameters
-    ----------
-    model : transformers causal LM or peft.PeftModel
-        In eval mode, on its device.
-    tokenizer : transformers tokenizer or None
-        Pads on the left. The pad token is the end token if the checkpoint names none.
-    checkpoint : Checkpoint
-        The resolved name: schedule, recipe and directory.
+    `model`, a transformers or a PEFT model, is in eval mode, on its device. `tokenizer`, a transformers tokenizer or
+    None, pads on the left; its pad token is the end token if the checkpoint names none.
     """
 
     model: Any
@@ -236,8 +230,7 @@ def _located_base(name: str, adapter: Path, dtype: str, *, is_given: bool) -> tu
     except ModelLoadError as e:
         if is_given:
             raise
-        file = adapter / ADAPTER_FILE
-        named = f"this base model is named in {file}, base_model_name_or_path; give another as base"
+        named = f"this base model is named in {adapter / ADAPTER_FILE}, base_model_name_or_path; give another as base"
         raise ModelLoadError(f"{e} ({named})") from None
 
 
