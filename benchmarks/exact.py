@@ -99,7 +99,7 @@ def against_others(llm: LLM, prompts: Sequence[tuple[int, ...]], new_tokens: int
     """The time of our plain full depth over each of `OTHERS`, requests one after another."""
     engine = FastEngine(llm.backend.fast, llm.schedule_of(None), max_rows=1)
     engine.decode([Request(p, new_tokens, stop_ids=llm._ends, exact=False) for p in prompts])
-    model, found = merge_adapter(load_model(llm.loaded.name, dtype="bfloat16").model), {}
+    model, found = merge_adapter(load_model(llm.loaded.checkpoint.name, dtype="bfloat16").model), {}
     for name in OTHERS:
         method = opened(name, model)
         done = [method.generate([p], max_new_tokens=new_tokens, eos=set(llm._ends)) for p in prompts]

@@ -45,8 +45,8 @@ from skipdecode.common.environment import usable_cores
 from skipdecode.common.jsonl import read_result
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.requests import Request
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 
 CACHE = Path.home() / ".cache" / "skipdecode"
 CLI = (sys.executable, "-m", "skipdecode")
@@ -100,7 +100,7 @@ def checkpoint_of(options: argparse.Namespace) -> Path:
     if not (out / "config.json").exists():
         call(*CLI, "export", options.model, "--schedule", "full", "--dtype", "bfloat16", "--out", out, "--overwrite")
     for name in SPLITS:
-        ModelRef(options.model).schedules[name].save(options.work / f"{name}.json")
+        open_checkpoint(options.model).schedules[name].save(options.work / f"{name}.json")
     return out
 
 

@@ -37,8 +37,8 @@ from shared import script_parser, write_result
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.opening import end_tokens
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 
 FULL = "full"
 SUBJECTS = ("The old bridge", "A small boat", "My neighbour", "The first train", "A good teacher", "The night market")
@@ -54,7 +54,7 @@ def prompts(words: int) -> list[str]:
 
 def schedules(options: argparse.Namespace) -> list[Schedule]:
     """Full depth, the flat schedule, and with `--prompt-layers` the flat schedule with split prompts."""
-    layers = ModelRef(options.model).num_layers
+    layers = open_checkpoint(options.model).num_layers
     flat = Schedule.from_speedup(layers, options.nominal, 128).flattened()
     lowest = options.prompt_layers
     return [Schedule.full(layers), flat, *([flat.with_prompt(tuple(range(lowest)))] if lowest else [])]

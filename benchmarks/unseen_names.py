@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from skipdecode import LLM, Schedule
 from skipdecode.data.tasks import load_task
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.checkpoint import open_checkpoint
 
 NAME = re.compile(r"(?:name|near)\[([^\]]+)\]")
 ADAPTER = "e2e-smollm2-135m"  # whose schedules are run
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", type=Path, help=f"files, in place of those of {ADAPTER}")
     options = parser.parse_args()
     asked, rows = questions(options.data, options.records), []
-    given = [Schedule.load(path) for path in options.schedules or ()] or ModelRef(ADAPTER).recipe.tuned_under
+    given = [Schedule.load(path) for path in options.schedules or ()] or open_checkpoint(ADAPTER).recipe.tuned_under
     schedules = sorted(given, key=lambda s: (-len(s.prompt_layers()), s.nominal_speedup))
     for name in tqdm(options.checkpoints, unit="checkpoint"):
         model = LLM(name, dtype="bfloat16")

@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """What was found."""
     loaded = load_model(options.model, dtype="float32")
     model = merge_adapter(loaded.model)
-    schedule = loaded.schedule.with_speedup(options.nominal)
+    schedule = loaded.checkpoint.schedule.with_speedup(options.nominal)
     ends = sorted(end_tokens(model, loaded.tokenizer))
     texts = e2e_prompts(options.data, loaded.tokenizer, options.records)
     # First, because vLLM changes transformers' own classes where it runs a model through them.

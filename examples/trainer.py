@@ -31,7 +31,7 @@ def main(model: str, train: str, out: str, speedup: float = 2, **settings: float
         {"input_ids": [*e.prompt, *e.response], "labels": [-100] * len(e.prompt) + list(e.response)} for e in examples
     ]
     longest = max(len(e.response) for e in examples)
-    schedule = Schedule.from_speedup(loaded.num_layers, speedup, seq_len=longest)
+    schedule = Schedule.from_speedup(loaded.checkpoint.num_layers, speedup, seq_len=longest)
     given = {"max_steps": 100, "learning_rate": 3e-4, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
     trainer = Trainer(
         model=loaded.model.train(),  # else attach warns that these weights were not tuned under the schedule

@@ -27,7 +27,7 @@ def main(model: str, train: str, out: str, speedup: float = 2, seq_len: int = 48
     torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN under a mask (pytorch issue 196678)
     loaded = load_model(model, dtype="float32")
     rows = [json.loads(line) for line in Path(train).read_text(encoding="utf-8").strip().split("\n")]
-    schedule = Schedule.from_speedup(loaded.num_layers, speedup, seq_len=seq_len)
+    schedule = Schedule.from_speedup(loaded.checkpoint.num_layers, speedup, seq_len=seq_len)
     given = {"max_steps": 100, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
     given |= {"completion_only_loss": True, "bf16": False, "gradient_checkpointing": False}
     trainer = SFTTrainer(

@@ -22,7 +22,7 @@ from skipdecode.data.prompts import prompt_room
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 from skipdecode.evaluation.scores import text_scores
 from skipdecode.generation.llm import LLM
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.schedule import Schedule
 
 try:
@@ -97,7 +97,7 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         Raises UsageError: the file has responses of another model or schedule.
         """
         super().set_cache_hook(cache_hook)
-        ours = {"model": self.llm.loaded.name, **self.get_model_info()}
+        ours = {"model": self.llm.loaded.checkpoint.name, **self.get_model_info()}
         if self.cache_hook.dbdict.setdefault("skipdecode", ours) != ours:
             raise UsageError("the file of use_cache has responses of another model or schedule: give another path")
 

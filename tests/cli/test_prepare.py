@@ -37,8 +37,8 @@ from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions, S
 from skipdecode.learning.stages import Clock, Evaluation, FullDepth, Layers, Stages, Timing, Tuning
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from textgen_tools import read_rows, save_tiny_model
 from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
@@ -100,18 +100,18 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     minutes = f"{enough(fitted):.3f}"
     tuned = said(capsys, arguments(place, "--minutes", minutes, *rank))
     assert tuned["full_depth"]["scores"].keys() == {"bleu", "rougeL", "chrf"}  # the model did not do the task
-    assert load_model(str(place / "out" / "full")).schedule.is_full
+    assert load_model(str(place / "out" / "full")).checkpoint.schedule.is_full
     assert tuned["minutes"] == pytest.approx(float(minutes))
     assert len({row["minutes"] for row in tuned["rows"]}) == len(tuned["kept_by_minutes"]) == 2
     assert tuned["dev_loss"]
     # Beside the scores by speed-up, the target's by minutes.
     assert image.imread(place / "out" / "kept.png").shape[1] == 2 * by_speed.shape[1]
     model = prepared_use(place / "out")["model"]
-    assert load_model(model).schedule.name == tuned["target"] == fitted["target"]
+    assert load_model(model).checkpoint.schedule.name == tuned["target"] == fitted["target"]
     assert tuned["target"].startswith("calibrated-p4-")
-    assert load_model(model).schedule.prompt_layers() == (0, 1, 2, 3)
+    assert load_model(model).checkpoint.schedule.prompt_layers() == (0, 1, 2, 3)
     assert json.loads((Path(model) / "recipe.json").read_text())["options"]["distill_weight"] == 0.5
-    assert {schedule.nominal_speedup > 1 for schedule in ModelRef(model).recipe.tuned_under} == {True, False}
+    assert {schedule.nominal_speedup > 1 for schedule in open_checkpoint(model).recipe.tuned_under} == {True, False}
 
     # Merged, as docs/vllm.md has it, the checkpoint keeps its fit, and what was measured.
     assert main(["export", model, "--format", "merged", "--out", str(place / "merged")]) == 0
@@ -241,7 +241,7 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
 
     tuned = call(minutes=enough(fitted.document))
     assert re.search(r"^quality by tuning: dev loss \S+ to \S+, BLEU", str(tuned), re.M)
-    assert load_model(tuned.path).schedule == tuned.llm.schedule_of(None) == tuned.schedule
+    assert load_model(tuned.path).checkpoint.schedule == tuned.llm.schedule_of(None) == tuned.schedule
     with pytest.raises(OutputError, match="seed"):
         call(seed=1)
     # An adapter is merged, into weights of the type that they had.
@@ -249,7 +249,7 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
     adapted = skipdecode.LLM(tuned.path, dtype="bfloat16")
     merged = skipdecode.prepare(adapted, records(24), records(12, seed=1), cost=cost, keep=0.01, **form)
     found = load_model(merged.path)
-    assert (found.schedule, found.model.dtype) == (merged.schedule, torch.bfloat16)
+    assert (found.checkpoint.schedule, found.model.dtype) == (merged.schedule, torch.bfloat16)
     assert merged.llm.generate(["red hat\n"], 8, template=False)
 
 

@@ -253,9 +253,10 @@ def test_what_it_was_tuned_on_is_what_every_verb_puts_prompts_into(way: str, tmp
 
     loaded = load_model(out)
     schedule = load_run(run).data["config"]["method"]["schedule"]
-    assert schedule == loaded.schedule.to_dict()
+    assert schedule == loaded.checkpoint.schedule.to_dict()
     assert schedule["prompt"] == ([0, 1, 2] if way == "split" else "full")
-    service = open_service(loaded.model, loaded.tokenizer, name="tuned", carried=loaded.schedule, recipe=loaded.recipe)
+    how = {"carried": loaded.checkpoint.schedule, "recipe": loaded.checkpoint.recipe}
+    service = open_service(loaded.model, loaded.tokenizer, name="tuned", **how)
     with running(service) as client:
         body = greedy(prompt=PAIRS[0]["mr"], max_tokens=4)
         answer = client.post("/v1/completions", json=body).json()

@@ -260,7 +260,7 @@ def test_smollm2_says_the_same(rows, monkeypatch):
     ]
     requests = [Request(tuple(loaded.tokenizer(text).input_ids), 24, exact=False) for text in meanings]
     model = loaded.model.merge_and_unload()
-    for schedule in (Schedule.full(30), loaded.schedule.with_speedup(5)):
+    for schedule in (Schedule.full(30), loaded.checkpoint.schedule.with_speedup(5)):
         want, _ = rows_of(model, schedule, requests, math.inf, monkeypatch, max_rows=rows)
         got, stats = rows_of(model, schedule, requests, 2**23, monkeypatch, max_rows=rows)
         assert got == want

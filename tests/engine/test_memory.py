@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
-from skipdecode.models.loading.smollm2 import known_config
+from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from tiny import LAYERS, tiny_model
 
 FALLING = Schedule.from_speedup(LAYERS, 2, 20)
@@ -51,7 +52,8 @@ def test_rows_of_any_age_hold_their_active_tokens_within_a_page(schedule: Schedu
 @pytest.mark.parametrize(("nominal", "kind"), [("1", "none"), ("2", "none"), ("1", "w8a8")])
 def test_peak_memory_is_weights_and_cache_and_a_fixed_part(tmp_path: Path, nominal: str, kind: str):
     """SmolLM2-135M geometry from a file, 16 rows of 144 tokens; docs/architecture.md states the fixed part."""
-    AutoModelForCausalLM.from_config(known_config(), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    config = open_checkpoint(smollm2.NAME).config
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     probe = Path(__file__).parents[1] / "helpers" / "memory_probe.py"
     call = [sys.executable, str(probe), str(tmp_path), nominal, kind]
     figures = json.loads(subprocess.run(call, capture_output=True, text=True, check=True).stdout)

@@ -61,7 +61,7 @@ def test_without_references_texts_are_compared_with_the_base_model(llm: skipdeco
     assert 0 < deep["kept"] < 1 < deep["perplexity_ratio"]
     assert "| skipdecode-2x " in str(scores)
     assert {len(row["texts"]) for row in scores.runs[0].outputs} == {3}
-    loaded = skipdecode.load(llm.loaded.name)  # the same model beside it: its full depth is measured too
+    loaded = skipdecode.load(llm.loaded.checkpoint.name)  # the same model beside it: its full depth is measured too
     beside = skipdecode.evaluate(llm, base=loaded, **asked)
     assert [row["name"] for row in beside.rows] == ["base", "full", "skipdecode-2x", "skipdecode-1.5x"]
     assert beside["skipdecode-2x"]["scores"] == deep["scores"]

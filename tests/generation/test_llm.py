@@ -384,7 +384,7 @@ REFUSED: dict[str, Callable[[LLM], Any]] = {
     "copy": copy.copy,
     "pickle": pickle.dumps,
     "pickle a stream": lambda llm: pickle.dumps(llm.stream("hello", 2)),
-    **{f"LLM {given}": lambda llm, given=given: LLM(llm.loaded.name, **given) for given in (
+    **{f"LLM {given}": lambda llm, given=given: LLM(llm.loaded.checkpoint.name, **given) for given in (
         {"device": "meta"}, {"device": 5}, {"device": ["cpu"]}, {"dtype": 5}, {"engine": None}, {"quantization": 8},
         {"max_rows": 0}, {"max_rows": "8"}, {"max_rows": None}, {"schedule": 5},
         {"chat_template_kwargs": 5}, {"chat_template_kwargs": {"enable_thinking": False}},

@@ -25,6 +25,7 @@ from skipdecode.generation.self_generated import (
     _cut,
     own_answers,
 )
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 
@@ -68,11 +69,8 @@ def test_a_model_is_tuned_on_what_it_says_itself(model: str, tuned: Path, tmp_pa
     assert recipe["options"]["sampled_speedups"] == [1, 1.25]
     assert recipe["options"]["distill_weight"] == 1.0
     # Who uses the checkpoint need not know the template.
-    loaded = load_model(str(tuned))
-    assert loaded.recipe is not None
-    assert (loaded.recipe.prompt_template, loaded.recipe.chat) == ("{prompt}", True)
-    assert loaded.schedule is not None
-    assert loaded.schedule.is_flat
+    learned = open_checkpoint(tuned)
+    assert (learned.recipe.prompt_template, learned.recipe.chat, learned.schedule.is_flat) == ("{prompt}", True, True)
     plain = ["generate", str(tuned), "hello", "--max-new-tokens", "4"]
     assert main([*plain, "--include-prompt"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == "<user>hello<assistant>"
@@ -136,11 +134,9 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     given = {row["id"]: row for row in found}
     assert len(given) == len(found)
     assert all(rows[line - 1].items() <= row.items() for line, row in given.items())
-    loaded = load_model(str(out))
-    assert loaded.recipe is not None
-    assert (loaded.recipe.prompt_template, loaded.recipe.chat) == ("{colour} {thing}\n", False)
-    assert loaded.schedule is not None
-    assert loaded.schedule.name == "skipdecode-2x"
+    learned = open_checkpoint(out)
+    assert (learned.recipe.prompt_template, learned.recipe.chat) == ("{colour} {thing}\n", False)
+    assert learned.schedule.name == "skipdecode-2x"
 
 
 def test_answers_that_run_at_the_end_of_their_time_are_cut_and_kept(model: str, tmp_path: Path) -> None:
@@ -178,7 +174,7 @@ def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, t
     asked = ["--self", "--task", str(task), "--prompts", file, "--self-tokens", "200"]
     assert main(["tune", model, *asked, *PACE, "--schedule", "1x", "--out", str(out)]) == 0
     assert all(row["short"] and len(row["post"]) == 36 for row in read_rows(out / TRAIN_FILE))
-    recipe = load_model(str(out)).recipe
+    recipe = open_checkpoint(out).recipe
     assert recipe is not None
     assert (recipe.truncate, recipe.max_prompt_tokens, recipe.chat) == ("post", 12, False)
     # A tuned checkpoint says itself what its prompts are put into; its own full depth is none to be made ready for.

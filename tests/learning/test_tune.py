@@ -49,7 +49,7 @@ def test_a_loaded_model_is_tuned_as_by_the_command_line_and_stays_as_it_is(
     for name in ("options", "schedule", "checkpoint", "base", "prompt"):
         assert one[name] == other[name]
     assert one["result"]["best_dev_loss"] == tuned.result["best_dev_loss"] == min(x for _, x in tuned.dev_losses)
-    assert tuned.schedule.name == skipdecode.load(tuned.path).schedule.name == "skipdecode-2x"
+    assert tuned.schedule.name == skipdecode.load(tuned.path).checkpoint.schedule.name == "skipdecode-2x"
     assert str(tmp_path / "b") in repr(tuned)
 
 

@@ -62,13 +62,13 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert told["result"]["steps"] == 6
     assert told["data"]["train"]["records"] == 24
     assert told["options"]["prompt_template"] == "{colour} {thing}\n"
-    loaded = load_model(str(out))
-    assert loaded.recipe == Recipe("{colour} {thing}\n", ("ref",), tuned_under=(loaded.schedule,), base=told["base"])
+    found = load_model(str(out)).checkpoint
+    assert found.recipe == Recipe("{colour} {thing}\n", ("ref",), tuned_under=(found.schedule,), base=told["base"])
     # Positions: the 95th percentile of the responses' lengths, end token included.
     lengths = sorted(len(r["ref"]) + 1 for r in records(24))
-    assert loaded.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
+    assert found.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
     base = load_model(files["model"])
-    assert told["base"] == base_entry(base.model, base.path)
+    assert told["base"] == base_entry(base.model, base.checkpoint.folder)
     assert "Loading weights" not in printed.err
     assert "100%" not in printed.err
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -134,8 +134,8 @@ def test_a_recipe_repeats_the_run_with_its_schedule_and_options_come_before_it(
     assert main([*recipe, "--out", str(again)]) == 0
     assert main([*recipe, "--out", str(other), "--schedule", "2x"]) == 0
     assert curve(again) == curve(first) != curve(other)
-    assert load_model(str(again)).schedule == Schedule.even(LAYERS, 3, name="mine")
-    assert load_model(str(other)).schedule.name == "skipdecode-2x"
+    assert load_model(str(again)).checkpoint.schedule == Schedule.even(LAYERS, 3, name="mine")
+    assert load_model(str(other)).checkpoint.schedule.name == "skipdecode-2x"
 
 
 def test_a_run_is_resumed_on_as_many_processes(files: Files, tmp_path: Path, capsys: Any) -> None:
@@ -248,10 +248,10 @@ def test_a_task_gives_prompt_and_response_and_an_adapter_may_be_half_as_large(fi
         pace = ["--steps", "2", "--adapter-dtype", dtype, "--schedule", "2x"]
         assert main([*command, *pace]) == 0
         sizes[dtype] = (out / "adapter_model.safetensors").stat().st_size
-        loaded = load_model(str(out))
-        assert loaded.schedule.name == "skipdecode-2x"
+        found = load_model(str(out)).checkpoint
+        assert found.schedule.name == "skipdecode-2x"
         # In full, as the task's file may be gone one day.
-        assert (loaded.recipe.prompt_template, loaded.recipe.responses) == ("{mr}\n", ("refs", "ref"))
+        assert (found.recipe.prompt_template, found.recipe.responses) == ("{mr}\n", ("refs", "ref"))
     assert sizes["float16"] < 0.6 * sizes["float32"]
 
 
@@ -359,7 +359,7 @@ def test_an_adapter_is_tuned_on_from_its_own_weights(files: Files, tmp_path: Pat
     assert next(row["kl"] for row in rows if row["kind"] == "train") < 1e-5
     config = json.loads((on / "adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (2, str(Path(files["model"]).resolve()))
-    assert load_model(str(on)).schedule.is_full
+    assert load_model(str(on)).checkpoint.schedule.is_full
 
 
 def test_an_adapter_with_more_than_lora_matrices_is_refused(files: Files, tmp_path: Path, capsys: Any) -> None:
@@ -378,4 +378,4 @@ def test_an_adapter_can_be_merged_under_a_fresh_one(files: Files, tmp_path: Path
     assert main(arguments(files, tmp_path / "first", "--schedule", "2x")) == 0
     on_top = files | {"model": str(tmp_path / "first")}
     assert main(arguments(on_top, tmp_path / "b", "--schedule", "3x", "--merge")) == 0
-    assert load_model(str(tmp_path / "b")).schedule.name == "skipdecode-3x"
+    assert load_model(str(tmp_path / "b")).checkpoint.schedule.name == "skipdecode-3x"

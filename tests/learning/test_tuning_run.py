@@ -206,7 +206,7 @@ def test_a_tuned_directory_loads_and_carries_the_schedule(tmp_path: Path) -> Non
     assert Schedule.from_dict(model.config.skipdecode) == TARGET
     assert dev_loss_of(model, TARGET) == pytest.approx(result.best_dev_loss, abs=1e-4)
     loaded = load_model(str(tmp_path))
-    assert loaded.schedule == TARGET
+    assert loaded.checkpoint.schedule == TARGET
     assert loaded.tokenizer("red")["input_ids"] == TOKENIZER("red")["input_ids"]
     left = {path.name for path in tmp_path.iterdir()}
     assert {"log.jsonl", "config.json", "tokenizer.json"} <= left
@@ -227,7 +227,7 @@ def test_an_adapter_is_small_loads_on_its_base_and_merges(tmp_path: Path, option
             result.best_dev_loss, abs=1e-4
         )
     adapter, merged = load_model(str(tmp_path / "adapter")), load_model(str(tmp_path / "merged"))
-    assert adapter.schedule == merged.schedule == TARGET
+    assert adapter.checkpoint.schedule == merged.checkpoint.schedule == TARGET
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
     assert not hasattr(merged.model, "get_base_model")

@@ -24,7 +24,7 @@ from skipdecode.engine.requests import Request
 from skipdecode.errors import FitError, UnfitModelError
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Fit, keep_fit
-from skipdecode.models.loading.base_weights import put_fit
+from skipdecode.models.loading.base_weights import FitFile
 from tiny import LAYERS, shared_model, tiny_model
 
 LOWER = (0, 1, 2)
@@ -51,7 +51,7 @@ def refused(path):
     """No way from the file into a model, on any engine."""
     model = tiny_model("llama")
     with pytest.raises(FitError) as refusal:
-        put_fit(model, path)
+        FitFile(path).load(model)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 600
     with pytest.raises(FitError):
@@ -139,7 +139,7 @@ def test_a_broken_fit_is_refused(tmp_path, parts, name):
 def test_a_fit_whose_sample_of_weights_is_another_is_refused(tmp_path, parts, value):
     path = write(tmp_path / FIT_FILE, parts[0], parts[1] | {"base": [value] * 64})
     with pytest.raises(FitError, match="other weights"):
-        put_fit(tiny_model("llama"), path)
+        FitFile(path).load(tiny_model("llama"))
 
 
 @pytest.mark.parametrize(
@@ -188,10 +188,10 @@ def test_a_fit_is_refused_or_decodes_on_both_engines(tmp_path, parts, changed, t
     path = write(tmp_path / FIT_FILE, tensors, about)
     model = tiny_model("llama").eval()
     try:
-        put_fit(model, path)
+        FitFile(path).load(model)
     except FitError:
         with pytest.raises(FitError):
-            put_fit(model, path)
+            FitFile(path).load(model)
         return
     request = [Request((5, 6, 7, 8), max_new_tokens=3)]
     engines = FastEngine(model, SCHEDULE, max_rows=1), GatedEngine(model, SCHEDULE, max_rows=1)
@@ -210,7 +210,7 @@ def test_every_right_fit_loads(tmp_path, family, sets, rank, taps):
     model = tiny_model(family)
     prompts = [] if family == "gpt2" else [(0, *sorted(layers)) for layers in sets]
     random_fit(model, prompts, rank=rank, taps=taps).save(tmp_path / FIT_FILE)
-    put_fit(model, tmp_path / FIT_FILE)
+    keep_fit(model, FitFile(tmp_path / FIT_FILE).load(model))
 
 
 def test_damaged_bytes_are_refused(tmp_path, parts):

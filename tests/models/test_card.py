@@ -19,9 +19,9 @@ from skipdecode.cli import main
 from skipdecode.errors import ModelLoadError, UsageError, WriteError
 from skipdecode.models.fit import fit_of, keep_fit
 from skipdecode.models.loading.card import write_card
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.export import possible_formats
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import save_tuned
 from tiny import LAYERS
 
@@ -45,7 +45,7 @@ def tuned(base: str, out: Path, *, adapter: bool = True) -> Path:
     model = save_adapter(out.parent / "made", base) if adapter else loaded.model
     keep_fit(model, random_fit(loaded.model, [(0, 1, 2)]))
     save_tuned(model, loaded.tokenizer, SCHEDULE, out, base_name=base)
-    write_card(out, loaded.ref, SCHEDULE, "tune")
+    write_card(out, loaded.checkpoint, SCHEDULE, "tune")
     return out
 
 
@@ -72,7 +72,7 @@ def test_a_pushed_model_needs_nothing_else(hub: Path, tmp_path: Path, capsys: An
     assert torch.equal(AutoModelForCausalLM.from_pretrained("owner/fast")(IDS).logits, full)
     with pytest.raises(ModelLoadError, match="revision"):
         load_model("owner/fast@absent")
-    assert load_model(f"owner/base@{COMMIT}", device="cpu").path.name == COMMIT
+    assert load_model(f"owner/base@{COMMIT}", device="cpu").checkpoint.own_folder.name == COMMIT
 
 
 def test_the_command_line_exports_and_pushes(hub: Path, tmp_path: Path, capsys: Any) -> None:
@@ -80,7 +80,7 @@ def test_the_command_line_exports_and_pushes(hub: Path, tmp_path: Path, capsys: 
     command = ["export", str(here), "--format", "merged", "--out", str(out), "--push-to-hub", "me/merged"]
     assert main(command) == 0
     pushed = LLM("me/merged", device="cpu")
-    assert pushed.loaded.ref.adapter is None
+    assert pushed.loaded.checkpoint.adapter is None
     assert pushed.schedule_of(None) == SCHEDULE
     assert pushed.generate("red", 8)[0].tokens == LLM(here, device="cpu").generate("red", 8)[0].tokens
     assert "skipdecode export tuned --format merged --out out" in (hub / "merged" / "README.md").read_text()
@@ -91,7 +91,7 @@ def test_a_schedule_whose_prompts_alone_skip_is_described_as_it_is(tmp_path: Pat
     save_checkpoint(tmp_path / "base")
     here = tuned(str(tmp_path / "base"), tmp_path / "tuned", adapter=adapter)
     schedule = Schedule(LAYERS, (), (LAYERS,), prompt=(0, 1, 2, 3), name="short")
-    write_card(here, ModelRef(str(tmp_path / "base")), schedule, "tune")
+    write_card(here, open_checkpoint(str(tmp_path / "base")), schedule, "tune")
     text = (here / "README.md").read_text()
     assert "prompts run fewer layers, and new tokens all of them" in text
     assert "new tokens run fewer" not in text
@@ -102,7 +102,7 @@ def test_a_schedule_whose_prompts_alone_skip_is_described_as_it_is(tmp_path: Pat
     assert main([*command, str(tmp_path / "hf"), "--format", "hf"]) == 2
     assert main([*command, str(tmp_path / "out")]) == 0
     assert "format merged" in capsys.readouterr().err
-    assert ModelRef(str(tmp_path / "out")).schedule == schedule
+    assert open_checkpoint(str(tmp_path / "out")).schedule == schedule
     assert possible_formats(str(here), str(tmp_path / "short.json")) == ["merged"]
     assert possible_formats(str(here), "full") == ["hf", "merged", "gguf"]
 
@@ -119,7 +119,7 @@ def test_what_nobody_could_load_or_write_is_refused(hub: Path, tmp_path: Path, m
 
 
 def test_a_card_that_somebody_changed_is_kept(hub: Path, tmp_path: Path, capsys: Any) -> None:
-    here, ref = tuned("owner/base", tmp_path / "tuned", adapter=False), ModelRef("owner/base")
+    here, ref = tuned("owner/base", tmp_path / "tuned", adapter=False), open_checkpoint("owner/base")
     card = here / "README.md"
     write_card(here, ref, Schedule.full(LAYERS), "tune")
     assert "`half`" not in card.read_text()

@@ -23,8 +23,8 @@ from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.beside import beside
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import save_tuned
 from tiny import LAYERS, tiny_model
 
@@ -94,7 +94,7 @@ def test_another_fit_beside_the_schedule_is_used_where_the_own_is_missing(checkp
     SCHEDULE.save(tmp_path / "fit" / "schedule.json")
     random_fit(tiny_model("llama"), [LOWER], seed=99).save(tmp_path / "fit" / FIT_FILE)
     (checkpoint / FIT_FILE).unlink()
-    loaded = load_model(ModelRef(str(checkpoint), (str(tmp_path / "fit" / "schedule.json"),)), device="cpu")
+    loaded = load_model(open_checkpoint(checkpoint, schedules=[tmp_path / "fit" / "schedule.json"]), device="cpu")
     assert fit_of(loaded.model).digest() == Fit.load(tmp_path / "fit" / FIT_FILE).digest()
 
 
@@ -132,7 +132,7 @@ def test_attach_says_that_peft_loads_no_fit(tuned: Path) -> None:
 def test_an_adapter_without_a_schedule_takes_its_base_s_schedule_and_fit(tuned: Path, tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", str(tuned / "whole"))
     loaded = load_model(str(tmp_path / "adapter"), device="cpu")
-    assert loaded.schedule == SCHEDULE
+    assert loaded.checkpoint.schedule == SCHEDULE
     assert fit_of(loaded.model).digest() == Fit.load(tuned / "whole" / FIT_FILE).digest()
     text(loaded.model)
 

@@ -19,8 +19,8 @@ from skipdecode.cli import main
 from skipdecode.errors import OptionError, OutputError, UsageError
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import FAMILIES
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.export import check_exportable, cut_model
-from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.saving import with_old_names
 from tiny import LATER, LAYERS, ragged_prompts, tiny_model
 
@@ -132,11 +132,8 @@ def test_the_export_is_an_ordinary_model_with_its_prompt(tuned: Path, capsys: py
     config = json.loads((out / "config.json").read_text())
     assert (config["num_hidden_layers"], "skipdecode" in config) == (5, False)
     assert {each.name for each in out.iterdir()} >= {"recipe.json", "generation_config.json", "tokenizer.json"}
-    ref = ModelRef(str(out))
-    assert ref.schedule is None
-    assert ref.adapter is None
-    assert ref.recipe is not None
-    assert ref.recipe.prompt_template == "{mr}:"
+    found = open_checkpoint(out)
+    assert (found.schedule, found.adapter, found.recipe.prompt_template) == (None, None, "{mr}:")
     expected = texts_of(capsys, "generate", str(tuned))
     assert texts_of(capsys, "generate", str(out)) == expected
     assert texts_of(capsys, "generate", str(tuned), "--schedule", "1x") != expected
@@ -170,7 +167,7 @@ def test_the_nearest_flat_schedule_is_a_flag_away(tuned: Path, capsys: pytest.Ca
     flat = ["--schedule", f"{tuned.parent / 'falling.json'}:flat:pmax_exit"]
     assert main(["export", str(tuned), *flat, "--out", str(out)]) == 0
     capsys.readouterr()
-    assert ModelRef(str(out)).num_layers == 5
+    assert open_checkpoint(str(out)).num_layers == 5
     assert texts_of(capsys, "generate", str(out)) == texts_of(capsys, "generate", str(tuned), *flat)
 
 
@@ -193,8 +190,8 @@ def test_a_loaded_model_is_exported_and_stays_as_it_is(tuned: Path, capsys: pyte
 def test_bridges_are_refused_by_name(tuned: Path):
     random_fit(tiny_model("llama")).save(tuned / FIT_FILE)
     with pytest.raises(UsageError, match=FIT_FILE):
-        check_exportable(SCATTERED, ModelRef(str(tuned)))
-    assert len(check_exportable(Schedule.full(LAYERS), ModelRef(str(tuned)))) == LAYERS
+        check_exportable(SCATTERED, open_checkpoint(str(tuned)))
+    assert len(check_exportable(Schedule.full(LAYERS), open_checkpoint(str(tuned)))) == LAYERS
 
 
 # ---------------------------------------------------------------------- GGUF

@@ -32,8 +32,8 @@ from skipdecode.models.carried import FIT_FILE, bundled_schedules, schedule_file
 from skipdecode.models.families import decoder_layers, keys_and_values, projects
 from skipdecode.models.fit import Fit, PromptMap, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from textgen_tools import save_tiny_model
 from tiny import LATER, LAYERS, OPTIONS, ragged_prompts, shared_model, tiny_model
 
@@ -248,15 +248,15 @@ def test_a_model_by_name_uses_the_fit_beside_its_schedules(tmp_path):
             random_fit(model, seed=seed).save(tmp_path / name / "skipdecode.fit")
     one, two, bare = (str(tmp_path / name / "s.json") for name in ("one", "two", "bare"))
     name = str(tmp_path / "model")
-    assert ModelRef(name).fit is ModelRef(name, (bare,)).fit is None
-    assert ModelRef(name, (one, bare)).fit == tmp_path / "one" / "skipdecode.fit"
+    assert open_checkpoint(name).fit is open_checkpoint(name, schedules=[bare]).fit is None
+    assert open_checkpoint(name, schedules=[one, bare]).fit.file == tmp_path / "one" / "skipdecode.fit"
     with pytest.raises(UsageError, match="a model uses one"):
-        load_model(ModelRef(name, (one, two)))
+        load_model(open_checkpoint(name, schedules=[one, two]))
     texts = {file: LLM(name, file, device="cpu").generate("ab", 8)[0].tokens for file in (one, two, bare)}
     assert len({tuple(tokens) for tokens in texts.values()}) == 3
     random_fit(model, seed=3).save(tmp_path / "model" / "skipdecode.fit")
-    assert ModelRef(name, (bare,)).fit == tmp_path / "model" / "skipdecode.fit"
-    assert ModelRef(name, (two,)).fit == tmp_path / "two" / "skipdecode.fit"
+    assert open_checkpoint(name, schedules=[bare]).fit.file == tmp_path / "model" / "skipdecode.fit"
+    assert open_checkpoint(name, schedules=[two]).fit.file == tmp_path / "two" / "skipdecode.fit"
 
 
 @pytest.fixture(scope="module")
@@ -347,5 +347,5 @@ def test_a_note_says_that_a_tuned_fit_is_left_for_the_one_beside_the_schedule(
 def test_eval_takes_the_fit_beside_the_schedules_of_its_methods(calibrated):
     where, _ = calibrated
     for named in ([str(where / "schedule.json")], ["full", str(where / "schedule.json")]):
-        assert Config(model=str(where / "model"), schedule=named).ref.fit == where / FIT_FILE
-    assert Config(model=str(where / "model"), schedule=("full", "2x")).ref.fit is None
+        assert Config(model=str(where / "model"), schedule=named).checkpoint.fit.file == where / FIT_FILE
+    assert Config(model=str(where / "model"), schedule=("full", "2x")).checkpoint.fit is None

@@ -30,8 +30,9 @@ from skipdecode.errors import ModelLoadError, ScheduleError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.beside import add_model
+from skipdecode.models.loading.checkpoint import open_checkpoint
+from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from tiny import LATER, LAYERS, OPTIONS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
@@ -55,7 +56,8 @@ def test_a_directory_gives_the_same_model_and_a_tokenizer_ready_for_batches(chec
     loaded = load_model(str(checkpoint), device="cpu")
     assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
     assert not loaded.model.training
-    assert (loaded.name, loaded.path, loaded.schedule) == (str(checkpoint), checkpoint, None)
+    found = loaded.checkpoint
+    assert (found.name, found.own_folder, found.schedule) == (str(checkpoint), checkpoint, None)
     batch = loaded.tokenizer(["red", "red green blue"], padding=True)
     assert batch["input_ids"] == [[2, 2, 4], [4, 5, 6]]
     assert batch["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
@@ -76,7 +78,7 @@ def test_a_wrong_carried_schedule_is_refused_with_its_place(tmp_path: Path, carr
 
 
 def test_what_is_done_to_a_config_changes_no_load(checkpoint: Path) -> None:
-    ref = ModelRef(str(checkpoint))
+    ref = open_checkpoint(str(checkpoint))
     ref.config.dtype = torch.bfloat16  # as building a model on the meta device does
     assert load_model(ref, device="cpu").model.dtype == torch.float32
 
@@ -193,7 +195,7 @@ def test_a_config_that_is_larger_than_the_weights_fills_no_memory(
 @pytest.mark.parametrize("value", [[], None], ids=str)
 def test_a_config_needs_no_classes(checkpoint: Path, value: Any) -> None:
     changed_config(checkpoint, architectures=value)
-    assert load_model(str(checkpoint)).num_layers == LAYERS
+    assert load_model(str(checkpoint)).checkpoint.num_layers == LAYERS
 
 
 def behind(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -330,7 +332,7 @@ def test_large_weights_of_half_precision_are_finite(tmp_path: Path) -> None:
     model = tiny_model("llama").to(torch.float16)
     model.lm_head.weight.data.fill_(60000)  # the sum is beyond float16
     model.save_pretrained(tmp_path)
-    assert load_model(str(tmp_path), require_tokenizer=False).num_layers == LAYERS
+    assert load_model(str(tmp_path), require_tokenizer=False).checkpoint.num_layers == LAYERS
 
 
 def test_only_decoders_with_a_language_model_head_are_accepted(tmp_path: Path) -> None:
@@ -385,10 +387,8 @@ def test_an_adapter_goes_on_its_base_and_brings_its_own_schedule(tmp_path: Path,
     loaded = load_model(str(tmp_path / "adapter"), device="cpu")
     torch.testing.assert_close(logits(loaded.model), logits(tuned))
     assert not torch.allclose(logits(loaded.model), logits(tiny_model("llama")), atol=1e-3)
-    assert loaded.schedule == SCHEDULE
-    assert loaded.path == tmp_path / "adapter"
+    assert loaded.checkpoint.schedule == SCHEDULE
     assert loaded.tokenizer is not None
-    assert ModelRef(str(tmp_path / "adapter")).config.num_hidden_layers == LAYERS
 
 
 def test_an_adapter_without_its_base_says_where_the_base_is_named(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_an_adapter_of_the_embedded_model_finds_it_by_name(tmp_path: Path) -> No
     tuned = save_adapter(tmp_path / "adapter", smollm2.NAME)
     loaded = load_model(str(tmp_path / "adapter"), dtype="float32", device="cpu")
     torch.testing.assert_close(logits(loaded.model), logits(tuned))
-    assert loaded.schedule == SCHEDULE
+    assert loaded.checkpoint.schedule == SCHEDULE
 
 
 def test_an_adapter_whose_tensors_do_not_fit_is_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
@@ -431,7 +431,7 @@ def test_an_adapter_whose_tensors_do_not_fit_is_refused_by_name(tmp_path: Path, 
 def test_an_adapter_knows_the_weights_it_was_tuned_on(tmp_path: Path, checkpoint: Path, capsys: Any) -> None:
     save_adapter(tmp_path / "adapter", str(checkpoint))
     base = load_model(str(checkpoint), device="cpu")
-    recipe = {"options": {}, "base": base_entry(base.model, base.path) | {"source": "the shop"}}
+    recipe = {"options": {}, "base": base_entry(base.model, base.checkpoint.folder) | {"source": "the shop"}}
     (tmp_path / "adapter" / "recipe.json").write_text(json.dumps(recipe))
 
     def said(change: float, dtype: str = "auto") -> str:
@@ -477,16 +477,41 @@ def test_a_hub_id_loads_and_stays_loadable_without_the_hub(
         use_hub(address, tmp_path, monkeypatch)
         loaded = load_model("owner/tiny", device="cpu")
         assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
-        assert loaded.path.name == COMMIT
+        assert loaded.checkpoint.own_folder.name == COMMIT
         with pytest.raises(ModelLoadError, match=r"'owner/absent' is not known.*no such public model"):
             load_model("owner/absent")
         capsys.readouterr()
     for _ in range(2):
         again = load_model("owner/tiny", device="cpu")
-        assert again.path == loaded.path
+        assert again.checkpoint.own_folder == loaded.checkpoint.own_folder
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "owner/tiny" in line]
     assert "cannot be reached" in told
     assert "local cache" in told
+
+
+def test_every_kind_of_name_has_its_base_its_directory_and_its_schedule(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, gguf = tiny_model("llama", vocab_size=320, hidden_size=64), tmp_path / "tiny.gguf"
+    write_gguf(model, gguf, "f16", byte_tokenizer())
+    for name, base in (("adapter", str(checkpoint)), ("pinned", "owner/tiny"), ("of-gguf", str(gguf))):
+        save_adapter(tmp_path / name, base)
+    pinned = tmp_path / "pinned" / "adapter_config.json"
+    pinned.write_text(json.dumps(json.loads(pinned.read_text()) | {"revision": COMMIT}))
+    SCHEDULE.save(tmp_path / "adapter" / "skipdecode.json")
+    hub, store = tmp_path / "hub-cache" / "models--owner--tiny" / "snapshots" / COMMIT, tmp_path / "cache" / "models"
+    with hub_of({"owner/tiny": checkpoint}) as address:
+        use_hub(address, tmp_path, monkeypatch)
+        for name, adapter, base, folder, schedule in (
+            (str(tmp_path / "adapter"), tmp_path / "adapter", str(checkpoint), checkpoint, SCHEDULE),
+            ("owner/tiny", None, "owner/tiny", hub, None),
+            (str(tmp_path / "pinned"), tmp_path / "pinned", f"owner/tiny@{COMMIT}", hub, None),
+            (str(tmp_path / "of-gguf"), tmp_path / "of-gguf", str(gguf), store, None),
+        ):
+            found = open_checkpoint(name)
+            assert (found.adapter, found.base, found.schedule, found.fit) == (adapter, base, schedule, None)
+            assert found.num_layers == found.config.num_hidden_layers == LAYERS
+            assert folder in (found.folder, found.folder.parent)
 
 
 def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
@@ -499,7 +524,7 @@ def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
         ):
             load_model("owner/tiny")
         with pytest.raises(ModelLoadError):
-            load_model(ModelRef("owner/other"))
+            load_model(open_checkpoint("owner/other"))
         silent.setblocking(False)
         silent.accept()
         with pytest.raises(BlockingIOError):

@@ -14,8 +14,7 @@ from skipdecode.data.forms import choose_form
 from skipdecode.errors import DataError
 from skipdecode.models.carried import Recipe
 from skipdecode.models.loading.base_weights import base_sample
-from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from tiny import LAYERS, tiny_model
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)
@@ -31,10 +30,7 @@ def checkpoint(folder: Path, recipe: Any = None, schedule: Schedule | None = Non
 
 
 def recipe_of(folder: Path, recipe: Any = None, schedule: Schedule | None = None) -> Recipe | None:
-    name = checkpoint(folder, recipe, schedule)
-    found = ModelRef(name).recipe
-    assert load_model(name).recipe == found
-    return found
+    return open_checkpoint(checkpoint(folder, recipe, schedule)).recipe
 
 
 # ---------------------------------------------------------------------- the checkpoint
@@ -49,8 +45,7 @@ def test_a_schedule_in_the_config_alone_is_what_it_was_tuned_under(tmp_path: Pat
 
 
 def test_the_bundled_adapter_knows_its_prompt_and_its_schedules() -> None:
-    recipe = ModelRef(str(BUNDLED)).recipe
-    assert recipe is not None
+    recipe = open_checkpoint(BUNDLED).recipe
     assert (recipe.prompt_template, recipe.chat, recipe.responses) == ("{mr}\n", False, ("refs", "ref"))
     found = [(round(s.nominal_speedup, 1), len(s.prompt_layers())) for s in recipe.tuned_under]
     assert found == [(3, 10), (1, 30), (2, 10), (5, 10), (3, 30), (2, 30), (5, 30)]
@@ -58,10 +53,9 @@ def test_the_bundled_adapter_knows_its_prompt_and_its_schedules() -> None:
 
 def test_an_adapters_recipe_is_its_own(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", checkpoint(tmp_path / "base", {"options": {}, "prompt": PROMPT}, TARGET))
-    assert ModelRef(str(tmp_path / "adapter")).recipe == Recipe(tuned_under=(TARGET,))
+    assert open_checkpoint(str(tmp_path / "adapter")).recipe == Recipe(tuned_under=(TARGET,))
     (tmp_path / "adapter/recipe.json").write_text(json.dumps({"options": {}, "prompt": PROMPT | {"chat": True}}))
-    loaded = load_model(str(tmp_path / "adapter"))
-    assert loaded.recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))
+    assert open_checkpoint(tmp_path / "adapter").recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))
 
 
 def test_sampled_speedups_and_prompts_are_tuned_under_too(tmp_path: Path) -> None:
@@ -79,6 +73,7 @@ def test_sampled_speedups_and_prompts_are_tuned_under_too(tmp_path: Path) -> Non
 @pytest.mark.parametrize("foreign", [{"steps": ["mix", "bake"]}, ["flour"], {"options": "none"}])
 def test_another_tools_recipe_is_none(tmp_path: Path, foreign: Any) -> None:
     assert recipe_of(tmp_path, foreign) is None
+    assert open_checkpoint(tmp_path).document is None  # which `eval` stores with its results
 
 
 @pytest.mark.parametrize(
@@ -95,7 +90,7 @@ def test_another_tools_recipe_is_none(tmp_path: Path, foreign: Any) -> None:
 )
 def test_a_broken_recipe_is_refused_by_its_name(tmp_path: Path, broken: Any) -> None:
     with pytest.raises(DataError) as error:
-        load_model(checkpoint(tmp_path, broken))
+        open_checkpoint(checkpoint(tmp_path, broken))
     assert str(tmp_path / "recipe.json") in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -20,9 +20,9 @@ from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.beside import add_model, cached_models, find_model
+from skipdecode.models.loading.beside import add_model, cached_models, stored_model
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
-from skipdecode.models.loading.ref import ModelRef
 from tiny import tiny_model
 
 
@@ -81,7 +81,7 @@ def test_a_wheel_with_other_content_is_refused_and_not_kept(tmp_path: Path, monk
 
 
 def test_planning_for_the_embedded_model_fetches_nothing() -> None:
-    config = ModelRef(smollm2.NAME).config
+    config = open_checkpoint(smollm2.NAME).config
     assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
     assert cached_models() == []
 
@@ -135,7 +135,7 @@ def test_the_embedded_model_has_the_right_special_tokens(embedded: Any) -> None:
 @pytest.mark.model
 def test_the_config_known_without_fetching_is_the_models(embedded: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
-    known, real = ModelRef(smollm2.NAME).config.to_dict(), embedded.model.config.to_dict()
+    known, real = open_checkpoint(smollm2.NAME).config.to_dict(), embedded.model.config.to_dict()
     differing = {key for key, value in known.items() if value is not None and value != real.get(key)}
     assert differing <= {"rms_norm_eps", "_name_or_path"}
     assert known["rms_norm_eps"] == pytest.approx(real["rms_norm_eps"])
@@ -184,14 +184,14 @@ def test_a_killed_build_never_shows_and_the_next_one_clears_it_away(tmp_path: Pa
     killed.communicate(timeout=60)
     assert killed.returncode == 9
     assert len(files(tmp_path)) == 1  # its leftover
-    assert find_model("some-model") is None
+    assert not stored_model("some-model").exists()
     assert cached_models() == []
     second = start(tmp_path, "finish")
     second.communicate(timeout=60)
     assert second.returncode == 0
     assert files(tmp_path) == ["some-model"]
     (model,) = cached_models()
-    assert (model["name"], model["source"], model["path"]) == ("some-model", "a test", str(find_model("some-model")))
+    assert (model["name"], model["source"], model["path"]) == ("some-model", "a test", str(stored_model("some-model")))
     assert model["bytes"] == sum(p.stat().st_size for p in Path(model["path"]).iterdir()) > 100
 
 

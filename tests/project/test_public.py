@@ -12,7 +12,7 @@ import skipdecode
 from checkpoints import save_adapter, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, OutputError, ScheduleError
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.checkpoint import open_checkpoint
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.from_speedup(LAYERS, 2, 8)
@@ -50,10 +50,8 @@ def test_what_cannot_be_loaded_or_saved_names_the_file(tmp_path: Path):
 def test_the_bundled_adapter_has_a_name_that_works_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("e2e-smollm2-135m").mkdir()
-    ref = ModelRef("e2e-smollm2-135m")
-    assert ref.adapter is not None
-    assert ref.base == "smollm2-135m"
-    assert Schedule.load(ref.adapter / "skipdecode.json").num_layers == 30
+    found = open_checkpoint("e2e-smollm2-135m")
+    assert (found.base, found.schedule.num_layers) == ("smollm2-135m", 30)
     with pytest.raises(ModelLoadError):  # the directory of that name is ./name
         skipdecode.load("./e2e-smollm2-135m")
 

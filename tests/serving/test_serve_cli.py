@@ -16,7 +16,7 @@ from skipdecode import Schedule
 from skipdecode.cli import main, serve
 from skipdecode.cli.arguments import Parser, add_options, config_from, prepared
 from skipdecode.cli.serve import Config
-from skipdecode.models.loading.ref import served_name
+from skipdecode.models.loading.checkpoint import served_name
 from textgen_tools import command, save_tiny_model, subprocess_environment
 from tiny import LAYERS
 

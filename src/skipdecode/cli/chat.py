@@ -40,9 +40,9 @@ from skipdecode.data.chats import chat_fault
 from skipdecode.data.messages import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
 from skipdecode.models.carried import bundled_schedules, schedule_file
-from skipdecode.models.loading.ref import ModelRef, model_files
+from skipdecode.models.loading.checkpoint import Checkpoint, model_files, open_checkpoint
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of, is_speedup
+from skipdecode.schedule.grammar import is_speedup
 
 if TYPE_CHECKING:
     from skipdecode.generation.llm import LLM
@@ -59,11 +59,10 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
     max_new_tokens: int = option("most tokens of an answer", default=512, least=1)
 
     @cached_property
-    def ref(self) -> ModelRef:
+    def checkpoint(self) -> Checkpoint:
         """The model's files, with the schedule file that is named, else the schedules that the package has for it."""
-        files = bundled_schedules(self.model) if self.schedule is None else [base_of(self.schedule)]
-        files = [file for file in files if os.path.isfile(file)]
-        return ModelRef(self.model, tuple(files), self.adapter_base)
+        schedules = bundled_schedules(self.model) if self.schedule is None else [self.schedule]
+        return open_checkpoint(self.model, self.adapter_base, schedules, self.dtype)
 
 
 def run(config: Config) -> int:
@@ -78,7 +77,7 @@ def run(config: Config) -> int:
             f"{config.model}: {fault}: use skipdecode generate, or give an instruction-tuned model such as smollm2-135m"
         )
     note(schedule_line(choice.schedule, choice.origin))
-    if (recipe := loaded.recipe) is not None and recipe.prompt_template is not None and not recipe.chat:
+    if (recipe := loaded.checkpoint.recipe) is not None and recipe.prompt_template is not None and not recipe.chat:
         note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: use skipdecode generate")
     llm = LLM(
         loaded,
@@ -156,7 +155,7 @@ class _Session:
         from skipdecode.generation.stats import schedule_line
 
         file = schedule_file(f"{self._config.model}-{asked}")
-        named = file if file in self._config.ref.schedule_files else asked
+        named = file if file in self._config.checkpoint.schedule_files else asked
         self._schedule = self._llm.schedule_of(named, self._config.max_new_tokens)
         note(schedule_line(self._schedule, "from the next turn on"))
 

@@ -31,13 +31,13 @@ from skipdecode.data.tasks import task_file
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
 from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions, load_run
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.loading.ref import model_files
+from skipdecode.models.loading.checkpoint import Checkpoint, model_files
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.evaluation.evaluate import Scores
     from skipdecode.generation.llm import LLM
-    from skipdecode.models.loading.ref import ModelRef
+    from skipdecode.models.loading.checkpoint import Checkpoint
 
 
 def _files_of_run(place: str) -> list[Path]:
@@ -140,15 +140,16 @@ def _compared(config: Config) -> Scores:
 
 
 def _evaluated(config: Config) -> Scores:
-    context = config.ref.entries.get("max_position_embeddings")
+    context = config.checkpoint.entries.get("max_position_embeddings")
     if config.max_new_tokens and isinstance(context, int):
         prompt_room(context, config.max_new_tokens)
     from skipdecode.engine.opening import load
     from skipdecode.evaluation.evaluate import evaluate
     from skipdecode.generation.llm import LLM
 
-    def opened(ref: ModelRef) -> LLM:
-        loaded = config.load() if ref is config.ref else load(ref, dtype=config.dtype, device=config.device)
+    def opened(checkpoint: Checkpoint) -> LLM:
+        is_own = checkpoint is config.checkpoint
+        loaded = config.load() if is_own else load(checkpoint, dtype=config.dtype, device=config.device)
         return LLM(
             loaded,
             engine=config.engine,
@@ -157,7 +158,7 @@ def _evaluated(config: Config) -> Scores:
         )
 
     return evaluate(
-        config.ref,
+        config.checkpoint,
         config.data,
         _asked_schedules(config),
         task=config.task or None,
@@ -187,5 +188,5 @@ def _default_seq_len(config: Config) -> int:
 
     if config.without_references:
         return config.max_new_tokens or OwnTexts.TOKENS
-    task = task_of(config.ref, config.task or None)
+    task = task_of(config.checkpoint, config.task or None)
     return task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)

@@ -50,10 +50,10 @@ def run(config: Config) -> int:
     from skipdecode.models.loading.export import export
 
     config.push()
-    ref = config.ref
+    checkpoint = config.checkpoint
     schedule, origin = choose_schedule(config, _SOME_POSITIONS)
     note(f"schedule {schedule.name}: {origin}")
     written = {name: getattr(config, name) for name in ("format", "gguf_type", "dtype")}
-    print(export(ref, config.out, schedule, overwrite=True, **written))  # `claimed` has checked the directory
+    print(export(checkpoint, config.out, schedule, overwrite=True, **written))  # `claimed` has checked the directory
     config.push(Path(config.out))
     return 0

@@ -59,7 +59,7 @@ from skipdecode.generation.records import (
     plain_text,
 )
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.models.loading.ref import served_name
+from skipdecode.models.loading.checkpoint import served_name
 
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
@@ -188,7 +188,7 @@ def _prints_text(config: Config) -> bool:
 
 def _form(config: Config) -> PromptForm:
     return choose_form(
-        config.ref.recipe,
+        config.checkpoint.recipe,
         prompt_template=config.prompt_template,
         task=config.task,
         no_template=not config.template,
@@ -231,7 +231,7 @@ def _note_form(form: PromptForm, encoder: PromptEncoder, source: PromptSource) -
 def _settings(config: Config, llm: LLM, decoding: Decoding) -> dict[str, Any]:
     """What the output depends on beside the input, JSON-ready."""
     return {
-        "model": llm.loaded.name,
+        "model": llm.loaded.checkpoint.name,
         "max_new_tokens": config.max_new_tokens,
         **asdict(decoding.sampling.part(SamplingOptions)),
         **({"chat_template_kwargs": llm.variables} if llm.variables else {}),
@@ -293,7 +293,7 @@ def _write_outputs(
 def _line(config: Config, llm: LLM, output: Output) -> dict[str, Any]:
     """The output record, in the format of the output."""
     if config.output_format == "batch":
-        return output.to_batch_line(config.name or served_name(llm.loaded.name), llm.tokenizer)
+        return output.to_batch_line(config.name or served_name(llm.loaded.checkpoint.name), llm.tokenizer)
     if _prints_text(config):
         return output.to_record(asked(output.source))
     return output.to_record(output.prompt if config.include_prompt else None)

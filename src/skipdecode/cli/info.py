@@ -16,7 +16,7 @@ from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import PREPARED_FILE, prepared_use, read_json
 from skipdecode.common.options import Reads, option
 from skipdecode.common.tables import byte_size
-from skipdecode.models.loading.ref import ModelRef, model_files
+from skipdecode.models.loading.checkpoint import Checkpoint, model_files, open_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,10 @@ class Config(NamedModel):
     json: bool = option("print one JSON document", default=False)
 
     @cached_property
-    def ref(self) -> ModelRef:
+    def checkpoint(self) -> Checkpoint:
         """The model of the name; of a directory of `prepare`, the model and the schedule that it recommends."""
         use = prepared_use(self.model)
-        schedule = Path(str(use.get("schedule")))
-        return ModelRef(use.get("model", self.model), (str(schedule),) if schedule.is_file() else (), self.base)
+        return open_checkpoint(use.get("model", self.model), self.base, [use.get("schedule")])
 
 
 def run(config: Config) -> int:
@@ -65,36 +64,37 @@ def _about(config: Config) -> dict[str, Any]:
     from skipdecode.models.families import decoder_layers, projection, projects
     from skipdecode.models.fit import Fit
 
-    ref = config.ref
+    checkpoint = config.checkpoint
+    settings = checkpoint.config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(ref.config)
+        model = AutoModelForCausalLM.from_config(settings)
     engine = "fast"
     try:
         read_model(model, positions=1)
     except UnfitModelError as e:
         engine = f"transformers ({e})"
-    recipe, template = ref.recipe, choose_form(ref.recipe).template
+    recipe, template = checkpoint.recipe, choose_form(checkpoint.recipe).template
     tuned = None if recipe is None else ", ".join(schedule.name for schedule in recipe.tuned_under)
     return {
         "model": config.model,
-        "model_type": ref.config.model_type,
-        "num_layers": ref.num_layers,
+        "model_type": settings.model_type,
+        "num_layers": checkpoint.num_layers,
         # Whether a layer computes only keys and values for prompt tokens that it does not run, or queries too; null if
         # prompts have no sets.
-        "projects_alone": projection(decoder_layers(model)[0], "q_proj") is not None if projects(ref.config) else None,
+        "projects_alone": projection(decoder_layers(model)[0], "q_proj") is not None if projects(settings) else None,
         "engine": engine,
-        "base": ref.base if ref.adapter is not None else None,
-        "schedule": None if ref.schedule is None else schedule_line(ref.schedule, "the checkpoint's own"),
+        "base": checkpoint.base if checkpoint.adapter is not None else None,
+        "schedule": None if checkpoint.schedule is None else schedule_line(checkpoint.schedule, "the checkpoint's own"),
         "tuned_under": tuned,
         "template": None if template is None else template.prompt,
-        "fit": None if ref.fit is None else Fit.load(ref.fit).describe(),
+        "fit": None if checkpoint.fit is None else Fit.load(checkpoint.fit.file).describe(),
         "result": _result(config),
     }
 
 
 def _result(config: Config) -> str | None:
     """The line on a model that `prepare` made: the use that it recommends, its speed, and the quality kept."""
-    folders = [Path(config.model), config.ref.folder.parent]
+    folders = [Path(config.model), config.checkpoint.own_folder.parent]
     file = next((path for folder in folders if (path := folder / PREPARED_FILE).is_file()), None)
     if file is None:
         return None

@@ -20,9 +20,8 @@ from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.families import check_schedule
-from skipdecode.models.loading.hub import DTYPES, LoadedModel, schedule_files
-from skipdecode.models.loading.ref import ModelRef, model_files
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, model_files, open_checkpoint
+from skipdecode.models.loading.hub import DTYPES
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
 from skipdecode.schedule.order import prompt_set
@@ -79,11 +78,11 @@ class NamedModel(Options):
         return [self.model, *(() if self.base is None else ("--base", self.base))]
 
     @cached_property
-    def ref(self) -> ModelRef:
+    def checkpoint(self) -> Checkpoint:
         """The model of the name, with the schedule files among the options."""
         named: Any = getattr(self, "schedule", None) or ()
-        files = schedule_files([named] if isinstance(named, str) else named)
-        return ModelRef(self.model, files, self.adapter_base, getattr(self, "dtype", "auto"))
+        schedules = [named] if isinstance(named, str) else named
+        return open_checkpoint(self.model, self.adapter_base, schedules, getattr(self, "dtype", "auto"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +141,12 @@ class EngineOptions(NamedModel):
         from skipdecode.models.fit import fit_of
 
         self.use_threads()
-        loaded = load(self.ref, dtype=self.dtype, device=self.device, engine=self.engine)
-        if (fit := fit_of(loaded.model)) is not None:
-            detail(f"fit {self.ref.fit}: {fit.describe()}")
-            if self.ref.fit is not None and (own := self.ref.own_fit) is not None and not own.samefile(self.ref.fit):
-                note(f"the checkpoint's own fit, {own}, is not used: copy the schedule beside it to use it")
+        loaded = load(self.checkpoint, dtype=self.dtype, device=self.device, engine=self.engine)
+        file, fit = self.checkpoint.fit, fit_of(loaded.model)
+        if file is not None and fit is not None:
+            detail(f"fit {file.file}: {fit.describe()}")
+            if file.unused is not None:
+                note(f"the checkpoint's own fit, {file.unused}, is not used: copy the schedule beside it to use it")
         return loaded
 
 
@@ -254,14 +254,12 @@ def check_inputs(config: Any) -> None:
 
 def _check_model(config: NamedModel) -> None:
     """Refuse a model that is not there, and schedules that are not for it."""
-    ref = config.ref
-    if ref.base.endswith(".gguf"):  # is converted when it is loaded
-        return
-    layers, schedules = ref.num_layers, getattr(config, "schedule", None)
+    checkpoint = config.checkpoint
+    layers, schedules = checkpoint.num_layers, getattr(config, "schedule", None)
     for text in filter(None, (getattr(config, "prompt_layers", None), *getattr(config, "sampled_prompts", ()))):
         prompt_set(text, layers)
     for text in [schedules] if isinstance(schedules, str) else schedules or ():
-        ref.read_schedule(text, getattr(config, "seq_len", None) or _SOME_POSITIONS)
+        checkpoint.read_schedule(text, getattr(config, "seq_len", None) or _SOME_POSITIONS)
 
 
 class ScheduleChoice(NamedTuple):
@@ -279,18 +277,15 @@ def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) 
 
     Raises ScheduleError: the schedule does not fit the model, or the text has no form of `skipdecode.schedule.grammar`.
     """
-    ref = config.ref
+    checkpoint = config.checkpoint
     if text is None and (text := config.schedule) is None:
-        if ref.schedule is None:
-            return ScheduleChoice(
-                Schedule.full(ref.num_layers), "the checkpoint has no schedule; --schedule selects one"
-            )
-        check_schedule(ref.config, ref.schedule)
-        return ScheduleChoice(ref.schedule, "the checkpoint's own")
+        own = checkpoint.schedule is not None
+        origin = "the checkpoint's own" if own else "the checkpoint has no schedule; --schedule selects one"
+        return ScheduleChoice(checkpoint.parse(None, default_seq_len), origin)
     if config.seq_len is not None and text == config.schedule and not is_speedup(text):
         raise UsageError(f"--seq-len is for a speed-up, not for {text}: leave it out")
-    positions = config.seq_len or default_seq_len
-    return ScheduleChoice(ref.parsed(text, positions), "of the checkpoint" if text in ref.schedules else f"from {text}")
+    origin = "of the checkpoint" if text in checkpoint.schedules else f"from {text}"
+    return ScheduleChoice(checkpoint.parse(text, config.seq_len or default_seq_len), origin)
 
 
 def stop_text(text: str) -> str:

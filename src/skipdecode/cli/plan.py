@@ -22,7 +22,7 @@ from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.options import OVERWRITE, Reads, Writes, option
 from skipdecode.cost.solve import PlanOptions
-from skipdecode.models.loading.ref import model_files
+from skipdecode.models.loading.checkpoint import model_files
 
 if TYPE_CHECKING:
     from skipdecode.cost.plan import Plan
@@ -51,7 +51,7 @@ def run(config: Config) -> int:
     config.use_threads()
     names = ("dtype", "device", "engine", "quantization")
     given: dict[str, Any] = {name: getattr(config, name) for name in names} | asdict(config.part(PlanOptions))
-    found = plan(config.ref, config.schedule, **given)
+    found = plan(config.checkpoint, config.schedule, **given)
     if config.out is not None:
         found.schedule.save(config.out)
     commands = _commands(config, found)

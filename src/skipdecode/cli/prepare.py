@@ -68,7 +68,7 @@ def run(config: Config) -> int:
     config.push()
     files = {name: getattr(config, name) or None for name in ("train", "dev", "test", "cost")}
     settings = asdict(config.part(PrepareOptions))
-    ready = prepare(config.ref, **files, out=config.out, overwrite=config.overwrite, started=started, **settings)
+    ready = prepare(config.checkpoint, **files, out=config.out, overwrite=config.overwrite, started=started, **settings)
     use = f"skipdecode generate {shlex.quote(config.out)} --compare 'Your prompt'"
     minutes = ready.document["more_minutes"]
     more = None if minutes is None else _with_minutes(minutes)

@@ -19,7 +19,7 @@ from skipdecode.common.progress import note
 from skipdecode.engine.rules import Rules
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.loading.ref import served_name
+from skipdecode.models.loading.checkpoint import served_name
 from skipdecode.schedule import Schedule
 from skipdecode.serving.limits import Binding, ServerLimits
 
@@ -79,7 +79,7 @@ def _checked(config: Config) -> list[Schedule]:
         raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
     if not config.schedule:
         return []
-    return [config.ref.parsed(text, config.seq_len) for text in config.schedule]
+    return [config.checkpoint.parse(text, config.seq_len) for text in config.schedule]
 
 
 def _service(config: Config, schedules: list[Schedule]) -> Service:
@@ -87,9 +87,9 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
     from skipdecode.serving.service import open_service
 
     loaded = config.load()
-    tuned_under = () if loaded.recipe is None else loaded.recipe.tuned_under
-    tuned_under = tuple(schedule for schedule in tuned_under if not schedule.is_full)
-    own = loaded.schedule if config.default is None else config.ref.parsed(config.default, config.seq_len)
+    checkpoint = loaded.checkpoint
+    tuned_under = tuple(schedule for schedule in checkpoint.tuned_under if not schedule.is_full)
+    own = checkpoint.schedule if config.default is None else checkpoint.parse(config.default, config.seq_len)
     how = (config.engine, note, config.quantization)
     backend = open_engines(loaded.model, *how, generation_config=config.generation_config)
     given = {name: getattr(config, name) for name in kinds(Rules) if name in config.given}
@@ -100,14 +100,14 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         name=config.name or served_name(config.model),
         carried=own,
         others=(*tuned_under, *schedules),
-        recipe=loaded.recipe,
+        recipe=checkpoint.recipe,
         use_template=config.template,
         chat_template_kwargs=config.chat_template_kwargs,
         backend=backend,
         limits=config,
     )
     catalog = service.catalog
-    which = " (the checkpoint's own)" if loaded.schedule is not None and config.default is None else ""
+    which = " (the checkpoint's own)" if checkpoint.schedule is not None and config.default is None else ""
     note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{which}")
     if (line := loaded.untuned_line(catalog.loaded.values())) is not None:
         note(line)

@@ -23,7 +23,7 @@ from skipdecode.common.options import OVERWRITE, Reads, option
 from skipdecode.generation.self_generated import ABOUT_FILE
 from skipdecode.learning.settings import TuneOptions
 from skipdecode.models.carried import RECIPE_FILE
-from skipdecode.models.loading.ref import model_files
+from skipdecode.models.loading.checkpoint import model_files
 
 _PICTURE = "loss.png"
 _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings"})

@@ -17,8 +17,7 @@ from skipdecode.cost.source import CostSource, find_cost, solver_limits
 from skipdecode.errors import UsageError
 from skipdecode.models.families import check_schedule
 from skipdecode.models.fit import Fit
-from skipdecode.models.loading.hub import Model, ref_of, schedule_files
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.checkpoint import Checkpoint, Model, open_checkpoint
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import schedule_picture
 from skipdecode.schedule.order import bottom_up, prompt_set, top_down
@@ -65,37 +64,39 @@ def plan(
         raise UsageError("give one of `target_speedup` and `schedule`")
     if schedule is not None and (asked.prompt_layers is not None or asked.flat):
         raise UsageError("`prompt_layers` and `flat` are for a target: write :p15 or :flat behind the schedule")
-    files = schedule_files([schedule])
-    ref = replace(ref_of(model), schedule_files=files) if files else ref_of(model)
-    geometry = ModelGeometry.from_config(ref.config)
+    checkpoint = open_checkpoint(model, schedules=[schedule])
+    geometry = ModelGeometry.from_config(checkpoint.config)
 
-    known = None if schedule is None else ref.parsed(schedule, asked.seq_len)
+    known = None if schedule is None else checkpoint.parse(schedule, asked.seq_len)
     bare = CostModel.of_step(geometry.num_layers, asked.batch, 0.0, 1.0)
-    check_schedule(ref.config, _solved(asked, bare, 1.0, ref))  # refuses what does not fit
-    fit = _fit(ref, geometry, known)
+    check_schedule(checkpoint.config, _solved(asked, bare, 1.0, checkpoint))  # refuses what does not fit
+    fit = _fit(checkpoint, geometry, known)
     timed = {name: getattr(asked, name) for name in ("batch", "prompt_len", "remeasure")}
-    source = find_cost(ref, dtype=dtype, device=device, engine=engine, quantization=quantization, **timed)
+    source = find_cost(checkpoint, dtype=dtype, device=device, engine=engine, quantization=quantization, **timed)
     if fit is not None:
         source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
-    found = known or _solved(asked, source.cost, asked.target_speedup or 1.0, ref)
+    found = known or _solved(asked, source.cost, asked.target_speedup or 1.0, checkpoint)
     figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens)
-    return Plan(asked, ref, source, found, figures, fit)
+    return Plan(asked, checkpoint, source, found, figures, fit)
 
 
-def _solved(options: PlanOptions, cost: CostModel, target: float, ref: ModelRef) -> Schedule:
+def _solved(options: PlanOptions, cost: CostModel, target: float, checkpoint: Checkpoint) -> Schedule:
     """The schedule of the options under a cost."""
     layers = options.prompt_layers
-    given = solver_limits(ref.config) | ({} if layers is None else {"prompt": prompt_set(layers, cost.num_layers)})
+    given = solver_limits(checkpoint.config)
+    if layers is not None:
+        given["prompt"] = prompt_set(layers, cost.num_layers)
     return solve(cost, target, options.seq_len, flat=options.flat, prompt_len=options.prompt_len, **given)
 
 
-def _fit(ref: ModelRef, geometry: ModelGeometry, schedule: Schedule | None) -> Fit | None:
+def _fit(checkpoint: Checkpoint, geometry: ModelGeometry, schedule: Schedule | None) -> Fit | None:
     """The fit beside the schedule, else the fit of the checkpoint, if there is one; it is not compared with weights."""
-    if (file := ref.fit) is None:
+    if checkpoint.fit is None:
         return None
+    file = checkpoint.fit.file
     fit = Fit.load(file)
     fit.check_sizes(geometry.hidden_size, geometry.keys, f"fit {file}")
-    if schedule is not None and ref.schedule_files:
+    if schedule is not None and checkpoint.schedule_files:
         fit.check_prompts(schedule, f"fit {file}")
     return fit
 
@@ -114,7 +115,7 @@ class Plan(Printed):
     """
 
     options: PlanOptions
-    ref: ModelRef
+    checkpoint: Checkpoint
     source: CostSource
     schedule: Schedule
     figures: Mapping[str, float]
@@ -123,8 +124,7 @@ class Plan(Printed):
     @property
     def tuned(self) -> bool:
         """Whether the weights were tuned for the schedule; nothing is downloaded to find out."""
-        recipe = self.ref.recipe
-        return self.schedule.fits_weights(() if recipe is None else recipe.tuned_under)
+        return self.schedule.fits_weights(self.checkpoint.tuned_under)
 
     @property
     def fit_bytes(self) -> float:
@@ -136,7 +136,7 @@ class Plan(Printed):
         """A JSON-ready dictionary."""
         options, source = self.options, self.source
         return {
-            "model": self.ref.name,
+            "model": self.checkpoint.name,
             **{name: getattr(options, name) for name in ("batch", "prompt_len", "new_tokens")},
             "dtype": source.dtype,
             "weight_bytes": source.geometry.weight_bytes(),
@@ -177,8 +177,8 @@ class Plan(Printed):
                 "depth, then both (prompt layers can be given; prepare measures which are best)"
             )
         return {
-            "model": f"{self.ref.name}: {geometry.num_layers} layers, {byte_size(geometry.weight_bytes())} of weights "
-            f"in {self.source.dtype}",
+            "model": f"{self.checkpoint.name}: {geometry.num_layers} layers, {byte_size(geometry.weight_bytes())} of "
+            f"weights in {self.source.dtype}",
             "for": f"{options.batch} x ({options.prompt_len} prompt + {options.new_tokens} new tokens); "
             f"the first new token comes with the prompt, the others from {options.seq_len} decode steps",
             "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, skipped {_order(schedule)}",

@@ -26,9 +26,9 @@ from skipdecode.engine import kernels
 from skipdecode.engine.opening import Backend, open_engines, running_dtype
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.models.families import layers_in, lent_last, projects, unwrap
-from skipdecode.models.fit import keep_fit, own_fit_kept
-from skipdecode.models.loading.hub import DTYPES, LoadedModel, Model, choose_device, load_model, ref_of
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.fit import another_fit
+from skipdecode.models.loading.checkpoint import Checkpoint, Model, loaded_of, open_checkpoint
+from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
 from skipdecode.schedule import Schedule
 
 _NOISY = 0.1  # residual of a fit, above which a plan deserves a second measurement
@@ -64,13 +64,13 @@ def find_cost(
 
     Raises ModelLoadError if the model is unknown or does not load, UsageError if a value is not accepted.
     """
-    ref, loaded = ref_of(model), getattr(model, "loaded", model)
-    given = loaded.model if isinstance(loaded, LoadedModel) else None
+    checkpoint, loaded = open_checkpoint(model), loaded_of(model)
+    given = None if loaded is None else loaded.model
     if given is not None:
         kind = str(given.dtype)
-        kind = "auto" if kind == str(getattr(ref.config, "dtype", None)) else kind.removeprefix("torch.")
+        kind = "auto" if kind == str(getattr(checkpoint.config, "dtype", None)) else kind.removeprefix("torch.")
         engine = {"dtype": kind, "device": str(given.device)} | engine
-    place = _Place.of(ref, batch, prompt_len, **engine)
+    place = _Place.of(checkpoint, batch, prompt_len, **engine)
     if not remeasure and (found := place.kept()) is not None:
         return found
     return place.measured(given, until)
@@ -87,7 +87,7 @@ def solver_limits(config: Any) -> dict[str, Any]:
 class _Place:
     """The conditions of a measurement, and the file that keeps it."""
 
-    ref: ModelRef
+    checkpoint: Checkpoint
     device: torch.device
     dtype: str
     engine: str
@@ -98,7 +98,7 @@ class _Place:
     @classmethod
     def of(
         cls,
-        ref: ModelRef,
+        checkpoint: Checkpoint,
         batch: int,
         prompt_len: int,
         dtype: str = "auto",
@@ -111,14 +111,15 @@ class _Place:
         if dtype not in DTYPES:
             raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
         target = choose_device(device)
-        return cls(ref, target, running_dtype(ref, dtype, target, engine), engine, quantization, batch, prompt_len)
+        kind = running_dtype(checkpoint, dtype, target, engine)
+        return cls(checkpoint, target, kind, engine, quantization, batch, prompt_len)
 
     @cached_property
     def key(self) -> Any:
         """All that a measurement depends on, JSON-ready: model, options, kernels, machine, versions."""
         asked = self.dtype, self.engine, self.quantization, self.batch, self.prompt_len
-        sizes = {name: value for name, value in self.ref.config.to_dict().items() if name not in _VOLATILE}
-        model = json.dumps(sizes, sort_keys=True, default=str), self.ref.adapter and str(self.ref.adapter)
+        sizes = {name: value for name, value in self.checkpoint.config.to_dict().items() if name not in _VOLATILE}
+        model = json.dumps(sizes, sort_keys=True, default=str), self.checkpoint.adapter and str(self.checkpoint.adapter)
         sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
         on_gpu = self.device.type == "cuda"
         here = {
@@ -146,9 +147,9 @@ class _Place:
     def measured(self, model: Any = None, until: float = math.inf) -> CostSource:
         """A new measurement, which is kept; of a model that is loaded, if it is given."""
         if model is None:
-            model = load_model(self.ref, dtype=self.dtype, device=str(self.device), require_tokenizer=False).model
-        with own_fit_kept(model):
-            keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
+            how: dict[str, Any] = {"dtype": self.dtype, "device": str(self.device), "require_tokenizer": False}
+            model = load_model(self.checkpoint, **how).model
+        with another_fit(model, None):  # whose part of a step `CostModel.with_fit` counts
             backend = open_engines(model, self.engine, note, self.quantization, generation_config=False)
         cost = measure_cost(backend, batch=self.batch, prompt_len=self.prompt_len, progress=True, until=until)
         kind, origin = str(unwrap(model).dtype).removeprefix("torch."), _measured_origin(backend, cost, self.device)
@@ -161,7 +162,7 @@ class _Place:
     def source(self, found: Any) -> CostSource:
         """The cost of a measurement's JSON."""
         cost, kind = CostModel.from_dict(found["cost"]), str(found["dtype"])
-        geometry = ModelGeometry.from_config(self.ref.config, getattr(torch, kind).itemsize)
+        geometry = ModelGeometry.from_config(self.checkpoint.config, getattr(torch, kind).itemsize)
         return CostSource(cost, geometry, kind, str(found["origin"]), self.prompt_len)
 
 

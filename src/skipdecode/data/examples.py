@@ -26,7 +26,7 @@ from skipdecode.errors import DataError, UsageError
 from skipdecode.models.families import vocabulary_size
 
 if TYPE_CHECKING:  # imports torch
-    from skipdecode.models.loading.hub import LoadedModel
+    from skipdecode.models.loading.checkpoint import LoadedModel
 
 _REMEDY = "give a `task`, or `prompt_field` (or `prompt_template`) with `response_field`"
 _ANSWERS = "`self` learns the model's own answers to `prompts`"

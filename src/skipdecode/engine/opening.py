@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,19 @@ from skipdecode.engine.requests import Sampling
 from skipdecode.engine.rules import rules_line, rules_of, stop_strings
 from skipdecode.engine.scheduler import PROMPT_TOKENS, REFILL_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
+from skipdecode.models.carried import ran_in_bf16
 from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.hub import LoadedModel, checked_name, choose_device, configured_ends, load_model
-from skipdecode.models.loading.ref import ModelRef, one_line
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, open_checkpoint
+from skipdecode.models.loading.hub import choose_device, configured_ends, load_model
+from skipdecode.models.loading.stored import one_line
 from skipdecode.schedule import Schedule
 
 
 @isolated_torch()
 def load(
-    name: str | Path | ModelRef,
+    name: str | Path | Checkpoint,
     *,
     dtype: str = "auto",
     device: str | None = None,
@@ -50,7 +52,7 @@ def load(
 
     Parameters
     ----------
-    name : str, Path or ModelRef
+    name : str, Path or Checkpoint
         A local directory (a checkpoint or a PEFT adapter), a hub id, ``smollm2-135m``, or a bundled adapter on it, such
         as ``e2e-smollm2-135m``. These names take precedence: a directory of such a name is ``./smollm2-135m``.
     dtype : {"auto", "float32", "bfloat16", "float16", "float64"}
@@ -64,23 +66,27 @@ def load(
     base : str or Path, optional
         For an adapter: the name of its base model. Default: the one that its directory names.
     """
-    ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
-    ref = (ref if base is None else replace(ref, given_base=str(base))).in_dtype(dtype)
-    chosen = running_dtype(ref, dtype, choose_device(device), engine)
-    return load_model(ref, dtype=chosen, device=device, require_tokenizer=require_tokenizer)
+    checkpoint = open_checkpoint(name, base, dtype=dtype)
+    chosen = running_dtype(checkpoint, dtype, choose_device(device), engine)
+    return load_model(checkpoint, dtype=chosen, device=device, require_tokenizer=require_tokenizer)
 
 
-def running_dtype(ref: ModelRef, asked: str, device: Any, engine: str = "auto") -> str:
+def running_dtype(checkpoint: Checkpoint, asked: str, device: Any, engine: str = "auto") -> str:
     """The dtype `asked`, with an exception for "auto": bf16 or fp32, by what the device multiplies.
 
-    The exception holds for `ModelRef.runs_in_bf16` and, on CPUs, for `ModelRef.stored_in_bf16`. bf16 is taken if the
-    device multiplies it in hardware. On other CPUs the kernels of the fast engine multiply bf16 about as fast as fp32,
-    and read half of the bytes; torch emulates bf16 there, so the transformers engine takes fp32.
+    The exception holds for ``smollm2-135m``, for models of `tune --full` in bf16, whose fp32 weights are the
+    optimizer's, and, on CPUs, for weights that are stored in bf16. bf16 is taken if the device multiplies it in
+    hardware. On other CPUs the kernels of the fast engine multiply bf16 about as fast as fp32, and read half of the
+    bytes; torch emulates bf16 there, so the transformers engine takes fp32.
     """
-    on_cpu = device.type == "cpu"
-    if asked != "auto" or not (ref.runs_in_bf16 or (on_cpu and ref.stored_in_bf16)):
+    if asked != "auto":
         return asked
-    fast = on_cpu and engine != "transformers" and ref.config.model_type in READERS
+    on_cpu = device.type == "cpu"
+    stored = str(getattr(checkpoint.config.get_text_config(decoder=True), "dtype", None)).removeprefix("torch.")
+    in_bf16 = checkpoint.base == smollm2.NAME or ran_in_bf16(Path(checkpoint.base).expanduser())
+    if not in_bf16 and not (on_cpu and stored == "bfloat16"):
+        return asked
+    fast = on_cpu and engine != "transformers" and checkpoint.config.model_type in READERS
     if multiplies_bf16(device.type) or (fast and native_kernels(device, torch.bfloat16)[0] is not None):
         return "bfloat16"
     return "float32"

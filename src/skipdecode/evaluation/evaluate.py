@@ -40,9 +40,8 @@ from skipdecode.evaluation.run import TaskEvaluation, note_left_out, with_w8a8
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, method_name
-from skipdecode.models.carried import schedule_file, stored_recipe
-from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.carried import schedule_file
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, open_checkpoint
 from skipdecode.schedule import Schedule
 
 _REMEDY = "give a `task`, which names their fields"
@@ -119,7 +118,7 @@ def evaluate(
     prompts: str | Path | Sequence[str] | None = None,
     base: Model | None = None,
     out: str | Path | None = None,
-    loader: Callable[[ModelRef], LLM] = lambda ref: LLM(load(ref)),
+    loader: Callable[[Checkpoint], LLM] = lambda checkpoint: LLM(load(checkpoint)),
     until: float = math.inf,
     **options: Any,
 ) -> Scores:
@@ -190,29 +189,30 @@ class _Evaluation:
         model: Model,
         schedules: AnySchedule | Sequence[AnySchedule],
         out: str | Path | None,
-        loader: Callable[[ModelRef], LLM],
+        loader: Callable[[Checkpoint], LLM],
         options: EvaluationOptions,
         until: float,
     ) -> None:
         self.one = isinstance(schedules, AnySchedule)
         asked: Any = [schedules] if self.one else schedules
         self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in asked]
-        self.model, self.ref, self.saved = model, ref_of(model, self.schedules), out is not None
+        by_name = isinstance(model, str | Path)
+        self.checkpoint = open_checkpoint(model, schedules=self.schedules if by_name else ())
+        self.model, self.saved = model, out is not None
         self.loader, self.options, self.until = loader, options, until
         self.texts: dict[str, str] = {}
 
     # ------------------------------------------------------------------ records with references
 
     def on_records(self, data: Data | None, task: Task | str | Path | None, out: Path) -> list[Run]:
-        options, chosen = self.options, task_of(self.ref, task)
+        options, chosen = self.options, task_of(self.checkpoint, task)
         skip_bad = options.bad_records == "skip"
         shape = None if task is not None else known_shape(data, _REMEDY, _ANSWERS, chosen.template())
-        is_plain = task is None and recipe_template(self.ref.recipe) is None
+        is_plain = task is None and recipe_template(self.checkpoint.recipe) is None
         chosen = replace(chosen, chat=chosen.chat or options.chat)
         most = options.max_new_tokens or chosen.max_new_tokens
-        prompt_room(context_length(self.ref.config), most)
-        carried = self.ref.schedule
-        asked = self._chosen(chosen.response_tokens.get("p95", most)) or [carried or Schedule.full(self.ref.num_layers)]
+        prompt_room(context_length(self.checkpoint.config), most)
+        asked = self._chosen(chosen.response_tokens.get("p95", most)) or [self.checkpoint.parse(None, most)]
         places = self._places(asked, out)
         records = load_records(chosen, data, shape=shape, skip_bad=skip_bad, limit=options.limit)
         note_left_out(records.skipped)
@@ -276,9 +276,8 @@ class _Evaluation:
         if options.metrics:
             raise UsageError("metrics needs records with references: give data, a task, or leave it out")
         source = _prompt_source(prompts)
-        recipe = self.ref.recipe
         asked = self._chosen(options.max_new_tokens or OwnTexts.TOKENS)
-        asked = asked if self.schedules or recipe is None else list(recipe.tuned_under)
+        asked = asked if self.schedules else list(self.checkpoint.tuned_under)
         schedules = [schedule for schedule in asked if not schedule.is_full]
         if not schedules:
             raise UsageError("no schedule to compare with full depth: give some, such as 1.5x and 2x")
@@ -290,10 +289,10 @@ class _Evaluation:
 
     def _base(self, llm: LLM, base: Model | None) -> LLM:
         """The model to compare with."""
-        recipe = stored_recipe(llm.loaded.path)
+        recipe, checkpoint = llm.loaded.checkpoint.document, self.checkpoint
         tuned_from = None if recipe is None else recipe["options"].get("model")
-        found = base or (tuned_from if self.ref.adapter is None else self.ref.base) or self.ref.name
-        if isinstance(found, str | Path) and str(found) == self.ref.name:
+        found = base or (tuned_from if checkpoint.adapter is None else checkpoint.base) or checkpoint.name
+        if isinstance(found, str | Path) and str(found) == checkpoint.name:
             return llm
         try:
             return self._open(found)
@@ -307,13 +306,13 @@ class _Evaluation:
             return model
         if isinstance(model, LoadedModel):
             return LLM(model)
-        return self.loader(self.ref if model is self.model else ref_of(model))
+        return self.loader(self.checkpoint if model is self.model else open_checkpoint(model))
 
     def _chosen(self, seq_len: int) -> list[Schedule]:
         """The schedules that were asked for."""
-        ref, found = self.ref, []
+        found = []
         for asked in self.schedules:
-            schedule = ref.parsed(asked, seq_len)
+            schedule = self.checkpoint.parse(asked, seq_len)
             if not isinstance(asked, Schedule):
                 self.texts[str(asked)] = method_name(schedule)
             found.append(schedule)
@@ -330,17 +329,17 @@ def _folder(name: str) -> str:
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
     """Schedule name, options, data and result from the recipe of the model, if it has one."""
-    if (recipe := stored_recipe(loaded.path)) is None:
+    if (recipe := loaded.checkpoint.document) is None:
         return None
     schedule = (recipe.get("schedule") or {}).get("name")
     return {"schedule": schedule} | {name: recipe.get(name) for name in ("options", "data", "result")}
 
 
-def task_of(ref: ModelRef, task: Task | str | Path | None) -> Task:
+def task_of(checkpoint: Checkpoint, task: Task | str | Path | None) -> Task:
     """The task, else records in the template that the checkpoint was tuned on, else records with plain fields."""
     if isinstance(task, Task):
         return task
-    recipe = ref.recipe if task is None else None
+    recipe = checkpoint.recipe if task is None else None
     template = recipe_template(recipe)
     if template is None:
         return load_task(task or "jsonl", check_metric)
@@ -353,7 +352,7 @@ def task_of(ref: ModelRef, task: Task | str | Path | None) -> Task:
 
 def _check_template(loaded: LoadedModel, task: Task) -> None:
     """Print a note if the model was tuned on another template: its scores would then be too low."""
-    tuned = recipe_template(loaded.recipe)
+    tuned = recipe_template(loaded.checkpoint.recipe)
     if tuned is not None and (tuned.prompt, tuned.chat) != (task.prompt, task.chat):
         note(
             f"the model was tuned with the template {tuned.prompt!r}, chat={tuned.chat}; the task has another template"

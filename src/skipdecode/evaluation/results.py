@@ -204,7 +204,7 @@ def model_about(llm: LLM, name: str | None) -> dict[str, Any]:
     loaded, fast = llm.loaded, llm.backend.fast
     return {
         "name": name,
-        "model": loaded.name,
+        "model": loaded.checkpoint.name,
         "quantization": (fast and fast.quantization) or "none",
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device),

@@ -51,7 +51,6 @@ from skipdecode.generation.self_generated import (
     forget_prompts,
 )
 from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
-from skipdecode.models.carried import stored_recipe
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.schedule import Schedule
 
@@ -82,7 +81,7 @@ class OwnTexts:
     def run(self, out: Path) -> Run:
         """Generate, compare, time and save; raises OutputError if `out` has a result that is not to be replaced."""
         loaded, base, backend = self.llm.loaded, self.base.loaded, self.llm.backend
-        note(f"base model: {base.name}; engine: {backend.name}")
+        note(f"base model: {base.checkpoint.name}; engine: {backend.name}")
         reference = self._reference
         full = reference if self.base is self.llm else Method(backend)
         methods = [Method(backend, schedule) for schedule in self.schedules]
@@ -91,14 +90,14 @@ class OwnTexts:
         settings = replace(self.options.part(EvaluationSettings), max_new_tokens=self._generated.self_tokens)
         about = {
             **model_about(self.llm, self.options.name),
-            "base": base.name,
+            "base": base.checkpoint.name,
             "base_checkpoint": checkpoint_digest(base),
             "self_generated": asdict(self._generated),
             "template": template.to_dict(),
             "settings": asdict(settings),
             "methods": [method.settings() for method in methods],
             "engine": full.engine,
-            "tuned": (stored_recipe(loaded.path) or {}).get("result"),
+            "tuned": (loaded.checkpoint.document or {}).get("result"),
         }
         variants = list(dict.fromkeys([reference, full, *methods]))
         tokenizer: Any = base.tokenizer
@@ -143,15 +142,15 @@ class OwnTexts:
     def _prompts(self, reference: Method, out: Path) -> tuple[Template, list[Record], list[list[int]]]:
         """The template, prompts that the checkpoint was not tuned on, and the token ids of the prompts."""
         loaded, base = self.llm.loaded, self.base.loaded
-        asked = Template("{prompt}", chat=True) if self.options.chat else recipe_template(loaded.recipe)
+        asked = Template("{prompt}", chat=True) if self.options.chat else recipe_template(loaded.checkpoint.recipe)
         template, seed = default_template(base.tokenizer, asked), row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"
         data = SelfGeneratedData(self.base, template, self._generated, self.source, out, seed, skip_bad)
         known = (
             row
             for file in (TRAIN_FILE, DEV_FILE)
-            if (loaded.path / file).is_file()
-            for _, row in read_rows(loaded.path / file)
+            if (loaded.checkpoint.own_folder / file).is_file()
+            for _, row in read_rows(loaded.checkpoint.own_folder / file)
         )
         rows = (row for row in known if isinstance(row, dict) and row.keys() >= set(template.fields))
         found = data.prompts(map(template.render, rows))

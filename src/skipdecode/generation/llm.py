@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 import warnings
@@ -44,12 +43,9 @@ from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop, TextStream
 from skipdecode.generation.stats import RunStats
-from skipdecode.models.carried import named_schedules, schedule_file
 from skipdecode.models.families import unwrap, vocabulary_size
-from skipdecode.models.loading.hub import LoadedModel, checked_name
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of
 
 _LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """One for each model: its weights, buffers and layers serve one forward at a time."""
@@ -143,19 +139,16 @@ class LLM:
             base = use.get("base") if base is None else base
             quantization = use.get("quantization") if quantization is None else quantization
             model = use.get("model", model)
-            schedule = schedule_file(schedule) if isinstance(schedule, str) else schedule
-            named = base_of(str(schedule)) if isinstance(schedule, str | Path) else ""
-            files = (named,) if os.path.isfile(named) else ()
-            model = load(ModelRef(checked_name(model), files), dtype=dtype, device=device, engine=engine, base=base)
+            model = load(open_checkpoint(model, base, [schedule], dtype), dtype=dtype, device=device, engine=engine)
         elif base is not None:
             raise UsageError("base is for an adapter that is loaded by name: give it to skipdecode.load")
         quantization = "none" if quantization is None else quantization
         self.loaded = model
         if self.loaded.tokenizer is None:
-            raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
+            raise ModelLoadError(f"{self.loaded.checkpoint.name} has no tokenizer: text needs one")
         self.tokenizer: Any = self.loaded.tokenizer
         self.texts = TokenTexts(self.tokenizer)
-        self.num_layers = self.loaded.num_layers
+        self.num_layers = self.loaded.checkpoint.num_layers
         self.context = context_length(self.loaded.model.config)
         self.stats = RunStats(num_layers=self.num_layers)
         self.variables = checked_variables(self.tokenizer, chat_template_kwargs)
@@ -179,7 +172,7 @@ class LLM:
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The schedules by name: full depth, and those that the weights were tuned under."""
-        return named_schedules(self.num_layers, self.loaded.schedule, self.loaded.recipe)
+        return self.loaded.checkpoint.schedules
 
     @isolated_torch()
     def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
@@ -194,10 +187,7 @@ class LLM:
             the checkpoint falls over `max_new_tokens` positions. None: the schedule of the LLM, by default the
             checkpoint's, else full depth.
         """
-        asked, carried = self._schedule if asked is None else asked, self.loaded.schedule
-        if asked is None:
-            return self.schedules["full"] if carried is None else carried
-        return self.loaded.ref.parsed(asked, max_new_tokens)
+        return self.loaded.checkpoint.parse(self._schedule if asked is None else asked, max_new_tokens)
 
     @_one_at_a_time
     def generate(
@@ -418,7 +408,7 @@ class LLM:
         if isinstance(prompts, str | Mapping):
             raise OptionError("prompts", prompts, "a list of prompts")
         form = choose_form(
-            self.loaded.recipe,
+            self.loaded.checkpoint.recipe,
             no_template=not template,
             prompt_template=template if isinstance(template, str) else None,
         )

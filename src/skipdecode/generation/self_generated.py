@@ -42,7 +42,7 @@ from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.generation.llm import LLM
-    from skipdecode.models.loading.hub import LoadedModel
+    from skipdecode.models.loading.checkpoint import LoadedModel
 
 TRAIN_FILE, DEV_FILE, TEST_FILE = "self.jsonl", "self-dev.jsonl", "self-test.jsonl"
 ABOUT_FILE, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"
@@ -195,7 +195,7 @@ class SelfGeneratedData:
         path, source = self.directory / ABOUT_FILE, self.source
         depend_on = asdict(self.options) | {
             "prompts": source and source.fingerprint["sha256"],
-            "model": self.llm.loaded.name,
+            "model": self.llm.loaded.checkpoint.name,
             "checkpoint": checkpoint_digest(self.llm.loaded) | {"fit": None},  # full depth does not use it
             "dtype": str(self.llm.loaded.model.dtype).removeprefix("torch."),
             "template": self.template.to_dict(),
@@ -225,13 +225,12 @@ class SelfGeneratedData:
             head, found, _ = render_chat(self.llm.loaded.tokenizer, messages, answer=False).partition(_USER)
         if not (head and found):
             raise UsageError(
-                f"{self.llm.loaded.name} has no chat template, or was not tuned on chats, so it draws no prompts: give "
-                "`prompts`, such as a text file with one a line"
+                f"{self.llm.loaded.checkpoint.name} has no chat template, or was not tuned on chats, so it draws no "
+                "prompts: give `prompts`, such as a text file with one a line"
             )
         if not end_tokens(self.llm.loaded.model, self.llm.loaded.tokenizer):
-            raise UsageError(
-                f"{self.llm.loaded.name} has no end token, so no prompt that it draws ends: give `prompts`, a file"
-            )
+            name = self.llm.loaded.checkpoint.name
+            raise UsageError(f"{name} has no end token, so no prompt that it draws ends: give `prompts`, a file")
         return head
 
     def _read(self, source: PromptSource, seen: set[str]) -> list[Record]:
@@ -389,7 +388,7 @@ def own_answers(
     """
     from skipdecode.generation.llm import LLM
 
-    template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.recipe))
+    template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.checkpoint.recipe))
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
     made = SelfGeneratedData(LLM(loaded), *about, until)
     return template, made.write_records(held_out, tested)

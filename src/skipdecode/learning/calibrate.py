@@ -33,9 +33,9 @@ from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOption
 from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import lenders
-from skipdecode.models.fit import Fit, keep_fit, own_fit_kept
+from skipdecode.models.fit import Fit, another_fit
 from skipdecode.models.loading.base_weights import base_sample
-from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
+from skipdecode.models.loading.checkpoint import LoadedModel, Model, loaded_of, open_checkpoint
 from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"
@@ -143,13 +143,13 @@ def calibrate(
         A state or a loss is not finite.
     """
     data = as_records(data)
-    settings, ref = CalibrateOptions(**options), ref_of(model)
+    settings, checkpoint = CalibrateOptions(**options), open_checkpoint(model)
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
-    known = None if cost is None else _checked_cost(cost, settings, ref.num_layers)
-    settings = suited(settings, ref.config)
-    if (shared := lenders(ref.config)) and settings.fit:
-        note(f"no fit: layers of a {ref.config.model_type} model read the keys and values of others")
+    known = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
+    settings = suited(settings, checkpoint.config)
+    if (shared := lenders(checkpoint.config)) and settings.fit:
+        note(f"no fit: layers of a {checkpoint.config.model_type} model read the keys and values of others")
         settings = replace(settings, fit=False)
     template = make_template(settings, data)
     (file,) = read_sources({"data": data}, template, {}, skip_bad=settings.skips_bad).values()
@@ -170,16 +170,17 @@ def calibrate(
                 source = find_cost(model, batch=settings.batch, prompt_len=prompt_len)
                 known, origin = source.cost, source.origin
             if settings.fit and not known.bridge_share:  # else the given cost counts a fit
-                geometry = ModelGeometry.from_config(ref.config)
+                geometry = ModelGeometry.from_config(checkpoint.config)
                 fitted = known.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
-        goal = set_goal(settings, known, prompt_len, [len(e.response) for e in learn], ref.num_layers, fitted, shared)
+        lengths = [len(e.response) for e in learn]
+        goal = set_goal(settings, known, prompt_len, lengths, checkpoint.num_layers, fitted, shared)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         found = search_model(settings, goal, loaded, learn, check, fitter, place / STORE_FILE, until)
         if found.fit is not None:
             found.fit.about["base"] = base_sample(loaded.model)
     document = {
         **heading("calibration"),
-        "model": ref.name,
+        "model": checkpoint.name,
         "seconds_per_batch": goal.workload.full_seconds,
         "options": asdict(settings),
         "records": len(learn),
@@ -212,11 +213,9 @@ def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, laye
 @contextmanager
 def _without_fit(model: Model) -> Iterator[LoadedModel]:
     """The model, in fp32 on a CPU that emulates bf16, without its fit: a calibration computes another."""
-    loaded = getattr(model, "loaded", model)
-    loaded = loaded if isinstance(loaded, LoadedModel) else load(ref_of(model))
+    loaded = loaded_of(model) or load(open_checkpoint(model))
     loaded = replace(loaded, model=in_hardware_type(loaded.model))
-    with own_fit_kept(loaded.model):
-        keep_fit(loaded.model, None)
+    with another_fit(loaded.model, None):
         yield loaded
 
 

@@ -32,7 +32,7 @@ from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 
@@ -126,7 +126,7 @@ def measuring(
     """The attached model, the meters of each part that has records, and a progress bar; `file` keeps all losses."""
     records = json.dumps([[[e.prompt, e.response] for e in rows] for rows in parts.values()])
     identity = {
-        "model": loaded.name,
+        "model": loaded.checkpoint.name,
         "dtype": str(loaded.model.dtype),
         "records": hashlib.sha256(records.encode()).hexdigest(),
         "batch_size": batch_size,
@@ -135,7 +135,8 @@ def measuring(
     kept = KeptValues(file, identity, pieces="measurements", remedy=ANEW)
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")
-    with closing(kept) as store, bar, Attachment(loaded.model, Schedule.full(loaded.num_layers)) as attachment:
+    full = Schedule.full(loaded.checkpoint.num_layers)
+    with closing(kept) as store, bar, Attachment(loaded.model, full) as attachment:
         fixed: dict[str, Any] = {"batch_size": batch_size, "advance": bar.update}
 
         @lru_cache(maxsize=1)  # meters keep keys and values of prompts

@@ -59,12 +59,11 @@ from skipdecode.learning.stages import (
 )
 from skipdecode.learning.tune import Tuned, tune
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.fit import own_fit_kept
+from skipdecode.models.fit import another_fit, fit_of
 from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.base_weights import checkpoint_digest, put_fit
+from skipdecode.models.loading.base_weights import FitFile, checkpoint_digest
 from skipdecode.models.loading.card import PICTURE_FILE
-from skipdecode.models.loading.hub import LoadedModel, Model, ref_of
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.checkpoint import Model, loaded_of, open_checkpoint
 from skipdecode.schedule import Schedule
 
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
@@ -163,19 +162,19 @@ class _Run:
         self.target = settings.target_speedup or settings.TARGET
         self.shares = MILDER if settings.keep is not None and settings.target_speedup is None else NEIGHBOURS
         depths = CalibrationSettings(target_speedup=self.target, prompt_depths=settings.prompt_depths)
-        layers = ref_of(model).num_layers
-        self.prompt_sets = prompt_sets(suited(depths, ref_of(model).config), layers)
+        checkpoint = open_checkpoint(model)
+        layers = checkpoint.num_layers
+        self.prompt_sets = prompt_sets(suited(depths, checkpoint.config), layers)
         for speedup in settings.sampled_speedups:
             Schedule.from_speedup(layers, speedup, _SOME_POSITIONS)
         if isinstance(cost, str | Path):
             read_cost(cost)
         self.sources = Sources(settings, sources, out)
-        loaded = getattr(model, "loaded", model)
         # All stages share this model, or the one tuned at full depth that takes its place: `calibrate` and `tune` copy
         # its weights where they need another type or change them.
         begun = time.perf_counter()
-        self.loaded: LoadedModel = loaded if isinstance(loaded, LoadedModel) else load(ref_of(model))
-        self.name, self.loading = self.loaded.name, time.perf_counter() - begun
+        self.loaded = loaded_of(model) or load(checkpoint)
+        self.name, self.loading = self.loaded.checkpoint.name, time.perf_counter() - begun
 
     # ------------------------------------------------------------------ the story
 
@@ -242,7 +241,7 @@ class _Run:
     @property
     def width(self) -> int:
         """hidden_size of the model."""
-        return ModelGeometry.from_config(self.loaded.ref.config).hidden_size
+        return ModelGeometry.from_config(self.loaded.checkpoint.config).hidden_size
 
     def _options(self, answers: Answers) -> RecordOptions:
         settings = self._record_options(answers)
@@ -296,9 +295,8 @@ class _Run:
         full = stages.run(FullDepth, work, directory=self.full, reads=minutes)
         if full.scores is not None:
             old = self.loaded
-            ref = ModelRef(str(self.full), given_base=old.ref.given_base)
             dtype, device = str(old.model.dtype).removeprefix("torch."), str(old.model.device)
-            found = load(ref, dtype=dtype, device=device)
+            found = load(self.full, dtype=dtype, device=device, base=old.checkpoint.given_base)
             self.loaded = replace(found, model=merge_adapter(found.model))
         return full
 
@@ -381,9 +379,8 @@ class _Run:
         """
         if before is not None:
             layers = replace(layers, size=replace(layers.size, records=before.rows[0]["records"]))
-        with own_fit_kept(self.loaded.model):
-            if (file := self.fit / FIT_FILE).is_file():
-                put_fit(self.loaded.model, file)
+        file, model = self.fit / FIT_FILE, self.loaded.model
+        with another_fit(model, FitFile(file).load(model) if file.is_file() else fit_of(model)):
             rows = self._rows(LLM(self.loaded), layers, target, until, tuned)
         if before is not None:
             speeds = {row["name"]: {name: row[name] for name in _SPEEDS} for row in before.rows}
@@ -461,7 +458,7 @@ class _Run:
             learning_rate=settings.rate(self.width),
             batch_size=_BATCH,
             full=settings.full,
-            merge=self.loaded.ref.adapter is not None and not settings.full,
+            merge=self.loaded.checkpoint.adapter is not None and not settings.full,
             eval_every=max(_LEAST_STEPS, pace.steps(60 * minutes * speedup / _EVALUATIONS, _BATCH)),
             checkpoint_every=_PACE,
             dev_records=pace.dev_records(60 * settings.minutes),

@@ -30,11 +30,10 @@ from skipdecode.generation.stats import depth_words
 from skipdecode.learning.calibrate import SCHEDULE_FILE
 from skipdecode.learning.stages import Evaluation, TuningPlan
 from skipdecode.models.carried import FIT_FILE
-from skipdecode.models.fit import Fit
-from skipdecode.models.loading.base_weights import put_fit
+from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.loading.base_weights import FitFile
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, push_to_hub, write_card
-from skipdecode.models.loading.hub import LoadedModel
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
 from skipdecode.schedule import Schedule
 
 FULL = "full"
@@ -75,7 +74,7 @@ class Prepared(Printed):
     @property
     def schedule(self) -> Schedule:
         """The schedule of the tuning; without tuning, that of the target."""
-        carried = ModelRef(str(self.path)).schedule if self.path else None
+        carried = open_checkpoint(self.path).schedule if self.path else None
         return carried or Schedule.load(self.schedule_file)
 
     @cached_property
@@ -85,7 +84,8 @@ class Prepared(Printed):
             return LLM(str(self.out))
         use = prepared_use(self.out)
         if (file := self.schedule_file.with_name(FIT_FILE)).is_file() and use["schedule"] != "full":
-            put_fit(self._loaded.model, file, [self.schedule_file])
+            fit = FitFile(file, schedules=(str(self.schedule_file),)).load(self._loaded.model)
+            keep_fit(self._loaded.model, fit)
         return LLM(self._loaded, use["schedule"], quantization=use.get("quantization", "none"))
 
     @property
@@ -123,7 +123,7 @@ class Prepared(Printed):
         write_whole(self.path / EVALUATION_FILE, json.dumps(found, indent=1) + "\n")
         if (picture := self.out / PICTURE_FILE).is_file():
             write_whole(self.path / PICTURE_FILE, picture.read_bytes())
-        write_card(self.path, self._loaded.ref, self.schedule, "prepare")
+        write_card(self.path, self._loaded.checkpoint, self.schedule, "prepare")
 
     def _file_of(self, row: Mapping[str, Any]) -> Path | None:
         """The file of the schedule of one of the rows; None for the tuned checkpoint's own."""
@@ -139,10 +139,10 @@ class Prepared(Printed):
         With `keep` those of the recommended row, else the tuned model, or the model with the schedule and its fit.
         Paths in the directory begin with ./, so that it can be moved.
         """
-        row, ref, searched = self.recommended or {}, self._loaded.ref, self.document["keep"] is not None
+        row, checkpoint, searched = self.recommended or {}, self._loaded.checkpoint, self.document["keep"] is not None
         tuned = row.get("minutes", 0) if searched else self.document["minutes"]
-        found = {"model": str(Path(ref.name).resolve()) if Path(ref.name).exists() else ref.name}
-        found |= {} if ref.given_base is None else {"base": ref.given_base}
+        found = {"model": str(Path(checkpoint.name).resolve()) if Path(checkpoint.name).exists() else checkpoint.name}
+        found |= {} if checkpoint.given_base is None else {"base": checkpoint.given_base}
         if tuned:
             found = {"model": self._inside(tuned_directory(self.out, tuned))}
         if searched and row.get("name", "full").startswith("full"):

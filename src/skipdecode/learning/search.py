@@ -27,7 +27,7 @@ from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import lent_order, may_go
 

@@ -45,7 +45,7 @@ from skipdecode.generation.speed import Method
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.stages import Answers, Form
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.checkpoint import LoadedModel
 
 _ANSWERS_LOG = "answers.jsonl"
 _HELD_OUT = 256  # of the model's own answers, at most

@@ -38,16 +38,16 @@ from skipdecode.learning.checkpoint import (
     write_recipe,
 )
 from skipdecode.learning.settings import TuneOptions
-from skipdecode.models.carried import FIT_FILE, read_recipe, stored_recipe
-from skipdecode.models.families import check_schedule, vocabulary_size
+from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, read_recipe
+from skipdecode.models.families import vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest, put_fit
+from skipdecode.models.loading.base_weights import FitFile, base_entry, checkpoint_digest
 from skipdecode.models.loading.card import write_card
-from skipdecode.models.loading.hub import LoadedModel, checked_name, name_ends, schedule_files
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, loaded_of, open_checkpoint
+from skipdecode.models.loading.hub import name_ends
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import is_speedup, parse_schedule
+from skipdecode.schedule.grammar import is_speedup
 
 if TYPE_CHECKING:
     from skipdecode.learning.trainer import Tuner
@@ -165,11 +165,9 @@ def tune(
         if not value:
             remedy = ": give records with responses, or `self`" if name == "train" else ""
             raise UsageError(f"`{name}` is missing{remedy}")
-    loaded = model.loaded if isinstance(model, LLM) else model if isinstance(model, LoadedModel) else None
-    files = schedule_files([schedule])
-    ref = ModelRef(checked_name(model), given_base=str(base) if base else None) if loaded is None else loaded.ref
-    ref = replace(ref, schedule_files=files) if files else ref
-    return _Run(settings, ref, loaded, train, dev, Path(out), schedule, seq_len, fit, stored, overwrite).run()
+    loaded = loaded_of(model or "")
+    checkpoint = open_checkpoint(model or "", None if loaded else base or None, [schedule])
+    return _Run(settings, checkpoint, loaded, train, dev, Path(out), schedule, seq_len, fit, stored, overwrite).run()
 
 
 def _settings(
@@ -196,7 +194,7 @@ class _Run:
     """The steps of `tune`; arguments as there."""
 
     settings: TuneOptions
-    ref: ModelRef
+    checkpoint: Checkpoint
     given: LoadedModel | None
     train: Source | None
     dev: Source | None
@@ -210,7 +208,7 @@ class _Run:
     @property
     def goes_on(self) -> bool:
         """Whether the model is an adapter that is tuned further, on its own base."""
-        return self.ref.adapter is not None and not (self.settings.full or self.settings.merge)
+        return self.checkpoint.adapter is not None and not (self.settings.full or self.settings.merge)
 
     def run(self) -> Tuned:
         settings, out = self.settings, self.out
@@ -226,7 +224,7 @@ class _Run:
         if template is None:
             state.wait_for_everyone()
             with state.main_process_first():  # other processes use its result
-                loaded = self.given or load(self.ref)
+                loaded = self.given or load(self.checkpoint)
                 # Refused before texts are generated.
                 settings.curriculum(self._schedule([settings.self_tokens])[0])
                 template, made["self"] = own_answers(
@@ -244,9 +242,9 @@ class _Run:
         _name_ends(loaded, train)
         schedule, origin = self._schedule([len(example.response) for example in train])
         note(f"schedule {schedule.name}: {origin}")
-        under = self.ref.place if self.goes_on else loaded.path
+        under = self.checkpoint.folder if self.goes_on else loaded.checkpoint.own_folder
         recipe = make_recipe(
-            asdict(settings) | {"model": self.ref.name, "base": self.ref.given_base},
+            asdict(settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base},
             template,
             schedule,
             {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made,
@@ -257,7 +255,7 @@ class _Run:
         )
         if dataset := dataset_id(self.train):
             recipe["datasets"] = [dataset]
-        before = stored_recipe(out)
+        before = read_recipe(out / RECIPE_FILE) if (out / RECIPE_FILE).is_file() else None
         if before is not None and self.overwrite and not is_unfinished(before, recipe):
             before = None
         if before is not None:
@@ -276,7 +274,7 @@ class _Run:
             resume=before is not None, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out)
         )
         if state.is_main_process:
-            write_card(out, self.ref, schedule, "tune")
+            write_card(out, self.checkpoint, schedule, "tune")
         return Tuned(out, recipe | {"result": result.to_dict()})
 
     def _check(self) -> None:
@@ -286,7 +284,7 @@ class _Run:
             raise UsageError(f"`{'train' if self.train else 'dev'}` and `self` exclude each other: give one of them")
         self._schedule([_SOME_POSITIONS])  # refuses what does not fit the model
         before = (self.recipe or {}).get("checkpoint") or {}
-        fitted = self.fit is not None or self.ref.fit is not None
+        fitted = self.fit is not None or self.checkpoint.fit is not None
         if before.get("fit") is not None and not fitted:
             raise UsageError(
                 "the run of the recipe started from a fit, and there is none: give `schedule` with the file beside the "
@@ -296,8 +294,8 @@ class _Run:
             self_template(settings)
         if self.goes_on and (fresh := [n for n in _FRESH_LORA if getattr(settings, n) != getattr(TuneOptions, n)]):
             raise UsageError(
-                f"{self.ref.name} is an adapter, which is tuned further: leave out `{fresh[0]}`, or add `merge`, which "
-                "merges it and tunes a fresh one"
+                f"{self.checkpoint.name} is an adapter, which is tuned further: leave out `{fresh[0]}`, or add "
+                "`merge`, which merges it and tunes a fresh one"
             )
 
     def _read(self, template: Any, **sources: Source | None) -> dict[str, Any]:
@@ -314,23 +312,22 @@ class _Run:
         # Trained weights are fp32; mixed precision is for the forward pass. The base of a LoRA keeps its type.
         as_stored = not settings.full and settings.precision != "fp32" and torch.cuda.is_available()
         if self.given is None:
-            loaded = load(self.ref, dtype="auto" if as_stored else "float32")
+            loaded = load(self.checkpoint, dtype="auto" if as_stored else "float32")
         else:
             loaded = replace(self.given, model=copied(self.given.model, None if as_stored else torch.float32))
-        fit = self.fit
-        if fit is None and self.given is not None and self.given.ref.fit != self.ref.fit:
-            fit = self.ref.fit  # beside the schedule file
-        if isinstance(fit, Fit):
-            fit.check_fits(loaded.model)
+        fit, file = self.fit, self.checkpoint.fit
+        if fit is None and self.given is not None and file is not None and file != self.given.checkpoint.fit:
+            fit = file.file  # beside the schedule file
+        if isinstance(fit, str | Path):
+            fit = FitFile(Path(fit) / FIT_FILE if Path(fit).is_dir() else Path(fit)).load(loaded.model)
+        if fit is not None:
             keep_fit(loaded.model, fit)
-        elif fit is not None:
-            put_fit(loaded.model, Path(fit) / FIT_FILE if Path(fit).is_dir() else Path(fit))
         digest = checkpoint_digest(loaded)
         if digest["fit"] is not None:
             note(f"the fit is {'trained with the weights' if settings.train_fit else 'not trained'}")
         if not self.goes_on:
             return replace(loaded, model=merge_adapter(loaded.model)), digest
-        rows, known = vocabulary_size(loaded.model), self.ref.config.get_text_config(decoder=True).vocab_size
+        rows, known = vocabulary_size(loaded.model), self.checkpoint.config.get_text_config(decoder=True).vocab_size
         if rows != known:
             raise UsageError(
                 f"the adapter was made for {rows} tokens and its base has {known}: an adapter with embeddings cannot "
@@ -340,42 +337,33 @@ class _Run:
 
     def _schedule(self, lengths: Sequence[int]) -> tuple[Schedule, str]:
         """The schedule and its origin; positions by default: the 95th percentile of `lengths`."""
-        layers, carried, asked = self.ref.num_layers, self.ref.schedule, self.asked
+        own, stored, asked = self.checkpoint.schedule, (self.recipe or {}).get("schedule"), self.asked
         longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
-        stored = (self.recipe or {}).get("schedule")
+        origin = "because neither the call nor the checkpoint names one" if own is None else "the checkpoint's own"
+        if stored is not None:
+            own, origin = Schedule.from_dict(stored), "the recipe's"
+        elif self.settings.self and (own is None or own.is_full):
+            layers = self.checkpoint.num_layers
+            even = Schedule.even(layers, round(layers / _OWN_SPEEDUP))
+            own = replace(even, name="", family="unified", speedup=_OWN_SPEEDUP)
+            origin = "evenly spaced layers, because no schedule was given"
         if isinstance(asked, Schedule):
-            found, origin = asked, "the given one"
+            origin = "the given one"
         elif asked is not None and not str(asked).startswith(":"):
-            text, seq_len = str(asked), self.seq_len or longest
-            if self.seq_len is not None and not is_speedup(text):
-                raise UsageError(f"`seq_len` is for a nominal speed-up, not for {text}: leave it out")
-            found = self.ref.parsed(text, seq_len)
-            origin = f"from {text}"
-        else:
-            if stored is not None:
-                found, origin = Schedule.from_dict(stored), "the recipe's"
-            elif self.settings.self and (carried is None or carried.is_full):
-                even = Schedule.even(layers, round(layers / _OWN_SPEEDUP))
-                found = replace(even, name="", family="unified", speedup=_OWN_SPEEDUP)
-                origin = "evenly spaced layers, because no schedule was given"
-            elif carried is not None:
-                found, origin = carried, "the checkpoint's own"
-            else:
-                found, origin = Schedule.full(layers), "because neither the call nor the checkpoint names one"
-            if asked is not None:
-                found = parse_schedule(str(asked), layers, seq_len=longest, carried=found)
-        check_schedule(self.ref.config, found)
-        return found, origin
+            if self.seq_len is not None and not is_speedup(str(asked)):
+                raise UsageError(f"`seq_len` is for a nominal speed-up, not for {asked}: leave it out")
+            own, origin = None, f"from {asked}"
+        return self.checkpoint.parse(asked, self.seq_len or longest, own), origin
 
     def _tuner(self, loaded: LoadedModel, train: list[Example], dev: list[Example], schedule: Schedule) -> Tuner:
         from skipdecode.learning.trainer import Tuner
 
-        ref = self.ref
-        here = not self.goes_on and Path(ref.name).expanduser().is_dir()
-        base = str(loaded.path.resolve()) if here else ref.base
-        if ref.given_base is not None and Path(base).expanduser().is_dir():
+        checkpoint = self.checkpoint
+        here = not self.goes_on and Path(checkpoint.name).expanduser().is_dir()
+        base = str(loaded.checkpoint.own_folder.resolve()) if here else checkpoint.base
+        if checkpoint.given_base is not None and Path(base).expanduser().is_dir():
             base = str(Path(base).expanduser().resolve())
-        dtype = ref.config.dtype if self.given is None else self.given.model.dtype
+        dtype = checkpoint.config.dtype if self.given is None else self.given.model.dtype
         return Tuner(
             *(loaded.model, loaded.tokenizer, train, dev, schedule, self.settings, self.out),
             base_name=base,

@@ -22,7 +22,7 @@ from skipdecode.errors import (
     UntunedScheduleWarning,
 )
 from skipdecode.models.cache import SkipCache, bounded_steps, check_states
-from skipdecode.models.carried import Recipe, named_schedule, of_model, tuned_under, untuned_line
+from skipdecode.models.carried import named_schedule, of_model, tuned_under, untuned_line
 from skipdecode.models.families import check_schedule, decoder_layers, find_family, lenders, unwrap
 from skipdecode.models.fit import Fit
 from skipdecode.models.forward import (
@@ -88,7 +88,7 @@ def attach(model: Any, schedule: Schedule | str | None = None, fit: Fit | None =
     """
     attachment = Attachment(model, schedule, fit)
     if not attachment.model.training:
-        line = untuned_line([attachment.schedule], Recipe(tuned_under=tuned_under(model)), fit=attachment.fit)
+        line = untuned_line([attachment.schedule], tuned_under(model), fit=attachment.fit)
         if line is not None:
             warnings.warn(line, UntunedScheduleWarning, stacklevel=2)
     return attachment

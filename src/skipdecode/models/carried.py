@@ -191,21 +191,14 @@ class Recipe:
     base: Mapping[str, Any] | None = None
 
 
-def named_schedules(num_layers: int, carried: Schedule | None, recipe: Recipe | None) -> dict[str, Schedule]:
-    """Schedules by name: full depth, that of a checkpoint, and those that its weights were tuned under."""
-    own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
-    return {"full": Schedule.full(num_layers)} | {schedule.name: schedule for schedule in own}
-
-
 def untuned_line(
     schedules: Iterable[Schedule],
-    recipe: Recipe | None,
+    tuned_under: Sequence[Schedule],
     model: str = "MODEL",
     fit: Fit | None = None,
 ) -> str | None:
     """One line for users if weights were not tuned under some of the schedules and the `fit` has no maps, else None."""
-    known = () if recipe is None else recipe.tuned_under
-    bare = [s for s in schedules if not s.fits_weights(known) and (fit is None or not fit.serves(s))]
+    bare = [s for s in schedules if not s.fits_weights(tuned_under) and (fit is None or not fit.serves(s))]
     if not bare:
         return None
     names = ", ".join(schedule.name for schedule in bare)
@@ -230,39 +223,40 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def stored_recipe(folder: Path) -> dict[str, Any] | None:
-    """`read_recipe` of a checkpoint's directory; None if it has no recipe."""
+    """`read_recipe` of a checkpoint's directory; None if it has no recipe, or that of another tool."""
     path = folder / RECIPE_FILE
-    return read_recipe(path) if path.is_file() else None
+    document = read_json(path) if path.is_file() else None
+    is_own = isinstance(document, dict) and isinstance(document.get("options"), dict)
+    return read_recipe(path) if is_own else None
 
 
 def ran_in_bf16(folder: Path) -> bool:
     """Whether the weights in a directory come from `skipdecode tune --full` with bf16 arithmetic."""
     try:
         recipe = stored_recipe(folder) or {"options": {}}
-    except DataError:  # another tool's file, or broken: callers that need the recipe raise the error
+    except DataError:  # callers that need the recipe raise the error
         return False
     full, result = recipe["options"].get("full"), recipe.get("result")
     return bool(full) and isinstance(result, dict) and result.get("precision") == "bf16"
 
 
-def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> Recipe | None:
-    """The recipe of a checkpoint, from the file beside its weights.
+def checkpoint_recipe(
+    folder: Path, document: Mapping[str, Any] | None, carried: Schedule | None, num_layers: int
+) -> Recipe | None:
+    """The recipe of a checkpoint in a directory, from its `stored_recipe`.
 
-    If there is no such file, or another tool wrote it, the recipe has only the schedule of the checkpoint. Without a
-    schedule there is no recipe.
+    Without one, the recipe has only the schedule of the checkpoint; without a schedule there is no recipe.
 
     Raises DataError: the file is broken; the message names the file and the fault.
     """
-    document = read_json(path) if path.is_file() else None
-    if not isinstance(document, dict) or not isinstance(document.get("options"), dict):
+    if document is None:
         return None if carried is None else Recipe(tuned_under=(carried,))
-    document = read_recipe(path)
     try:
         tuned_under = _tuned_under(document, carried, num_layers)
         prompt = _prompt(_of(document, "prompt", dict) or {})
         return Recipe(**prompt, tuned_under=tuned_under, base=_of(document, "base", dict))
     except (DataError, ScheduleError) as e:
-        raise DataError(f"recipe {path}: {e}; mend it, or take the file away to do without") from None
+        raise DataError(f"recipe {folder / RECIPE_FILE}: {e}; mend it, or take the file away to do without") from None
 
 
 def _prompt(entry: Mapping[str, Any]) -> dict[str, Any]:

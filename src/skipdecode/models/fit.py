@@ -345,9 +345,10 @@ def keep_fit(model: Any, fit: Fit | None) -> None:
 
 
 @contextlib.contextmanager
-def own_fit_kept(model: Any) -> Iterator[None]:
-    """A context at whose end a loaded model has the fit that it has now."""
+def another_fit(model: Any, fit: Fit | None) -> Iterator[None]:
+    """A context in which a loaded model has this fit, or none."""
     before = fit_of(model)
+    keep_fit(model, fit)
     try:
         yield
     finally:

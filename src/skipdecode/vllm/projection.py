@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.carried import digest_in
 from skipdecode.models.fit import Bridge, Fit, PromptMap, normed
-from skipdecode.models.loading.beside import fit_beside
+from skipdecode.models.loading.base_weights import choose_fit
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.step_rows import StepBatch
 
@@ -38,10 +38,10 @@ def checkpoint_fit(model: Any) -> Fit | None:
     Raises FitError: the fit is broken, missing, another one, or for another model.
     """
     digest = digest_in(vars(model.hf_config))
-    file = fit_beside(str(model.model), digest, getattr(model, "revision", None))
-    if file is None:
+    found = choose_fit(str(model.model), digest, revision=getattr(model, "revision", None))
+    if found is None:
         return None
-    fit, config = Fit.load(file), model.hf_text_config
+    fit, config, file = Fit.load(found.file), model.hf_text_config, found.file
     fit.check_is(digest, f"fit {file}")
     keys = 2 * model.get_total_num_kv_heads() * model.get_head_size()
     fit.check_sizes(config.hidden_size, [keys] * config.num_hidden_layers, f"fit {file}")

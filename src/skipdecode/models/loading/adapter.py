@@ -12,8 +12,16 @@ from typing import Any
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.families import check_adapter, unwrap
-from skipdecode.models.loading.ref import ADAPTER_FILE, one_line, told
-from skipdecode.models.loading.stored import StoredTensor, check_stored, check_tensors, header, without_numbers
+from skipdecode.models.loading.checkpoint import ADAPTER_FILE
+from skipdecode.models.loading.stored import (
+    StoredTensor,
+    check_stored,
+    check_tensors,
+    header,
+    one_line,
+    told,
+    without_numbers,
+)
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Initial values for which PEFT changes the base, at each loading by other data or random numbers.

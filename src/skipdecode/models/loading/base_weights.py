@@ -1,7 +1,9 @@
-"""Identifies the weights on which an adapter was tuned, by a sample of its base model's weights in the recipe.
+"""What belongs to which weights: an adapter to those it was tuned on, and a fit to a checkpoint.
 
-Loading an adapter compares the sample with the model. A sample is better than a digest here: it distinguishes a cast
-(bf16 changes a weight by 0.4% at most) from a 4-bit copy (8%) and from another model (140%).
+A recipe and a fit have a sample of the weights, which loading compares with the model. A sample is better than a digest
+here: it distinguishes a cast (bf16 changes a weight by 0.4% at most) from a 4-bit copy (8%) and from another model
+(140%). The config of a checkpoint, or of an adapter, has the digest of its fit. So a fit that is missing, or is another
+one, is noticed: the weights were tuned with it, and without it they give other text.
 """
 
 from __future__ import annotations
@@ -10,19 +12,20 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.progress import note
-from skipdecode.errors import FitError, ModelLoadError
-from skipdecode.models.carried import digest_of_model
+from skipdecode.errors import FitError, ModelLoadError, UsageError
+from skipdecode.models.carried import FIT_FILE, digest_of_model
 from skipdecode.models.families import unwrap
-from skipdecode.models.loading.beside import SOURCE_FILE, fit_beside
+from skipdecode.models.loading.beside import SOURCE_FILE, beside
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.models.fit import Fit
-    from skipdecode.models.loading.hub import LoadedModel
+    from skipdecode.models.loading.checkpoint import LoadedModel
 
 _PLACES = 64
 _CAST = 0.004
@@ -67,23 +70,64 @@ def check_base(sample: list[float], base: str, adapter: Path, known: Mapping[str
         )
 
 
-def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = (), digest: str | None = None) -> None:
-    """Load the fit of a file into a model.
+@dataclass(frozen=True)
+class FitFile:
+    """The file of a fit, and what it is checked against when it is loaded.
 
-    `schedules` are the schedule files in the directory of the fit, and `digest` is of the fit that belongs there.
-
-    Raises FitError: the fit is broken, another one, or for another model, other weights, or prompts of other schedules.
+    `digest`: the fit's, if the config of the checkpoint in its directory names one. `schedules`: the schedule files
+    beside it, whose prompts it has to serve. `unused`: the fit of the checkpoint in whose place it is.
     """
-    from skipdecode.models.fit import Fit, keep_fit
 
-    fit = Fit.load(file)
-    fit.check_is(digest, f"fit {file}")
-    fit.check_fits(model, f"fit {file}")
+    file: Path
+    digest: str | None = None
+    schedules: tuple[str, ...] = ()
+    unused: Path | None = None
+
+    def load(self, model: Any) -> Fit:
+        """Load the fit of a model; its weights are the base's if there is an adapter.
+
+        Raises FitError: it is broken, another one, or for another model, other weights, or prompts of other schedules.
+        """
+        from skipdecode.models.fit import Fit
+
+        fit, name = Fit.load(self.file), f"fit {self.file}"
+        fit.check_is(self.digest, name)
+        fit.check_fits(model, name)
+        for schedule in self.schedules:
+            fit.check_prompts(Schedule.load(schedule), name)
+        if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(model)):
+            raise FitError(f"{name}: was made for other weights than this model has: make one with skipdecode prepare")
+        return fit
+
+
+def choose_fit(
+    own: str | Path | None, digest: str | None, schedules: Sequence[str] = (), revision: str | None = None
+) -> FitFile | None:
+    """Choose the fit beside schedule files, else that of the checkpoint in the directory or hub id `own`, if any.
+
+    Raises UsageError if schedules in several directories have fits, because a model uses only one; FitError if the
+    checkpoint was tuned with a fit (its config has the `digest`) that is missing; ModelLoadError as `beside`.
+    """
+    found = None if own is None else beside(own, FIT_FILE, revision)
+    served: dict[Path, list[str]] = {}
     for schedule in schedules:
-        fit.check_prompts(Schedule.load(schedule), f"fit {file}")
-    if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(model)):
-        raise FitError(f"fit {file}: was made for other weights than this model has: make one with skipdecode prepare")
-    keep_fit(model, fit)
+        if (file := beside(Path(schedule).expanduser().resolve().parent, FIT_FILE)) is not None:
+            served.setdefault(file, []).append(schedule)
+    if len(served) > 1:
+        one, other, *_ = sorted(served)
+        raise UsageError(
+            f"the schedules have fits in {one.parent} and in {other.parent}, and a model uses one: name schedules of "
+            "one directory, or start a command for each"
+        )
+    for file, names in served.items():
+        is_own = found is not None and found.resolve() == file.resolve()
+        return FitFile(file, digest if is_own else None, tuple(names), None if is_own else found)
+    if found is None and digest is not None:
+        raise FitError(
+            f"{own} was tuned with a fit, and its {FIT_FILE} is missing: put the file back; to do without, delete "
+            "'skipdecode_fit' from its config"
+        )
+    return None if found is None else FitFile(found, digest)
 
 
 def carried_fit(model: Any) -> Fit | None:
@@ -91,7 +135,7 @@ def carried_fit(model: Any) -> Fit | None:
 
     Raises FitError: the weights were tuned with a fit that is not there, is another one, or was not loaded with them.
     """
-    from skipdecode.models.fit import fit_of, knows_fit
+    from skipdecode.models.fit import fit_of, keep_fit, knows_fit
 
     of_adapter, digest = digest_of_model(model)
     where = getattr(unwrap(model).config, "_name_or_path", "")
@@ -103,8 +147,8 @@ def carried_fit(model: Any) -> Fit | None:
             "attach(model, fit=Fit.load(FILE)), with Fit of skipdecode.models.fit, the file skipdecode.fit beside the "
             "weights, or load the model with load_model of skipdecode.models.loading.hub"
         )
-    if (file := fit_beside(where, digest)) is not None:
-        put_fit(model, file, digest=digest)
+    if (file := choose_fit(where, digest)) is not None:
+        keep_fit(model, file.load(model))
     return fit_of(model)
 
 
@@ -118,7 +162,8 @@ def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
     vocabulary: Any = json.loads(backend.to_str()) if backend is not None else tokenizer and tokenizer.get_vocab()
     for last_call in ("truncation", "padding") if backend is not None else ():
         vocabulary.pop(last_call, None)
-    adapter = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(loaded.path.glob("adapter_*"))]
+    files = sorted(loaded.checkpoint.own_folder.glob("adapter_*"))
+    adapter = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     cleaned = getattr(tokenizer, "clean_up_tokenization_spaces", None)
     return {
         "model_weights": base_sample(loaded.model),

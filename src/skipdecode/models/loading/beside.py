@@ -3,9 +3,6 @@
 Without a network the hub's client retries for half a minute per file. One request with a short timeout distinguishes
 "does not exist" from "not reachable" first.
 
-The config of a checkpoint, or of an adapter, has the digest of its fit. So a fit that is missing, or is another one, is
-noticed: the weights were tuned with it, and without it they give other text.
-
 A directory of the store is complete or does not exist. A model is built in a hidden directory beside its final place,
 written through to the disk and renamed. Only one process builds at a time. The remains of a killed process are never
 listed or loaded; the next process removes them.
@@ -26,8 +23,7 @@ from filelock import FileLock, Timeout
 
 from skipdecode.common.files import cache_dir, give_usual_mode
 from skipdecode.common.progress import note, without_foreign_bars
-from skipdecode.errors import FetchError, FitError, ModelLoadError, WriteError
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.errors import FetchError, ModelLoadError, WriteError
 
 TIMEOUT_SECONDS = 5.0
 _REMEMBERED_SECONDS = 60.0
@@ -130,20 +126,6 @@ def beside(where: str | Path, name: str, revision: str | None = None) -> Path | 
     return file if file.exists() or file.is_symlink() else None
 
 
-def fit_beside(where: str | Path, digest: str | None, revision: str | None = None) -> Path | None:
-    """The file of a checkpoint's fit; None if it was tuned without one.
-
-    `digest` is of the config. Raises FitError if the file is missing, and ModelLoadError as `beside`.
-    """
-    file = beside(where, FIT_FILE, revision)
-    if file is None and digest is not None:
-        raise FitError(
-            f"{where} was tuned with a fit, and its {FIT_FILE} is missing: put the file back; to do without, delete "
-            "'skipdecode_fit' from its config"
-        )
-    return file
-
-
 SOURCE_FILE = "skipdecode-source.txt"
 
 
@@ -158,10 +140,9 @@ def cached_models() -> list[dict[str, Any]]:
     ]
 
 
-def find_model(name: str) -> Path | None:
-    """The directory of a model in the store; None if the store does not have it."""
-    path = _root() / name
-    return path if path.is_dir() else None
+def stored_model(name: str) -> Path:
+    """The directory of a model in the store, which may not have it."""
+    return _root() / name
 
 
 def add_model(name: str, build: Callable[[Path], str]) -> Path:
@@ -171,8 +152,8 @@ def add_model(name: str, build: Callable[[Path], str]) -> Path:
 
     Raises FetchError if the store cannot be written.
     """
-    root = _root()
-    final = root / name
+    final = stored_model(name)
+    root = final.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f".{name}.lock", name):

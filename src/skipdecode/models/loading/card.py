@@ -20,7 +20,8 @@ from skipdecode.errors import UsageError, WriteError
 from skipdecode.models.carried import FIT_FILE, stored_recipe
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.beside import beside
-from skipdecode.models.loading.ref import ADAPTER_FILE, ModelRef, told
+from skipdecode.models.loading.checkpoint import ADAPTER_FILE, Checkpoint, base_of_adapter, open_checkpoint
+from skipdecode.models.loading.stored import told
 from skipdecode.schedule import Schedule
 
 CARD_FILE, EVALUATION_FILE, PICTURE_FILE = "README.md", "evaluation.json", "kept.png"
@@ -32,11 +33,11 @@ _NOT_PUSHED = "it cannot be pushed (log in with 'hf auth login', and give owner/
 _PUSHED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.png", "*.gguf", FIT_FILE, "*.md")
 
 
-def write_card(folder: Path, ref: ModelRef, schedule: Schedule, maker: str) -> None:
+def write_card(folder: Path, checkpoint: Checkpoint, schedule: Schedule, maker: str) -> None:
     """Write the card of a model that was saved into a directory, unless somebody else wrote its README.md.
 
-    `ref` is the model that it was made from, `maker` the function that made it. Recipe, fit and evaluation are those of
-    the directory.
+    `checkpoint` is the model that it was made from, `maker` the function that made it. Recipe, fit and evaluation are
+    those of the directory.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -46,16 +47,17 @@ def write_card(folder: Path, ref: ModelRef, schedule: Schedule, maker: str) -> N
     with suppress(FileNotFoundError):
         evaluation = json.loads((folder / EVALUATION_FILE).read_text(encoding="utf-8"))
     if not (folder / ADAPTER_FILE).is_file():
-        kind = "cut" if ModelRef(str(folder)).schedule is None else "checkpoint"
+        kind = "cut" if open_checkpoint(folder).schedule is None else "checkpoint"
     data = ModelCardData(
-        **_base_data(ref),
+        **_base_data(checkpoint),
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
         tags=["skipdecode", "layer-skipping"],
         datasets=sorted({*recipe.get("datasets", ()), *evaluation.get("datasets", ())}) or None,
         metrics=[*dict.fromkeys(_METRICS.get(name, name) for name in evaluation.get("scores", ()))] or None,
     )
-    shown: dict[str, Any] = {"base": Path(str(data.base_model or ref.base)).name, "kind": kind, "schedule": schedule}
+    base = Path(str(data.base_model or checkpoint.base)).name
+    shown: dict[str, Any] = {"base": base, "kind": kind, "schedule": schedule}
     shown |= {"files": {each.name for each in folder.iterdir()}, "recipe": recipe, "evaluation": evaluation}
     # A card may be public: of absolute paths it has the last part only.
     words = (word.rpartition("=") for word in shlex.split(COMMAND.get()))
@@ -66,18 +68,19 @@ def write_card(folder: Path, ref: ModelRef, schedule: Schedule, maker: str) -> N
     return None
 
 
-def _base_data(ref: ModelRef) -> dict[str, Any]:
+def _base_data(checkpoint: Checkpoint) -> dict[str, Any]:
     """The base model's hub id, with licence and language of its card, as far as they are known."""
     from huggingface_hub import ModelCard
 
-    if ref.base == smollm2.NAME:
+    if checkpoint.base == smollm2.NAME:
         return {"base_model": smollm2.HUB_ID, "license": "apache-2.0"}
     found: dict[str, Any] = {}
     with suppress(Exception):  # of YAML, of the hub's client: a card is written without
-        if (card := beside(ref.place, CARD_FILE)) is not None:
+        if (card := beside(checkpoint.folder, CARD_FILE)) is not None:
             found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     known = {name: found[name] for name in _OF_BASE if name in found}
-    return known | ({} if Path(ref.base).expanduser().exists() else {"base_model": re.split("[@:]", ref.base)[0]})
+    is_here = Path(checkpoint.base).expanduser().exists()
+    return known if is_here else known | {"base_model": re.split("[@:]", checkpoint.base)[0]}
 
 
 def _signed(text: str) -> str:
@@ -103,7 +106,7 @@ def push_to_hub(folder: str | Path, repo: str, *, private: bool = True) -> str:
 
     folder = Path(folder)
     if (folder / ADAPTER_FILE).is_file():
-        if (base := ModelRef(str(folder)).base) == smollm2.NAME or Path(base).expanduser().exists():
+        if (base := base_of_adapter(folder)) == smollm2.NAME or Path(base).expanduser().exists():
             raise UsageError(
                 f"the base model {base} is of this machine, so nobody else could load an adapter on it: merge it first "
                 f"(skipdecode export {folder} --format merged)"

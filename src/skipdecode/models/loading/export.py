@@ -23,14 +23,14 @@ from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import PARTIAL, RunDirectory, write_whole, writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OptionError, ScheduleError, UsageError
-from skipdecode.models.carried import RECIPE_FILE, drop_schedule, stored_recipe
+from skipdecode.models.carried import RECIPE_FILE, drop_schedule
 from skipdecode.models.families import decoder_layers, find_family
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, write_card
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, open_checkpoint
 from skipdecode.models.loading.gguf_file import KINDS, check_architecture, write_gguf
-from skipdecode.models.loading.hub import DTYPES, LoadedModel, Model, load_model, ref_of, schedule_files
-from skipdecode.models.loading.ref import ModelRef
+from skipdecode.models.loading.hub import DTYPES, load_model
 from skipdecode.models.loading.saving import save_model, save_tuned
 from skipdecode.schedule import Schedule
 
@@ -119,16 +119,16 @@ def export(
     for name, value, known in (("format", format, FORMATS), ("gguf_type", gguf_type, KINDS), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise OptionError(name, value, f"one of {', '.join(known)}")
-    ref, directory = ref_of(model, [schedule]).in_dtype(dtype), Path(out)
-    chosen = _chosen(ref, schedule)
+    checkpoint, directory = open_checkpoint(model, schedules=[schedule], dtype=dtype), Path(out)
+    chosen = checkpoint.parse(schedule, _SOME_POSITIONS)
     format = _best_format(chosen) if format == "auto" else format
-    layers = tuple(range(ref.num_layers)) if format == "merged" else check_exportable(chosen, ref)
+    layers = tuple(range(checkpoint.num_layers)) if format == "merged" else check_exportable(chosen, checkpoint)
     if format == "gguf":
-        check_architecture(ref.config)
-    if format != "merged" and ref.fit is not None:
-        note(f"the fit {ref.fit} is left out: the exported layers do not use it")
+        check_architecture(checkpoint.config)
+    if format != "merged" and checkpoint.fit is not None:
+        note(f"the fit {checkpoint.fit.file} is left out: the exported layers do not use it")
     _DIRECTORY.check(directory, overwrite=overwrite)
-    loaded = _loaded(ref, dtype, require_tokenizer=format == "gguf")
+    loaded = _loaded(checkpoint, dtype, require_tokenizer=format == "gguf")
     if (line := loaded.untuned_line([chosen])) is not None:
         note(line)
     directory.mkdir(parents=True, exist_ok=True)
@@ -139,22 +139,22 @@ def export(
         if format == "gguf":
             return Exported(save_gguf(loaded, directory, gguf_type), chosen, layers)
         save_checkpoint(loaded, chosen, directory)
-    for name in (EVALUATION_FILE, PICTURE_FILE) if chosen == ref.schedule else ():
+    for name in (EVALUATION_FILE, PICTURE_FILE) if chosen == checkpoint.schedule else ():
         with suppress(FileNotFoundError):
-            shutil.copy(ref.folder / name, directory / name)
-    write_card(directory, ref, chosen, "export")
+            shutil.copy(checkpoint.own_folder / name, directory / name)
+    write_card(directory, checkpoint, chosen, "export")
     return Exported(directory, chosen, layers)
 
 
 def possible_formats(name: str, schedule: str | None = None, base: str | None = None) -> list[str]:
-    """The formats in which `export` writes a model under a schedule; `base` is as in `ModelRef`. Reads no weights."""
-    ref = ModelRef(name, schedule_files([schedule]), base)
+    """The formats in which `export` writes a model under a schedule. Reads no weights."""
+    checkpoint = open_checkpoint(name, base, [schedule])
     try:
-        check_exportable(_chosen(ref, schedule), ref)
+        check_exportable(checkpoint.parse(schedule, _SOME_POSITIONS), checkpoint)
     except (ScheduleError, UsageError):
         return ["merged"]
     with suppress(UsageError):
-        check_architecture(ref.config)
+        check_architecture(checkpoint.config)
         return ["hf", "merged", "gguf"]
     return ["hf", "merged"]
 
@@ -166,27 +166,20 @@ def _best_format(schedule: Schedule) -> str:
     return "merged"
 
 
-def _chosen(ref: ModelRef, schedule: Schedule | str | Path | None) -> Schedule:
-    """The given schedule, else the checkpoint's own."""
-    if schedule is not None:
-        return ref.parsed(schedule, _SOME_POSITIONS)
-    return ref.schedule or Schedule.full(ref.num_layers)
-
-
-def _loaded(ref: ModelRef, dtype: str, *, require_tokenizer: bool) -> LoadedModel:
+def _loaded(checkpoint: Checkpoint, dtype: str, *, require_tokenizer: bool) -> LoadedModel:
     """The model on the CPU, with an adapter merged in fp32."""
-    stored = ref.config.dtype or torch.float32
+    stored = checkpoint.config.dtype or torch.float32
     wanted = stored if dtype == "auto" else getattr(torch, dtype)
-    first = wanted if ref.adapter is None else torch.float32
+    first = wanted if checkpoint.adapter is None else torch.float32
     name = str(first).removeprefix("torch.")
-    loaded = load_model(ref, dtype=name, device="cpu", require_tokenizer=require_tokenizer)
+    loaded = load_model(checkpoint, dtype=name, device="cpu", require_tokenizer=require_tokenizer)
     return replace(loaded, model=merge_adapter(loaded.model).to(wanted))
 
 
 # ---------------------------------------------------------------------- parts
 
 
-def check_exportable(schedule: Schedule, ref: ModelRef) -> tuple[int, ...]:
+def check_exportable(schedule: Schedule, checkpoint: Checkpoint) -> tuple[int, ...]:
     """The layers of the smaller model. Reads no weights.
 
     Raises ScheduleError: two tokens run different layers; names the nearest schedule of one depth; UsageError: skipped
@@ -203,10 +196,10 @@ def check_exportable(schedule: Schedule, ref: ModelRef) -> tuple[int, ...]:
             "layers; take it, for the tuning too, with :flat:pmax_exit behind the schedule's name; or keep this one by "
             "the format merged"
         )
-    if ref.fit is not None and len(layers) < schedule.num_layers and Fit.load(ref.fit).bridges:
+    if checkpoint.fit is not None and len(layers) < schedule.num_layers and Fit.load(checkpoint.fit.file).bridges:
         raise UsageError(
-            f"the bridges of {ref.fit} cannot be exported, as no ordinary model computes them: tune the base model "
-            "under the schedule without a fit (with no skipdecode.fit beside the schedule's file)"
+            f"the bridges of {checkpoint.fit.file} cannot be exported, as no ordinary model computes them: tune the "
+            "base model under the schedule without a fit (with no skipdecode.fit beside the schedule's file)"
         )
     return layers
 
@@ -255,15 +248,15 @@ def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path, *,
             save_tuned(loaded.model, loaded.tokenizer, schedule, partial)
         else:
             save_model(loaded.model, loaded.tokenizer, partial, shown=directory)
-        if (recipe := stored_recipe(loaded.path)) is not None:
-            kept = recipe["schedule"] if whole else None
-            recipe |= {"schedule": kept, "exported": {"model": loaded.name, "schedule": schedule.to_dict()}}
+        if (recipe := loaded.checkpoint.document) is not None:
+            exported = {"model": loaded.checkpoint.name, "schedule": schedule.to_dict()}
+            recipe = {**recipe, "schedule": recipe["schedule"] if whole else None, "exported": exported}
             write_whole(partial / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
 
 
 def save_gguf(loaded: LoadedModel, directory: Path, kind: str) -> Path:
     """Write a model that `cut_model` has cut, with its tokenizer, as a file for llama.cpp; returns the file."""
-    name = f"{Path(loaded.name).resolve().name}-{kind}.gguf"
+    name = f"{Path(loaded.checkpoint.name).resolve().name}-{kind}.gguf"
     with _whole(directory) as partial, writing(directory / name):
         write_gguf(loaded.model, partial / name, kind, loaded.tokenizer)
     return directory / name

