@@ -20,7 +20,7 @@ import skipdecode
 from products import in_turn
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
-from skipdecode.common.journal import KeptValues
+from skipdecode.common.resume import ResumeLog
 from skipdecode.cost.model import CostModel, PromptCost
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
@@ -35,6 +35,7 @@ from skipdecode.learning.settings import CalibrationSettings, FitOptions
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit, fit_of
 from skipdecode.schedule import PromptDepth
+from textgen_tools import log_entries
 from tiny import SCHEDULES
 from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model, write_jsonl
 
@@ -67,7 +68,7 @@ def test_fit_takes_records_up_to_its_tokens_and_more_where_responses_are_short()
 
 
 def meter_of(attachment: Any, rows: list[Example], path: Path, **options: Any) -> LossMeter:
-    store = KeptValues(path, {"model": "tiny"}, pieces="measurements", remedy="")
+    store = ResumeLog(path, {"model": "tiny"}, what="measurements", remedy="")
     arguments = {"part": "learn", "batch_size": 3, "advance": lambda: None} | options
     return LossMeter(attachment, rows, store, **arguments)
 
@@ -250,10 +251,10 @@ def test_prompt_sets_are_measured_once_and_reported(files: Files, tmp_path: Path
     assert sorted(map(len, prompts)) == [4, 5]
     assert [0, 1, 2, 7] in prompts
     assert list(first.schedule.prompt) == prompts[-1]
-    size = (tmp_path / "measured.jsonl").stat().st_size
+    measured = log_entries(tmp_path / "measured.sqlite")
     again = learned(files, tmp_path, **options)
     assert (again.losses, again.schedule) == (first.losses, first.schedule)
-    assert (tmp_path / "measured.jsonl").stat().st_size == size
+    assert log_entries(tmp_path / "measured.sqlite") == measured
     printed = str(again)
     assert printed.index("request speed-up") < printed.index("decode speed-up") < printed.index("prompt layers")
 
@@ -322,21 +323,18 @@ def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path) -> None
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    kept = killed / "measured.jsonl"
+    kept = killed / "measured.sqlite"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if kept.exists() and kept.read_bytes().count(b"\n") > 10:
+        if len(log_entries(kept)) > 10:
             break
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    before = kept.read_bytes()
-    whole = before[: before.rindex(b"\n") + 1]
+    before = log_entries(kept)
     resumed = dict(learned(files, killed, **options).document)
-    assert kept.read_bytes().startswith(whole)
-    keys = [json.loads(line)[0] for line in kept.read_text().splitlines()[1:]]
-    assert len(keys) == len(set(keys))
+    assert log_entries(kept).items() > before.items()
     straight = dict(learned(files, unbroken, **options).document)
     for document in (resumed, straight):
         del document["environment"]
@@ -377,7 +375,7 @@ def test_bad_input_is_refused(files: Files, options: dict[str, Any], error: type
 def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path) -> None:
     options = {"nominal_speedup": 2, "method": "block-influence"}
     first = learned(files, tmp_path, **options)
-    with pytest.raises(OutputError, match=r"measured.jsonl was started with other settings \(records: "):
+    with pytest.raises(OutputError, match=r"measured.sqlite was started with other settings \(records: "):
         learned(files, tmp_path, seed=1, **options)
     assert learned(files, tmp_path, **options).losses == first.losses
 

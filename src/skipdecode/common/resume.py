@@ -11,7 +11,7 @@ import json
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,22 @@ class ResumeLog:
         What else a user can do if the file is refused.
     restart : bool
         Drop the entries of a run with other settings, instead of refusing the file.
+    discard : callable
+        With `restart`, called before a log begins, to remove what else is left of other runs.
 
     Raises OutputError: the file cannot be written, is of a run with other settings (the message names them), or is
     being written by another process.
     """
 
     def __init__(
-        self, path: Path, settings: Mapping[str, Any], *, what: str, remedy: str, restart: bool = False
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        *,
+        what: str,
+        remedy: str,
+        restart: bool = False,
+        discard: Callable[[], object] = lambda: None,
     ) -> None:
         self.path, self._what = path, what
         self._synced = time.monotonic()
@@ -72,11 +81,13 @@ class ResumeLog:
                 database = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
                 self._database = undo.enter_context(closing(database))
                 database.execute("PRAGMA locking_mode = EXCLUSIVE")
-                before = self._about()
-                if before is None:
-                    also = f", or {remedy}" if is_old else ""
-                    raise OutputError(f"{path} holds no {what} of this version: move it away{also}")
-                self._begin(before, json.loads(json.dumps(settings)), remedy, restart)
+                settings = json.loads(json.dumps(settings))
+                if not self._continues(settings, remedy, is_old=is_old, restart=restart):
+                    if restart:
+                        discard()
+                    self._begin(settings)
+                database.execute("PRAGMA journal_mode = WAL")
+                database.execute("PRAGMA synchronous = NORMAL")
             except (OSError, sqlite3.Error) as e:
                 raise OutputError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}") from None
             undo.pop_all()
@@ -142,29 +153,27 @@ class ResumeLog:
         except sqlite3.DatabaseError as e:
             raise OutputError(f"{self.path} is damaged ({e}): move it away") from None
 
-    def _about(self) -> dict[str, Any] | None:
-        """The settings and the command of the file; empty if nothing was written, None if it is no log."""
+    def _continues(self, settings: dict[str, Any], remedy: str, *, is_old: bool, restart: bool) -> bool:
+        """Whether the file has these settings; False if it is new. Refuses other files, and other settings."""
         try:
             if self._database.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
-                return {}
-            settings, command = self._database.execute("SELECT settings, command FROM about").fetchone()
-            return {"settings": json.loads(settings), "command": command}
-        except (sqlite3.DatabaseError, TypeError, ValueError):
-            return None
-
-    def _begin(self, before: dict[str, Any], settings: dict[str, Any], remedy: str, restart: bool) -> None:
-        """Continue the log, or write its settings; refuses other settings unless `restart` is set."""
-        differences = list(_differences(before["settings"], settings)) if before else []
+                return False
+            before, command = self._database.execute("SELECT settings, command FROM about").fetchone()
+        except (sqlite3.DatabaseError, TypeError):
+            also = f", or {remedy}" if is_old else ""
+            raise OutputError(f"{self.path} holds no {self._what} of this version: move it away{also}") from None
+        differences = list(_differences(json.loads(before), settings))
         if differences and not restart:
             more = len(differences) - _DIFFERENCES_SHOWN
             shown = "; ".join(differences[:_DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-            raise OutputError(other_settings(self.path, shown, before["command"], remedy))
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        if differences or not before:
-            with self._database as database:
-                database.executescript(_TABLES)
-                database.execute("INSERT INTO about VALUES (?, ?)", (json.dumps(settings), COMMAND.get()))
+            raise OutputError(other_settings(self.path, shown, command, remedy))
+        return not differences
+
+    def _begin(self, settings: dict[str, Any]) -> None:
+        """Write the settings, without entries."""
+        with self._database as database:
+            database.executescript(_TABLES)
+            database.execute("INSERT INTO about VALUES (?, ?)", (json.dumps(settings), COMMAND.get()))
 
 
 def other_settings(path: Path, differences: str, command: str, remedy: str) -> str:
