@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -308,37 +303,6 @@ def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files)
     assert llm.generate("red car 1\n", 12) == before
     assert found.schedule == skipdecode.calibrate(files["model"], files["data"], **form, **options).schedule
     assert (found.document["records"], found.document["held_out_records"]) == (18, 9)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path) -> None:
-    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
-    options: dict[str, Any] = {"nominal_speedup": 2, "candidates": 2}
-    arguments = f"{files!r}, Path({str(killed)!r}), **{options!r}"
-    call = f"import test_calibrate as tests; from pathlib import Path; tests.learned({arguments})"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    process = subprocess.Popen(
-        [sys.executable, "-c", call],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    kept = killed / "measured.sqlite"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if len(log_entries(kept)) > 10:
-            break
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    before = log_entries(kept)
-    resumed = dict(learned(files, killed, **options).document)
-    assert log_entries(kept).items() > before.items()
-    straight = dict(learned(files, unbroken, **options).document)
-    for document in (resumed, straight):
-        del document["environment"]
-    assert resumed == straight
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from skipdecode.common.rows import read_rows
 from skipdecode.engine.requests import BATCH
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, MetricOptions
-from skipdecode.generation.self_generated import ABOUT_FILE
+from skipdecode.generation.self_generated import LOG_FILE
 from skipdecode.models.loading.base_weights import checkpoint_digest
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ OUTPUTS_FILE = "outputs.jsonl"
 _UNFINISHED = "unfinished.sqlite"
 EVAL_DIRECTORY = RunDirectory(
     "run of skipdecode eval",
-    {"run.json": "kind", "*/run.json": "kind", _UNFINISHED: "", ABOUT_FILE: "settings"},
+    {"run.json": "kind", "*/run.json": "kind", _UNFINISHED: "", LOG_FILE: ""},
 )
 _NEEDED = ("name", "config", "metrics", "outputs", "environment", "n", "kept", "free_running")
 

@@ -145,7 +145,8 @@ class OwnTexts:
         asked = Template("{prompt}", chat=True) if self.options.chat else recipe_template(loaded.recipe)
         template, seed = default_template(base.tokenizer, asked), row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"
-        data = SelfGeneratedData(self.base, template, self._generated, self.source, out, seed, skip_bad)
+        about = self.base, template, self._generated, self.source, out, seed, skip_bad, self.options.overwrite
+        data = SelfGeneratedData(*about)
         known = (
             row
             for file in (TRAIN_FILE, DEV_FILE)
