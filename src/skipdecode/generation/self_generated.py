@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, takewhile
@@ -160,8 +160,8 @@ class SelfGeneratedData:
         Returns the settings and the number of records, JSON-ready. Raises DataError if fewer than two are left.
         """
         path, settings = self.directory / ABOUT_FILE, self._settings()
-        if path.exists():
-            about: dict[str, Any] = read_json(path)
+        about: dict[str, Any] = read_json(path) if path.exists() else {}
+        if "kept" in about:  # else of a run of version 0.1 that did not end
             other = [name for name in settings if about["settings"].get(name) != settings[name]]
             if not other:
                 return about
@@ -269,8 +269,8 @@ class SelfGeneratedData:
         sampling: Sampling,
         most: int,
         share: float,
-    ) -> list[dict[str, Any]]:
-        """The outputs for records, from the log of an earlier run or generated now in a share of the time left."""
+    ) -> dict[int, dict[str, Any]]:
+        """The outputs by index, from the log of an earlier run or generated now in a share of the time left."""
         llm, settings = self.llm, self._settings()
         log = ResumeLog(self.directory / LOG_FILE, settings, what="rows", remedy=ANEW, restart=self.overwrite)
         size = _GPU_ROWS if llm.loaded.model.device.type == "cuda" else _ROWS
@@ -297,7 +297,7 @@ class SelfGeneratedData:
                 window=window,
                 cut=lambda: time.perf_counter() > until and llm.stats.new_tokens >= least,
             )
-            with progress_bar(total, "row", name=what, done=len(records) - len(left)) as bar:
+            with progress_bar(total, "row", name=f"self-{what}", done=len(records) - len(left)) as bar:
                 bar.set_postfix_str(told, refresh=False)
                 for output in outputs:
                     log.put(f"{what} {output.index:08}", output.to_record())
@@ -305,10 +305,10 @@ class SelfGeneratedData:
             log.put(what, True)
             return _rows_of(log, what)
 
-    def _kept(self, what: str, rows: Iterable[dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
+    def _kept(self, what: str, rows: Mapping[int, dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
         """Numbers and texts of outputs that are kept, none of `seen` and none twice; notes why others are not."""
         kept, reasons = [], Counter[str]()
-        for index, row in enumerate(map(_cut, rows)):
+        for index, row in zip(rows, map(_cut, rows.values()), strict=True):
             text = str(row.get("text", "")).strip()
             if fault := self._fault(row, text) or ("repeated" if _key(text) in seen else ""):
                 reasons[fault] += 1
@@ -343,8 +343,8 @@ class _AsTheyAre(PromptEncoder):
         return [self._checked(record, str(record.prompt), i) for record, i in zip(records, ids, strict=True)]
 
 
-def _rows_of(log: ResumeLog, what: str) -> list[dict[str, Any]]:
-    return [row for key, row in log.items() if key.startswith(f"{what} ")]
+def _rows_of(log: ResumeLog, what: str) -> dict[int, dict[str, Any]]:
+    return {int(key.split()[1]): row for key, row in log.items() if key.startswith(f"{what} ")}
 
 
 def _cut(row: dict[str, Any]) -> dict[str, Any]:
