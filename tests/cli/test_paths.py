@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import combinations, permutations
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from skipdecode.cli import VERBS, main
 from skipdecode.cli.arguments import flag
 from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import Reads, Writes, kinds
+from skipdecode.common.resume import ResumeLog
 from skipdecode.errors import WriteError
 from skipdecode.models.loading.saving import save_tokenizer
 from textgen_tools import read_rows, save_tiny_model
@@ -299,18 +301,17 @@ def test_a_finished_run_is_not_replaced_where_an_unfinished_one_lies(
     own = ["eval", str(tmp_path / "model"), "--prompts", str(prompts), "--methods", "2x"]
     own += ["--max-new-tokens", "4", "--out", str(out)]
     assert main(own) == 0
-    for journal in ('{"skipdecode_partial":1,"settings":{"sha256":"0"}}\n', "not of ours\n"):
-        (out / "unfinished.jsonl").write_text(journal)
+    unfinished = out / "unfinished.sqlite"
+    with closing(ResumeLog(unfinished, {"data": "0"}, what="", remedy="")) as log:
+        log.put("batch 0", [])
+    for told, more in (("give --overwrite", ()), ("move it away", ("--overwrite",))):
         for command in (own, eval_arguments(tmp_path, "--out", str(out), "--schedule", "full")):
             before = content(out)
-            assert main(command) == 2
-            assert "give --overwrite" in capsys.readouterr().err.splitlines()[-1]
+            assert main([*command, *more]) == 2
+            assert told in capsys.readouterr().err.splitlines()[-1]
             assert {n: c for n, c in content(out).items() if n != "self.json"} == before
-    # A file that is no journal stays, even so.
-    assert main([*own, "--overwrite"]) == 2
-    assert "move it away" in capsys.readouterr().err
-    assert (out / "unfinished.jsonl").read_text() == "not of ours\n"
-    (out / "unfinished.jsonl").unlink()
+        unfinished.write_text("not of ours\n")  # which stays, whatever is given
+    unfinished.unlink()
     assert main([*own, "--overwrite"]) == 0
 
 

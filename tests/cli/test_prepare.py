@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
@@ -23,8 +24,8 @@ import skipdecode
 from fits import random_fit
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.common.journal import KeptValues
 from skipdecode.common.jsonl import prepared_use
+from skipdecode.common.resume import ResumeLog
 from skipdecode.cost.model import CostModel
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
@@ -128,11 +129,10 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert (place / "merged" / FIT_FILE).is_file()
 
     assert said(capsys, arguments(place, "--minutes", minutes, *rank)) == tuned  # nothing is done again
-    # A kill behind the tuning's result, before the journal has it.
-    journal = place / "out" / "prepare.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    (cut,) = (n for n, line in enumerate(lines) if line.startswith(b'["tuning'))
-    journal.write_bytes(b"".join(lines[:cut]))
+    # A kill behind the tuning's result, before the log has it.
+    with closing(sqlite3.connect(place / "out" / "prepare.sqlite")) as log, log:
+        (last,) = log.execute("SELECT rowid FROM entries WHERE key LIKE 'tuning%'").fetchone()
+        log.execute("DELETE FROM entries WHERE rowid >= ?", (last,))
     again = said(capsys, arguments(place, "--minutes", minutes, *rank))
     assert again["dev_loss"] == tuned["dev_loss"]
     assert [row["scores"] for row in again["rows"]] == [row["scores"] for row in tuned["rows"]]
@@ -458,15 +458,15 @@ def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_conti
     assert main([*command, "--target-speedup", "50"]) == 2
     assert "50 is out of reach" in capsys.readouterr().err
     assert not list((place / "corrected").glob("[!.]*"))
-    put, measured = KeptValues.put, []
+    put, measured = ResumeLog.put, []
 
-    def put_three(kept: KeptValues, key: str, value: Any) -> None:
+    def put_three(kept: ResumeLog, key: str, value: Any) -> None:
         if len(measured) == 3:
             raise KeyboardInterrupt
         put(kept, key, value)
         measured.append(key)
 
-    monkeypatch.setattr(KeptValues, "put", put_three)
+    monkeypatch.setattr(ResumeLog, "put", put_three)
     assert main(command) == 130
     monkeypatch.undo()
     assert main([*command, "--seed", "1"]) == 2  # another command

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.common.jsonl import json_line
 from skipdecode.evaluation.metrics import METRICS
-from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
+from skipdecode.generation.records import open_writer
+from textgen_tools import command, log_entries, read_rows, save_tiny_model, subprocess_environment, write_rows
 from tiny import LAYERS, tiny_model
 from tuning_data import records, write_jsonl
 
@@ -46,7 +47,7 @@ def stop_in_the_middle(arguments: list[str], partial: Path, signal_number: int) 
     slowly = command(*arguments, "--batch-size", "1")
     process = subprocess.Popen(slowly, env=subprocess_environment(), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not partial.exists() or partial.read_bytes().count(b"\n") < 20:
+    while not partial.exists() or len(log_entries(partial)) < 20:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -65,11 +66,9 @@ def test_killed_run_goes_on_to_the_same_file_without_redoing_rows(
     assert main(long_run(model_dir, data, whole, *more)) == 0
     process = stop_in_the_middle(long_run(model_dir, data, out, *more), partial, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    done = partial.read_bytes().count(b"\n") - 1
+    done = len(log_entries(partial))
     assert 19 <= done < len(MANY)
     assert not out.exists()
-    with partial.open("ab") as file:
-        file.write(b'319 ok\t{"id": 319, "te')
     figures = tmp_path / "figures.json"
     assert main(long_run(model_dir, data, out, *more, "--summary", str(figures), "--batch-size", "16")) == 0
     assert out.read_bytes() == whole.read_bytes()
@@ -89,7 +88,7 @@ def test_ctrl_c_keeps_the_rows_and_says_how_to_go_on(
     assert process.returncode == 130
     assert process.stderr is not None
     told = process.stderr.read()
-    done = partial.read_bytes().count(b"\n") - 1
+    done = len(log_entries(partial))
     assert f"interrupted: {done} finished rows are kept in {partial}; the same command goes on" in told
     assert "Traceback" not in told
     assert main([*long_run(model_dir, data, out), "--seed", "6"]) == 2
@@ -219,9 +218,8 @@ def interrupted(verb: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> list
     if verb == "generate":
         assert main([*words, "--summary", "figures.json"]) == 0
         settings = json.loads(Path("figures.json").read_text())["settings"]
-        Path("out.jsonl.partial").write_bytes(
-            json_line({"skipdecode_partial": 1, "settings": settings}) + b'0 ok\t{"id": "r0", "text": ""}\n'
-        )
+        with closing(open_writer("out.jsonl", settings)) as writer:
+            writer.put(0, {"id": "r0", "text": ""})
         Path("out.jsonl").unlink()
         return words
     assert main(words) == 0
@@ -305,14 +303,14 @@ def test_an_edited_file_is_a_refusal_of_eval_and_a_new_start_with_overwrite(
 TERMINATED = """
 import os, signal, sys
 from skipdecode.cli import main
-import skipdecode.common.journal as journal
+import skipdecode.common.resume as resume
 import skipdecode.learning.checkpoint as checkpoint
 def terminated(write):
     def writes(self, *args):
         write(self, *args)
         os.kill(os.getpid(), signal.SIGTERM)
     return writes
-journal.Journal.append = terminated(journal.Journal.append)
+resume.ResumeLog.put = terminated(resume.ResumeLog.put)
 checkpoint.RunLog.write = terminated(checkpoint.RunLog.write)
 sys.exit(main(sys.argv[1:]))
 """

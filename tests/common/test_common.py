@@ -1,16 +1,11 @@
-"""What every room uses: values kept while a run goes on, names imported on first use, processors, freed memory.
-
-Rows of `skipdecode generate` are in a journal too: tests/generation/test_output.py.
-"""
+"""What every room uses: names, processors, freed memory."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,49 +13,8 @@ import torch
 from skipdecode.cli.options import EngineOptions
 from skipdecode.common.environment import isolated_torch, usable_cores
 from skipdecode.common.files import copy_files
-from skipdecode.common.journal import KeptValues, is_begun
 from skipdecode.common.options import check_name
-from skipdecode.errors import OutputError, UsageError
-
-SETTINGS = {"model": "m", "records": {"sha256": "abc"}}
-
-
-def opened(path: Path, settings: dict[str, Any] = SETTINGS, **options: Any) -> KeptValues:
-    return KeptValues(path, settings, pieces="measurements", remedy="give another --out", **options)
-
-
-def test_values_come_back_and_half_a_line_is_dropped(tmp_path: Path):
-    path = tmp_path / "measured.jsonl"
-    store = opened(path)
-    store.put("a", [1.5, 2.0])
-    assert store.get("a") == [1.5, 2.0]
-    store.close()
-    path.write_bytes(path.read_bytes() + b'["b", [0.')
-    again = opened(path)
-    assert (again.count, again.get("a"), again.get("b")) == (1, [1.5, 2.0], None)
-    again.put("b", [0.25])
-    again.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [["a", [1.5, 2.0]], ["b", [0.25]]]
-
-
-def test_values_of_another_run_are_refused_by_what_differs_or_dropped(tmp_path: Path):
-    path = tmp_path / "measured.jsonl"
-    store = opened(path)
-    store.put("a", 1)
-    store.close()
-    other = SETTINGS | {"model": "n"}
-    assert is_begun(path, SETTINGS)
-    assert not is_begun(path, other)
-    with pytest.raises(OutputError, match=r'model: "m" then, "n" now\): repeat those to continue, or '):
-        opened(path, other)
-    dropped = opened(path, other, restart=True)
-    assert dropped.get("a") is None
-    dropped.put("b", 2)
-    dropped.close()
-    assert is_begun(path, other)
-    opened(path, SETTINGS, restart=True).close()  # without a value there is nothing to go on with
-    assert not path.exists()
-
+from skipdecode.errors import UsageError
 
 # ---------------------------------------------------------------------- names
 

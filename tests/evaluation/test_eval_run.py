@@ -32,7 +32,7 @@ from skipdecode.evaluation.results import EvaluationSettings, Run, check_free, l
 from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.evaluation.scores import free_running, ratio_score, sums, token_fidelity
 from skipdecode.generation.speed import Method, batches
-from textgen_tools import read_rows
+from textgen_tools import log_entries
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)
@@ -184,10 +184,8 @@ class Killed(Method):
 def test_a_killed_run_goes_on_where_it_stopped(model: Any, full: Run, tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         evaluated(model, tmp_path / "run", Killed(Backend(model)))
-    partial = tmp_path / "run" / "unfinished.jsonl"
-    assert len(partial.read_text().splitlines()) == 2
-    with partial.open("a") as file:
-        file.write('["batch 1", [{"tokens"')  # A line cut off by the kill.
+    partial = tmp_path / "run" / "unfinished.sqlite"
+    assert [*log_entries(partial)] == ["batch 0"]
     counted = Counted(Backend(model))
     run = evaluated(model, tmp_path / "run", counted)
     # Two of three batches.
@@ -312,11 +310,11 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
         assert main(arguments(place, "--out", str(out), *more)) == 130
     finished = {name: (out / "full" / name).stat().st_mtime_ns for name in ("run.json", "outputs.jsonl")}
     assert not (out / "skipdecode-2x" / "run.json").exists()
-    lines = read_rows(out / "unfinished.jsonl")[1:]
-    kept, turns = ([row for row in lines if row[0].startswith(what)] for what in ("batch", "speed 4"))
+    entries = log_entries(out / "unfinished.sqlite").items()
+    kept, turns = ([row for row in entries if row[0].startswith(what)] for what in ("batch", "speed 4"))
     # Another run may not replace what is finished, nor take over or throw away what is not.
     assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 2
-    assert "give --overwrite to replace it" in capsys.readouterr().err
+    assert "give --overwrite to begin anew" in capsys.readouterr().err
     assert finished == {name: (out / "full" / name).stat().st_mtime_ns for name in finished}
     # The same command goes on.
     assert main(arguments(place, "--out", str(out), *more)) == 0

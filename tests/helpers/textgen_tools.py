@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sqlite3
 import sys
+import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,18 @@ def subprocess_environment() -> dict[str, str]:
 def write_rows(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
     return str(path)
+
+
+def log_entries(path: Path) -> dict[Any, Any]:
+    """The entries of a log, also of one that a process is writing; none if there is no file."""
+    try:
+        with tempfile.TemporaryDirectory() as copy:
+            for file in path.parent.glob(f"{path.name}*"):
+                shutil.copy(file, copy)
+            with closing(sqlite3.connect(Path(copy) / path.name)) as database:
+                return {key: json.loads(value) for key, value in database.execute("SELECT * FROM entries")}
+    except (OSError, sqlite3.Error):  # just begun, or renewed
+        return {}
 
 
 def read_rows(path: Path | str) -> list[Any]:

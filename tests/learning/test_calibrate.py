@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +15,7 @@ import skipdecode
 from products import in_turn
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
-from skipdecode.common.journal import KeptValues
+from skipdecode.common.resume import ResumeLog
 from skipdecode.cost.model import CostModel, PromptCost
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
@@ -35,6 +30,7 @@ from skipdecode.learning.settings import CalibrationSettings, FitOptions
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit, fit_of
 from skipdecode.schedule import PromptDepth
+from textgen_tools import log_entries
 from tiny import SCHEDULES
 from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model, write_jsonl
 
@@ -67,7 +63,7 @@ def test_fit_takes_records_up_to_its_tokens_and_more_where_responses_are_short()
 
 
 def meter_of(attachment: Any, rows: list[Example], path: Path, **options: Any) -> LossMeter:
-    store = KeptValues(path, {"model": "tiny"}, pieces="measurements", remedy="")
+    store = ResumeLog(path, {"model": "tiny"}, what="measurements", remedy="")
     arguments = {"part": "learn", "batch_size": 3, "advance": lambda: None} | options
     return LossMeter(attachment, rows, store, **arguments)
 
@@ -250,10 +246,10 @@ def test_prompt_sets_are_measured_once_and_reported(files: Files, tmp_path: Path
     assert sorted(map(len, prompts)) == [4, 5]
     assert [0, 1, 2, 7] in prompts
     assert list(first.schedule.prompt) == prompts[-1]
-    size = (tmp_path / "measured.jsonl").stat().st_size
+    measured = log_entries(tmp_path / "measured.sqlite")
     again = learned(files, tmp_path, **options)
     assert (again.losses, again.schedule) == (first.losses, first.schedule)
-    assert (tmp_path / "measured.jsonl").stat().st_size == size
+    assert log_entries(tmp_path / "measured.sqlite") == measured
     printed = str(again)
     assert printed.index("request speed-up") < printed.index("decode speed-up") < printed.index("prompt layers")
 
@@ -309,40 +305,6 @@ def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files)
     assert (found.document["records"], found.document["held_out_records"]) == (18, 9)
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path) -> None:
-    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
-    options: dict[str, Any] = {"nominal_speedup": 2, "candidates": 2}
-    arguments = f"{files!r}, Path({str(killed)!r}), **{options!r}"
-    call = f"import test_calibrate as tests; from pathlib import Path; tests.learned({arguments})"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    process = subprocess.Popen(
-        [sys.executable, "-c", call],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    kept = killed / "measured.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if kept.exists() and kept.read_bytes().count(b"\n") > 10:
-            break
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    before = kept.read_bytes()
-    whole = before[: before.rindex(b"\n") + 1]
-    resumed = dict(learned(files, killed, **options).document)
-    assert kept.read_bytes().startswith(whole)
-    keys = [json.loads(line)[0] for line in kept.read_text().splitlines()[1:]]
-    assert len(keys) == len(set(keys))
-    straight = dict(learned(files, unbroken, **options).document)
-    for document in (resumed, straight):
-        del document["environment"]
-    assert resumed == straight
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -377,7 +339,7 @@ def test_bad_input_is_refused(files: Files, options: dict[str, Any], error: type
 def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path) -> None:
     options = {"nominal_speedup": 2, "method": "block-influence"}
     first = learned(files, tmp_path, **options)
-    with pytest.raises(OutputError, match=r"measured.jsonl was started with other settings \(records: "):
+    with pytest.raises(OutputError, match=r"measured.sqlite was started with other settings \(records: "):
         learned(files, tmp_path, seed=1, **options)
     assert learned(files, tmp_path, **options).losses == first.losses
 

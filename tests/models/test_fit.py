@@ -322,7 +322,7 @@ def test_too_few_tokens_to_fit_are_refused_before_anything_is_measured(calibrate
     data = [{"p": f"red {n}", "r": "a"} for n in range(8)]
     with pytest.raises(UsageError, match="too few to fit"):
         skipdecode.calibrate(calibrated[0] / "model", data, out=tmp_path / "out", **form)
-    assert not (tmp_path / "out" / "measured.jsonl").exists()
+    assert not (tmp_path / "out" / "measured.sqlite").exists()
 
 
 def test_a_note_says_that_a_tuned_fit_is_left_for_the_one_beside_the_schedule(

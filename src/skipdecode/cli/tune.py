@@ -20,13 +20,13 @@ from typing import ClassVar
 from skipdecode.cli.options import MODEL, NamedModel, PushOptions, ScheduleOptions
 from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import OVERWRITE, Reads, option
-from skipdecode.generation.self_generated import ABOUT_FILE
+from skipdecode.generation.self_generated import ABOUT_FILE, LOG_FILE
 from skipdecode.learning.settings import TuneOptions
 from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.models.loading.checkpoint import model_files
 
 _PICTURE = "loss.png"
-_DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings"})
+_DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings", LOG_FILE: ""})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Tools for all rooms: files, JSON lines, records, options, journals, progress, environment. No torch."""
+"""Tools for all rooms: files, JSON lines, records, options, the log of a run, progress, environment. No torch."""

@@ -196,8 +196,8 @@ class RunDirectory:
     """The files by which the directory of a kind of run is recognised."""
 
     run: str  # the kind of run, in words
-    # Patterns of file names, each with a key of the JSON object at the start of the file. One such file identifies the
-    # directory of a run.
+    # Patterns of file names, each with a key of the JSON object at the start of the file; empty: whatever it holds. One
+    # such file identifies the directory of a run.
     marks: Mapping[str, str]
 
     def paths(self, value: str) -> tuple[Path, ...]:
@@ -228,6 +228,8 @@ class RunDirectory:
 
     def _is_mark(self, path: Path, key: str) -> bool:
         """Whether the first line of a file, or the whole file, is a JSON object with the key."""
+        if not key:
+            return True
         try:
             with path.open(encoding="utf-8") as file:
                 first = file.readline()

@@ -1,7 +1,7 @@
 """The settings of an evaluation, and a run as data.
 
 A run is ``run.json`` (settings, scores, speed) and ``outputs.jsonl`` (one line per record). Tables and comparisons are
-made from these two files alone. Until a run is saved, ``unfinished.jsonl`` keeps finished batches, so that a run that
+made from these two files alone. Until a run is saved, ``unfinished.sqlite`` keeps finished batches, so that a run that
 was killed continues.
 """
 
@@ -19,14 +19,14 @@ import numpy as np
 
 from skipdecode.common.bootstrap import Table
 from skipdecode.common.files import RunDirectory, write_whole
-from skipdecode.common.journal import ANEW, JOURNAL_KEY, KeptValues, is_begun
 from skipdecode.common.jsonl import read_result
 from skipdecode.common.options import OVERWRITE, Options, option, setting
+from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.common.rows import read_rows
 from skipdecode.engine.requests import BATCH
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, MetricOptions
-from skipdecode.generation.self_generated import ABOUT_FILE
+from skipdecode.generation.self_generated import LOG_FILE
 from skipdecode.models.loading.base_weights import checkpoint_digest
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
-_UNFINISHED = "unfinished.jsonl"
+_UNFINISHED = "unfinished.sqlite"
 EVAL_DIRECTORY = RunDirectory(
     "run of skipdecode eval",
-    {"run.json": "kind", "*/run.json": "kind", _UNFINISHED: JOURNAL_KEY, ABOUT_FILE: "settings"},
+    {"run.json": "kind", "*/run.json": "kind", _UNFINISHED: "", LOG_FILE: ""},
 )
 _NEEDED = ("name", "config", "metrics", "outputs", "environment", "n", "kept", "free_running")
 
@@ -175,25 +175,22 @@ def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping
     return Run(directory / RUN_FILE, data)
 
 
-def is_unfinished(directory: Path, about: Mapping[str, Any] | None = None) -> bool:
-    """Whether the directory holds an unfinished run: any run, or the one that `about` describes."""
-    path = directory / _UNFINISHED
-    return path.exists() if about is None else is_begun(path, _digests(about))
+def is_unfinished(directory: Path) -> bool:
+    """Whether the directory holds an unfinished run."""
+    return (directory / _UNFINISHED).exists()
 
 
-def keep_unfinished(directory: Path, about: Mapping[str, Any], *, overwrite: bool) -> KeptValues:
-    """Open the journal of a run until it is saved.
+def open_log(directory: Path, about: Mapping[str, Any], *, overwrite: bool) -> ResumeLog:
+    """Open the log of a run until it is saved.
 
-    `about` is JSON-ready and has everything that the outputs depend on. With `overwrite`, the journal of another run is
+    `about` is JSON-ready and has everything that the outputs depend on. With `overwrite`, the log of another run is
     replaced; else it is refused with an OutputError.
     """
-    restart = overwrite and not is_unfinished(directory, about)
-    return KeptValues(directory / _UNFINISHED, _digests(about), pieces="finished batches", remedy=ANEW, restart=restart)
-
-
-def _digests(about: Mapping[str, Any]) -> dict[str, str]:
-    """Digest each part, because the whole is as long as the prompts."""
-    return {name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in about.items()}
+    # Digests of each part, because the whole is as long as the prompts.
+    parts = {
+        name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in about.items()
+    }
+    return ResumeLog(directory / _UNFINISHED, parts, what="finished batches", remedy=ANEW, restart=overwrite)
 
 
 # ---------------------------------------------------------------------- the document

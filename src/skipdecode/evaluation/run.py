@@ -14,9 +14,9 @@ from typing import Any
 
 from skipdecode.common.bootstrap import Table, compare, interval
 from skipdecode.common.environment import environment
-from skipdecode.common.journal import KeptValues
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.resume import ResumeLog
 from skipdecode.data.chats import response_ids
 from skipdecode.data.prompts import context_length, encode_prompts, outside, prompt_room
 from skipdecode.data.records import Reject, lines_by_reason
@@ -31,9 +31,8 @@ from skipdecode.evaluation.results import (
     EvaluationSettings,
     Run,
     check_free,
-    is_unfinished,
-    keep_unfinished,
     load_run,
+    open_log,
     save_run,
 )
 from skipdecode.evaluation.scores import along, free_running, scorer_of, sums, table_of, text_scores, token_fidelity
@@ -90,11 +89,10 @@ class TaskEvaluation:
         `methods` are by the directory for their ``run.json`` and ``outputs.jsonl``; one of them may be full depth, with
         which the others are compared. `out` is the directory for finished batches until all methods are saved.
         """
-        about = self._whole(methods)
-        for directory in methods:
-            # A run that continues wrote the results that are there, or may replace them.
-            check_free(directory, overwrite=overwrite or is_unfinished(out, about))
-        with closing(keep_unfinished(out, about, overwrite=overwrite)) as kept:
+        with closing(open_log(out, self._whole(methods), overwrite=overwrite)) as kept:
+            for directory in methods:
+                # A run that continues wrote the results that are there, or may replace them.
+                check_free(directory, overwrite=overwrite or kept.count > 0)
             outputs = self._generated(list(methods.values()), kept)
             finished = len(next(iter(outputs.values())).tokens)
             work = self if finished == len(self.prompts) else self._of_first(finished)
@@ -107,7 +105,7 @@ class TaskEvaluation:
         return replace(self, given=replace(self.records, items=self.records.items[:count]))
 
     def _finished_runs(
-        self, methods: Mapping[Path, Method], outputs: Mapping[Method, Outputs], kept: KeptValues
+        self, methods: Mapping[Path, Method], outputs: Mapping[Method, Outputs], kept: ResumeLog
     ) -> dict[Path, Run]:
         """Time, score and save what was generated."""
         every, runs = list(methods.values()), dict[Path, Run]()
@@ -117,13 +115,13 @@ class TaskEvaluation:
         # Full depth first: the others are compared with it.
         for directory, method in sorted(methods.items(), key=lambda item: not item[1].full_depth):
             speed = speeds.get(method, {})
-            if kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
+            if kept.get(f"saved {directory!a}") == scored_with and (directory / RUN_FILE).exists():
                 run = load_run(directory)
             else:
                 full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
                 data, rows = self._document(method, outputs[method], full)
                 run = save_run(directory, {**data, **speed}, rows)
-                kept.put(f"saved {directory}", scored_with)
+                kept.put(f"saved {directory!a}", scored_with)
             runs[directory] = Run(run.path, {**run.data, **speed})
         return runs
 
@@ -183,7 +181,7 @@ class TaskEvaluation:
 
     # ------------------------------------------------------------------ steps
 
-    def _generated(self, methods: Sequence[Method], kept: KeptValues) -> dict[Method, Outputs]:
+    def _generated(self, methods: Sequence[Method], kept: ResumeLog) -> dict[Method, Outputs]:
         """The outputs of each method, next to those of full depth."""
         with self._bar("generate") as bar:
             found = generate_all(
@@ -348,7 +346,7 @@ def with_w8a8(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
 def generate_all(
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
-    kept: KeptValues,
+    kept: ResumeLog,
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -389,7 +387,7 @@ def measured_speeds(
     prompts: Sequence[Sequence[int]],
     lengths: Sequence[int],
     settings: EvaluationSettings,
-    kept: KeptValues,
+    kept: ResumeLog,
     until: float = math.inf,
 ) -> dict[Method, dict[str, Any]]:
     """The speed of each method, for its result, from a few batches of records from all over the data, and alone.

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 from skipdecode.common.bootstrap import compare, interval, ratio_of_sums
 from skipdecode.common.environment import environment
-from skipdecode.common.journal import KeptValues
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.resume import ResumeLog
 from skipdecode.common.rows import read_rows
 from skipdecode.common.tables import figures
 from skipdecode.data.forms import recipe_template
@@ -34,9 +34,8 @@ from skipdecode.evaluation.results import (
     EvaluationSettings,
     Run,
     check_free,
-    is_unfinished,
-    keep_unfinished,
     model_about,
+    open_log,
     save_run,
 )
 from skipdecode.evaluation.run import measured_speeds, note_left_out, with_w8a8
@@ -102,8 +101,8 @@ class OwnTexts:
         variants = list(dict.fromkeys([reference, full, *methods]))
         tokenizer: Any = base.tokenizer
         whole = about | {"prompts": prompts, "reference": reference.settings()}
-        check_free(out, overwrite=self.options.overwrite or is_unfinished(out, whole))
-        with closing(keep_unfinished(out, whole, overwrite=self.options.overwrite)) as kept:
+        with closing(open_log(out, whole, overwrite=self.options.overwrite)) as kept:
+            check_free(out, overwrite=self.options.overwrite or kept.count > 0)
             texts = self._decoded(variants, prompts, kept)
             finished = len(texts[reference])
             records, prompts = records[:finished], prompts[:finished]
@@ -145,7 +144,8 @@ class OwnTexts:
         asked = Template("{prompt}", chat=True) if self.options.chat else recipe_template(loaded.checkpoint.recipe)
         template, seed = default_template(base.tokenizer, asked), row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"
-        data = SelfGeneratedData(self.base, template, self._generated, self.source, out, seed, skip_bad)
+        about = self.base, template, self._generated, self.source, out, seed, skip_bad, self.options.overwrite
+        data = SelfGeneratedData(*about)
         known = (
             row
             for file in (TRAIN_FILE, DEV_FILE)
@@ -193,7 +193,7 @@ class OwnTexts:
         return found
 
     def _decoded(
-        self, methods: Sequence[Method], prompts: list[list[int]], kept: KeptValues
+        self, methods: Sequence[Method], prompts: list[list[int]], kept: ResumeLog
     ) -> dict[Method, list[list[int]]]:
         """New tokens of each method for prompts, the end token included; of the first prompts if the time is over.
 

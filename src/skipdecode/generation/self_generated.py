@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, takewhile
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import write_whole
-from skipdecode.common.journal import ANEW, other_settings
 from skipdecode.common.jsonl import json_line, read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note, progress_bar
-from skipdecode.common.rows import check_streams, read_rows
+from skipdecode.common.resume import ANEW, ResumeLog, other_settings
+from skipdecode.common.rows import check_streams
 from skipdecode.data.chats import chat_fault, render_chat
 from skipdecode.data.examples import RecordOptions, self_template
 from skipdecode.data.forms import PromptForm, recipe_template
@@ -36,7 +36,7 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.decoding import Decoding
-from skipdecode.generation.records import WINDOW_BATCHES, open_writer
+from skipdecode.generation.records import WINDOW_BATCHES
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.schedule import Schedule
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from skipdecode.models.loading.checkpoint import LoadedModel
 
 TRAIN_FILE, DEV_FILE, TEST_FILE = "self.jsonl", "self-dev.jsonl", "self-test.jsonl"
-ABOUT_FILE, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"
+ABOUT_FILE, LOG_FILE, _PROMPTS, _ANSWERS = "self.json", "self.sqlite", "prompts", "answers"
 _DRAWN = 1000
 _PROMPT_TOKENS = 128
 _ROWS, _GPU_ROWS = 32, 128
@@ -110,9 +110,8 @@ def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
 
 
 def forget_prompts(directory: Path) -> None:
-    """Remove the files of drawn prompts from a directory whose run is finished."""
-    for file in (ABOUT_FILE, _PROMPTS):
-        (directory / file).unlink(missing_ok=True)
+    """Remove the log of drawn prompts from a directory whose run is finished."""
+    (directory / LOG_FILE).unlink(missing_ok=True)
 
 
 def default_template(tokenizer: Any, template: Template | None = None) -> Template:
@@ -143,11 +142,10 @@ class SelfGeneratedData:
 
         Raises DataError if none is left, or the file has records without a prompt that are not to be skipped.
         """
-        about = self._begun()
         seen = {_key(text) for text in without}
         if self.source is not None:
             return self._read(self.source, seen)
-        head, count = about["before_user"], self.options.self_records or _DRAWN
+        head, count = self._before_user(), self.options.self_records or _DRAWN
         records = [Record(i, i + 1, i + 1, head) for i in range(count)]
         sampling = Sampling(temperature=1.0, top_p=self.options.self_top_p, seed=row_seed(self.seed, 1))
         rows = self._generated(_PROMPTS, records, _AsTheyAre, sampling, _PROMPT_TOKENS, 1 / 3)
@@ -161,9 +159,16 @@ class SelfGeneratedData:
         without a record in TRAIN_FILE go to TEST_FILE; up to half of the records are held out to make them so many.
         Returns the settings and the number of records, JSON-ready. Raises DataError if fewer than two are left.
         """
-        about = self._begun()
-        if "kept" in about:
-            return about
+        path, settings = self.directory / ABOUT_FILE, self._settings()
+        about: dict[str, Any] = read_json(path) if path.exists() else {}
+        if "kept" in about:  # else of a run of version 0.1 that did not end
+            other = [name for name in settings if about["settings"].get(name) != settings[name]]
+            if not other:
+                return about
+            if not self.overwrite:
+                raise UsageError(other_settings(path, other[0], about.get("command", ""), ANEW))
+            path.unlink()
+        about = {"settings": settings, "before_user": "" if self.source else self._before_user()}
         check_end_token(self.llm.loaded.tokenizer)
         records = self.prompts()
         sampling = self.options.answers(row_seed(self.seed, 2), self.llm.backend.sampling)
@@ -182,19 +187,17 @@ class SelfGeneratedData:
             others = [one for i, one in enumerate(records) if i not in learned]
             asked: list[dict[str, Any]] = [{"prompt": one.prompt, "id": one.line, **one.values} for one in others]
             write_whole(self.directory / TEST_FILE, b"".join(map(json_line, asked)))
-        about |= {"prompts": len(rows), "kept": len(kept)}
-        write_whole(self.directory / ABOUT_FILE, json.dumps(about) + "\n")
-        for file in (_PROMPTS, _ANSWERS):
-            (self.directory / file).unlink(missing_ok=True)
+        about |= {"command": COMMAND.get(), "prompts": len(rows), "kept": len(kept)}
+        write_whole(path, json.dumps(about) + "\n")
+        forget_prompts(self.directory)
         return about
 
     # ------------------------------------------------------------------ parts
 
-    def _begun(self) -> dict[str, Any]:
-        """The description of the directory's data and its settings; raises UsageError if these are other settings."""
-        path, source = self.directory / ABOUT_FILE, self.source
+    def _settings(self) -> dict[str, Any]:
+        """All that the data depend on, JSON-ready."""
         depend_on = asdict(self.options) | {
-            "prompts": source and source.fingerprint["sha256"],
+            "prompts": self.source and self.source.fingerprint["sha256"],
             "model": self.llm.loaded.checkpoint.name,
             "checkpoint": checkpoint_digest(self.llm.loaded) | {"fit": None},  # full depth does not use it
             "dtype": str(self.llm.loaded.model.dtype).removeprefix("torch."),
@@ -202,18 +205,8 @@ class SelfGeneratedData:
             "seed": self.seed,
             "rules": self.llm.backend.rules,
         }
-        settings = json.loads(json.dumps(depend_on))
-        if not path.exists():
-            before_user = "" if source else self._before_user()
-            return {"settings": settings, "before_user": before_user, "command": COMMAND.get()}
-        about: dict[str, Any] = read_json(path)
-        if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
-            if not self.overwrite:
-                raise UsageError(other_settings(path, other[0], about.get("command", ""), ANEW))
-            for file in (ABOUT_FILE, _PROMPTS, _ANSWERS, *(f"{name}.partial" for name in (_PROMPTS, _ANSWERS))):
-                (self.directory / file).unlink(missing_ok=True)
-            return self._begun()
-        return about
+        settings: dict[str, Any] = json.loads(json.dumps(depend_on))
+        return settings
 
     def _before_user(self) -> str:
         """The beginning of the chat template, up to the user's text."""
@@ -269,23 +262,22 @@ class SelfGeneratedData:
 
     def _generated(
         self,
-        file: str,
+        what: str,
         records: Sequence[Record],
         encoder: type[PromptEncoder],
         sampling: Sampling,
         most: int,
         share: float,
-    ) -> list[dict[str, Any]]:
-        """The outputs for records, from the file of an earlier run or generated now in a share of the time left."""
-        path, llm = self.directory / file, self.llm
-        if path.exists():
-            return [row for _, row in read_rows(path) if isinstance(row, dict)]
-        about = self._begun()
-        write_whole(self.directory / ABOUT_FILE, json.dumps(about) + "\n")
+    ) -> dict[int, dict[str, Any]]:
+        """The outputs by index, from the log of an earlier run or generated now in a share of the time left."""
+        llm, settings = self.llm, self._settings()
+        log = ResumeLog(self.directory / LOG_FILE, settings, what="rows", remedy=ANEW, restart=self.overwrite)
         size = _GPU_ROWS if llm.loaded.model.device.type == "cuda" else _ROWS
         decoding = Decoding(sampling=sampling, max_new_tokens=most, stop=StopStrings(llm.backend.stop))
-        with closing(open_writer(str(path), about["settings"])) as writer:
-            left = [record for record in records if not writer.is_done(record.index)]
+        with closing(log):
+            if log.get(what) is not None:  # finished, maybe by the clock
+                return _rows_of(log, what)
+            left = [record for record in records if log.get(f"{what} {record.index:08}") is None]
             window, over, until, told = WINDOW_BATCHES * size, math.inf, math.inf, ""
             total: int | None = len(records)
             if self.until < math.inf:  # the clock ends it, most likely before the last record
@@ -304,18 +296,18 @@ class SelfGeneratedData:
                 window=window,
                 cut=lambda: time.perf_counter() > until and llm.stats.new_tokens >= least,
             )
-            with progress_bar(total, "row", name=path.stem, done=writer.rows_before) as bar:
+            with progress_bar(total, "row", name=f"self-{what}", done=len(records) - len(left)) as bar:
                 bar.set_postfix_str(told, refresh=False)
                 for output in outputs:
-                    writer.put(output.index, output.to_record(), bad=output.error is not None)
+                    log.put(f"{what} {output.index:08}", output.to_record())
                     bar.update()
-            writer.finish()
-        return [row for _, row in read_rows(path) if isinstance(row, dict)]
+            log.put(what, True)
+            return _rows_of(log, what)
 
-    def _kept(self, what: str, rows: Iterable[dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
+    def _kept(self, what: str, rows: Mapping[int, dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
         """Numbers and texts of outputs that are kept, none of `seen` and none twice; notes why others are not."""
         kept, reasons = [], Counter[str]()
-        for index, row in enumerate(map(_cut, rows)):
+        for index, row in zip(rows, map(_cut, rows.values()), strict=True):
             text = str(row.get("text", "")).strip()
             if fault := self._fault(row, text) or ("repeated" if _key(text) in seen else ""):
                 reasons[fault] += 1
@@ -348,6 +340,10 @@ class _AsTheyAre(PromptEncoder):
     def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
         ids = self._token_ids([str(record.prompt) for record in records], True)
         return [self._checked(record, str(record.prompt), i) for record, i in zip(records, ids, strict=True)]
+
+
+def _rows_of(log: ResumeLog, what: str) -> dict[int, dict[str, Any]]:
+    return {int(key.split()[1]): row for key, row in log.items() if key.startswith(f"{what} ")}
 
 
 def _cut(row: dict[str, Any]) -> dict[str, Any]:

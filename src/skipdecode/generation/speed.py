@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from skipdecode.common.bootstrap import Stopwatch
-from skipdecode.common.journal import KeptValues
+from skipdecode.common.resume import ResumeLog
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import Backend
@@ -209,7 +209,7 @@ def time_equal_lengths(
     lengths: Sequence[int],
     *,
     batch_size: int,
-    kept: KeptValues | None = None,
+    kept: ResumeLog | None = None,
     progress: Callable[[int], None] = lambda rows: None,
     rounds: int = ROUNDS,
     share: float = 1.0,

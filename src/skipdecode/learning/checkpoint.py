@@ -21,9 +21,9 @@ from typing import Any
 
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import give_usual_mode, write_whole, writing
-from skipdecode.common.journal import ANEW, other_settings
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note
+from skipdecode.common.resume import ANEW, other_settings
 from skipdecode.data.examples import RecordFile
 from skipdecode.data.records import Template
 from skipdecode.errors import OutputError, UsageError

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.common.journal import ANEW, KeptValues
 from skipdecode.common.progress import progress_bar
+from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.data.batches import IGNORE, Batch, batches_of
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
@@ -68,7 +68,7 @@ class LossMeter:
         self,
         attachment: Attachment,
         examples: Sequence[Example],
-        store: KeptValues,
+        store: ResumeLog,
         *,
         part: str,
         batch_size: int,
@@ -132,7 +132,7 @@ def measuring(
         "batch_size": batch_size,
         "checkpoint": checkpoint_digest(loaded),
     }
-    kept = KeptValues(file, identity, pieces="measurements", remedy=ANEW)
+    kept = ResumeLog(file, identity, what="measurements", remedy=ANEW)
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")
     full = Schedule.full(loaded.checkpoint.num_layers)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from skipdecode.common.files import RunDirectory
-from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.options import Options, option, setting
 from skipdecode.data.examples import RecordOptions
 from skipdecode.engine.requests import BATCH
@@ -21,16 +20,16 @@ from skipdecode.generation.self_generated import ABOUT_FILE, SelfGeneratedOption
 from skipdecode.models.carried import sampled_schedules
 from skipdecode.schedule import Schedule
 
-STORE_FILE, PREPARE_JOURNAL, PROMPTS_FILE = "measured.jsonl", "prepare.jsonl", "prompts.jsonl"
+STORE_FILE, PREPARE_LOG, PROMPTS_FILE = "measured.sqlite", "prepare.sqlite", "prompts.jsonl"
 CLOCK_FILE = "stage.json"
 PREPARE_DIRECTORY = RunDirectory(
     "run of skipdecode prepare",
     {
-        PREPARE_JOURNAL: JOURNAL_KEY,
+        PREPARE_LOG: "",
         CLOCK_FILE: "stage",
         PROMPTS_FILE: "prompt",
         f"answers/{ABOUT_FILE}": "settings",
-        f"fit/{STORE_FILE}": JOURNAL_KEY,
+        f"fit/{STORE_FILE}": "",
     },
 )
 OrderMethod = Literal["greedy", "block-influence"]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import is_stream, write_whole
-from skipdecode.common.journal import ANEW, KeptValues, is_begun
 from skipdecode.common.jsonl import json_line
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.common.rows import Input, dataset_id, read_rows
 from skipdecode.data.examples import (
     RecordFile,
@@ -47,7 +47,7 @@ from skipdecode.learning.stages import Answers, Form
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.checkpoint import LoadedModel
 
-_ANSWERS_LOG = "answers.jsonl"
+_ANSWERS_LOG = "answers.sqlite"
 _HELD_OUT = 256  # of the model's own answers, at most
 _HELD_OUT_SHARE = 10  # one of so many answers selects the best weights, as one of so many records does
 _MOST_ANSWERS, _ROWS = 4096, 32
@@ -147,9 +147,9 @@ class Sources:
         how: dict[str, Any] = {"batch_size": _ROWS, "max_new_tokens": most, "until": until}
         how["eos"] = set(ends := end_tokens(loaded.model, loaded.tokenizer))
         method, prompts = Method(open_engines(loaded.model, "auto", note)), [example.prompt for example in examples]
-        log: dict[str, Any] = {"path": place / _ANSWERS_LOG, "settings": about, "pieces": "answers", "remedy": ANEW}
-        log["restart"] = not is_begun(log["path"], about)  # of another tuning at full depth
-        with closing(KeptValues(**log)) as kept, progress_bar(len(prompts), "answer") as bar:
+        # That of another tuning at full depth is replaced.
+        log = ResumeLog(place / _ANSWERS_LOG, about, what="answers", remedy=ANEW, restart=True)
+        with closing(log) as kept, progress_bar(len(prompts), "answer") as bar:
             (found,) = generate_all([method], prompts, kept, **how, progress=bar.update)
         rows = []
         for example, tokens in zip(examples, found.tokens, strict=False):  # those for which there was time

@@ -14,20 +14,20 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.journal import ANEW, KeptValues, is_begun
 from skipdecode.common.jsonl import PREPARED_FILE
 from skipdecode.common.progress import note
+from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.data.batches import batches_of, response_logits
 from skipdecode.data.examples import Example, Source
 from skipdecode.errors import SkipDecodeError
-from skipdecode.learning.settings import CLOCK_FILE, PREPARE_JOURNAL, SHORT, WHOLE, EvaluationSize, SearchSize
+from skipdecode.learning.settings import CLOCK_FILE, PREPARE_LOG, SHORT, WHOLE, EvaluationSize, SearchSize
 from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.models.loading.card import PICTURE_FILE
@@ -246,6 +246,7 @@ class Finished:
 
     label: str
     minutes: float | None
+    ended: float  # seconds since the epoch
     stage: dict[str, Any]
     seconds: float
     cpu_seconds: float
@@ -287,10 +288,11 @@ class Stages:
         *,
         overwrite: bool = False,
     ) -> None:
-        path = out / PREPARE_JOURNAL
-        if overwrite and ((out / PREPARED_FILE).exists() or not is_begun(path, settings)):
-            _remove_results(out)
-        self._log = KeptValues(path, settings, pieces="stages", remedy=ANEW)
+        path = out / PREPARE_LOG
+        if overwrite and (out / PREPARED_FILE).exists():
+            path.unlink(missing_ok=True)
+        discard = partial(_remove_results, out)
+        self._log = ResumeLog(path, settings, what="stages", remedy=ANEW, restart=overwrite, discard=discard)
         self._outputs, self._started = outputs, started
         self._here = self._before = 0.0  # seconds of finished stages of this process; of killed ones in this stage
 
@@ -305,8 +307,8 @@ class Stages:
 
     def finished(self) -> list[Finished]:
         """All finished stages, in the order of their completion."""
-        latest = dict(self._log.read())
-        return [Finished(**value) for value in latest.values() if value is not None]
+        stages = [Finished(**value) for _, value in self._log.items() if value is not None]
+        return sorted(stages, key=lambda stage: stage.ended)
 
     def find(self, kind: type[T], minutes: float | None = None) -> T | None:
         """Return a finished stage; None if there is none."""
@@ -365,8 +367,8 @@ class Stages:
             self._here += time.perf_counter() - start
             self._before = 0.0
             files = {} if directory is None else self._digests(directory)
-            done = Finished(kind.label, minutes, stage, **took(), files=files, reads=reads)
-            self._log.put(key, json.loads(json.dumps(asdict(done))))
+            done = Finished(kind.label, minutes, time.time(), stage, **took(), files=files, reads=reads)
+            self._log.put(key, asdict(done))
             clock.unlink(missing_ok=True)
         return _restored(kind, self._log.get(key)["stage"])
 
@@ -378,7 +380,7 @@ class Stages:
 
 def _remove_results(out: Path) -> None:
     """Remove what a run has made in a directory."""
-    for pattern in (PREPARE_JOURNAL, PREPARED_FILE, CLOCK_FILE, PICTURE_FILE, *_DIRECTORIES):
+    for pattern in (PREPARED_FILE, CLOCK_FILE, PICTURE_FILE, *_DIRECTORIES):
         for path in out.glob(pattern):
             if path.is_dir():
                 shutil.rmtree(path)
