@@ -136,7 +136,8 @@ def test_the_export_is_an_ordinary_model_with_its_prompt(tuned: Path, capsys: py
     assert ref.schedule is None
     assert ref.adapter is None
     assert ref.recipe is not None
-    assert ref.recipe.prompt_template == "{mr}:"
+    assert ref.recipe.template is not None
+    assert ref.recipe.template.text == "{mr}:"
     expected = texts_of(capsys, "generate", str(tuned))
     assert texts_of(capsys, "generate", str(out)) == expected
     assert texts_of(capsys, "generate", str(tuned), "--schedule", "1x") != expected

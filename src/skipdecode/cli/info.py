@@ -58,10 +58,10 @@ def _about(config: Config) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from skipdecode.data.forms import choose_form
     from skipdecode.engine.model_spec import read_model
     from skipdecode.errors import UnfitModelError
     from skipdecode.generation.stats import schedule_line
+    from skipdecode.models.carried import tuned_template
     from skipdecode.models.families import decoder_layers, projection, projects
     from skipdecode.models.fit import Fit
 
@@ -73,7 +73,7 @@ def _about(config: Config) -> dict[str, Any]:
         read_model(model, positions=1)
     except UnfitModelError as e:
         engine = f"transformers ({e})"
-    recipe, template = ref.recipe, choose_form(ref.recipe).template
+    recipe, template = ref.recipe, tuned_template(ref.recipe)
     tuned = None if recipe is None else ", ".join(schedule.name for schedule in recipe.tuned_under)
     return {
         "model": config.model,
@@ -86,7 +86,7 @@ def _about(config: Config) -> dict[str, Any]:
         "base": ref.base if ref.adapter is not None else None,
         "schedule": None if ref.schedule is None else schedule_line(ref.schedule, "the checkpoint's own"),
         "tuned_under": tuned,
-        "template": None if template is None else template.prompt,
+        "template": None if template is None else template.text,
         "fit": None if ref.fit is None else Fit.load(ref.fit).describe(),
         "result": _result(config),
     }
