@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,9 +18,12 @@ from skipdecode import LLM, Schedule
 from skipdecode.engine import Request, Sampling
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.opening import open_engines
+from skipdecode.engine.rules import Rules
 from skipdecode.engine.sampling import Predicted, Sampler
-from skipdecode.errors import UsageError
+from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.speed import Method
+from skipdecode.models.loading.hub import load_model
+from textgen_tools import save_tiny_model
 from tiny import LAYERS, shared_model, tiny_model
 
 PROMPTS = [(5, 6, 7, 8, 5, 6), (9,), tuple(range(3, 70)), (11, 12, 13, 11, 12, 13, 11, 12)]
@@ -137,3 +142,17 @@ def test_schedules_and_evaluations_follow_the_checkpoint(tmp_path):
     for schedule in (None, Schedule.from_speedup(LAYERS, 2, 20)):
         found = Method(llm.backend, schedule).generate([prompt], max_new_tokens=20, eos=set()).tokens[0]
         assert len({*prompt, *found}) == len(prompt) + 20
+
+
+def test_rules_take_the_forms_of_transformers_and_numpy():
+    forms = {"bad_words_ids": [np.array([5]), np.array([6, 7])], "sequence_bias": {(5,): np.float32(2)}}
+    listed = {"bad_words_ids": [[5], [6, 7]], "sequence_bias": [[[5], 2.0]]}
+    assert Rules(**forms, forced_eos_token_id=9) == Rules(**listed, forced_eos_token_id=[9])
+
+
+@pytest.mark.parametrize("text", ["{bad", "", "[]", "null"])
+def test_a_broken_generation_config_is_named(tmp_path, text):
+    folder = save_tiny_model(tmp_path / "model")
+    Path(folder, "generation_config.json").write_text(text)
+    with pytest.raises(DataError, match=r"generation_config\.json: (not JSON|a JSON object)"):
+        load_model(folder)

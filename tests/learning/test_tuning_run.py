@@ -381,7 +381,7 @@ def test_the_frozen_teacher_computes_as_the_student_does(tmp_path: Path, fresh_a
 
 
 def test_a_rate_that_raises_the_loss_is_halved_from_the_initial_weights(tmp_path: Path, capsys: Any) -> None:
-    tune(tmp_path, changes={"learning_rate": 0.5, "steps": 20, "eval_every": 2, "warmup_fraction": 0.0})
+    tune(tmp_path, changes={"learning_rate": 1.0, "steps": 20, "eval_every": 2, "warmup_fraction": 0.0})
     assert "back to the initial weights, with half of the learning rate" in capsys.readouterr().err
     (_, begun), (raised_at, raised), *_ = losses(tmp_path, "dev")
     assert raised > begun

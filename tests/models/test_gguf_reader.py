@@ -152,6 +152,7 @@ def test_a_broken_file_is_one_line(change: Any, reason: str, tmp_path: Path, cap
         ("split.count", 3, "one of 3 parts"),
         ("llama.expert_count", 8, "mixture of experts"),
         ("llama.rope.scaling.type", "longrope", "'longrope'"),
+        ("llama.rope.freq_base", 0.0, "freq_base is 0: more than 0"),
         ("llama.rope.scaling.alpha", 2.0, "key llama.rope.scaling.alpha is not known"),
         ("llama.rope.scaling.yarn_beta_fast", 8.0, "yarn_beta_fast is 8.0, of which 32 is read"),
         ("llama.attention.scale", 0.5, "attention.scale is 0.5"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skipdecode.cli import VERBS
+from skipdecode.cli import VERBS, main
 from skipdecode.cli.arguments import Parser, add_options
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +104,22 @@ def test_the_examples_of_a_page_run(
     monkeypatch.chdir(tmp_path)
     exec(compile(code_of(page), str(page), "exec"), {"__name__": "__main__"})
     assert "The Eagle" in capsys.readouterr().out
+
+
+TOUR = ROOT / "docs" / "first-model.md"
+SHORTER = {"--minutes 6": "--minutes 1", "--steps 60": "--steps 2", "--limit 64": "--limit 8"}
+
+
+@pytest.mark.model
+def test_the_commands_of_the_tour_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for command in whole_commands(TOUR):
+        if not command.startswith("skipdecode serve"):
+            for whole, short in SHORTER.items():
+                command = command.replace(whole, short)
+            assert main(shlex.split(command)[1:]) == 0, command
+    assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 30
 
 
 ALL_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -29,6 +29,7 @@ from typing import ClassVar
 
 from skipdecode.cli.options import NamedModel, PushOptions
 from skipdecode.common.environment import COMMAND
+from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import OVERWRITE, Reads, option
 from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
 
@@ -74,7 +75,7 @@ def run(config: Config) -> int:
     if config.json:
         print(json.dumps(dict(ready.document) | {"next": [use, *([more] if more else [])]}))
     else:
-        print(*ready.lines(), f"next: {use}", _export(ready.use), *_last(ready.untuned, more), sep="\n")
+        print(*ready.lines(), f"next: {use}", _export(prepared_use(ready.out)), *_last(ready.untuned, more), sep="\n")
     config.push(ready.path or ready.schedule_file.parent)
     return 0
 

@@ -124,7 +124,9 @@ def prepared_use(folder: str | Path) -> dict[str, Any]:
     file = Path(folder) / PREPARED_FILE
     if not file.is_file():
         return {}
-    return {"name": file.absolute().parent.name, **json.loads(file.read_bytes()).get("use", {})}
+    directory, use = file.absolute().parent, json.loads(file.read_bytes()).get("use", {})
+    inside = {name: str(directory / value) for name, value in use.items() if value.startswith("./")}
+    return {"name": directory.name, **use, **inside}
 
 
 def heading(kind: str, benchmark: str | None = None) -> dict[str, Any]:

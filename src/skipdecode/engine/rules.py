@@ -68,6 +68,8 @@ class Rules(Options):
     def __post_init__(self) -> None:
         for each in fields(Rules):
             object.__setattr__(self, each.name, _tuples(getattr(self, each.name)))
+        if isinstance(end := self.forced_eos_token_id, int):
+            object.__setattr__(self, "forced_eos_token_id", (end,))
         super().__post_init__()
         decay, pairs = self.exponential_decay_length_penalty, self.sequence_bias
         if len(decay) not in (0, 2):
@@ -139,10 +141,6 @@ class Rules(Options):
 def rules_of(config: Any) -> Rules:
     """The rules of a `GenerationConfig`; raises UsageError for a value that is not accepted."""
     values = {f.name: getattr(config, f.name, None) for f in fields(Rules) if f.name not in _OF_OPENAI}
-    if isinstance(bias := values["sequence_bias"], Mapping):
-        values["sequence_bias"] = tuple(bias.items())
-    if isinstance(end := values["forced_eos_token_id"], int):
-        values["forced_eos_token_id"] = (end,)
     try:
         return Rules(**{name: value for name, value in values.items() if value is not None})
     except OptionError as e:
@@ -174,7 +172,9 @@ def stop_strings(config: Any) -> tuple[str, ...]:
 
 
 def _tuples(value: Any) -> Any:
-    """A value with tuples in place of lists, at any depth."""
+    """A value with tuples in place of lists, arrays and mappings, at any depth."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    value = [*value.items()] if isinstance(value, Mapping) else value
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 

@@ -101,7 +101,7 @@ def prepare(
     """Make a model fast: tune it at full depth if that pays, choose layers and a fit, and distil it under the schedule.
 
     The model at full depth, which the result is compared with, is saved in `out`/full if it was tuned. Its greedy
-    answers are what the schedule learns, or the responses of the records as long as these teach more. Without records
+    answers are what the schedule learns, or the responses of the records where these teach more. Without records
     it answers `prompts`. The same call continues an interrupted one. With other `minutes`, the layers and the fit are
     reused, and the results compared; the model at full depth is tuned anew if its loss was still falling.
 
@@ -265,7 +265,7 @@ class _Run:
             until = clock.until(Answers.label)
             return stages.run(Answers, lambda: self.sources.answers(self.loaded, until)), None
         full = self._full_depth(stages, given, clock)
-        if full is None or full.is_learning:
+        if full is None or full.learns_responses:
             return given, full
         greedy = partial(self.sources.answered, given, self.loaded, clock.until(Answers.label))
         return stages.run(Answers, greedy, reads=asdict(full)), full

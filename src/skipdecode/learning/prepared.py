@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.tables import WIDTH, Printed, figures
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation.compare import (
@@ -80,9 +81,9 @@ class Prepared(Printed):
     @cached_property
     def llm(self) -> LLM:
         """The model, ready to generate text as `use` says."""
-        use = dict(self.use)
-        if Path(use["model"]).parent == self.out.resolve():  # tuned
-            return LLM(use.pop("model"), **use)
+        if self.use["model"].startswith("./"):  # tuned
+            return LLM(str(self.out))
+        use = prepared_use(self.out)
         if (file := self.schedule_file.with_name(FIT_FILE)).is_file() and use["schedule"] != "full":
             put_fit(self._loaded.model, file, [self.schedule_file])
         return LLM(self._loaded, use["schedule"], quantization=use.get("quantization", "none"))
@@ -136,18 +137,22 @@ class Prepared(Printed):
         """The model, schedule and quantization that use the result; a tuned model has its schedule.
 
         With `keep` those of the recommended row, else the tuned model, or the model with the schedule and its fit.
+        Paths in the directory begin with ./, so that it can be moved.
         """
         row, ref, searched = self.recommended or {}, self._loaded.ref, self.document["keep"] is not None
         tuned = row.get("minutes", 0) if searched else self.document["minutes"]
         found = {"model": str(Path(ref.name).resolve()) if Path(ref.name).exists() else ref.name}
         found |= {} if ref.given_base is None else {"base": ref.given_base}
         if tuned:
-            found = {"model": str(tuned_directory(self.out, tuned).resolve())}
+            found = {"model": self._inside(tuned_directory(self.out, tuned))}
         if searched and row.get("name", "full").startswith("full"):
             found["schedule"] = "full"
         elif file := self._file_of(row) if searched else None if tuned else self.schedule_file:
-            found["schedule"] = str(file.resolve())
+            found["schedule"] = self._inside(file)
         return found | ({"quantization": row["quantization"]} if "quantization" in row else {})
+
+    def _inside(self, path: Path) -> str:
+        return f"./{path.relative_to(self.out).as_posix()}"
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ TYPICAL = Example("", *2 * (tuple(1 + i % 8 for i in range(96)),))  # before the
 _DEV_SHARE = 0.01  # of the minutes: a pass over the dev records
 _STEP = 3  # times as long as a forward
 _TEACHES = 0.1  # of the dev loss: what the second half of a tuning takes off if its records still teach
+_DETERMINED = 0.5  # nats a token: above it other writers had written other responses, and greedy answers teach more
 _LEAST_RECORDS, _MOST_RECORDS = 8, 64
 _TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
 _MOST_A_COLUMN = 28  # tokens of a fit: twice as many lower the KL by 3% (docs/LOG.md)
@@ -154,10 +155,19 @@ class FullDepth:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the loss was still falling at the end, so that responses teach more than the model's answers do."""
-        end, best = self.dev_losses[-1][0], min(loss for _, loss in self.dev_losses)
+        """Whether the loss was still falling at the end."""
+        end = self.dev_losses[-1][0]
         halfway = [loss for minutes, loss in self.dev_losses if minutes <= end / 2][-1]
-        return self.scores is not None and best < (1 - _TEACHES) * halfway
+        return self.scores is not None and self._best < (1 - _TEACHES) * halfway
+
+    @property
+    def learns_responses(self) -> bool:
+        """Whether responses teach more than the model's answers: the loss still falls, and prompts determine them."""
+        return self.is_learning and self._best < _DETERMINED
+
+    @property
+    def _best(self) -> float:
+        return min(loss for _, loss in self.dev_losses)
 
     def serves(self, minutes: float) -> bool:
         """Whether a command of so many minutes has no more to tune at full depth."""

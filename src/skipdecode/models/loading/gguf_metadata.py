@@ -213,6 +213,10 @@ class GgufFile:
         if kind not in ("none", "linear", "yarn"):
             raise ModelLoadError(f"{self.path}: rotary positions of type {kind!r}: give its safetensors")
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self._number("rope.freq_base", 10000.0)}
+        if rope["rope_theta"] <= 0:
+            raise ModelLoadError(
+                f"{self.path}: {self.name}.rope.freq_base is {rope['rope_theta']:g}: more than 0 is needed"
+            )
         factor = self._number("rope.scaling.factor", self._get("rope.scale_linear", 0)) or 1.0
         if kind != "none" and factor != 1:
             rope |= {"rope_type": kind, "factor": factor}

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from skipdecode.common.jsonl import read_json
 from skipdecode.common.progress import note, without_foreign_bars
-from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.models.carried import GENERATION_FILE, Recipe, carry, keep_tuned, schedule_file, untuned_line
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.adapter import add_tokens, check_mergeable, put_adapter
@@ -146,6 +147,8 @@ def load_model(
     if ref.adapter is not None:
         check_mergeable(ref.adapter, config)
     recipe, fit = ref.recipe, ref.fit
+    for folder in {ref.place, ref.folder}:
+        _check_generation_config(folder / GENERATION_FILE)
     tokenizer = _tokenizer(ref, require_tokenizer)
     model = _base_model(ref, dtype, target)
     if ref.adapter is not None:
@@ -218,6 +221,12 @@ def _config_entry(ref: ModelRef, name: str) -> Any:
     """An entry of config.json; a config object has its class's default where the file has none."""
     stored, _ = type(ref.config).get_config_dict(ref.place, **LOCAL)
     return stored.get(name, (stored.get("text_config") or {}).get(name))
+
+
+def _check_generation_config(file: Path) -> None:
+    """Refuse a generation config that is broken, which transformers leaves out without a word."""
+    if file.is_file() and not isinstance(read_json(file), dict):
+        raise DataError(f"{file}: a JSON object is needed")
 
 
 def _take_generation_config(model: Any, adapter: Path) -> None:
