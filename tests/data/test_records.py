@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from checkpoints import byte_tokenizer
 from skipdecode.cli import main
 from skipdecode.common import jsonl
+from skipdecode.common.rows import Input
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.shapes import shape_of_field
@@ -169,6 +171,16 @@ def test_input_without_prompts_is_refused(tmp_path: Path, data: bytes):
         PromptSource.open(str(path)).check()
 
 
+def test_the_check_of_an_input_knows_its_digest_without_another_reading():
+    data = b'{"prompt": "a"}\n\n' + b"x" * 100 + b"\n" + b'{"prompt": "b"}'
+    file = io.BytesIO(data)
+    source = PromptSource(Input("in.jsonl", file), "jsonl")
+    count, first = source.check()
+    assert (count, first.prompt) == (3, "a")
+    file.truncate(0)
+    assert source.fingerprint["sha256"] == hashlib.sha256(data).hexdigest()
+
+
 # ---------------------------------------------------------------------- encoding
 
 
@@ -239,10 +251,7 @@ def test_fields_that_are_not_in_the_prompts_are_named_once(capsys: Any):
 def test_the_prompt_of_a_record_is_that_of_its_shape():
     alpaca = {"instruction": "To French", "input": "dog", "output": "chien", "text": "To French dog chien"}
     assert prompts_of([{"text": "hi"}, alpaca]) == ["hi", "To French\n\ndog"]
-    assert [PromptTemplate().record(row).guessed for row in ({"text": "hi"}, alpaca)] == [
-        "text",
-        "instruction and input",
-    ]
+    assert PromptTemplate().record(alpaca).guessed == "instruction and input"
     two, text, null = prompts_of(
         [{"prompt": "p", "question": "q"}, {"messages": "hi"}, {"prompt": None, "question": "q"}]
     )
