@@ -386,7 +386,7 @@ def test_schedule_is_that_of_the_file_the_speedup_or_the_checkpoint(capsysbinary
     ("arguments", "code", "message"),
     [
         (["x", "--input", "in.jsonl"], 2, "PROMPTS and --input exclude each other"),
-        (["x", "--field", "q"], 2, "PROMPTS and --field exclude each other"),
+        (["x", "--field", "q"], 2, "PROMPTS and --prompt-field exclude each other"),
         (["x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
         (["x", "--output-format", "text", "--output", "out.txt"], 2, "--output-format text is for standard output"),
         (["x", "--top-k", "3"], 2, "or a temperature too"),
