@@ -19,9 +19,11 @@ from shared import script_parser
 from skipdecode.cli.arguments import add_options, config_from
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line
-from skipdecode.data.examples import RecordOptions, make_template, read_file
-from skipdecode.data.records import Record, Template
-from skipdecode.data.tasks import repeated
+from skipdecode.data.examples import RecordOptions, make_template
+from skipdecode.data.records import Record
+from skipdecode.data.source import read_file
+from skipdecode.data.template import PromptTemplate
+from skipdecode.evaluation.metrics import repeated
 
 _ONSETS = (
     "b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sh sk sl sn sp st str sw t th tr tw v w wh y z"
@@ -73,7 +75,7 @@ def renamed(text: str, others: Mapping[str, str]) -> str:
 
 
 def with_invented_names(
-    records: Sequence[Record], template: Template, fields: Sequence[str], seed: int, copies: int = 1
+    records: Sequence[Record], template: PromptTemplate, fields: Sequence[str], seed: int, copies: int = 1
 ) -> list[Record]:
     """The records, and `copies` of those that repeat names or numbers of the fields, each with other invented ones."""
     draw, more = random.Random(seed), []
@@ -115,10 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if wrong := [name for name in given.fields if name not in template.fields]:
         parser.error(f"--fields {wrong[0]}: accepted are {', '.join(template.fields)}")
     file = read_file(given.data, template, limit=given.records, skip_bad=options.bad_records == "skip")
-    records = with_invented_names(file.records, template, given.fields, given.seed, given.copies)
+    records = with_invented_names(file.items, template, given.fields, given.seed, given.copies)
     rows = ({**one.for_chat, **one.values, template.responses[0]: one.references[0]} for one in records)
     write_whole(given.out, b"".join(map(json_line, rows)))
-    print(f"{len(file.records)} records and {len(records) - len(file.records)} copies: {given.out}")
+    print(f"{len(file.items)} records and {len(records) - len(file.items)} copies: {given.out}")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from typing import Any
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import heading
-from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
+from skipdecode.evaluation.run import encode_prompts
 
 TASKS = Path(__file__).parent / "tasks"
 RESULTS = Path(__file__).parents[1] / "results"
@@ -58,4 +58,4 @@ def write_result(
 def e2e_prompts(file: Path, tokenizer: Any, limit: int | None = None) -> list[list[int]]:
     """Token ids of the prompts of E2E records."""
     task = load_task("e2e")
-    return encode_prompts(task.template(), load_records(task, str(file), limit=limit), tokenizer)[1]
+    return encode_prompts(task.template, load_records(task, str(file), limit=limit), tokenizer)[1]

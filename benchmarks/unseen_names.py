@@ -36,7 +36,7 @@ WORDS = [line.split() for line in _LINES]
 
 def questions(data: Path, records: int) -> list[tuple[str, list[str]]]:
     """The first different prompts under invented names, and those names."""
-    template, draw = load_task("e2e").template(), random.Random(7)
+    template, draw = load_task("e2e").template, random.Random(7)
     with data.open(encoding="utf-8") as file:
         texts = dict.fromkeys(template.render(template.values(json.loads(line))) for line in file)
     renamings = [(text, invented_names(NAME.findall(text), draw, WORDS)) for text in list(texts)[:records]]

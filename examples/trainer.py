@@ -15,11 +15,12 @@ import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from skipdecode import Schedule, attach
-from skipdecode.data.examples import encode_examples, read_file
-from skipdecode.data.records import Template
+from skipdecode.data.examples import encode_examples
+from skipdecode.data.source import read_file
+from skipdecode.data.template import PromptTemplate
 from skipdecode.models.loading.hub import load_model
 
-TEMPLATE = Template("{prompt}\n", "response")
+TEMPLATE = PromptTemplate("{prompt}\n", ("response",))
 
 
 def main(model: str, train: str, out: str, speedup: float = 2, **settings: float) -> Trainer:

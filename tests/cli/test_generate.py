@@ -112,16 +112,16 @@ def test_bad_rows_are_reported_written_and_make_the_exit_code_one(capsys: Any, t
 @pytest.mark.parametrize(
     ("bad", "error"), [("", "line 2: field 'prompt' is empty"), ("y" * CONTEXT, "line 2: the prompt has")]
 )
-def test_on_error_stop_refuses_before_anything_is_generated(
+def test_bad_records_are_refused_before_anything_is_generated(
     capsys: Any, tmp_path: Path, model_dir: str, bad: str, error: str
 ):
     data = write_rows(tmp_path / "in.jsonl", [{"prompt": "x"}, {"prompt": bad}])
-    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--on-error", "stop") == 2
+    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--bad-records", "refuse") == 2
     assert f"skipdecode: {error}" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
     # Mended, the same command has nothing in its way.
     write_rows(Path(data), [{"prompt": "x"}, {"prompt": "mended"}])
-    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--on-error", "stop") == 0
+    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--bad-records", "refuse") == 0
 
 
 def test_rows_at_the_end_of_the_context_get_the_tokens_there_is_room_for(tmp_path: Path, model_dir: str):
@@ -386,7 +386,7 @@ def test_schedule_is_that_of_the_file_the_speedup_or_the_checkpoint(capsysbinary
     ("arguments", "code", "message"),
     [
         (["x", "--input", "in.jsonl"], 2, "PROMPTS and --input exclude each other"),
-        (["x", "--field", "q"], 2, "PROMPTS and --field exclude each other"),
+        (["x", "--field", "q"], 2, "PROMPTS and --prompt-field exclude each other"),
         (["x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
         (["x", "--output-format", "text", "--output", "out.txt"], 2, "--output-format text is for standard output"),
         (["x", "--top-k", "3"], 2, "or a temperature too"),

@@ -14,6 +14,7 @@ from checkpoints import byte_tokenizer
 from serve_tools import greedy, offline, running, tiny_served_model
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.data.template import PromptTemplate
 from skipdecode.evaluation.results import load_run
 from skipdecode.models.carried import Recipe
 from skipdecode.models.loading.hub import load_model
@@ -175,7 +176,7 @@ def text(client: Any, prompt: Any, **extension: Any) -> str:
 
 def test_a_served_completion_goes_into_the_template_unless_the_request_says_otherwise() -> None:
     ids = list(range(5, 9))
-    with running(service(Recipe("{mr}\n", tuned_under=(TUNED,)))) as client:
+    with running(service(Recipe(PromptTemplate("{mr}\n"), tuned_under=(TUNED,)))) as client:
         assert text(client, "name[X]") == text(client, "name[X]\n") == offline("name[X]\n", 6)[1]
         assert text(client, "name[X]", template=False) == offline("name[X]", 6)[1]
         assert text(client, ids) == text(client, ids, template=False)
@@ -185,13 +186,13 @@ def test_a_served_completion_goes_into_the_template_unless_the_request_says_othe
 
 
 def test_a_server_may_leave_prompts_as_they_are() -> None:
-    with running(service(Recipe("{mr}\n"), use_template=False)) as client:
+    with running(service(Recipe(PromptTemplate("{mr}\n")), use_template=False)) as client:
         assert text(client, "name[X]") == offline("name[X]", 6)[1]
         assert text(client, "name[X]", template=True) == offline("name[X]\n", 6)[1]
         assert client.get("/v1/models").json()["data"][0]["skipdecode"]["template"]["used"] is False
 
 
-@pytest.mark.parametrize("recipe", [None, Recipe("{colour} {thing}:")])
+@pytest.mark.parametrize("recipe", [None, Recipe(PromptTemplate("{colour} {thing}:"))])
 def test_a_served_text_that_no_template_takes_is_refused_by_field(recipe: Recipe | None) -> None:
     with running(service(recipe)) as client:
         answer = client.post("/v1/completions", json=greedy(prompt="red car", skipdecode={"template": True}))
@@ -202,7 +203,7 @@ def test_a_served_text_that_no_template_takes_is_refused_by_field(recipe: Recipe
 
 def test_a_template_is_refused_where_it_would_change_nothing() -> None:
     chat = {"messages": [{"role": "user", "content": "name[X]"}]}
-    with running(service(Recipe("{mr}\n"))) as client:
+    with running(service(Recipe(PromptTemplate("{mr}\n")))) as client:
         for path, body in (("completions", {"prompt": [5, 6]}), ("chat/completions", chat)):
             answer = client.post(f"/v1/{path}", json=greedy(max_tokens=2, skipdecode={"template": True}, **body))
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "skipdecode.template")
@@ -211,7 +212,7 @@ def test_a_template_is_refused_where_it_would_change_nothing() -> None:
 
 
 def test_the_hint_to_leave_out_the_template_is_given_where_that_helps() -> None:
-    with running(service(Recipe("{colour} {thing}:"))) as client:
+    with running(service(Recipe(PromptTemplate("{colour} {thing}:")))) as client:
         messages = [client.post("/v1/completions", json=greedy(prompt=p)).json()["error"]["message"] for p in ("", "x")]
     assert ["skipdecode.template=false" in message for message in messages] == [False, True]
     assert "is empty" in messages[0]

@@ -11,11 +11,11 @@ import pytest
 
 from checkpoints import byte_tokenizer
 from skipdecode.common.rows import dataset_id, read_rows
-from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import PromptSource, load_records
 from skipdecode.data.tasks import HubSource, Task, load_task, task_names
 from skipdecode.errors import DataError, UsageError
 from skipdecode.evaluation.metrics import check_metric
+from skipdecode.evaluation.run import encode_prompts
 from textgen_tools import write_rows
 
 TASK = """\
@@ -38,19 +38,19 @@ def test_built_in_tasks_load(name: str):
     task = load_task(name)
     assert task.name == name
     assert task.metrics
-    template = task.template()
+    template = task.template
     assert template.render(dict.fromkeys(template.fields, "VALUE")).count("VALUE") == 1
 
 
 def test_built_in_tasks_are_the_papers():
     assert {"e2e", "cnn_dm", "tldr"} <= set(task_names())
-    assert load_task("e2e").template().render({"mr": "name[Blue Spice]"}) == "name[Blue Spice]\n"
+    assert load_task("e2e").template.render({"mr": "name[Blue Spice]"}) == "name[Blue Spice]\n"
 
 
 def test_a_task_file_is_read(tmp_path: Path):
     task = load_task(write_task(tmp_path, TASK + "stop: ['\\n']\n"))
     assert task.references == ("answers", "answer")
-    assert task.template().render({"text": "{braces} stay"}) == "Say {braces} stay:"
+    assert task.template.render({"text": "{braces} stay"}) == "Say {braces} stay:"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_the_digest_tells_data_apart(tmp_path: Path):
 def prompts_of(tmp_path: Path, task: Task, *texts: str, **options: Any) -> list[str]:
     rows = [{"id": f"r{i}", "text": text, "answer": "x"} for i, text in enumerate(texts)]
     records = load_records(task, write_rows(tmp_path / "d.jsonl", rows))
-    _, prompts = encode_prompts(task.template(), records, byte_tokenizer(), **options)
+    _, prompts = encode_prompts(task.template, records, byte_tokenizer(), **options)
     return [byte_tokenizer().decode(tokens) for tokens in prompts]
 
 

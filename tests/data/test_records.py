@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -18,12 +19,14 @@ from tokenizers.processors import TemplateProcessing
 from checkpoints import byte_tokenizer
 from skipdecode.cli import main
 from skipdecode.common import jsonl
-from skipdecode.data.forms import PromptForm
+from skipdecode.common.rows import Input
 from skipdecode.data.prompts import PromptEncoder
-from skipdecode.data.records import Record, Template
+from skipdecode.data.records import Record
+from skipdecode.data.shapes import shape_of_field
 from skipdecode.data.source import PromptSource
-from skipdecode.data.tasks import repeated
+from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, ModelLoadError, UsageError
+from skipdecode.evaluation.metrics import repeated
 from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
 
 
@@ -134,7 +137,7 @@ def test_a_device_is_refused_before_it_is_read():
         with pytest.raises(DataError, match="is a device"):
             PromptSource.open("-")
     with pytest.raises(DataError, match="no prompts"):
-        PromptSource.open("/dev/null").count()
+        PromptSource.open("/dev/null").check()
 
 
 def test_a_line_of_a_pipe_that_never_ends_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -165,7 +168,17 @@ def test_input_without_prompts_is_refused(tmp_path: Path, data: bytes):
     path = tmp_path / "in.txt"
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"no prompts in .*in\.txt"):
-        PromptSource.open(str(path)).count()
+        PromptSource.open(str(path)).check()
+
+
+def test_the_check_of_an_input_knows_its_digest_without_another_reading():
+    data = b'{"prompt": "a"}\n\n' + b"x" * 100 + b"\n" + b'{"prompt": "b"}'
+    file = io.BytesIO(data)
+    source = PromptSource(Input("in.jsonl", file), "jsonl")
+    count, first = source.check()
+    assert (count, first.prompt) == (3, "a")
+    file.truncate(0)
+    assert source.fingerprint["sha256"] == hashlib.sha256(data).hexdigest()
 
 
 # ---------------------------------------------------------------------- encoding
@@ -183,7 +196,7 @@ def test_template_troubles_stay_with_their_row():
     assert "no tools here" in encoded([{"role": "tool", "content": "x"}]).error
     assert "has no chat template" in encoded(CHAT, template=False).error
     with pytest.raises(UsageError, match="no chat template: give prompts without chat"):
-        PromptEncoder(byte_tokenizer(chat=False), None, chat=True)
+        PromptEncoder(byte_tokenizer(chat=False), None, PromptTemplate(chat=True))
 
 
 # ---------------------------------------------------------------------- fields of a record
@@ -202,13 +215,14 @@ CALLED = [
 ]
 
 
-def prompts_of(rows: list[Any], template: str = TOOLS, *, form: PromptForm | None = None, **options: Any) -> list[str]:
+def prompts_of(
+    rows: list[Any], jinja: str = TOOLS, template: PromptTemplate | None = None, **options: Any
+) -> list[str]:
     """The prompts, or the errors, of records."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    form = form or PromptForm()
-    encoder = PromptEncoder(tokenizer, None, template=form.template, **options)
-    return [p.error or p.text for p in encoder.encode([form.record(row) for row in rows])]
+    tokenizer.chat_template = jinja
+    template = template or PromptTemplate(**options)
+    return [p.error or p.text for p in PromptEncoder(tokenizer, None, template).encode([*map(template.record, rows)])]
 
 
 def test_a_chat_goes_into_its_template_with_calls_names_and_tools():
@@ -230,15 +244,14 @@ def test_fields_that_are_not_in_the_prompts_are_named_once(capsys: Any):
     assert not any(repr(name) in told for name in ("tool_calls", "messages", "question", "context", "id", "x"))
     assert prompts_of([{"messages": CALLED[:1], "tools": [CALL]}], "{{ messages[0].content }}") == ["1+1?"]
     assert "'tools'" in capsys.readouterr().err
-    prompts_of([{"q": "q", "context": "c"}], form=PromptForm("q"))  # chosen by the user
+    prompts_of([{"q": "q", "context": "c"}], template=PromptTemplate(shape=shape_of_field("q")))  # chosen by the user
     assert capsys.readouterr().err == ""
 
 
 def test_the_prompt_of_a_record_is_that_of_its_shape():
     alpaca = {"instruction": "To French", "input": "dog", "output": "chien", "text": "To French dog chien"}
-    form = PromptForm()
-    assert prompts_of([{"text": "hi"}, alpaca], form=form) == ["hi", "To French\n\ndog"]
-    assert form.guessed == "text"
+    assert prompts_of([{"text": "hi"}, alpaca]) == ["hi", "To French\n\ndog"]
+    assert PromptTemplate().record(alpaca).guessed == "instruction and input"
     two, text, null = prompts_of(
         [{"prompt": "p", "question": "q"}, {"messages": "hi"}, {"prompt": None, "question": "q"}]
     )
@@ -261,10 +274,10 @@ def test_calls_and_tools_that_no_template_takes_are_refused(field: str, value: A
 def test_an_instruction_and_its_input_are_one_prompt(capsys: Any):
     rows = [{"instruction": "To French", "input": "dog"}, {"instruction": "Sing", "input": ""}, {"input": "dog"}]
     assert prompts_of(rows) == ["To French\n\ndog", "Sing", "dog"]
-    tuned = PromptForm(template=Template("Q: {prompt}\nA:", "answer"))
-    assert prompts_of(rows, form=tuned)[0] == "Q: To French\n\ndog\nA:"
+    tuned = PromptTemplate("Q: {prompt}\nA:", ("answer",))
+    assert prompts_of(rows, template=tuned)[0] == "Q: To French\n\ndog\nA:"
     assert capsys.readouterr().err == ""
-    assert prompts_of(rows[:1], form=PromptForm("input")) == ["dog"]
+    assert prompts_of(rows[:1], template=PromptTemplate(shape=shape_of_field("input"))) == ["dog"]
 
 
 def test_a_system_field_is_the_system_message_of_a_chat(capsys: Any):
@@ -272,12 +285,10 @@ def test_a_system_field_is_the_system_message_of_a_chat(capsys: Any):
     assert prompts_of([chat], system="be kind") == ["<system>be brief<user>hi<assistant>"]
     assert prompts_of([{"prompt": "hi", "system": "be brief"}], chat=True) == ["<system>be brief<user>hi<assistant>"]
     assert capsys.readouterr().err == ""
-    tuned = PromptForm(template=Template("Q: {prompt}", "answer", chat=True))
+    tuned = PromptTemplate("Q: {prompt}", ("answer",), chat=True)
     row = {"prompt": "hi", "system": "be brief", "answer": "a"}
-    assert prompts_of([row], form=tuned) == ["<system>be brief<user>Q: hi<assistant>"]
-    assert prompts_of([row], form=PromptForm(template=Template("{system} {prompt}", chat=True)))[0].startswith(
-        "<user>be"
-    )
+    assert prompts_of([row], template=tuned) == ["<system>be brief<user>Q: hi<assistant>"]
+    assert prompts_of([row], template=PromptTemplate("{system} {prompt}", chat=True))[0].startswith("<user>be")
     assert capsys.readouterr().err == ""
     own = [{"role": "system", "content": "own"}, *CHAT]
     assert prompts_of([{"prompt": "hi", "system": "no"}]) == ["hi"]
@@ -333,7 +344,7 @@ def test_memory_of_reading_and_counting_does_not_grow_with_the_rows(tmp_path: Pa
                 file.write(json.dumps({"id": f"row-{i}", "prompt": "word " * 100}) + "\n")
         source = PromptSource.open(str(path))
         tracemalloc.start()
-        assert source.count(all_usable=True) == rows
+        assert source.check(all_usable=True)[0] == rows
         assert sum(1 for _ in source.records()) == rows
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -348,18 +359,18 @@ def test_memory_of_reading_and_counting_does_not_grow_with_the_rows(tmp_path: Pa
 def test_a_number_that_is_not_finite_is_no_text(number: str):
     row = json.loads(f'{{"price": {number}, "unused": NaN}}')
     with pytest.raises(DataError, match=r"'price' is -?(inf|nan), not a finite number"):
-        Template("{price}").values(row)
-    assert Template("{price}").values(row | {"price": 1.5}) == {"price": "1.5"}
+        PromptTemplate("{price}").values(row)
+    assert PromptTemplate("{price}").values(row | {"price": 1.5}) == {"price": "1.5"}
 
 
 def test_a_missing_field_is_told_without_all_that_the_record_has():
     with pytest.raises(DataError) as told:
-        Template("{text}").values({"n" * 10**6: 1} | {f"k{i}": 1 for i in range(1000)})
+        PromptTemplate("{text}").values({"n" * 10**6: 1} | {f"k{i}": 1 for i in range(1000)})
     assert len(str(told.value)) < 500
     assert str(told.value).endswith("'k18' and 981 more")
 
 
-TEMPLATE = Template("{mr}\n", "ref")
+TEMPLATE = PromptTemplate("{mr}\n", ("ref",))
 
 
 def record(text: str, *references: str) -> Record:

@@ -22,16 +22,13 @@ from skipdecode.common.rows import read_rows
 from skipdecode.data.examples import (
     RecordOptions,
     encode_examples,
-    held_out,
     known_shape,
     make_template,
-    read_file,
-    read_sources,
 )
-from skipdecode.data.forms import PromptForm
 from skipdecode.data.shapes import SHAPES as KNOWN
-from skipdecode.data.source import load_records
+from skipdecode.data.source import held_out, load_records, read_file
 from skipdecode.data.tasks import Task
+from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.sources import Sources
@@ -130,14 +127,14 @@ def test_a_shape_is_known_by_its_fields(name: str) -> None:
     row, expected = SHAPES[name]
     source = [row | {"id": f"{number}", "split": "train"} for number in range(200)]
     template = make_template(RecordOptions(), source)
-    (file,) = read_sources({"train": source}, template, {}, skip_bad=False).values()
-    assert [(one.prompt, one.references[0]) for one in file.records] == expected * 200
-    assert len({one.id for one in file.records}) == len(expected) * 200
+    file = read_file(source, template)
+    assert [(one.prompt, one.references[0]) for one in file.items] == expected * 200
+    assert len({one.id for one in file.items}) == len(expected) * 200
     # A checkpoint that was tuned on a field of another name.
     task = Task("mine", "{mr}", ("response",), ("bleu",), 8)
-    scored = load_records(task, source, shape=known_shape(source, "", "", task.template()))
+    scored = load_records(task, source, shape=known_shape(source, "", "", task.template))
     assert [(one.prompt, one.references[0]) for one in scored.items] == expected * 200
-    assert PromptForm().record(row).prompt == (expected[-1][0] if name != "text" else row["text"])
+    assert PromptTemplate().record(row).prompt == (expected[-1][0] if name != "text" else row["text"])
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -216,7 +213,7 @@ def test_a_record_without_an_answer_keeps_its_line(tmp_path: Path) -> None:
     source = tmp_path / "x.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=r"2 records .*line 2: no answer.*line 3: field 'messages' is text"):
-        read_sources({"train": source}, make_template(RecordOptions(), source), {}, skip_bad=False)
+        read_file(source, make_template(RecordOptions(), source))
 
 
 def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) -> None:
@@ -254,8 +251,8 @@ def test_chats_are_scored_and_held_out_as_what_they_are(tmp_path: Path, capsys: 
     (run,) = evaluate(model, source, ["full"], **options).runs
     assert "records of conversations" in capsys.readouterr().err
     assert len(run.outputs) == 8
-    file = read_sources({"": source}, make_template(RecordOptions(), source), {}, skip_bad=False)[""]
-    assert [{one.line for one in part.records} for part in held_out(file)] == [{2, 3, 4}, {1}]
+    file = read_file(source, make_template(RecordOptions(), source))
+    assert [{one.line for one in part.items} for part in held_out(file)] == [{2, 3, 4}, {1}]
 
 
 def test_the_docs_say_of_every_shape_and_file_whether_it_is_read(tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from rouge_score import rouge_scorer
 
 from checkpoints import save_tiny_encoder
 from skipdecode.data.records import Record
-from skipdecode.data.tasks import repeated
 from skipdecode.errors import DataError, MissingExtraError, ModelLoadError, UsageError
-from skipdecode.evaluation.metrics import METRICS, MetricOptions, check_metrics, make_metrics
+from skipdecode.evaluation.metrics import METRICS, MetricOptions, check_metrics, make_metrics, repeated
 
 # The example of sacrebleu's own documentation.
 OUTPUTS = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]

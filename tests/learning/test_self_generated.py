@@ -16,6 +16,7 @@ from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
 from skipdecode.data.examples import RecordOptions
 from skipdecode.data.source import PromptSource
+from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import UsageError
 from skipdecode.generation.self_generated import (
     DEV_FILE,
@@ -69,8 +70,11 @@ def test_a_model_is_tuned_on_what_it_says_itself(model: str, tuned: Path, tmp_pa
     assert recipe["options"]["sampled_speedups"] == [1, 1.25]
     assert recipe["options"]["distill_weight"] == 1.0
     # Who uses the checkpoint need not know the template.
-    learned = open_checkpoint(tuned)
-    assert (learned.recipe.prompt_template, learned.recipe.chat, learned.schedule.is_flat) == ("{prompt}", True, True)
+    loaded = open_checkpoint(tuned)
+    assert loaded.recipe is not None
+    assert loaded.recipe.template == PromptTemplate("{prompt}", ("response",), True)
+    assert loaded.schedule is not None
+    assert loaded.schedule.is_flat
     plain = ["generate", str(tuned), "hello", "--max-new-tokens", "4"]
     assert main([*plain, "--include-prompt"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == "<user>hello<assistant>"
@@ -132,9 +136,11 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     given = {row["id"]: row for row in found}
     assert len(given) == len(found)
     assert all(rows[line - 1].items() <= row.items() for line, row in given.items())
-    learned = open_checkpoint(out)
-    assert (learned.recipe.prompt_template, learned.recipe.chat) == ("{colour} {thing}\n", False)
-    assert learned.schedule.name == "skipdecode-2x"
+    loaded = open_checkpoint(out)
+    assert loaded.recipe is not None
+    assert loaded.recipe.template == PromptTemplate("{colour} {thing}\n", ("response",))
+    assert loaded.schedule is not None
+    assert loaded.schedule.name == "skipdecode-2x"
 
 
 def test_answers_that_run_at_the_end_of_their_time_are_cut_and_kept(model: str, tmp_path: Path) -> None:
@@ -174,7 +180,7 @@ def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, t
     assert all(row["short"] and len(row["post"]) == 36 for row in read_rows(out / TRAIN_FILE))
     recipe = open_checkpoint(out).recipe
     assert recipe is not None
-    assert (recipe.truncate, recipe.max_prompt_tokens, recipe.chat) == ("post", 12, False)
+    assert recipe.template == PromptTemplate("{post}\n", ("short",), False, "post", 12)
     # A tuned checkpoint says itself what its prompts are put into; its own full depth is none to be made ready for.
     again = tmp_path / "again"
     asked = ["--self", "--prompts", file, "--self-tokens", "200", "--merge"]
@@ -182,7 +188,7 @@ def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, t
     assert all(row["short"] for row in read_rows(again / TRAIN_FILE))
     ready = load_model(str(again))
     assert ready.recipe is not None
-    assert (ready.recipe.prompt_template, ready.recipe.truncate) == (recipe.prompt_template, "post")
+    assert ready.recipe.template == recipe.template
     assert ready.schedule is not None
     assert ready.schedule.name == "unified-1.5x"
 

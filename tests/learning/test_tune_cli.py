@@ -20,6 +20,7 @@ import skipdecode
 from checkpoints import chatml_tokenizer
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens
 from skipdecode.learning.checkpoint import read_log
 from skipdecode.models.carried import Recipe
@@ -63,7 +64,7 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert told["data"]["train"]["records"] == 24
     assert told["options"]["prompt_template"] == "{colour} {thing}\n"
     found = load_model(str(out)).checkpoint
-    assert found.recipe == Recipe("{colour} {thing}\n", ("ref",), tuned_under=(found.schedule,), base=told["base"])
+    assert found.recipe == Recipe(PromptTemplate("{colour} {thing}\n", ("ref",)), (found.schedule,), told["base"])
     # Positions: the 95th percentile of the responses' lengths, end token included.
     lengths = sorted(len(r["ref"]) + 1 for r in records(24))
     assert found.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
@@ -251,7 +252,7 @@ def test_a_task_gives_prompt_and_response_and_an_adapter_may_be_half_as_large(fi
         found = load_model(str(out)).checkpoint
         assert found.schedule.name == "skipdecode-2x"
         # In full, as the task's file may be gone one day.
-        assert (found.recipe.prompt_template, found.recipe.responses) == ("{mr}\n", ("refs", "ref"))
+        assert found.recipe.template == PromptTemplate("{mr}\n", ("refs", "ref"))
     assert sizes["float16"] < 0.6 * sizes["float32"]
 
 

@@ -14,12 +14,13 @@ from tokenizers import normalizers
 from checkpoints import CHATML, byte_tokenizer, chatml_tokenizer
 from skipdecode.data.batches import IGNORE, GroupedBatches, collate
 from skipdecode.data.chats import response_ids
-from skipdecode.data.examples import Example, RecordOptions, encode_examples, make_template, read_file
-from skipdecode.data.records import Template
+from skipdecode.data.examples import Example, RecordOptions, encode_examples, make_template
+from skipdecode.data.source import read_file
+from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, UsageError
 from tuning_data import records, write_jsonl
 
-TEMPLATE = Template("{colour} {thing}\n", "ref")
+TEMPLATE = PromptTemplate("{colour} {thing}\n", ("ref",))
 BAD = {
     "missing field": {"colour": "red", "ref": "x"},
     "empty response": {"colour": "red", "thing": "car", "ref": "  "},
@@ -33,7 +34,9 @@ BAD = {
 }
 
 
-def load_examples(path: Path, template: Template, tokenizer: Any, *, skip_bad: bool = False, **options: Any) -> Any:
+def load_examples(
+    path: Path, template: PromptTemplate, tokenizer: Any, *, skip_bad: bool = False, **options: Any
+) -> Any:
     file = read_file(path, template, skip_bad=skip_bad)
     return encode_examples(file, template, tokenizer, skip_bad=skip_bad, **options)
 
@@ -91,7 +94,7 @@ def test_a_record_with_several_responses_is_bad(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["no field", "{", "{a.__class__}", "{a!r}", "{a:>9}", "{}", "{0}", "{a[0]}"])
 def test_templates_hold_plain_fields_only(text: str) -> None:
     with pytest.raises(UsageError, match="prompt template"):
-        Template(text, "ref")
+        PromptTemplate(text, ("ref",))
 
 
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -118,10 +121,10 @@ def test_a_learned_answer_is_what_the_chat_template_writes(tmp_path: Path, templ
     tokenizer = chatml_tokenizer()
     tokenizer.chat_template = template
     path = write_jsonl(tmp_path / "a.jsonl", [{"thing": "car", "ref": "a {ref}"}])
-    (example,), _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
+    (example,), _ = load_examples(path, PromptTemplate("{thing}", ("ref",), chat=True), tokenizer)
     assert tokenizer.decode(example.response) == response
     assert tokenizer.convert_ids_to_tokens(example.response[-1]) in ("<|im_end|>", "</s>")
-    (plain,), _ = load_examples(path, Template("{thing}", "ref"), tokenizer)
+    (plain,), _ = load_examples(path, PromptTemplate("{thing}", ("ref",)), tokenizer)
     assert tokenizer.decode(plain.response) == "a {ref}</s>"
 
 
@@ -139,7 +142,7 @@ def test_a_token_of_the_answer_is_not_its_end(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     for template, ends in ((NO_END, ["</s>", "<|end|></s>"]), (NO_END.replace("{% endfor", "<|end|>{% endfor"), None)):
         tokenizer.chat_template = template
-        examples, _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
+        examples, _ = load_examples(path, PromptTemplate("{thing}", ("ref",), chat=True), tokenizer)
         found = [tokenizer.decode(example.response) for example in examples]
         assert found == [f"a{end}" for end in ends or ["<|end|>", "<|end|><|end|>"]]
 
@@ -149,7 +152,7 @@ def test_an_answer_is_tokenized_behind_its_prompt(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(" ")
     path = write_jsonl(tmp_path / "a.jsonl", [{"thing": "car", "ref": "xyz"}])
-    (example,), _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
+    (example,), _ = load_examples(path, PromptTemplate("{thing}", ("ref",), chat=True), tokenizer)
     assert tokenizer.decode(example.response) == "xyz</s>"
 
 
@@ -157,7 +160,7 @@ def test_an_answer_is_tokenized_behind_its_prompt(tmp_path: Path) -> None:
 def test_a_blank_prompt_is_bad(tmp_path: Path, chat: bool) -> None:
     path = tmp_path / "a.csv"
     path.write_text('colour,thing,ref\nred,car,x\n"  ",,y\n,car,z\n')
-    template = Template("{colour} {thing}\n", "ref", chat=chat)
+    template = PromptTemplate("{colour} {thing}\n", ("ref",), chat=chat)
     with pytest.raises(DataError, match=r"line 3: empty prompt"):
         load_examples(path, template, byte_tokenizer())
     examples, rejects = load_examples(path, template, byte_tokenizer(), skip_bad=True)
@@ -166,7 +169,7 @@ def test_a_blank_prompt_is_bad(tmp_path: Path, chat: bool) -> None:
 
 def test_the_field_that_may_be_cut_makes_room_for_the_response(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"colour": "red" * 30, "thing": "car", "ref": "x" * 30}])
-    template = Template("{colour} {thing}\n", "ref", truncate="colour", max_prompt_tokens=80)
+    template = PromptTemplate("{colour} {thing}\n", ("ref",), truncate="colour", max_prompt_tokens=80)
     (example,), rejects = load_examples(path, template, byte_tokenizer(), max_length=64)
     assert not rejects
     assert len(example) == 64
@@ -177,7 +180,7 @@ def test_the_field_that_may_be_cut_makes_room_for_the_response(tmp_path: Path) -
 
 def test_a_long_prompt_loses_the_end_of_the_field_that_may_be_cut(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
-    template = Template("{text}\nTL;DR: {hint}:", "ref", truncate="text", max_prompt_tokens=24)
+    template = PromptTemplate("{text}\nTL;DR: {hint}:", ("ref",), truncate="text", max_prompt_tokens=24)
     rows = [
         {"text": "abcdefghijklmnop", "hint": "h", "ref": "x"},
         {"text": "abc", "hint": "h", "ref": "x"},
@@ -188,12 +191,12 @@ def test_a_long_prompt_loses_the_end_of_the_field_that_may_be_cut(tmp_path: Path
     assert [tokenizer.decode(e.prompt) for e in examples] == ["abcdefghijklmn\nTL;DR: h:", "abc\nTL;DR: h:"]
     assert [r.line for r in rejects] == [3]  # too long without the field, too
     with pytest.raises(UsageError, match="cannot be cut"):
-        Template("{text}", "ref", truncate="body", max_prompt_tokens=9)
+        PromptTemplate("{text}", ("ref",), truncate="body", max_prompt_tokens=9)
 
 
 def test_the_first_response_field_that_a_record_has_is_used(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"a": "1", "ref": "one"}, {"a": "2", "summary": "two"}, {"a": "3"}])
-    template = Template("{a}", ("summary", "ref"))
+    template = PromptTemplate("{a}", ("summary", "ref"))
     examples, rejects = load_examples(path, template, byte_tokenizer(), skip_bad=True)
     assert [byte_tokenizer().decode(e.response) for e in examples] == ["one</s>", "two</s>"]
     assert "missing field: 'summary'" in rejects[0].reason

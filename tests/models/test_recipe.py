@@ -10,9 +10,9 @@ import pytest
 
 from checkpoints import save_adapter, save_checkpoint
 from skipdecode import Schedule
-from skipdecode.data.forms import choose_form
+from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError
-from skipdecode.models.carried import Recipe
+from skipdecode.models.carried import Recipe, tuned_template
 from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from tiny import LAYERS, tiny_model
@@ -46,7 +46,8 @@ def test_a_schedule_in_the_config_alone_is_what_it_was_tuned_under(tmp_path: Pat
 
 def test_the_bundled_adapter_knows_its_prompt_and_its_schedules() -> None:
     recipe = open_checkpoint(BUNDLED).recipe
-    assert (recipe.prompt_template, recipe.chat, recipe.responses) == ("{mr}\n", False, ("refs", "ref"))
+    assert recipe is not None
+    assert recipe.template == PromptTemplate("{mr}\n", ("refs", "ref"))
     found = [(round(s.nominal_speedup, 1), len(s.prompt_layers())) for s in recipe.tuned_under]
     assert found == [(3, 10), (1, 30), (2, 10), (5, 10), (3, 30), (2, 30), (5, 30)]
 
@@ -55,7 +56,8 @@ def test_an_adapters_recipe_is_its_own(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", checkpoint(tmp_path / "base", {"options": {}, "prompt": PROMPT}, TARGET))
     assert open_checkpoint(str(tmp_path / "adapter")).recipe == Recipe(tuned_under=(TARGET,))
     (tmp_path / "adapter/recipe.json").write_text(json.dumps({"options": {}, "prompt": PROMPT | {"chat": True}}))
-    assert open_checkpoint(tmp_path / "adapter").recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))
+    recipe = open_checkpoint(tmp_path / "adapter").recipe
+    assert recipe == Recipe(PromptTemplate("{mr}\n", ("ref",), True), tuned_under=(TARGET,))
 
 
 def test_sampled_speedups_and_prompts_are_tuned_under_too(tmp_path: Path) -> None:
@@ -98,8 +100,8 @@ def test_a_broken_recipe_is_refused_by_its_name(tmp_path: Path, broken: Any) -> 
 # ---------------------------------------------------------------------- its prompts
 
 
-ONE = Recipe("{mr}\n")
-TWO = Recipe("{colour} {thing}:")
+ONE = Recipe(PromptTemplate("{mr}\n"))
+TWO = Recipe(PromptTemplate("{colour} {thing}:"))
 
 
 @pytest.mark.parametrize(
@@ -113,13 +115,13 @@ TWO = Recipe("{colour} {thing}:")
         (ONE, [{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}]),
         (ONE, {"mr": [{"role": "user", "content": "hi"}]}, [{"role": "user", "content": "hi"}]),
         (TWO, {"colour": "red", "thing": "car"}, "red car:"),
-        (Recipe("Q: {q} {{}}\nA:"), "why?", "Q: why? {}\nA:"),
-        (Recipe("Q: {q}\nA:"), "Q: why?\nA:", "Q: why?\nA:"),
+        (Recipe(PromptTemplate("Q: {q} {{}}\nA:")), "why?", "Q: why? {}\nA:"),
+        (Recipe(PromptTemplate("Q: {q}\nA:")), "Q: why?\nA:", "Q: why?\nA:"),
         (None, "name[X]", "name[X]"),
     ],
 )
 def test_a_row_or_text_becomes_the_prompt_it_was_tuned_on(recipe: Recipe | None, prompt: Any, expected: Any) -> None:
-    record = choose_form(recipe).record(prompt)
+    record = (tuned_template(recipe) or PromptTemplate()).record(prompt)
     assert (record.prompt, record.error) == (expected, None)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from skipdecode.data.examples import read_file
-from skipdecode.data.records import Record, Template
-from skipdecode.data.tasks import repeated
+from skipdecode.data.records import Record
+from skipdecode.data.source import read_file
+from skipdecode.data.template import PromptTemplate
+from skipdecode.evaluation.metrics import repeated
 from tuning_data import write_jsonl
 
-TEMPLATE = Template("{mr}\n", "ref")
+TEMPLATE = PromptTemplate("{mr}\n", ("ref",))
 OPTIONS = ["--prompt-template", "{mr}\\n", "--response-field", "ref", "--fields"]
 
 
@@ -65,8 +66,8 @@ def test_the_file_has_the_records_and_three_copies_of_those_with_names(script: A
     rows = [{"mr": "name[The Mill]", "ref": "The Mill is here."}, {"mr": "eatType[pub]", "ref": "A pub."}]
     data, out = write_jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     script.main(["--data", str(data), "--out", str(out), *OPTIONS, "mr"])
-    found = read_file(out, TEMPLATE).records
-    wanted = script.with_invented_names(read_file(data, TEMPLATE).records, TEMPLATE, ["mr"], seed=0, copies=3)
+    found = read_file(out, TEMPLATE).items
+    wanted = script.with_invented_names(read_file(data, TEMPLATE).items, TEMPLATE, ["mr"], seed=0, copies=3)
     assert len(found) == 2 + 3
     assert [(one.prompt, one.references) for one in found] == [(one.prompt, one.references) for one in wanted]
 

@@ -21,10 +21,10 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     {"errors"},
     {"common"},
+    {"data"},
     {"schedule"},
     {"models"},
     {"engine"},
-    {"data"},
     {"cost"},
     {"generation"},
     {"evaluation"},

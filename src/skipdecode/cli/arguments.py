@@ -32,8 +32,8 @@ GROUPS = {
         *("keep", "minutes", "steps", "max_new_tokens", "compare", "system", "host", "port", "json", "types"),
     ),
     "data": (
-        *("task", "prompt_template", "prompt_field", "response_field", "field", "format", "chat", "template"),
-        *("chat_template_kwargs", "bad_records", "on_error", "limit", "test_records", "dev_records", "metrics"),
+        *("task", "prompt_template", "prompt_field", "response_field", "format", "chat", "template"),
+        *("chat_template_kwargs", "bad_records", "limit", "test_records", "dev_records", "metrics"),
         *("output_format", "include_prompt", "summary", "recipe", "overwrite", "push_to_hub"),
     ),
     "sampling": ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "json_schema", "exact"),

@@ -39,7 +39,7 @@ from skipdecode.common.progress import note
 from skipdecode.data.chats import chat_fault
 from skipdecode.data.messages import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
-from skipdecode.models.carried import bundled_schedules, schedule_file
+from skipdecode.models.carried import bundled_schedules, schedule_file, tuned_template
 from skipdecode.models.loading.checkpoint import Checkpoint, model_files, open_checkpoint
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import is_speedup
@@ -77,8 +77,9 @@ def run(config: Config) -> int:
             f"{config.model}: {fault}: use skipdecode generate, or give an instruction-tuned model such as smollm2-135m"
         )
     note(schedule_line(choice.schedule, choice.origin))
-    if (recipe := loaded.checkpoint.recipe) is not None and recipe.prompt_template is not None and not recipe.chat:
-        note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: use skipdecode generate")
+    template = tuned_template(loaded.checkpoint.recipe)
+    if template is not None and not template.chat:
+        note(f"{config.model} was tuned on prompts {template.text!r}, not on chats: use skipdecode generate")
     llm = LLM(
         loaded,
         choice.schedule,

@@ -3,7 +3,7 @@
 Prompts are arguments, lines of a text file, or records of a JSONL or CSV file. A tuned checkpoint has the prompt
 template that it was tuned on. The template is used for records that have its fields, and for plain texts if it has one
 field; --prompt-template, --task and --no-template change this. Without a template, prompts are chats if the model has a
-chat template (--no-template: texts that the model continues), and --field selects the prompt (default:
+chat template (--no-template: texts that the model continues), and --prompt-field selects the prompt (default:
 prompt, messages, text, instruction with input, input, question or mr). The chat template gets all fields of messages,
 and the record's system and tools; an answer at the end of messages is left out. A note names, once, fields of records
 that are not in the prompts.
@@ -41,14 +41,14 @@ from skipdecode.common.jsonl import json_line, read_json
 from skipdecode.common.options import OVERWRITE, Reads, Writes, option, setting
 from skipdecode.common.progress import detail, note, progress_bar
 from skipdecode.common.rows import FORMATS
-from skipdecode.data.examples import TemplateOptions
-from skipdecode.data.forms import PromptForm, choose_form
-from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, asked
+from skipdecode.data.examples import PromptOptions, bad_records_option, choose_template
+from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.data.source import ARGUMENTS, PromptSource
 from skipdecode.data.stopping import StopStrings
+from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.requests import BATCH, SamplingOptions
 from skipdecode.errors import DataError, UsageError
-from skipdecode.generation.decoding import Decoding, Output
+from skipdecode.generation.decoding import Decoding, Output, prompt_reader
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.records import (
     WINDOW_BATCHES,
@@ -58,6 +58,7 @@ from skipdecode.generation.records import (
     output_files,
     plain_text,
 )
+from skipdecode.models.carried import tuned_template
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.checkpoint import served_name
 
@@ -69,16 +70,12 @@ _CHECKED_TOGETHER = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TemplateOptions, EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
+class Config(PromptOptions, EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
     """Options of `skipdecode generate`."""
 
-    EXCLUDES: ClassVar = {"prompts": ("input", "field")}
+    EXCLUDES: ClassVar = {"prompts": ("input", "prompt_field")}
 
-    on_error: str = option(
-        "records that cannot be used: skip them and write the error in their place, or stop before any work",
-        default="skip",
-        choices=("skip", "stop"),
-    )
+    bad_records: str = bad_records_option("skip")
     system: str | None = option("system message of every chat; implies --chat", default=None)
     output_format: str = option(
         "format of the output; auto: text on a terminal (after its prompt if there are several), else JSONL; batch: "
@@ -106,11 +103,6 @@ class Config(TemplateOptions, EngineOptions, DecodingOptions, ScheduleOptions, C
         default="auto",
         choices=("auto", *FORMATS, "txt"),
     )
-    field: str | None = option(
-        "field with the prompt (default: that of the template, else prompt, messages, text, instruction with input, "
-        "input, question or mr)",
-        default=None,
-    )
     template: bool = option(
         "use the template that the checkpoint was tuned on, else the model's chat template; --no-template: use prompts "
         "unchanged",
@@ -118,7 +110,6 @@ class Config(TemplateOptions, EngineOptions, DecodingOptions, ScheduleOptions, C
     )
     output: str = option("output file (JSONL), - for standard output", default="-", path=Writes(output_files))
     overwrite: bool = option(OVERWRITE, default=False)
-    chat: bool = option("apply the model's chat template; lists of messages always get it", default=False)
     stop: tuple[str, ...] = option(
         r"stop string: ends the output and is cut off; \n and \t are accepted; repeat the flag for several",
         default=(),
@@ -135,37 +126,36 @@ class Config(TemplateOptions, EngineOptions, DecodingOptions, ScheduleOptions, C
 def run(config: Config) -> int:
     """Generate; returns 0, or 1 if records could not be used."""
     _check(config)
-    arguments, format = config.prompts, None if config.format == "auto" else config.format
-    source = PromptSource.of_prompts(arguments) if arguments else PromptSource.open(config.input or "-", format)
-    with closing(source):
-        form, schema = _form(config), None
+    with closing(_source(config)) as source:
+        tuned, schema = tuned_template(config.checkpoint.recipe), None
+        chosen = choose_template(config, tuned, plain=not config.template, system=config.system)
+        read = prompt_reader(chosen)
         if config.json_schema is not None:
             schema = read_json(Path(config.json_schema))
             Grammars(None, 0, ()).compile("json", schema)  # refused before weights are loaded
-        rows = source.count(form, all_usable=config.on_error == "stop")
+        rows, first = source.check(read, all_usable=not config.skips_bad)
         llm = _loaded(config)
-        encoder = llm.encoder(form, config.system)
-        _note_form(form, encoder, source)
+        template = llm.decided(chosen)
+        encoder = llm.encoder(template)
+        is_guessed = first.guessed and source.name != ARGUMENTS
+        _note_template(config, template, tuned, f"{source.name}: records of {first.guessed}" if is_guessed else None)
         decoding = Decoding(
             sampling=llm.constrained(replace(llm.backend.sampling, **config.sampling_fields()), schema),
             max_new_tokens=config.max_new_tokens,
             stop=StopStrings(config.stop or llm.backend.stop),
             exact=config.exact,
         )
-        settings = _settings(config, llm, decoding) | {
-            "template": None if form.template is None else form.template.to_dict(),
-            "chat": encoder.chat,
-            "input": source.fingerprint | {"field": form.name},
-            **({} if schema is None else {"json_schema": schema}),
-        }
+        settings = _settings(config, llm, decoding) | ({} if schema is None else {"json_schema": schema})
+        settings |= {"template": None if template.text is None else template.to_dict(), "chat": template.chat}
+        settings["input"] = source.fingerprint | {"field": config.prompt_field}
         row_form = json_line
         if _prints_text(config):
             row_form = named_text if rows > 1 else plain_text
         with closing(open_writer(config.output, settings, form=row_form)) as writer:
             try:
-                if config.on_error == "stop":
-                    _refuse_bad(llm, encoder.stream(source.records(form), _CHECKED_TOGETHER), decoding)
-                records = (record for record in source.records(form) if not writer.is_done(record.index))
+                if not config.skips_bad:
+                    _refuse_bad(llm, encoder.stream(source.records(read), _CHECKED_TOGETHER), decoding)
+                records = (record for record in source.records(read) if not writer.is_done(record.index))
                 prompts = encoder.stream(records, WINDOW_BATCHES * config.batch_size)
                 stats = _write_outputs(config, llm, prompts, decoding, writer, rows)
             except KeyboardInterrupt as stop:
@@ -181,20 +171,16 @@ def _check(config: Config) -> None:
         raise UsageError("--output-format text is for standard output: leave out --output, or redirect with > FILE")
 
 
+def _source(config: Config) -> PromptSource:
+    if config.prompts:
+        return PromptSource.of_prompts(config.prompts)
+    format = None if config.format == "auto" else config.format
+    return PromptSource.open(config.input or "-", format, config.prompt_field or "prompt")
+
+
 def _prints_text(config: Config) -> bool:
     automatic = config.output_format == "auto" and sys.stdout.isatty()
     return config.output == "-" and (automatic or config.output_format == "text")
-
-
-def _form(config: Config) -> PromptForm:
-    return choose_form(
-        config.checkpoint.recipe,
-        prompt_template=config.prompt_template,
-        task=config.task,
-        no_template=not config.template,
-        chat=config.chat or config.system is not None,
-        field=config.field,
-    )
 
 
 def _loaded(config: Config) -> LLM:
@@ -218,14 +204,21 @@ def _loaded(config: Config) -> LLM:
     )
 
 
-def _note_form(form: PromptForm, encoder: PromptEncoder, source: PromptSource) -> None:
-    """Note what prompts are made of, where the user has not said it."""
-    if form.remark is not None:
-        note(form.remark)
-    if form.guessed is not None and source.name != ARGUMENTS:
-        note(f"{source.name}: records of {form.guessed}")
-    if form.chat is None and encoder.chat:
-        note("prompts go into the model's chat template (--no-template leaves them as they are)")
+def _note_template(config: Config, template: PromptTemplate, tuned: PromptTemplate | None, guess: str | None) -> None:
+    """Note what prompts are made of, where the user has not said it; `guess` is about the records."""
+    is_default = config.template and config.task is None and config.prompt_template is None
+    back = "(--no-template leaves them as they are)"
+    if config.task is not None:
+        note(f"prompts go into the task's template {template.text!r}")
+    elif is_default and tuned is not None and template.text is None:
+        note(f"prompts go as chats, as asked; the checkpoint was tuned on the template {tuned.text!r} without chat")
+    elif is_default and tuned is not None:
+        through = " and the chat template" if tuned.chat else ""
+        note(f"prompts go into the checkpoint's template {tuned.text!r}{through} {back}")
+    if guess is not None:
+        note(guess)
+    if is_default and tuned is None and template.chat and not config.chat and config.system is None:
+        note(f"prompts go into the model's chat template {back}")
 
 
 def _settings(config: Config, llm: LLM, decoding: Decoding) -> dict[str, Any]:
@@ -295,7 +288,8 @@ def _line(config: Config, llm: LLM, output: Output) -> dict[str, Any]:
     if config.output_format == "batch":
         return output.to_batch_line(config.name or served_name(llm.loaded.checkpoint.name), llm.tokenizer)
     if _prints_text(config):
-        return output.to_record(asked(output.source))
+        words = output.source.record.prompt
+        return output.to_record(words if isinstance(words, str) else words[-1]["content"])
     return output.to_record(output.prompt if config.include_prompt else None)
 
 

@@ -57,10 +57,10 @@ def _about(config: Config) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from skipdecode.data.forms import choose_form
     from skipdecode.engine.model_spec import read_model
     from skipdecode.errors import UnfitModelError
     from skipdecode.generation.stats import schedule_line
+    from skipdecode.models.carried import tuned_template
     from skipdecode.models.families import decoder_layers, projection, projects
     from skipdecode.models.fit import Fit
 
@@ -73,7 +73,7 @@ def _about(config: Config) -> dict[str, Any]:
         read_model(model, positions=1)
     except UnfitModelError as e:
         engine = f"transformers ({e})"
-    recipe, template = checkpoint.recipe, choose_form(checkpoint.recipe).template
+    recipe, template = checkpoint.recipe, tuned_template(checkpoint.recipe)
     tuned = None if recipe is None else ", ".join(schedule.name for schedule in recipe.tuned_under)
     return {
         "model": config.model,
@@ -86,7 +86,7 @@ def _about(config: Config) -> dict[str, Any]:
         "base": checkpoint.base if checkpoint.adapter is not None else None,
         "schedule": None if checkpoint.schedule is None else schedule_line(checkpoint.schedule, "the checkpoint's own"),
         "tuned_under": tuned,
-        "template": None if template is None else template.prompt,
+        "template": None if template is None else template.text,
         "fit": None if checkpoint.fit is None else Fit.load(checkpoint.fit.file).describe(),
         "result": _result(config),
     }

@@ -7,7 +7,7 @@ readers recognise it; in JSON lines, the first line is an object with both.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,25 +20,29 @@ Row = dict[str, Any] | DataError
 """The object of a line, or the error of the line."""
 
 
-def read_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+def read_lines(
+    file: IO[bytes], take: Callable[[bytes], object] = lambda raw: None
+) -> Iterator[tuple[int, bytes | None]]:
     """The bytes of all lines that are not blank, without line ends, with 1-based line numbers.
 
-    The bytes are None for a line longer than MAX_LINE_BYTES.
+    The bytes are None for a line longer than MAX_LINE_BYTES. `take` gets everything that is read.
     """
     number = 0
     while raw := file.readline(MAX_LINE_BYTES):
         number += 1
+        take(raw)
         if number == 1:
             raw = raw.removeprefix(BOM)
         if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
-            _drop_rest_of_line(file)
+            _drop_rest_of_line(file, take)
             yield number, None
         elif raw.strip():
             yield number, raw.rstrip(b"\r\n")
 
 
-def _drop_rest_of_line(file: IO[bytes]) -> None:
+def _drop_rest_of_line(file: IO[bytes], take: Callable[[bytes], object]) -> None:
     while rest := file.readline(MAX_LINE_BYTES):
+        take(rest)
         if rest.endswith(b"\n"):
             return
 

@@ -153,7 +153,7 @@ class ResumeLog:
         except sqlite3.DatabaseError as e:
             raise OutputError(f"{self.path} is damaged ({e}): move it away") from None
 
-    def _continues(self, settings: dict[str, Any], remedy: str, *, is_old: bool, restart: bool) -> bool:
+    def _continues(self, settings: Mapping[str, Any], remedy: str, *, is_old: bool, restart: bool) -> bool:
         """Whether the file has these settings; False if it is new. Refuses other files, and other settings."""
         try:
             if self._database.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
@@ -169,7 +169,7 @@ class ResumeLog:
             raise OutputError(other_settings(self.path, shown, command, remedy))
         return not differences
 
-    def _begin(self, settings: dict[str, Any]) -> None:
+    def _begin(self, settings: Mapping[str, Any]) -> None:
         """Write the settings, without entries."""
         with self._database as database:
             database.executescript(_TABLES)

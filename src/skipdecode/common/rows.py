@@ -60,6 +60,8 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DATASET = re.compile(r"(?P<id>[^:]+)(:(?P<config>[^:/\[]+))?:(?P<split>[^:/\[]+(\[[^\]]*\])?)")
 _PANDAS_INDEX = re.compile(r"__index_level_\d+__")
+Lines = Iterator[tuple[int, bytes | None]]
+"""Lines of a file with their numbers; see `read_lines`."""
 _NOT_READ = {
     b"FEA1": "an old Feather file: write it as Parquet or JSON lines",
     b"PK\x03\x04": "a spreadsheet or a zip archive: save it as CSV, or unpack it first",
@@ -171,13 +173,15 @@ class Input:
         except (ValueError, TypeError, RecursionError):  # no JSON, or columns with several names
             return None
 
-    def lines(self) -> Iterator[tuple[int, bytes | None]]:
-        """The lines; see `read_lines`."""
+    def lines(self) -> Lines:
+        """The lines; see `read_lines`. Whoever has read them all knows `sha256` too."""
         self._file.seek(0)
-        return read_lines(self._file)
+        digest = hashlib.sha256()
+        yield from read_lines(self._file, digest.update)
+        self.__dict__["sha256"] = digest.hexdigest()
 
-    def rows(self, format: str) -> Iterator[tuple[int, Row]]:
-        """The records in one of `FORMATS`; see `read_rows`."""
+    def rows(self, format: str, lines: Lines | None = None) -> Iterator[tuple[int, Row]]:
+        """The records in one of `FORMATS`; see `read_rows`. JSON lines are read from `lines`, if they are given."""
         if self.is_whole(format):
             read = _table_rows if self.start().startswith(_TABLES) else _array_rows
             found = self._table if format == "jsonl" else None
@@ -187,7 +191,7 @@ class Input:
             first = self.start().removeprefix(BOM).lstrip().partition(b"\n")[0].rstrip()
             if first.startswith(b"{") and first.endswith((b"{", b"[")):
                 raise DataError(f"{self.name} is one JSON object in several lines: give an array, or JSON lines")
-            return ((line, object_of(raw)) for line, raw in self.lines())
+            return ((line, object_of(raw)) for line, raw in lines or self.lines())
         delimiter = _delimiter(_DELIMITERS[format], self.start())
         self._file.seek(0)
         return _csv_rows(self._file, delimiter, self.name)

@@ -6,18 +6,15 @@ token costs nothing, no row computes another row's tokens) and the logits of the
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipdecode.data.examples import Example
-from skipdecode.models.families import unwrap
 
 IGNORE = -100
 """Label of a column that is not response."""
@@ -140,31 +137,3 @@ class GroupedBatches:
         while True:
             yield from self.epoch(number)[skipped:]
             number, skipped = number + 1, 0
-
-
-def response_logits(model: Any, batch: Batch, *, attached: bool = True) -> Tensor:
-    """Logits that predict the response columns, (rows, response columns, vocabulary).
-
-    With `attached` the teacher-forced parallel form under the model's schedule. The last prompt token predicts response
-    token 0; the last response token is not fed, for nothing follows it. Where the model can, the head runs on these
-    columns only.
-    """
-    columns = batch.targets.shape[1]
-    accepted = _forward_parameters(model)
-    extra: dict[str, Any] = {"prompt_length": batch.prompt_length} if attached else {}
-    if "position_ids" in accepted:
-        extra["position_ids"] = batch.position_ids[:, :-1]
-    if "logits_to_keep" in accepted:
-        # Indices, because a slice would not be contiguous, and a head without gradients is then five times as slow.
-        length = batch.input_ids.shape[1] - 1
-        extra["logits_to_keep"] = torch.arange(length - columns, length, device=batch.input_ids.device)
-    mask = batch.attention_mask[:, :-1]
-    out = model(input_ids=batch.input_ids[:, :-1], attention_mask=mask, use_cache=False, **extra)
-    logits: Tensor = out.logits
-    return logits[:, -columns:]
-
-
-def _forward_parameters(model: Any) -> frozenset[str]:
-    while hasattr(model, "module"):
-        model = model.module
-    return frozenset(inspect.signature(type(unwrap(model)).forward).parameters)

@@ -13,9 +13,9 @@ from typing import Any
 from skipdecode.common.progress import note
 from skipdecode.data.chats import chat_fault, checked_variables, render_chat, token_ids, unused_fields, unused_roles
 from skipdecode.data.messages import checked_text
-from skipdecode.data.records import Record, Reject, Template, reject_summary
-from skipdecode.data.source import Records
-from skipdecode.errors import DataError, ModelLoadError, UsageError
+from skipdecode.data.records import Record
+from skipdecode.data.template import PromptTemplate
+from skipdecode.errors import DataError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,7 @@ class EncodedPrompt:
     error: str | None = None
 
 
-def asked(prompt: EncodedPrompt) -> str:
-    """The user's text, or the last message of a chat."""
-    words = prompt.record.prompt
-    return words if isinstance(words, str) else words[-1]["content"]
+_PLAIN = PromptTemplate()
 
 
 class PromptEncoder:
@@ -46,12 +43,9 @@ class PromptEncoder:
     ----------
     context : int or None
         Tokens of the model's context (`context_length`): a prompt must leave room for one more.
-    chat : bool or None
-        Put plain prompts into the chat template as a user's message; None: if there is one. Chats always go through it.
-    system : str, optional
-        A system message for every chat that has none.
-    template : Template, optional
-        The template of the records: whether plain prompts are chats, and which field may be cut.
+    template : PromptTemplate
+        Of the records: whether plain prompts are chats (which has been decided), their system message, and which field
+        may be cut. Chats always go through the chat template. Default: plain prompts.
     vocabulary : int, optional
         Tokens of the model (`vocabulary_size`): prompts with others are refused. Default: any.
     told : set of str, optional
@@ -59,20 +53,17 @@ class PromptEncoder:
     variables : mapping, optional
         Of the chat template, for every chat.
 
-    Attribute `chat`: whether plain prompts become chats.
-
-    Raises UsageError: `chat` is set and the tokenizer has no chat template, or it does not use a variable;
-    ModelLoadError: `chat` is set and the chat template is no valid program; `encode` raises it at the first chat.
+    Raises UsageError: the template is for chats and the tokenizer has no chat template, or it does not use a variable;
+    ModelLoadError: the template is for chats and the chat template is no valid program; `encode` raises it at the first
+    chat.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         context: int | None,
+        template: PromptTemplate = _PLAIN,
         *,
-        chat: bool | None = False,
-        system: str | None = None,
-        template: Template | None = None,
         vocabulary: int | None = None,
         told: set[str] | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -82,25 +73,9 @@ class PromptEncoder:
         self._context = context
         self._told = set() if told is None else told
         self._template = template
-        self._system = system
         self._variables = checked_variables(tokenizer, variables)
-        chat = (template is not None and template.chat) or chat
-        self.chat = chat is not False and self._renders_chats(by_default=chat is None)
-
-    def _renders_chats(self, *, by_default: bool) -> bool:
-        """Whether the tokenizer has a chat template; a broken one is only told where chats are a default."""
-        try:
-            fault = chat_fault(self._tokenizer)
-        except ModelLoadError as e:
-            if not by_default:
-                raise
-            if (line := f"{e}; prompts are left as they are") not in self._told:
-                self._told.add(line)
-                note(line)
-            return False
-        if fault is not None and not by_default:
+        if template.chat and (fault := chat_fault(tokenizer)) is not None:
             raise UsageError(f"{fault}: give prompts without chat and without a system message")
-        return fault is None
 
     def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
         """One result for each record, in order; errors are part of the results.
@@ -110,9 +85,8 @@ class PromptEncoder:
         """
         found = [self._of_ids(record) if record.token_ids else self._rendered(record) for record in records]
         for is_chat in (False, True):
-            chats = (self._is_chat(p.record) for p in found)
-            texts = [n for n, chat in enumerate(chats) if found[n].error is None and chat == is_chat]
-            rows = [n for n in texts if not records[n].token_ids]
+            texts = (n for n, p in enumerate(found) if p.error is None and not p.record.token_ids)
+            rows = [n for n in texts if self._is_chat(records[n]) == is_chat]
             ids = self._token_ids([found[n].text for n in rows], is_chat) if rows else []
             for number, row in zip(rows, ids, strict=True):
                 found[number] = self._checked(records[number], *self._cut(found[number], row, most))
@@ -130,7 +104,9 @@ class PromptEncoder:
         return replace(prompt, text=self._tokenizer.decode(prompt.token_ids))
 
     def _is_chat(self, record: Record) -> bool:
-        return not isinstance(record.prompt, str) or (self.chat and record.asked.get("chat", True))
+        """Whether a record goes into the chat template: a prompt of OpenAI's completions does not by itself."""
+        as_it_is = record.settings is not None and self._template.text is None
+        return not isinstance(record.prompt, str) or bool(self._template.chat and not as_it_is)
 
     def _rendered(self, record: Record) -> EncodedPrompt:
         text, error = "", record.error
@@ -153,7 +129,7 @@ class PromptEncoder:
         unused = set[str]()
         if messages[0]["role"] in ("system", "developer"):
             unused = {"system"} & extra.keys()
-        elif (system := extra.get("system", self._system)) is not None:
+        elif (system := extra.get("system", self._template.system)) is not None:
             messages = [{"role": "system", "content": system}, *messages]
         tools = extra.get("tools", ())
         text = render_chat(self._tokenizer, messages, tools, variables=self._variables)
@@ -188,7 +164,7 @@ class PromptEncoder:
     def _cut(self, prompt: EncodedPrompt, token_ids: list[int], most: int | None) -> tuple[str, list[int]]:
         """The prompt's text and tokens; if it is too long, the field that may be cut is shortened."""
         template, values = self._template, prompt.record.values  # no values: a chat, which no template made
-        if template is None or template.truncate is None or template.truncate not in values:
+        if template.truncate is None or template.truncate not in values:
             return prompt.text, token_ids
         most = min(n for n in (template.max_prompt_tokens, most) if n is not None)
         if len(token_ids) <= most:
@@ -203,7 +179,7 @@ class PromptEncoder:
             if keep < 1:
                 return prompt.text, token_ids
             text = self._text(prompt.record, template.render({**values, template.truncate: value[: ends[keep - 1][1]]}))
-            (shorter,) = self._token_ids([text], self.chat)
+            (shorter,) = self._token_ids([text], bool(template.chat))
         return text, shorter
 
 
@@ -222,6 +198,11 @@ def context_length(config: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
+def vocabulary_size(model: Any) -> int:
+    """Rows of a causal LM's token embedding: tokens have ids below this number."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
 def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
     """Most tokens of a prompt; None without a limit. Raises UsageError if there is no room for a prompt."""
     room = None if context is None else context - max_new_tokens
@@ -237,46 +218,3 @@ def check_end_token(tokenizer: Any) -> None:
     """Raise DataError if the tokenizer has no end token."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end token, so texts would not end: name one in its tokenizer_config.json")
-
-
-def encode_prompts(
-    template: Template,
-    records: Records,
-    tokenizer: Any,
-    *,
-    room: int | None = None,
-    vocabulary: int | None = None,
-    skip_bad: bool = False,
-) -> tuple[Records, list[list[int]]]:
-    """Token ids of the prompts of all records, and the records that have them.
-
-    `room`: most tokens that the model's context leaves for a prompt. `vocabulary`: as for `PromptEncoder`. `skip_bad`:
-    leave out records whose prompt is too long, has no token or one that the model does not know, instead of refusing
-    all; the returned records name them as skipped.
-
-    Raises DataError if there are such prompts and `skip_bad` is false (all are counted, the first ones named), or no
-    record is left.
-    """
-    items: list[Record] = []
-    prompts: list[list[int]] = []
-    rejects: list[Reject] = []
-    most = min((n for n in (template.max_prompt_tokens, room) if n is not None), default=None)
-    encoder = PromptEncoder(tokenizer, None, template=template, vocabulary=vocabulary)
-    for prompt in encoder.encode(records.items, room):
-        error = prompt.error
-        if most is not None and len(prompt.token_ids) > most:
-            has = f"has {len(prompt.token_ids)} tokens, there is room for {most}"
-            if template.truncate is not None:
-                has = f"has more than {most} tokens without {template.truncate!r} too"
-            error = f"prompt too long: that of record {prompt.record.id} {has}"
-        if error is not None:
-            rejects.append(Reject(prompt.record.line, error))
-        else:
-            items.append(prompt.record)
-            prompts.append(prompt.token_ids)
-    if rejects and not (skip_bad and items):
-        remedy = "shorten what is too long, lower max_new_tokens" + (
-            "" if template.truncate else ", name a field to cut in the task file (truncate, max_prompt_tokens)"
-        )
-        raise DataError(f"{reject_summary(rejects)}; {remedy}" + (", or give `bad_records` skip" if items else ""))
-    return replace(records, items=tuple(items), skipped=(*records.skipped, *rejects)), prompts

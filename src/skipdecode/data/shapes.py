@@ -67,10 +67,14 @@ class Shape:
             name = found_field(row, self.responses)
             yield self.prompt(row), _response(name, row[name])
 
-    def left_out(self, row: Mapping[str, Any]) -> list[str]:
-        """List fields of a record that are neither prompt nor response."""
-        used = {"id", "system", "tools", *self.fields, *self.responses}  # an encoder says where the two are not used
-        return [name for name, value in row.items() if name not in used and value not in NOTHING]
+    def unused(self, row: Mapping[str, Any], used: Iterable[str]) -> list[str]:
+        """List fields of a record with content that are not in the prompt, but for those that are `used` otherwise."""
+        known = {"id", *self.fields, *used}
+        return [name for name, value in row.items() if name not in known and value not in NOTHING]
+
+    def found_in(self, row: Mapping[str, Any]) -> str:
+        """The fields of the prompt that a record has, in words; the one that tells the shape is the first."""
+        return " and ".join(dict.fromkeys(name for name in (self.key, *self.fields) if name in row))
 
 
 TEXT = Shape("text", "text", ("text",))
@@ -186,6 +190,12 @@ def found_field(row: Mapping[str, Any], names: Sequence[str]) -> str:
         present += f" and {len(shown) - _FIELDS_SHOWN} more" if len(shown) > _FIELDS_SHOWN else ""
         raise DataError(f"missing field: {' or '.join(map(repr, names))}; the record has {present}")
     return name
+
+
+def field_names(row: Mapping[str, Any]) -> str:
+    """The fields of a row, at most the first eight, for an error."""
+    names = [repr(name) for name in row]
+    return f"the record has {', '.join(names[:8]) or 'no field'}{', …' if len(names) > 8 else ''}"
 
 
 # ---------------------------------------------------------------------- responses

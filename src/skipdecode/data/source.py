@@ -1,25 +1,31 @@
-"""Sources of records: an input to generate from, a file or a dataset to evaluate on."""
+"""Sources of records: an input to generate from, files to learn from, a file or a dataset to evaluate on."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from skipdecode.common.jsonl import Row, decoded, row_of
-from skipdecode.common.rows import Input, format_of, load_split, read_rows
-from skipdecode.data.forms import Prompt, PromptForm
-from skipdecode.data.records import Record, Reject, read_records, refuse_rejects, usable
-from skipdecode.data.shapes import Shape, shaped
+from skipdecode.common.files import is_stream
+from skipdecode.common.jsonl import Row, decoded, json_line, row_of
+from skipdecode.common.progress import note
+from skipdecode.common.rows import Input, Lines, format_of, load_split, read_rows
+from skipdecode.data.records import ReadRow, Record, Reject, read_records, refuse_rejects, reject_summary, usable
+from skipdecode.data.shapes import Shape
 from skipdecode.data.tasks import HubSource, Task
+from skipdecode.data.template import Prompt, PromptTemplate
 from skipdecode.errors import DataError, UsageError
 
 ARGUMENTS = "the arguments"
 """The name of the source of prompts that are arguments."""
+_PLAIN = PromptTemplate()
+_HELD_OUT = 10
+Source = str | Path | Sequence[Mapping[str, Any]]
+"""A file of records (JSONL, CSV), or a list of records."""
 
 
 class PromptSource:
@@ -31,12 +37,15 @@ class PromptSource:
         Closed by `close`.
     format : {"jsonl", "csv", "tsv", "txt"}
         How it is read.
+    field : str
+        Of a line of text, as a record.
     """
 
-    def __init__(self, opened: Input, format: str) -> None:
+    def __init__(self, opened: Input, format: str, field: str = "prompt") -> None:
         self.name = opened.name
         self.format = format
         self._input = opened
+        self._field = field
         self._row = "row"
         self._input.check()
 
@@ -46,7 +55,7 @@ class PromptSource:
         return {"sha256": self._input.sha256, "format": self.format}
 
     @classmethod
-    def open(cls, path: str, format: str | None = None) -> Self:
+    def open(cls, path: str, format: str | None = None, field: str = "prompt") -> Self:
         """A file, a pipe, or standard input (``-``).
 
         The default `format` follows from the ending (.jsonl, .ndjson, .json, .csv, .tsv, .txt); with any other, and
@@ -58,47 +67,53 @@ class PromptSource:
         if format is None:
             is_json = Path(path).suffix.lower() != ".txt" and (opened.begins_with(b"{") or opened.is_whole(""))
             format = format_of(path) or ("jsonl" if is_json else "txt")
-        return cls(opened, format)
+        return cls(opened, format, field)
 
     @classmethod
     def of_prompts(cls, prompts: Iterable[Prompt]) -> Self:
         """Prompts given as arguments: records 1, 2, … with the field `prompt`, or with their own."""
-        data = "".join(json.dumps(PromptForm().row(p)) + "\n" for p in prompts).encode()
+        data = "".join(json.dumps(_PLAIN.row(p)) + "\n" for p in prompts).encode()
         source = cls(Input(ARGUMENTS, io.BytesIO(data)), "jsonl")
         source._row = "prompt"
         return source
 
-    def records(self, form: PromptForm | None = None) -> Iterator[Record]:
-        """All records, from the first on; `form` selects their prompts."""
-        return read_records(self._rows(form or PromptForm()), form or PromptForm())
+    def records(self, read: ReadRow = _PLAIN.prompt) -> Iterator[Record]:
+        """All records, from the first on, as `read` completes them."""
+        return read_records(self._rows(), read)
 
-    def count(self, form: PromptForm | None = None, *, all_usable: bool = False) -> int:
-        """The number of records, including those with an error. Parses records only up to the first usable one.
+    def check(self, read: ReadRow = _PLAIN.prompt, *, all_usable: bool = False) -> tuple[int, Record]:
+        """The number of records, including those with an error, and the first that can be used.
 
+        Parses records only up to that one.
         Raises DataError: there is none, none can be used, or one cannot be used and `all_usable` is set, which parses
         all.
         """
-        found, wrong = False, ""
-        for record in self.records(form):
-            if record.error is not None and all_usable:
-                raise DataError(f"{record.error} (in {self.name})", record.line)
-            found = found or record.error is None
-            wrong = wrong or f"{self._row.replace('row', 'line')} {record.line}: {record.error}"
-            if found and not all_usable:
-                break
         # Lines of JSON are counted without parsing.
         in_lines = self.format == "jsonl" and not self._input.is_whole(self.format)
-        rows = sum(1 for _ in (self._input.lines() if in_lines else self._rows(form or PromptForm())))
-        if not rows:
+        lines = self._input.lines() if in_lines else None
+        rows = self._rows(lines)
+        count, first, wrong = 0, None, ""
+        for record in read_records(rows, read):
+            count += 1
+            if record.error is None:
+                first = first or record
+            elif all_usable:
+                raise DataError(f"{record.error} (in {self.name})", record.line)
+            wrong = wrong or f"{self._row.replace('row', 'line')} {record.line}: {record.error}"
+            if first and not all_usable:
+                break
+        count += sum(1 for _ in lines or rows)
+        if not count:
             raise self._empty()
-        if not found:
+        if first is None:
             raise DataError(f"nothing to generate: no {self._row} of {self.name} can be used; {wrong}")
-        return rows
+        return count, first
 
-    def check_filled(self) -> None:
-        """Raise DataError if there is no record."""
+    def filled(self) -> Self:
+        """Return the source; raises DataError if there is no record."""
         if next(self.records(), None) is None:
             raise self._empty()
+        return self
 
     def _empty(self) -> DataError:
         what = {"jsonl": "record", "txt": "line that is not blank"}.get(self.format, "record behind its header")
@@ -108,28 +123,33 @@ class PromptSource:
         """Close the input."""
         self._input.close()
 
-    def _rows(self, form: PromptForm) -> Iterator[tuple[int, Row]]:
+    def _rows(self, lines: Lines | None = None) -> Iterator[tuple[int, Row]]:
         if self.format == "txt":
-            return ((line, _text_row(raw, form)) for line, raw in self._input.lines())
-        return self._input.rows(self.format)
+            return ((line, self._text_row(raw)) for line, raw in self._input.lines())
+        return self._input.rows(self.format, lines)
+
+    def _text_row(self, raw: bytes | None) -> Row:
+        try:
+            return {self._field: decoded(raw)}
+        except DataError as e:
+            return e
 
 
-def _text_row(raw: bytes | None, form: PromptForm) -> Row:
-    try:
-        return form.row(decoded(raw))
-    except DataError as e:
-        return e
-
-
-# ---------------------------------------------------------------------- records to score
+# ---------------------------------------------------------------------- records to learn from or to score
 
 
 @dataclass(frozen=True)
 class Records:
-    """Records that can be scored, in the order of the file, and the records that are left out."""
+    """Records to learn from or to score, in the order of the file, and the records that are left out.
+
+    `sha256` is of the whole file; `stream`: it was a pipe or standard input.
+    """
 
     items: tuple[Record, ...]
     skipped: tuple[Reject, ...] = ()
+    name: str = "records"
+    sha256: str = ""
+    stream: bool = False
 
     def digest(self) -> str:
         """SHA-256 of ids, fields and references: two runs are comparable if it is the same."""
@@ -157,15 +177,11 @@ def load_records(
     (all unless `skip_bad`, all counted), a file that cannot be opened, or no record left to score.
     """
     source, rows = _named_rows(task, data)
-    template = task.template()
-    template.shape = shape
-    if shape is not None:
-        rows = shaped(rows, shape)
     items: dict[str, Record] = {}
     skipped: list[Reject] = []
     wrong: list[Reject] = []
     end = None
-    for record in usable(read_records(rows, template), wrong):
+    for record in usable(replace(task.template, shape=shape).examples(rows), wrong):
         if record.is_blank:
             skipped.append(Reject(record.line, "empty prompt"))
         elif not record.references:
@@ -183,7 +199,7 @@ def load_records(
     if not items:
         why = f" ({len(skipped)} left out, the first at line {skipped[0].line}: {skipped[0].reason})" if skipped else ""
         raise DataError(f"no record to score in {source}{why}")
-    return Records(tuple(items.values()), tuple(skipped))
+    return Records(tuple(items.values()), tuple(skipped), "data")
 
 
 def _named_rows(
@@ -207,3 +223,56 @@ def _hub_rows(source: HubSource) -> Iterator[tuple[int, Row]]:
             if isinstance(named.get(name), str):
                 named[name] = named[name].rstrip().removesuffix(ending).rstrip()
         yield number, named
+
+
+def read_file(
+    path: str | Path | Sequence[Mapping[str, Any]],
+    template: PromptTemplate,
+    *,
+    limit: int | None = None,
+    skip_bad: bool = False,
+) -> Records:
+    """The records of a JSONL or CSV file, a pipe or standard input (``-``), or of a list, as text.
+
+    `limit`: only the first `limit` lines. `skip_bad`: leave out records that cannot be used, instead of refusing the
+    file.
+
+    Raises DataError if records cannot be used and `skip_bad` is false (all are counted, the first ones named), or none
+    is left.
+    """
+    rejects, records = list[Reject](), list[Record]()
+    if isinstance(path, str | Path):
+        opened = Input.open(path)
+        name, digest, stream, rows = opened.name, opened.sha256, is_stream(path), read_rows(opened)
+    else:
+        digest = hashlib.sha256(b"".join(map(json_line, path))).hexdigest()
+        name, stream, rows = "records", False, enumerate(map(row_of, path), 1)
+    for record in usable(template.examples(rows, limit), rejects):
+        if record.is_blank:
+            rejects.append(Reject(record.line, "empty prompt: every field of it is blank"))
+        elif len(record.references) == 1:
+            records.append(record)
+        else:
+            few = "empty response: there is nothing to learn"
+            rejects.append(Reject(record.line, "several responses: give one, as text" if record.references else few))
+    check_left(name, records, rejects, skip_bad=skip_bad)
+    return Records(tuple(records), tuple(rejects), name, digest, stream)
+
+
+def check_left(name: str, found: Sequence[object], rejects: list[Reject], *, skip_bad: bool) -> None:
+    """Sort the rejects, and raise DataError where they are refused or nothing else is left."""
+    rejects.sort()
+    refuse_rejects(name, rejects, skip_bad=skip_bad)
+    if not found:
+        raise DataError(f"{name}: no usable record" + (f": {reject_summary(rejects)}" if rejects else ""))
+
+
+def held_out(file: Records) -> tuple[Records, Records]:
+    """Split a file: every tenth record selects the best weights (second value), the others are learned."""
+    lines = {line: number for number, line in enumerate(dict.fromkeys(one.line for one in file.items))}
+    rest = tuple(one for one in file.items if lines[one.line] % _HELD_OUT)  # a line may be a chat of several answers
+    dev = tuple(one for one in file.items if not lines[one.line] % _HELD_OUT)
+    if not rest:
+        raise DataError(f"{file.name}: one record is too few: a part is held out to select the best weights")
+    note(f"{file.name}: {len(dev)} of {len(file.items)} records are held out to select the best weights")
+    return replace(file, items=rest), replace(file, items=dev, skipped=())

@@ -5,17 +5,16 @@ Knows nothing about models and metrics. Every field of a task file is checked; e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-import regex
-
 from skipdecode.common.options import Options, near, option
-from skipdecode.data.records import Record, Template
 from skipdecode.data.stopping import StopStrings
+from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, OptionError, UsageError
 
 _ENDINGS = (".yaml", ".yml")
@@ -68,15 +67,10 @@ class Task(Options):
         if not set(self.response_tokens) <= {"median", "p95"}:
             raise OptionError("response_tokens", dict(self.response_tokens), "median and p95 as whole numbers")
 
-    def template(self) -> Template:
+    @cached_property
+    def template(self) -> PromptTemplate:
         """The template of prompts and responses, the same for tuning and for evaluation."""
-        return Template(
-            self.prompt,
-            self.references,
-            chat=self.chat,
-            truncate=self.truncate,
-            max_prompt_tokens=self.max_prompt_tokens,
-        )
+        return PromptTemplate(self.prompt, self.references, self.chat, self.truncate, self.max_prompt_tokens)
 
     def cut(self, output: str) -> str:
         """The output up to the first stop string, without white space around it."""
@@ -144,8 +138,8 @@ def _parse(text: str, check_metric: Callable[[str], object]) -> Task:
     if isinstance(hub := data.get("hub"), dict):
         data["hub"] = _filled(HubSource, hub, dict.fromkeys(map(str, hub), lines["hub"]), " of hub")
     task = _filled(Task, data, lines)
-    _at_line(lines["prompt"], Template, task.prompt, task.references)
-    _at_line(lines.get("truncate", lines.get("max_prompt_tokens")), task.template)
+    _at_line(lines["prompt"], PromptTemplate, task.prompt)
+    _at_line(lines.get("truncate", lines.get("max_prompt_tokens")), lambda: task.template)
     for name in task.metrics:
         _at_line(lines["metrics"], check_metric, name)
     return task
@@ -179,31 +173,3 @@ def _filled(kind: type[T], data: Mapping[Any, Any], lines: Mapping[str, int], wh
         raise DataError(
             f"{e.name}{where}: {data[e.name]!r} is not accepted: give {e.accepted}", lines[e.name]
         ) from None
-
-
-# ---------------------------------------------------------------------- what a response repeats
-
-_SCRIPTS = "".join(f"\\p{{scx={name}}}" for name in ["Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar"])
-_UNSPACED = rf"(?=[{_SCRIPTS}])\p{{L}}"  # a letter of a script that has no spaces between words
-_LETTER = rf"(?:(?!{_UNSPACED})[\p{{L}}\p{{M}}\p{{Nd}}])"
-_NAME = rf"\p{{Lu}}(?:{_LETTER}|[_'’-])+"
-UNSPACED_LETTER = regex.compile(rf"{_UNSPACED}\p{{M}}*")
-"""A letter of a script without spaces, with its marks."""
-WORD = regex.compile(rf"{UNSPACED_LETTER.pattern}|{_LETTER}+")
-"""Letters, marks and digits up to another character, or one letter of a script without spaces."""
-_VALUE = regex.compile(rf"(?<!{_LETTER}|_)(?:{_NAME}(?: {_NAME})*|\d[\d.,]*\d)(?!{_LETTER}|_)")
-
-
-def repeated(record: Record, fields: Sequence[str]) -> list[str]:
-    """Names and numbers in these fields of a record that half of its references have too; a number has two digits.
-
-    A name begins with a capital letter, so a script without capitals has numbers alone.
-    """
-    found: dict[str, None] = {}
-    for field in fields:
-        text = record.values.get(field, "")
-        small = set(WORD.findall(text))
-        # A word that is written small elsewhere in the text began a sentence.
-        found |= dict.fromkeys(value for value in _VALUE.findall(text) if value.lower() not in small - {value})
-    texts = record.references
-    return [value for value in found if 2 * sum(value in text for text in texts) >= max(1, len(texts))]

@@ -17,7 +17,6 @@ from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.data.chats import chat_fault
 from skipdecode.data.examples import known_shape, written_turns
-from skipdecode.data.forms import recipe_template
 from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.records import refuse_rejects
 from skipdecode.data.shapes import TEXT
@@ -40,7 +39,7 @@ from skipdecode.evaluation.run import TaskEvaluation, note_left_out, with_w8a8
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, method_name
-from skipdecode.models.carried import schedule_file
+from skipdecode.models.carried import schedule_file, tuned_template
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, open_checkpoint
 from skipdecode.schedule import Schedule
 
@@ -207,8 +206,8 @@ class _Evaluation:
     def on_records(self, data: Data | None, task: Task | str | Path | None, out: Path) -> list[Run]:
         options, chosen = self.options, task_of(self.checkpoint, task)
         skip_bad = options.bad_records == "skip"
-        shape = None if task is not None else known_shape(data, _REMEDY, _ANSWERS, chosen.template())
-        is_plain = task is None and recipe_template(self.checkpoint.recipe) is None
+        shape = None if task is not None else known_shape(data, _REMEDY, _ANSWERS, chosen.template)
+        is_plain = task is None and tuned_template(self.checkpoint.recipe) is None
         chosen = replace(chosen, chat=chosen.chat or options.chat)
         most = options.max_new_tokens or chosen.max_new_tokens
         prompt_room(context_length(self.checkpoint.config), most)
@@ -225,10 +224,9 @@ class _Evaluation:
         metrics = make_metrics(names, metric_options)
         llm = self._open(self.model)
         as_chats = is_plain and shape is not TEXT and chat_fault(llm.tokenizer) is None
-        chosen = replace(chosen, chat=chosen.chat or as_chats)
-        written, rejects = written_turns("data", records.items, chosen.template(), llm.tokenizer)
-        refuse_rejects("data", rejects, skip_bad=skip_bad and bool(written))
-        records = replace(records, items=written, skipped=(*records.skipped, *rejects))
+        chosen = replace(chosen, chat=chosen.chat or options.chat or as_chats)
+        skipped, records = len(records.skipped), written_turns(records, chosen.template, llm.tokenizer)
+        refuse_rejects("data", records.skipped[skipped:], skip_bad=skip_bad and bool(records.items))
         _check_template(llm.loaded, chosen)
         untuned = llm.loaded.untuned_line(s for s in asked if not s.is_full)
         for line in (untuned, f"engine: {llm.backend.name}"):
@@ -339,30 +337,25 @@ def task_of(checkpoint: Checkpoint, task: Task | str | Path | None) -> Task:
     """The task, else records in the template that the checkpoint was tuned on, else records with plain fields."""
     if isinstance(task, Task):
         return task
-    recipe = checkpoint.recipe if task is None else None
-    template = recipe_template(recipe)
+    template = tuned_template(checkpoint.recipe) if task is None else None
     if template is None:
         return load_task(task or "jsonl", check_metric)
-    alike = (name for name in task_names() if load_task(name).prompt == template.prompt)
+    alike = (name for name in task_names() if load_task(name).prompt == template.text)
     plain = load_task(next(alike, "jsonl"), check_metric)
-    fields = ("prompt", "chat", "truncate", "max_prompt_tokens")
-    found = {name: getattr(template, name) for name in fields}
-    return replace(plain, **found, references=tuple(dict.fromkeys((*template.responses, *plain.references))))
+    found: dict[str, Any] = {name: getattr(template, name) for name in ("chat", "truncate", "max_prompt_tokens")}
+    references = tuple(dict.fromkeys((*template.responses, *plain.references)))
+    return replace(plain, prompt=str(template.text), references=references, **found)
 
 
 def _check_template(loaded: LoadedModel, task: Task) -> None:
     """Print a note if the model was tuned on another template: its scores would then be too low."""
-    tuned = recipe_template(loaded.checkpoint.recipe)
-    if tuned is not None and (tuned.prompt, tuned.chat) != (task.prompt, task.chat):
-        note(
-            f"the model was tuned with the template {tuned.prompt!r}, chat={tuned.chat}; the task has another template"
-        )
+    tuned = tuned_template(loaded.checkpoint.recipe)
+    if tuned is not None and (tuned.text, tuned.chat) != (task.prompt, task.chat):
+        note(f"the model was tuned with the template {tuned.text!r}, chat={tuned.chat}; the task has another template")
 
 
 def _prompt_source(prompts: str | Path | Sequence[str] | None) -> PromptSource | None:
     """The prompts, opened; None if the model draws them."""
-    if prompts is None:
-        return None
-    source = PromptSource.open(str(prompts)) if isinstance(prompts, str | Path) else PromptSource.of_prompts(prompts)
-    source.check_filled()
-    return source
+    if isinstance(prompts, str | Path):
+        return PromptSource.open(str(prompts)).filled()
+    return None if prompts is None else PromptSource.of_prompts(prompts).filled()

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import regex
 
 from skipdecode.common.bootstrap import Table, ratio_of_sums
 from skipdecode.common.options import Options, check_name, option
 from skipdecode.common.progress import without_foreign_bars
-from skipdecode.data.tasks import UNSPACED_LETTER, WORD
+from skipdecode.data.records import Record
 from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.models.loading.beside import ask_hub, snapshot
 
@@ -159,7 +160,7 @@ class Bleu(_Sacre):
 
 def spaced(text: str) -> str:
     """A text with spaces around each letter of a script that has none."""
-    return text if text.isascii() else UNSPACED_LETTER.sub(r" \g<0> ", text)
+    return text if text.isascii() else _UNSPACED_LETTER.sub(r" \g<0> ", text)
 
 
 class Chrf(_Sacre):
@@ -189,7 +190,7 @@ class _Rouge(MeanMetric):
         if text.isascii():
             return list(self._stemmed(text))
         folded = unicodedata.normalize("NFC", text.casefold())
-        words = WORD.findall(folded) or list("".join(folded.split()))
+        words = _WORD.findall(folded) or list("".join(folded.split()))
         return [stem for each in words for stem in (self._stemmed(each) if each.isascii() else [each])]
 
     def _values(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
@@ -319,3 +320,31 @@ def make_metrics(names: Sequence[str], options: MetricOptions | None = None) -> 
     """Metrics by name, each once, in order; all are checked before any library is loaded."""
     options = options or MetricOptions()
     return [METRICS[name](options) for name in check_metrics(names, options)]
+
+
+# ---------------------------------------------------------------------- what a response repeats
+
+_SCRIPTS = "".join(f"\\p{{scx={name}}}" for name in ["Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar"])
+_UNSPACED = rf"(?=[{_SCRIPTS}])\p{{L}}"  # a letter of a script that has no spaces between words
+_LETTER = rf"(?:(?!{_UNSPACED})[\p{{L}}\p{{M}}\p{{Nd}}])"
+_NAME = rf"\p{{Lu}}(?:{_LETTER}|[_'’-])+"
+_UNSPACED_LETTER = regex.compile(rf"{_UNSPACED}\p{{M}}*")
+"""A letter of a script without spaces, with its marks."""
+_WORD = regex.compile(rf"{_UNSPACED_LETTER.pattern}|{_LETTER}+")
+"""Letters, marks and digits up to another character, or one letter of a script without spaces."""
+_VALUE = regex.compile(rf"(?<!{_LETTER}|_)(?:{_NAME}(?: {_NAME})*|\d[\d.,]*\d)(?!{_LETTER}|_)")
+
+
+def repeated(record: Record, fields: Sequence[str]) -> list[str]:
+    """Names and numbers in these fields of a record that half of its references have too; a number has two digits.
+
+    A name begins with a capital letter, so a script without capitals has numbers alone.
+    """
+    found: dict[str, None] = {}
+    for field in fields:
+        text = record.values.get(field, "")
+        small = set(_WORD.findall(text))
+        # A word that is written small elsewhere in the text began a sentence.
+        found |= dict.fromkeys(value for value in _VALUE.findall(text) if value.lower() not in small - {value})
+    texts = record.references
+    return [value for value in found if 2 * sum(value in text for text in texts) >= max(1, len(texts))]

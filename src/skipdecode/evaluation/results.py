@@ -23,6 +23,7 @@ from skipdecode.common.jsonl import read_result
 from skipdecode.common.options import OVERWRITE, Options, option, setting
 from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.common.rows import read_rows
+from skipdecode.data.examples import bad_records_option
 from skipdecode.engine.requests import BATCH
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, MetricOptions
@@ -80,12 +81,7 @@ class EvaluationOptions(EvaluationSettings, MetricOptions):
         f"downloaded); with --compare also {', '.join(FIDELITY)}",
         default=(),
     )
-    bad_records: str = option(
-        "records that cannot be read or whose prompt is too long for the model: refuse the file, or skip the records "
-        "and print their lines",
-        default="refuse",
-        choices=("refuse", "skip"),
-    )
+    bad_records: str = bad_records_option("refuse")
     limit: int | None = option(
         "use only the first N records; without references, the number of prompts (default: all records, 128 prompts)",
         default=None,

@@ -18,13 +18,14 @@ from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.resume import ResumeLog
 from skipdecode.data.chats import response_ids
-from skipdecode.data.prompts import context_length, encode_prompts, outside, prompt_room
-from skipdecode.data.records import Reject, lines_by_reason
+from skipdecode.data.prompts import PromptEncoder, context_length, outside, prompt_room, vocabulary_size
+from skipdecode.data.records import Record, Reject, lines_by_reason, reject_summary
 from skipdecode.data.source import Records
-from skipdecode.data.tasks import Task, repeated
+from skipdecode.data.tasks import Task
+from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.errors import DataError, SkipDecodeError
-from skipdecode.evaluation.metrics import FIDELITY, METRICS, NEAR_ZERO, Metric
+from skipdecode.evaluation.metrics import FIDELITY, METRICS, NEAR_ZERO, Metric, repeated
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     RUN_FILE,
@@ -53,7 +54,6 @@ from skipdecode.generation.speed import (
     timed_tokens,
     timing_of,
 )
-from skipdecode.models.families import vocabulary_size
 from skipdecode.schedule import Schedule
 
 WHAT = f"outputs of the lengths of the references; {HOW}"
@@ -147,7 +147,7 @@ class TaskEvaluation:
         tokenizer, vocabulary = self.tokenizer, vocabulary_size(self.model)
         room = prompt_room(context_length(self.model.config), self.settings.max_new_tokens or 0)
         fitting, prompts = encode_prompts(
-            self.task.template(), self.given, tokenizer, room=room, vocabulary=vocabulary, skip_bad=self.skip_bad
+            self.task.template, self.given, tokenizer, room=room, vocabulary=vocabulary, skip_bad=self.skip_bad
         )
         note_left_out(fitting.skipped[len(self.given.skipped) :])
         if self.settings.teacher_forced:
@@ -441,3 +441,46 @@ def speed_entries(
         found[name] = turns.ratio(full, method, clock)
         found[f"{name}_interval"] = None if method is full or bounds is None else asdict(bounds)
     return found
+
+
+def encode_prompts(
+    template: PromptTemplate,
+    records: Records,
+    tokenizer: Any,
+    *,
+    room: int | None = None,
+    vocabulary: int | None = None,
+    skip_bad: bool = False,
+) -> tuple[Records, list[list[int]]]:
+    """Token ids of the prompts of all records, and the records that have them.
+
+    `room`: most tokens that the model's context leaves for a prompt. `vocabulary`: as for `PromptEncoder`. `skip_bad`:
+    leave out records whose prompt is too long, has no token or one that the model does not know, instead of refusing
+    all; the returned records name them as skipped.
+
+    Raises DataError if there are such prompts and `skip_bad` is false (all are counted, the first ones named), or no
+    record is left.
+    """
+    items: list[Record] = []
+    prompts: list[list[int]] = []
+    rejects: list[Reject] = []
+    most = min((n for n in (template.max_prompt_tokens, room) if n is not None), default=None)
+    encoder = PromptEncoder(tokenizer, None, template, vocabulary=vocabulary)
+    for prompt in encoder.encode(records.items, room):
+        error = prompt.error
+        if most is not None and len(prompt.token_ids) > most:
+            has = f"has {len(prompt.token_ids)} tokens, there is room for {most}"
+            if template.truncate is not None:
+                has = f"has more than {most} tokens without {template.truncate!r} too"
+            error = f"prompt too long: that of record {prompt.record.id} {has}"
+        if error is not None:
+            rejects.append(Reject(prompt.record.line, error))
+        else:
+            items.append(prompt.record)
+            prompts.append(prompt.token_ids)
+    if rejects and not (skip_bad and items):
+        remedy = "shorten what is too long, lower max_new_tokens" + (
+            "" if template.truncate else ", name a field to cut in the task file (truncate, max_prompt_tokens)"
+        )
+        raise DataError(f"{reject_summary(rejects)}; {remedy}" + (", or give `bad_records` skip" if items else ""))
+    return replace(records, items=tuple(items), skipped=(*records.skipped, *rejects)), prompts

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skipdecode.common.bootstrap import Table, ratio_of_sums
-from skipdecode.data.batches import Batch, collate, response_logits
+from skipdecode.data.batches import Batch, collate
 from skipdecode.data.examples import Example
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, check_metric
 from skipdecode.generation.speed import batches
 from skipdecode.models.attach import Attachment
+from skipdecode.models.forward import response_logits
 from skipdecode.schedule import Schedule
 
 Texts = Sequence[Sequence[int]]

@@ -22,10 +22,10 @@ from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.resume import ResumeLog
 from skipdecode.common.rows import read_rows
 from skipdecode.common.tables import figures
-from skipdecode.data.forms import recipe_template
-from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
-from skipdecode.data.records import Record, Template
+from skipdecode.data.prompts import context_length, prompt_room
+from skipdecode.data.records import Record
 from skipdecode.data.source import PromptSource, Records
+from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import Request, row_seed
 from skipdecode.evaluation.results import (
@@ -38,18 +38,19 @@ from skipdecode.evaluation.results import (
     open_log,
     save_run,
 )
-from skipdecode.evaluation.run import measured_speeds, note_left_out, with_w8a8
+from skipdecode.evaluation.run import encode_prompts, measured_speeds, note_left_out, with_w8a8
 from skipdecode.evaluation.scores import along, ratio_score, sums, text_scores, token_fidelity
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import (
     DEV_FILE,
+    PROMPT_AND_RESPONSE,
     TRAIN_FILE,
     SelfGeneratedData,
     SelfGeneratedOptions,
-    default_template,
     forget_prompts,
 )
 from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
+from skipdecode.models.carried import tuned_template
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.schedule import Schedule
 
@@ -138,11 +139,13 @@ class OwnTexts:
             self_top_p=self.options.top_p,
         )
 
-    def _prompts(self, reference: Method, out: Path) -> tuple[Template, list[Record], list[list[int]]]:
+    def _prompts(self, reference: Method, out: Path) -> tuple[PromptTemplate, list[Record], list[list[int]]]:
         """The template, prompts that the checkpoint was not tuned on, and the token ids of the prompts."""
         loaded, base = self.llm.loaded, self.base.loaded
-        asked = Template("{prompt}", chat=True) if self.options.chat else recipe_template(loaded.checkpoint.recipe)
-        template, seed = default_template(base.tokenizer, asked), row_seed(self.options.seed, _HELD_OUT)
+        recipe = loaded.checkpoint.recipe
+        tuned = PromptTemplate("{prompt}", chat=True) if self.options.chat else tuned_template(recipe)
+        template = (tuned or PROMPT_AND_RESPONSE).decided(base.tokenizer)
+        seed = row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"
         about = self.base, template, self._generated, self.source, out, seed, skip_bad, self.options.overwrite
         data = SelfGeneratedData(*about)

@@ -10,18 +10,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from skipdecode.common.options import near
+from skipdecode.common.options import kinds, near
 from skipdecode.common.plain import unwrapped
+from skipdecode.data.chats import ToolChoice
+from skipdecode.data.messages import chat_fields
 from skipdecode.data.prompts import EncodedPrompt
-from skipdecode.data.records import Record
+from skipdecode.data.records import OwnSettings, ReadRow, Record
 from skipdecode.data.stopping import StopStrings
-from skipdecode.engine.requests import FinishReason, Sampling
-from skipdecode.errors import OptionError, UsageError
+from skipdecode.data.template import PromptTemplate
+from skipdecode.engine.requests import FinishReason, Request, Sampling
+from skipdecode.errors import DataError, OptionError, UsageError
 from skipdecode.generation.calls import CallForm, CallReader
 from skipdecode.generation.grammar import Grammars
 
 OPTIONS = ("max_new_tokens", "schedule", "stop", "template", "exact", "json_schema")
 """The options of `skipdecode.LLM.generate` beside the fields of `Sampling`."""
+BATCH_LINES = "OpenAI's batches"
+_SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
+_LENGTHS = ("max_tokens", "max_completion_tokens")
+_OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+_READ = ("messages", "prompt", *_OF_TOOLS, *_SAMPLING, *_LENGTHS, "logit_bias", "response_format", "stop", "n")
+_OF_SERVERS = ("model", "stream", "stream_options", "user", "metadata", "store")
+_ANSWERED = "completions"
+_FORMATS = {"text": None, "json_object": {"type": "object"}}
+_OF_FORMATS, _OF_SCHEMAS = {"type", "json_schema"}, {"name", "description", "schema", "strict"}
 _NEW_TOKENS = ("max_tokens", "max_length", "max_completion_tokens")
 
 
@@ -43,30 +55,31 @@ class Decoding:
 
         Raises UsageError: the model cannot do what the record asks for.
         """
-        asked = record.asked
-        own = dict(asked.get("sampling", {}))
+        settings = record.settings
+        if settings is None:
+            return replace(self, sampling=self.sampling.for_row(record.index))
+        own = dict(settings.sampling)
         index = 0 if "seed" in own else record.index  # its own seed: as in the server
-        if "json_schema" in asked:
-            own["grammar"] = grammars.compile("json", asked["json_schema"])
-        form = call_form(record, grammars.tokenizer)
-        if form is not None and asked["calling"].demanded:
+        if settings.json_schema is not None:
+            own["grammar"] = grammars.compile("json", settings.json_schema)
+        form = call_form(settings, grammars.tokenizer)
+        if form is not None and settings.calling.demanded:
             words = grammars.tokenizer.added_tokens_decoder
-            own["grammar"] = grammars.compile("lark", form.grammar(asked["calling"], words))
-        sampling = replace(self.sampling, **own) if own else self.sampling
-        most = asked.get("max_new_tokens", self.max_new_tokens)
-        return replace(self, sampling=sampling.for_row(index), max_new_tokens=most, stop=asked.get("stop", self.stop))
+            own["grammar"] = grammars.compile("lark", form.grammar(settings.calling, words))
+        sampling = replace(self.sampling, **own).for_row(index)
+        most, stop = settings.max_new_tokens or self.max_new_tokens, settings.stop
+        return replace(self, sampling=sampling, max_new_tokens=most, stop=self.stop if stop is None else stop)
 
 
-def call_form(record: Record, tokenizer: Any) -> CallForm | None:
+def call_form(settings: OwnSettings | None, tokenizer: Any) -> CallForm | None:
     """Return how the model calls the tools of a line of OpenAI's batches; None without tools or a known form.
 
     Raises UsageError: the line demands a call, and there is no known form.
     """
-    calling = record.asked.get("calling")
-    if calling is None:
+    if settings is None or not settings.calling.shown:
         return None
-    form = CallForm.of(tokenizer, calling.shown) if calling.shown else None
-    if form is None and calling.demanded:
+    form = CallForm.of(tokenizer, settings.calling.shown)
+    if form is None and settings.calling.demanded:
         raise UsageError("tool_choice demands a call, which this model's chat template has no known form for")
     return form
 
@@ -145,8 +158,8 @@ class Output:
     def _choice(self, tokenizer: Any) -> dict[str, Any]:
         """The answer in OpenAI's form."""
         record, text, calls = self.source.record, self.text, list[dict[str, Any]]()
-        if (form := call_form(record, tokenizer)) is not None:
-            text, calls = CallReader(form, record.asked["calling"]).push(text, last=True)
+        if record.settings is not None and (form := call_form(record.settings, tokenizer)) is not None:
+            text, calls = CallReader(form, record.settings.calling).push(text, last=True)
         ended = "tool_calls" if calls else "stop"
         choice = {"index": 0, "logprobs": None, "finish_reason": "length" if self.finish_reason == "length" else ended}
         if isinstance(record.prompt, str):
@@ -173,3 +186,66 @@ def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(name, value, "a whole number, 1 or more")
     return value
+
+
+# ---------------------------------------------------------------------- lines of OpenAI's batches
+
+
+def prompt_reader(template: PromptTemplate) -> ReadRow:
+    """Return the reader of rows to generate from: the template's, and for lines of OpenAI's batches that of bodies."""
+
+    def read(record: Record, row: Mapping[str, Any]) -> Record:
+        body = row.get("body") if template.shape is None else None
+        if not isinstance(body, dict):
+            return template.prompt(record, row)
+        if not str(url := row.get("url", _ANSWERED)).endswith(_ANSWERED):
+            raise DataError(f"url {url!r} is not answered: give /v1/chat/completions or /v1/completions")
+        rest, taken = body.keys() - {*_READ, *_OF_SERVERS}, _READ[: 2 if body.get("tool_choice") == "none" else 3]
+        fields = {name: body[name] for name in taken if name in body} | {f"body.{x}": body[x] for x in sorted(rest)}
+        record = template.prompt(record, fields)
+        return replace(record, settings=_settings_of(body), guessed=BATCH_LINES)
+
+    return read
+
+
+def _settings_of(body: Mapping[str, Any]) -> OwnSettings:
+    """The settings of a body; raises DataError for a value that is not accepted."""
+    given = {name: value for name, value in body.items() if value is not None}
+    drawn = {name: given[name] for name in _SAMPLING if name in given}
+    drawn |= {"top_k": 0} if drawn.get("top_k") == -1 else {}  # vLLM's "all"
+    try:
+        for name in filter(given.__contains__, _LENGTHS):
+            if (accepted := kinds(Request)["max_new_tokens"].refuses(given[name])) is not None:
+                raise OptionError(name, given[name], accepted)
+        if given.get("n", 1) != 1:
+            raise OptionError("n", given["n"], "1, or one line for each answer")
+        if isinstance(bias := given.get("logit_bias", {}), Mapping):  # JSON's names are texts
+            bias = {int(name) if str(name).isdecimal() else name: value for name, value in bias.items()}
+        drawn["logit_bias"] = bias
+        Sampling(**drawn)
+        schema, stop = schema_of(given.get("response_format", {"type": "text"})), given.get("stop")
+        calling = ToolChoice()
+        if "messages" in given and any(name in given for name in _OF_TOOLS[:2]):
+            parallel, tools = given.get("parallel_tool_calls", True), chat_fields(body, chat=True).get("tools", ())
+            calling = ToolChoice.of(tools, given.get("tool_choice", "auto"), several=parallel is not False)
+            if calling.shown and schema is not None:
+                raise OptionError("response_format", given["response_format"], "text beside tools")
+        stops = None if stop is None else StopStrings([stop] if isinstance(stop, str) else stop)
+    except UsageError as e:
+        raise DataError(f"body.{e}") from None
+    most = given.get("max_completion_tokens", given.get("max_tokens"))
+    return OwnSettings(drawn, most, stops, schema, calling)
+
+
+def schema_of(form: Any) -> Any:
+    """The JSON schema of OpenAI's `response_format`, None for text; raises OptionError for what is not known."""
+    found = form if isinstance(form, Mapping) else {}
+    kind, inner = found.get("type"), found.get("json_schema")
+    named = inner if isinstance(inner, Mapping) and kind == "json_schema" else {}
+    if found.keys() <= _OF_FORMATS and named.keys() <= _OF_SCHEMAS:
+        if inner is None and isinstance(kind, str) and kind in _FORMATS:
+            return _FORMATS[kind]
+        if isinstance(named.get("schema"), Mapping):
+            return named["schema"]
+    accepted = 'a type text, json_object, or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise OptionError("response_format", form, accepted)

@@ -23,10 +23,11 @@ from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.plain import listed, unwrapped
 from skipdecode.common.progress import note
 from skipdecode.data.chats import checked_variables
-from skipdecode.data.forms import Prompt, PromptForm, choose_form, listed_prompts
-from skipdecode.data.messages import Message
-from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
+from skipdecode.data.messages import Message, is_message
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length, vocabulary_size
+from skipdecode.data.records import read_records
 from skipdecode.data.stopping import StopStrings
+from skipdecode.data.template import Prompt, PromptTemplate, are_token_ids
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens, load, open_engines
 from skipdecode.engine.requests import BATCH, Request, Sampling
@@ -38,12 +39,13 @@ from skipdecode.errors import (
     UsageError,
     WorkError,
 )
-from skipdecode.generation.decoding import Decoding, Output, check_options, positive
+from skipdecode.generation.decoding import Decoding, Output, check_options, positive, prompt_reader
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop, TextStream
 from skipdecode.generation.stats import RunStats
-from skipdecode.models.families import unwrap, vocabulary_size
+from skipdecode.models.carried import tuned_template
+from skipdecode.models.families import unwrap
 from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
 from skipdecode.schedule import Schedule
 
@@ -238,7 +240,7 @@ class LLM:
         start = time.perf_counter()
         options = {"schedule": schedule, "stop": stop, "template": template, "exact": exact} | sampling
         options["json_schema"] = json_schema
-        encoded, decoding, chosen = self._prepared(listed_prompts(prompts), max_new_tokens, **options)
+        encoded, decoding, chosen = self._prepared(_listed(prompts), max_new_tokens, **options)
         found = Outputs()
         for output in self.iterate(encoded, decoding, chosen):
             if output.error is not None:  # the first outputs, before anything is generated
@@ -333,7 +335,7 @@ class LLM:
             own = decoding.for_record(prompt.record, self.grammars)
             most = own.max_new_tokens if prompt.room is None else min(own.max_new_tokens, prompt.room)
             request = Request(tuple(prompt.token_ids), most, own.sampling, self._ends, exact=own.exact)
-            if prompt.record.asked:
+            if prompt.record.settings is not None:
                 request.check_vocabulary(self.grammars.vocab_size)
         except UsageError as e:
             raise DataError(f"body: {e}") from None
@@ -407,26 +409,27 @@ class LLM:
         """Prompts as token ids, with their `room` in the context; a prompt that cannot be used has an `error`."""
         if isinstance(prompts, str | Mapping):
             raise OptionError("prompts", prompts, "a list of prompts")
-        form = choose_form(
-            self.loaded.checkpoint.recipe,
-            no_template=not template,
-            prompt_template=template if isinstance(template, str) else None,
-        )
-        records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(listed(prompts, "prompts"))]
-        return self.encoder(form, told=self._told).encode(records)
+        text = template if isinstance(template, str) else None
+        chosen = PromptTemplate(text)
+        if template and text is None:
+            chosen = self.decided(tuned_template(self.loaded.checkpoint.recipe) or PromptTemplate(chat=None))
+        rows = ((1, chosen.row(prompt)) for prompt in listed(prompts, "prompts"))
+        return self.encoder(chosen).encode(list(read_records(rows, prompt_reader(chosen))))
 
-    def encoder(self, form: PromptForm, system: str | None = None, told: set[str] | None = None) -> PromptEncoder:
-        """Make the encoder of prompts of a form; see `PromptEncoder`."""
-        return PromptEncoder(
-            self.tokenizer,
-            self.context,
-            chat=form.chat,
-            system=system,
-            template=form.template,
-            vocabulary=vocabulary_size(self.loaded.model),
-            told=told,
-            variables=self.variables,
-        )
+    def decided(self, template: PromptTemplate) -> PromptTemplate:
+        """Return the template for the model's tokenizer; a broken chat template is only told where it is a default."""
+        try:
+            return template.decided(self.tokenizer)
+        except ModelLoadError as e:
+            if (line := f"{e}; prompts are left as they are") not in self._told:
+                self._told.add(line)
+                note(line)
+            return replace(template, chat=False)
+
+    def encoder(self, template: PromptTemplate) -> PromptEncoder:
+        """Make the encoder of prompts of a template; see `PromptEncoder`."""
+        more: dict[str, Any] = {"vocabulary": vocabulary_size(self.loaded.model), "variables": self.variables}
+        return PromptEncoder(self.tokenizer, self.context, template, told=self._told, **more)
 
     def _prepared(
         self,
@@ -481,6 +484,13 @@ class LLM:
                 self._engine = None
             engine.stats = RunStats(num_layers=self.num_layers)
             return engine
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """List one or several prompts; a list of messages is one chat, and one of whole numbers its token ids."""
+    found = listed(prompts, "prompts")
+    is_chat = bool(found) and all(map(is_message, found))
+    return [found] if is_chat or are_token_ids(found) else found
 
 
 def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> Outputs:

@@ -26,17 +26,18 @@ from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.resume import ANEW, ResumeLog, other_settings
 from skipdecode.common.rows import check_streams
-from skipdecode.data.chats import chat_fault, render_chat
+from skipdecode.data.chats import ToolChoice, render_chat, token_ids
 from skipdecode.data.examples import RecordOptions, self_template
-from skipdecode.data.forms import PromptForm, recipe_template
-from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token
-from skipdecode.data.records import Record, Reject, Template, refuse_rejects, reject_summary
+from skipdecode.data.prompts import PromptEncoder, check_end_token
+from skipdecode.data.records import Record, Reject, refuse_rejects, reject_summary
 from skipdecode.data.source import PromptSource
 from skipdecode.data.stopping import StopStrings
+from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
-from skipdecode.generation.decoding import Decoding
+from skipdecode.generation.decoding import Decoding, prompt_reader
 from skipdecode.generation.records import WINDOW_BATCHES
+from skipdecode.models.carried import tuned_template
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.schedule import Schedule
 
@@ -50,7 +51,6 @@ _DRAWN = 1000
 _PROMPT_TOKENS = 128
 _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
-_NOT_ASKED = ("calling", "json_schema")  # of a line of OpenAI's batches: answers are learned without tools
 _ADMITS = 0.6  # of the time: rows that run then take about the rest, and those that take more are cut
 _LEAST_STEPS = 8  # before sequences are cut: shorter texts are not kept
 _GRAM, _LEAST_DISTINCT = 4, 0.7
@@ -104,9 +104,7 @@ def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
     if options.prompts is None:
         return None
     check_streams([options.prompts])
-    source = PromptSource.open(options.prompts)
-    source.check_filled()
-    return source
+    return PromptSource.open(options.prompts).filled()
 
 
 def forget_prompts(directory: Path) -> None:
@@ -114,12 +112,8 @@ def forget_prompts(directory: Path) -> None:
     (directory / LOG_FILE).unlink(missing_ok=True)
 
 
-def default_template(tokenizer: Any, template: Template | None = None) -> Template:
-    """`template`, or plain prompts; where it does not say, they are chats if the model has a chat template."""
-    template = template or Template("{prompt}", "response", chat=None)
-    if template.chat is None:
-        template.chat = chat_fault(tokenizer) is None
-    return template
+PROMPT_AND_RESPONSE = PromptTemplate("{prompt}", ("response",), chat=None)
+"""Of prompts without a template of their own: chats if the model has a chat template."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ class SelfGeneratedData:
     """Prompts and answers of a model, kept in a directory."""
 
     llm: LLM
-    template: Template  # template of the prompts; see `default_template`
+    template: PromptTemplate  # of the prompts
     options: SelfGeneratedOptions
     source: PromptSource | None  # the file of prompts that the options name; without one they are drawn
     directory: Path
@@ -146,9 +140,10 @@ class SelfGeneratedData:
         if self.source is not None:
             return self._read(self.source, seen)
         head, count = self._before_user(), self.options.self_records or _DRAWN
-        records = [Record(i, i + 1, i + 1, head) for i in range(count)]
+        (ids,) = token_ids(self.llm.tokenizer, [head], special=False)  # it has its special tokens
+        records = [Record(i, i + 1, i + 1, "", token_ids=tuple(ids)) for i in range(count)]
         sampling = Sampling(temperature=1.0, top_p=self.options.self_top_p, seed=row_seed(self.seed, 1))
-        rows = self._generated(_PROMPTS, records, _AsTheyAre, sampling, _PROMPT_TOKENS, 1 / 3)
+        rows = self._generated(_PROMPTS, records, sampling, _PROMPT_TOKENS, 1 / 3)
         values = [self.template.values_of_text(text) for _, text in self._kept("prompts", rows, seen, 1)]
         return [Record(i, i + 1, i + 1, self.template.render(v), None, v) for i, v in enumerate(values)]
 
@@ -172,7 +167,7 @@ class SelfGeneratedData:
         check_end_token(self.llm.loaded.tokenizer)
         records = self.prompts()
         sampling = self.options.answers(row_seed(self.seed, 2), self.llm.backend.sampling)
-        rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens, 1.0)
+        rows = self._generated(_ANSWERS, records, sampling, self.options.self_tokens, 1.0)
         kept = self._kept("answers", rows, set(), 2)
         field = self.template.responses[0]
         lines = [json_line({"id": records[i].line, **records[i].values, field: text}) for i, text in kept]
@@ -213,7 +208,7 @@ class SelfGeneratedData:
         from skipdecode.engine.opening import end_tokens
 
         head = found = ""
-        if self.template.chat and self.template.prompt == "{prompt}":
+        if self.template.chat and self.template.text == "{prompt}":
             messages = [{"role": "user", "content": _USER}]
             head, found, _ = render_chat(self.llm.loaded.tokenizer, messages, answer=False).partition(_USER)
         if not (head and found):
@@ -229,17 +224,18 @@ class SelfGeneratedData:
     def _read(self, source: PromptSource, seen: set[str]) -> list[Record]:
         found: list[Record] = []
         rejects: list[Reject] = []
-        for given in source.records(PromptForm(template=self.template)):
+        for given in source.records(prompt_reader(self.template)):
             record = self._question(given)
             key, error = _key(str(record.prompt)), record.error
             if error or key in seen:
                 rejects.append(Reject(record.line, error or "repeated: the prompt of an earlier line"))
             elif len(found) < (self.options.self_records or len(found) + 1):
                 seen.add(key)
-                # The answers are learned without the record's system message.
+                # The answers are learned without the record's system message
                 left_out = (*record.left_out, *map(repr, record.for_chat))
-                asked = {name: value for name, value in record.asked.items() if name not in _NOT_ASKED}
-                found.append(replace(record, index=len(found), for_chat={}, left_out=left_out, asked=asked))
+                # and without tools
+                settings = record.settings and replace(record.settings, calling=ToolChoice(), json_schema=None)
+                found.append(replace(record, index=len(found), for_chat={}, left_out=left_out, settings=settings))
         told, bad = reject_summary(rejects), [r for r in rejects if not r.reason.startswith("repeated")]
         refuse_rejects("`prompts`", bad, skip_bad=self.skip_bad)
         if not found:
@@ -261,13 +257,7 @@ class SelfGeneratedData:
         return replace(record, prompt=self.template.render(values), values=values, left_out=left_out)
 
     def _generated(
-        self,
-        what: str,
-        records: Sequence[Record],
-        encoder: type[PromptEncoder],
-        sampling: Sampling,
-        most: int,
-        share: float,
+        self, what: str, records: Sequence[Record], sampling: Sampling, most: int, share: float
     ) -> dict[int, dict[str, Any]]:
         """The outputs by index, from the log of an earlier run or generated now in a share of the time left."""
         llm, settings = self.llm, self._settings()
@@ -287,7 +277,7 @@ class SelfGeneratedData:
                 told = f"of {len(records)}; ends after {seconds / 60:.1f} min at most"
             least = _LEAST_STEPS * min(size, len(left))
             begun = chain(left[:size], takewhile(lambda record: time.perf_counter() < over, left[size:]))
-            prompts = encoder(llm.tokenizer, llm.context, template=self.template).stream(begun, window)
+            prompts = PromptEncoder(llm.tokenizer, llm.context, self.template).stream(begun, window)
             outputs = llm.iterate(
                 prompts,
                 decoding,
@@ -334,14 +324,6 @@ class SelfGeneratedData:
         return "repetitive" if circles else ""
 
 
-class _AsTheyAre(PromptEncoder):
-    """Encodes texts that already have their special tokens, such as the beginning of a chat."""
-
-    def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
-        ids = self._token_ids([str(record.prompt) for record in records], True)
-        return [self._checked(record, str(record.prompt), i) for record, i in zip(records, ids, strict=True)]
-
-
 def _rows_of(log: ResumeLog, what: str) -> dict[int, dict[str, Any]]:
     return {int(key.split()[1]): row for key, row in log.items() if key.startswith(f"{what} ")}
 
@@ -375,7 +357,7 @@ def own_answers(
     tested: int = 0,
     until: float = math.inf,
     overwrite: bool = False,
-) -> tuple[Template, dict[str, Any]]:
+) -> tuple[PromptTemplate, dict[str, Any]]:
     """Write the model's answers at full depth to `out`, unless they exist; their template, and the settings.
 
     See `SelfGeneratedData.write_records`, which names the files. `until`: the reading of `time.perf_counter()` at which
@@ -384,7 +366,8 @@ def own_answers(
     """
     from skipdecode.generation.llm import LLM
 
-    template = default_template(loaded.tokenizer, self_template(records) or recipe_template(loaded.checkpoint.recipe))
+    template = self_template(records) or tuned_template(loaded.checkpoint.recipe) or PROMPT_AND_RESPONSE
+    template = template.decided(loaded.tokenizer)
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
     made = SelfGeneratedData(LLM(loaded), *about, until)
     return template, made.write_records(held_out, tested)

@@ -23,7 +23,8 @@ from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
 from skipdecode.data.batches import batches_of
-from skipdecode.data.examples import Example, Source, encode_source, make_template, read_sources
+from skipdecode.data.examples import Example, encode_source, make_template
+from skipdecode.data.source import Source, read_file
 from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
 from skipdecode.learning.fitting import Fitter
@@ -152,7 +153,7 @@ def calibrate(
         note(f"no fit: layers of a {checkpoint.config.model_type} model read the keys and values of others")
         settings = replace(settings, fit=False)
     template = make_template(settings, data)
-    (file,) = read_sources({"data": data}, template, {}, skip_bad=settings.skips_bad).values()
+    file = read_file(data, template, skip_bad=settings.skips_bad)
     with ExitStack() as stack:
         loaded = stack.enter_context(_without_fit(model))
         examples = encode_source(file, "data", template, loaded, settings)[0]

@@ -24,8 +24,8 @@ from skipdecode.common.files import give_usual_mode, write_whole, writing
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note
 from skipdecode.common.resume import ANEW, other_settings
-from skipdecode.data.examples import RecordFile
-from skipdecode.data.records import Template
+from skipdecode.data.source import Records
+from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import OutputError, UsageError
 from skipdecode.models.carried import RECIPE_FILE, RECIPE_FORMAT, RECIPE_KIND
 from skipdecode.models.fit import fit_of, fit_state
@@ -210,7 +210,7 @@ _MUST_AGREE = ("options", "prompt", "schedule", "data", "checkpoint")
 
 def make_recipe(
     options: Mapping[str, Any],
-    template: Template,
+    template: PromptTemplate,
     schedule: Schedule,
     data: Mapping[str, Any],
     environment: Mapping[str, Any],
@@ -244,7 +244,7 @@ def make_recipe(
     return loaded
 
 
-def data_entry(file: RecordFile, records: int, rejects: int) -> dict[str, Any]:
+def data_entry(file: Records, records: int, rejects: int) -> dict[str, Any]:
     """What a recipe says of a data file; its name without the directory, for the digest tells more."""
     name = "-" if file.stream else Path(file.name).name
     return {"file": name, "sha256": file.sha256, "records": records, "skipped": rejects}

@@ -30,8 +30,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from skipdecode.data.batches import IGNORE, Batch, response_logits
+from skipdecode.data.batches import IGNORE, Batch
 from skipdecode.models.attach import Attachment
+from skipdecode.models.forward import response_logits
 from skipdecode.schedule import Schedule
 
 _TOKENS = 32

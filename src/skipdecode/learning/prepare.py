@@ -22,8 +22,9 @@ from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
-from skipdecode.data.examples import Example, RecordOptions, Source, encode_source, make_template, read_sources
-from skipdecode.data.forms import PromptForm
+from skipdecode.data.examples import Example, encode_source, make_template
+from skipdecode.data.source import Source, read_file
+from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import load
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.evaluation.compare import near_zero, with_kept
@@ -140,7 +141,7 @@ def prepare(
     PREPARE_DIRECTORY.check(place, overwrite=overwrite)
     train, dev, test, prompts = map(as_records, (train, dev, test, prompts))
     if prompts is not None and not isinstance(prompts, str | Path):
-        write_whole(place / PROMPTS_FILE, b"".join(map(json_line, map(PromptForm().row, prompts))))
+        write_whole(place / PROMPTS_FILE, b"".join(map(json_line, map(PromptTemplate().row, prompts))))
         prompts = place / PROMPTS_FILE
     settings = PrepareOptions(prompts=None if prompts is None else str(prompts), **options)
     sources = {name: one for name, one in (("train", train), ("dev", dev), ("test", test)) if one}
@@ -243,23 +244,14 @@ class _Run:
         """hidden_size of the model."""
         return ModelGeometry.from_config(self.loaded.checkpoint.config).hidden_size
 
-    def _options(self, answers: Answers) -> RecordOptions:
-        settings = self._record_options(answers)
-        return RecordOptions(**{name: value for name, value in settings.items() if name != "seed"})
-
     def _examples(self, answers: Answers) -> list[Example]:
-        options = self._options(answers)
-        template = make_template(options)
-        (file,) = read_sources({"train": answers.train}, template, {"train": _SOME_RECORDS}, skip_bad=True).values()
-        return encode_source(file, "train", template, self.loaded, options)[0]
+        template = make_template(answers.options)
+        file = read_file(answers.train, template, limit=_SOME_RECORDS, skip_bad=True)
+        return encode_source(file, "train", template, self.loaded, answers.options)[0]
 
     def _record_options(self, answers: Answers) -> dict[str, Any]:
         """Options of both `calibrate` and `tune`."""
-        settings = self.settings
-        # An answer may be a token longer when it is read again, and then exceed the context.
-        bad_records = "skip" if settings.self else settings.bad_records
-        shared: dict[str, Any] = {"seed": settings.seed, "max_length": settings.max_length, "bad_records": bad_records}
-        return shared | asdict(answers.form)
+        return {"seed": self.settings.seed, **asdict(answers.options)}
 
     # ------------------------------------------------------------------ stages
 
@@ -274,8 +266,7 @@ class _Run:
         full = self._full_depth(stages, given, clock)
         if full is None or full.learns_responses:
             return given, full
-        options, until = self._options(given), clock.until(Answers.label)
-        greedy = partial(self.sources.answered, given, options, self.loaded, until)
+        greedy = partial(self.sources.answered, given, self.loaded, clock.until(Answers.label))
         return stages.run(Answers, greedy, reads=asdict(full)), full
 
     def _pace(self, stages: Stages, answers: Answers) -> Pace:

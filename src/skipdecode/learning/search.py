@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from skipdecode.common.progress import note
 from skipdecode.cost.model import TextCost
-from skipdecode.data.batches import IGNORE, batches_of, response_logits
+from skipdecode.data.batches import IGNORE, batches_of
 from skipdecode.data.examples import Example
 from skipdecode.errors import FitError
 from skipdecode.learning.fitting import Fitter
@@ -27,6 +27,7 @@ from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit
+from skipdecode.models.forward import response_logits
 from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import lent_order, may_go

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,15 @@ from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.common.rows import Input, dataset_id, read_rows
 from skipdecode.data.examples import (
-    RecordFile,
     RecordOptions,
-    Source,
-    decide_chat,
     encode_source,
-    held_out,
     make_template,
-    read_sources,
     written_turns,
 )
 from skipdecode.data.records import Record, refuse_rejects
-from skipdecode.data.source import load_records
+from skipdecode.data.source import Records, Source, held_out, load_records, read_file
 from skipdecode.data.tasks import Task, load_task
+from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.errors import DataError, UsageError
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
@@ -43,7 +39,7 @@ from skipdecode.generation.self_generated import (
 )
 from skipdecode.generation.speed import Method
 from skipdecode.learning.settings import PrepareOptions
-from skipdecode.learning.stages import Answers, Form
+from skipdecode.learning.stages import Answers
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.checkpoint import LoadedModel
 
@@ -63,7 +59,7 @@ class Sources:
 
     def __init__(self, settings: PrepareOptions, sources: Mapping[str, Source], out: Path) -> None:
         self._settings, self._sources, self._out = settings, dict(sources), out
-        self._rewritten: dict[str, RecordFile] = {}
+        self._rewritten: dict[str, Records] = {}
         self._prompts = open_prompts(settings)
         if not settings.self:
             if "train" not in sources:
@@ -90,7 +86,7 @@ class Sources:
         if not settings.self:
             whole = self._template.shape is not None
             learned = {name: one for name, one in self._sources.items() if whole or name != "test"}
-            files = read_sources(learned, self._template, {}, skip_bad=settings.skips_bad)
+            files = {n: read_file(one, self._template, skip_bad=settings.skips_bad) for n, one in learned.items()}
             if whole or "dev" not in files:
                 self._rewritten = files
             if "dev" not in files:
@@ -108,40 +104,39 @@ class Sources:
         if self._settings.task:
             return load_task(self._settings.task)
         template = make_template(self._settings) if self._settings.self else self._template
-        form: dict[str, Any] = {"prompt": template.prompt, "references": template.responses}
-        metrics = ("bleu", "rougeL", "chrf")
-        return Task(name="records", **form, chat=bool(template.chat), metrics=metrics, max_new_tokens=most)
+        how = ("bleu", "rougeL", "chrf"), most
+        return Task("records", str(template.text), template.responses, *how, chat=bool(template.chat))
 
     def given(self, loaded: LoadedModel) -> Answers:
-        """The records and their form: as they are, or, of a known shape or with a part held out, as files."""
-        settings, template = self._settings, self._template
-        form, answer = (
-            Form(**{field.name: getattr(settings, field.name) for field in fields(Form)}),
-            template.responses[0],
-        )
-        if not settings.task:
-            decide_chat(template, loaded)
-            form = replace(form, prompt_template=template.prompt, prompt_field=None, response_field=answer)
-            form = replace(form, chat=bool(template.chat))
+        """The records and their options: as they are, or, of a known shape or with a part held out, as files."""
+        self._template = template = self._template.decided(loaded.tokenizer)
+        settings = self._settings
+        options = settings.part(RecordOptions) if settings.task else self._options(template)
         for name, file in self._rewritten.items():
-            records, rejects = written_turns(name, file.records, template, loaded.tokenizer)
-            refuse_rejects(name, [*file.rejects, *rejects], skip_bad=settings.skips_bad)
-            rows = (_row(one, answer, one.references[0]) for one in records)
-            place = self._sources[name] = self._out / "records" / f"{name}.jsonl"
-            write_whole(place, b"".join(map(json_line, rows)))
-        return Answers(self._sources["train"], self._sources["dev"], form)
+            written = written_turns(replace(file, name=name), template, loaded.tokenizer)
+            refuse_rejects(name, written.skipped, skip_bad=settings.skips_bad)
+            rows = (_row(one, template.responses[0], one.references[0]) for one in written.items)
+            self._sources[name] = path = str(self._out / "records" / f"{name}.jsonl")
+            write_whole(path, b"".join(map(json_line, rows)))
+        return Answers(self._sources["train"], self._sources["dev"], options)
 
-    def answered(self, given: Answers, options: RecordOptions, loaded: LoadedModel, until: float) -> Answers:
+    def _options(self, template: PromptTemplate) -> RecordOptions:
+        """The options of records without a task, for this template."""
+        options = replace(self._settings.part(RecordOptions), prompt_template=template.text, prompt_field=None)
+        return replace(options, response_field=template.responses[0], chat=bool(template.chat))
+
+    def answered(self, given: Answers, loaded: LoadedModel, until: float) -> Answers:
         """The prompts of given records with the model's greedy answers at full depth, as many as the time allows.
 
         An answer that is longer than any response is cut after its last whole sentence.
         """
+        options = replace(given.options, bad_records="skip")
         template, place = make_template(options), self._out / "answers"
-        (file,) = read_sources({"train": given.train}, template, {}, skip_bad=True).values()
-        drawn = random.Random(self._settings.seed).sample(file.records, min(_MOST_ANSWERS, len(file.records)))
+        file = read_file(given.train, template, skip_bad=True)
+        drawn = random.Random(self._settings.seed).sample(file.items, min(_MOST_ANSWERS, len(file.items)))
         records = {str(number): replace(one, id=number) for number, one in enumerate(drawn)}  # ids may repeat
-        file = replace(file, records=tuple(records.values()), rejects=())
-        examples, _ = encode_source(file, "train", template, loaded, replace(options, bad_records="skip"))
+        file = replace(file, items=tuple(records.values()), skipped=())
+        examples, _ = encode_source(file, "train", template, loaded, options)
         most = round(_LONGER * max(len(example.response) for example in examples))
         about = {"checkpoint": checkpoint_digest(loaded) | {"fit": None}, "most": most}
         how: dict[str, Any] = {"batch_size": _ROWS, "max_new_tokens": most, "until": until}
@@ -158,14 +153,14 @@ class Sources:
             rows += [_row(records[example.id], template.responses[0], text)] if text else []
         if not rows:
             raise DataError("the model answers every prompt with an empty text: there is nothing to learn")
-        note(f"{len(rows)} of {len(file.records)} prompts answered at full depth, in place of their responses")
+        note(f"{len(rows)} of {len(file.items)} prompts answered at full depth, in place of their responses")
         learned, dev = rows, given.dev
         if len(rows) >= 2 * _HELD_OUT_SHARE:
             learned = [row for number, row in enumerate(rows) if number % _HELD_OUT_SHARE]
             write_whole(place / DEV_FILE, b"".join(map(json_line, rows[::_HELD_OUT_SHARE])))
             dev = str(place / DEV_FILE)
         write_whole(place / TRAIN_FILE, b"".join(map(json_line, learned)))
-        return Answers(str(place / TRAIN_FILE), dev, given.form, own=True)
+        return Answers(str(place / TRAIN_FILE), dev, given.options, own=True)
 
     def answers(self, loaded: LoadedModel, until: float) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
@@ -177,15 +172,15 @@ class Sources:
             rows = [row for _, row in read_rows(place / TEST_FILE) if isinstance(row, dict)]
             if settings.task:  # the same prompts, with their references
                 task = self.task(1)
-                tested, field = set(map(task.template().render, rows)), task.references[0]
+                tested, field = set(map(task.template.render, rows)), task.references[0]
                 found = load_records(task, settings.prompts, skip_bad=settings.skips_bad).items
                 rows = [{**one.values, field: list(one.references)} for one in found if one.prompt in tested]
                 write_whole(place / TEST_FILE, b"".join(map(json_line, rows)))
             note(f"no `test`: {len(rows)} prompts that are not learned from are held out for the evaluation")
-        form = Form(task=settings.task)
-        if not settings.task:
-            form = Form(prompt_template=template.prompt, response_field=template.responses[0], chat=bool(template.chat))
-        return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), form, own=True)
+        options = settings.part(RecordOptions) if settings.task else self._options(template)
+        # An answer may be a token longer when it is read again, and then exceed the context.
+        options = replace(options, bad_records="skip")
+        return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), options, own=True)
 
 
 def _row(record: Record, field: str, response: str) -> dict[str, Any]:

@@ -24,12 +24,14 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import PREPARED_FILE
 from skipdecode.common.progress import note
 from skipdecode.common.resume import ANEW, ResumeLog
-from skipdecode.data.batches import batches_of, response_logits
-from skipdecode.data.examples import Example, Source
+from skipdecode.data.batches import batches_of
+from skipdecode.data.examples import Example, RecordOptions
+from skipdecode.data.source import Source
 from skipdecode.errors import SkipDecodeError
 from skipdecode.learning.settings import CLOCK_FILE, PREPARE_LOG, SHORT, WHOLE, EvaluationSize, SearchSize
 from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.carried import RECIPE_FILE
+from skipdecode.models.forward import response_logits
 from skipdecode.models.loading.card import PICTURE_FILE
 
 TUNED_SHARE = 1 / 2
@@ -129,24 +131,13 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Form:
-    """The options by which records become prompt and response."""
-
-    task: str | None = None
-    prompt_template: str | None = None
-    prompt_field: str | None = None
-    response_field: str | None = None
-    chat: bool = False
-
-
-@dataclass(frozen=True)
 class Answers:
     """The records of all later stages: the user's, or the model's `own` answers."""
 
     label: ClassVar = "answers"
     train: Source
     dev: Source
-    form: Form
+    options: RecordOptions  # by which they become prompt and response
     own: bool = False
 
 

@@ -13,16 +13,15 @@ from skipdecode.common.environment import environment, isolated_torch, multiplie
 from skipdecode.common.options import near
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
-from skipdecode.common.rows import dataset_id
+from skipdecode.common.rows import check_streams, dataset_id
 from skipdecode.data.examples import (
     Example,
-    Source,
     encode_source,
-    held_out,
     make_template,
-    read_sources,
     self_template,
 )
+from skipdecode.data.prompts import vocabulary_size
+from skipdecode.data.source import Source, held_out, read_file
 from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
 from skipdecode.generation.llm import LLM
@@ -39,7 +38,6 @@ from skipdecode.learning.checkpoint import (
 )
 from skipdecode.learning.settings import TuneOptions
 from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, read_recipe
-from skipdecode.models.families import vocabulary_size
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.base_weights import FitFile, base_entry, checkpoint_digest
@@ -245,7 +243,7 @@ class _Run:
         under = self.checkpoint.folder if self.goes_on else loaded.checkpoint.own_folder
         recipe = make_recipe(
             asdict(settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base},
-            template,
+            template.decided(loaded.tokenizer),
             schedule,
             {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made,
             environment(),
@@ -299,10 +297,10 @@ class _Run:
             )
 
     def _read(self, template: Any, **sources: Source | None) -> dict[str, Any]:
-        limits = {"dev": self.settings.dev_records}
         given = {name: source for name, source in sources.items() if source is not None}
-        skip_bad = self.settings.skips_bad or self.settings.self
-        return read_sources(given, template, limits, skip_bad=skip_bad)
+        check_streams(str(source) for source in given.values() if isinstance(source, str | Path))
+        limits, skip_bad = {"dev": self.settings.dev_records}, self.settings.skips_bad or self.settings.self
+        return {n: read_file(one, template, limit=limits.get(n), skip_bad=skip_bad) for n, one in given.items()}
 
     def _loaded(self) -> tuple[LoadedModel, dict[str, Any]]:
         """The model to train, whose adapter is merged unless it is tuned further, and the digest of what was loaded."""

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.jsonl import kind_of, read_json
-from skipdecode.errors import DataError, ScheduleError
+from skipdecode.data.template import PromptTemplate
+from skipdecode.errors import DataError, ScheduleError, UsageError
 from skipdecode.models.families import decoder_layers, lent_last, unwrap
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
@@ -179,16 +180,15 @@ def _fitting(data: Any, num_layers: int, where: str) -> Schedule:
 class Recipe:
     """The facts about a checkpoint's tuning that its use needs."""
 
-    # The prompt text with record fields in braces; None if the recipe has no template.
-    prompt_template: str | None = None
-    responses: tuple[str, ...] = ()  # fields that may hold the response
-    chat: bool = False  # whether the prompt was formatted with the tokenizer's chat template
-    # See `skipdecode.data.records.Template`.
-    truncate: str | None = None
-    max_prompt_tokens: int | None = None
+    template: PromptTemplate | None = None
     tuned_under: tuple[Schedule, ...] = ()  # the schedules under which the weights were tuned, the target first
     # The weights at the start of the run; see `skipdecode.models.loading.base_weights`.
     base: Mapping[str, Any] | None = None
+
+
+def tuned_template(recipe: Recipe | None) -> PromptTemplate | None:
+    """The template that a checkpoint was tuned on; None if it has no recipe, or a recipe without template."""
+    return None if recipe is None else recipe.template
 
 
 def untuned_line(
@@ -253,24 +253,19 @@ def checkpoint_recipe(
         return None if carried is None else Recipe(tuned_under=(carried,))
     try:
         tuned_under = _tuned_under(document, carried, num_layers)
-        prompt = _prompt(_of(document, "prompt", dict) or {})
-        return Recipe(**prompt, tuned_under=tuned_under, base=_of(document, "base", dict))
-    except (DataError, ScheduleError) as e:
+        template = _template(_of(document, "prompt", dict) or {})
+        return Recipe(template, tuned_under, _of(document, "base", dict))
+    except (DataError, ScheduleError, UsageError) as e:
         raise DataError(f"recipe {folder / RECIPE_FILE}: {e}; mend it, or take the file away to do without") from None
 
 
-def _prompt(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts about the prompt, from the recipe's entry `prompt`."""
-    responses = _of(entry, "responses", list) or []
-    if not all(isinstance(name, str) for name in responses):
+def _template(entry: Mapping[str, Any]) -> PromptTemplate | None:
+    """The template of the recipe's entry `prompt`, if it has one."""
+    kinds = {"template": str, "responses": list, "chat": bool, "truncate": str, "max_prompt_tokens": int}
+    text, responses, chat, *cut = (_of(entry, name, kind) for name, kind in kinds.items())
+    if not all(isinstance(name, str) for name in responses or ()):
         raise DataError("'responses' is not a list of texts")
-    return {
-        "prompt_template": _of(entry, "template", str),
-        "responses": tuple(responses),
-        "chat": bool(_of(entry, "chat", bool)),
-        "truncate": _of(entry, "truncate", str),
-        "max_prompt_tokens": _of(entry, "max_prompt_tokens", int),
-    }
+    return None if text is None else PromptTemplate(text, tuple(responses or ()), bool(chat), *cut)
 
 
 def _tuned_under(document: Mapping[str, Any], carried: Schedule | None, num_layers: int) -> tuple[Schedule, ...]:

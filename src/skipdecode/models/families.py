@@ -220,11 +220,6 @@ def layers_in(config: Any) -> int:
     return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
-def vocabulary_size(model: Any) -> int:
-    """Rows of a causal LM's token embedding: tokens have ids below this number."""
-    return int(unwrap(model).get_input_embeddings().weight.shape[0])
-
-
 def decoder_layers(model: Any) -> Any:
     """The list of decoder layers (a ModuleList, first to last) of a supported causal LM."""
     return attrgetter(find_family(model).layers)(model)

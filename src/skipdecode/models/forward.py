@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipdecode.data.batches import Batch
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
-from skipdecode.models.families import find_family
+from skipdecode.models.families import find_family, unwrap
 from skipdecode.models.release import before, model_cache_name, renamed_cache
 
 ALL_PROMPT = (
@@ -297,3 +298,31 @@ def _kinds(rotary: Any) -> dict[str | None, str]:
     """The rope types of a rotary embedding by layer type; the key is None if all layers rotate alike."""
     found = getattr(rotary, "rope_type", "default")
     return dict(found) if isinstance(found, dict) else {None: found}
+
+
+def response_logits(model: Any, batch: Batch, *, attached: bool = True) -> Tensor:
+    """Logits that predict the response columns, (rows, response columns, vocabulary).
+
+    With `attached` the teacher-forced parallel form under the model's schedule. The last prompt token predicts response
+    token 0; the last response token is not fed, for nothing follows it. Where the model can, the head runs on these
+    columns only.
+    """
+    columns = batch.targets.shape[1]
+    accepted = _forward_parameters(model)
+    extra: dict[str, Any] = {"prompt_length": batch.prompt_length} if attached else {}
+    if "position_ids" in accepted:
+        extra["position_ids"] = batch.position_ids[:, :-1]
+    if "logits_to_keep" in accepted:
+        # Indices, because a slice would not be contiguous, and a head without gradients is then five times as slow.
+        length = batch.input_ids.shape[1] - 1
+        extra["logits_to_keep"] = torch.arange(length - columns, length, device=batch.input_ids.device)
+    mask = batch.attention_mask[:, :-1]
+    out = model(input_ids=batch.input_ids[:, :-1], attention_mask=mask, use_cache=False, **extra)
+    logits: Tensor = out.logits
+    return logits[:, -columns:]
+
+
+def _forward_parameters(model: Any) -> frozenset[str]:
+    while hasattr(model, "module"):
+        model = model.module
+    return frozenset(inspect.signature(type(unwrap(model)).forward).parameters)

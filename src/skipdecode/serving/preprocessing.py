@@ -17,11 +17,11 @@ from skipdecode.data.chats import (
     unused_fields,
     unused_roles,
 )
-from skipdecode.data.forms import PromptForm
 from skipdecode.data.messages import REASONING, checked_text, read_messages
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
+from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.errors import DataError, GrammarError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.generation.calls import CallForm, parameters_of
@@ -44,8 +44,8 @@ class Preprocessor:
     Its methods take time with long prompts: call them outside of the event loop, one at a time.
 
     `tokenizer` is copied: the worker's thread decodes with one copy, and prompts are encoded with another. `context`:
-    tokens that the model can see at once. `end_tokens`: a choice ends after any of them. `form`: its template is what
-    completions' texts go into, and `use_template` whether they do where the request does not say. `variables`: those of
+    tokens that the model can see at once. `end_tokens`: a choice ends after any of them. `template`: what completions'
+    texts go into, and `use_template` whether they do where the request does not say. `variables`: those of
     the chat template, where the request gives no others.
 
     Attributes `sampling`, `stops`: of requests that do not say.
@@ -61,7 +61,7 @@ class Preprocessor:
         end_tokens: Iterable[int],
         catalog: Catalog,
         limits: ServerLimits,
-        form: PromptForm | None = None,
+        template: PromptTemplate | None = None,
         use_template: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
@@ -71,10 +71,10 @@ class Preprocessor:
         # Without the context, which binds generation and not /tokenize: `_check_length` knows it.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._encoder = PromptEncoder(self._tokenizer, None)
-        self._form = form or PromptForm()
-        self._templated = PromptEncoder(self._tokenizer, None, template=self._form.template, variables=variables)
+        self._template = template or PromptTemplate()
+        self._templated = PromptEncoder(self._tokenizer, None, self._template, variables=variables)
         self._variables = variables or {}
-        self._use_template = use_template and self._form.template is not None
+        self._use_template = use_template and template is not None
         self._end_tokens = frozenset(end_tokens)
         self._vocab_size = vocab_size
         self.sampling, self.stops = Sampling(), StopStrings()
@@ -91,7 +91,7 @@ class Preprocessor:
         sources = request.prompts()
         self._check_choices(len(sources), copies)
         template = self._use_template if asked.template is None else asked.template
-        if template and self._form.template is None:
+        if template and self._template.text is None:
             raise invalid("this checkpoint names no template that it was tuned on: leave it out", "skipdecode.template")
         if asked.template and not all(isinstance(source, str) for source in sources):
             message = "only a text goes into the checkpoint's template, no chat and no token ids: leave template out"
@@ -150,7 +150,7 @@ class Preprocessor:
                 raise invalid("the chat has no token: give messages with text", "messages")
             return found
         if template:
-            encoded = self._templated.encode([self._form.record(prompt)])[0]
+            encoded = self._templated.encode([self._template.record(prompt)])[0]
         else:
             encoded = self._encoder.encode([Record(0, 0, 0, prompt)])[0]
         if encoded.error is not None:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from skipdecode.data.chats import ToolChoice
-from skipdecode.data.forms import schema_of
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import OptionError
+from skipdecode.generation.decoding import schema_of
 from skipdecode.generation.grammar import GrammarKind
 from skipdecode.serving.errors import ApiError, invalid
 

@@ -11,13 +11,12 @@ from typing import Any
 from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.data.chats import template_fault
-from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.generation.detokenizer import TokenTexts
-from skipdecode.models.carried import Recipe
+from skipdecode.models.carried import Recipe, tuned_template
 from skipdecode.models.families import check_schedule, decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import invalid
@@ -137,7 +136,7 @@ def open_service(
     num_layers = len(decoder_layers(plain))
     for schedule in filter(None, (carried, *others)):
         check_schedule(plain.config, schedule)
-    form = choose_form(recipe)
+    template = tuned_template(recipe)
     catalog = Catalog(num_layers, carried, others, () if recipe is None else recipe.tuned_under)
     source = backend or open_engines(model, "auto", note)
     make_engine = partial(
@@ -152,10 +151,9 @@ def open_service(
     context = context_length(plain.config)
     words, ends = plain.get_input_embeddings().weight.shape[0], end_tokens(model, tokenizer)
     preprocessor = Preprocessor(
-        tokenizer, context, words, ends, catalog, limits, form, use_template, chat_template_kwargs
+        tokenizer, context, words, ends, catalog, limits, template, use_template, chat_template_kwargs
     )
     preprocessor.sampling, preprocessor.stops = source.sampling, StopStrings(source.stop)
-    told = {name: getattr(form.template, name, None) for name in ("prompt", "fields", "chat")}
     longest, metrics = limits.max_prompt_tokens + limits.max_new_tokens, Metrics(num_layers)
     return Service(
         name=name,
@@ -167,7 +165,7 @@ def open_service(
         texts=TokenTexts(tokenizer),
         kv_bytes_most=limits.max_rows * layout.bytes(min(longest, context or longest), num_layers),
         chat=template_fault(tokenizer) is None,
-        template=None if form.template is None else told | {"used": use_template},
+        template=None if template is None else template.described() | {"used": use_template},
     )
 
 

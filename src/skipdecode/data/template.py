@@ -1,0 +1,235 @@
+"""How records become prompts: a template, chosen once by the options, the checkpoint and the records.
+
+A task, a recipe and a run have one, and nothing changes it later. Knows nothing about models.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from skipdecode.common.jsonl import Row
+from skipdecode.data.chats import chat_fault
+from skipdecode.data.messages import Message, as_text, chat_fields, read_messages
+from skipdecode.data.records import Record, read_records
+from skipdecode.data.shapes import PROMPT_FIELDS, Shape, field_names, fitting_shapes, found_field, prompt_shape, shaped
+from skipdecode.errors import DataError, UsageError
+
+TOKEN_IDS = "prompt_token_ids"  # vLLM's field, in place of a text
+Prompt = str | list[Message] | list[int] | Mapping[str, Any]
+"""A text; a chat, as a list of ``{"role": …, "content": …}``; token ids, as a list of numbers or
+``{"prompt_token_ids": …}``; or a record for the checkpoint's template.
+
+A text goes into the template that the checkpoint was tuned on, else into the chat template of the model, if it has one.
+"""
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """The prompt of a record as text with its fields in braces, and the fields that may hold its response.
+
+    Parameters
+    ----------
+    text : str, optional
+        Text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces. Default: the prompt as it is, in
+        the field that the record's shape has.
+    responses : tuple of str
+        Fields that may hold the response, or a list of references; the first one that a record has is used. Generation
+        needs none.
+    chat : bool, optional
+        Plain prompts go through the tokenizer's chat template as one user message; None: if there is one (`decided`).
+    truncate : str, optional
+        The field that is cut at its end if a prompt is longer than `max_prompt_tokens`.
+    max_prompt_tokens : int, optional
+        Longest prompt in tokens; goes with `truncate`.
+    shape : Shape, optional
+        Of the records. To learn from, `skipdecode.data.shapes.shaped` brings them to the fields `prompt` and
+        `response`: their text is the value of the only field, and their chats stay chats. To generate from, it has the
+        prompt's field; default: the fields of the text, else those of the record's own shape.
+    system : str, optional
+        The system message of every chat that has none.
+
+    Raises UsageError if the text names no field or holds more than plain fields, or `truncate` is none of them.
+    """
+
+    text: str | None = None
+    responses: tuple[str, ...] = ()
+    chat: bool | None = False
+    truncate: str | None = None
+    max_prompt_tokens: int | None = None
+    shape: Shape | None = None
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        fields, cut = self.fields, self.truncate
+        if (cut is None) != (self.max_prompt_tokens is None) or (cut and cut not in fields):
+            raise UsageError(f"prompt template: {cut!r} cannot be cut: name one of its fields and a length in tokens")
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """The fields in braces, each once."""
+        return () if self.text is None else _fields_of(self.text)
+
+    def decided(self, tokenizer: Any) -> PromptTemplate:
+        """Return the template for a tokenizer: with chats if it renders chats, where nothing else was said."""
+        return self if self.chat is not None else replace(self, chat=chat_fault(tokenizer) is None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, as recipes keep it."""
+        names = ("responses", "chat", "truncate", "max_prompt_tokens")
+        return {"template": self.text, **{name: getattr(self, name) for name in names}}
+
+    def described(self) -> dict[str, Any]:
+        """JSON-ready, for clients of a server."""
+        return {"prompt": self.text, "fields": self.fields, "chat": self.chat}
+
+    def render(self, values: Mapping[str, str]) -> str:
+        """The text with these values in the braces."""
+        return str(self.text).format_map(values)
+
+    def values(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """The fields of the template as text; DataError if one is missing or not text."""
+        return {name: as_text(name, row[found_field(row, (name,))]) for name in self.fields}
+
+    def values_of_text(self, text: str) -> dict[str, str]:
+        """A plain text as the value of the only field; from a rendered prompt, the value is extracted.
+
+        DataError if the template has several fields.
+        """
+        if len(self.fields) > 1:
+            needed = ", ".join(map(repr, self.fields))
+            raise DataError(
+                f"plain text cannot fill the template {self.text!r}: give a row with the fields {needed} (JSONL), or "
+                "no template"
+            )
+        (name,) = self.fields
+        before, _, after = self.render({name: "\0"}).partition("\0")
+        if text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
+            text = text[len(before) : len(text) - len(after)]
+        return {name: text}
+
+    # ------------------------------------------------------------------ records to learn from or to score
+
+    def example(self, record: Record, row: Mapping[str, Any]) -> Record:
+        """The record with a row's prompt and its responses that are not empty.
+
+        DataError if a field is missing or not text.
+        """
+        name = "response" if self.shape is not None else found_field(row, self.responses)
+        texts = row[name] if isinstance(row[name], list) else [row[name]]
+        references = tuple(text for text in (as_text(name, text) for text in texts) if text.strip())
+        prompt, values = self._whole(row)
+        extra = {n: v for n, v in chat_fields(row, chat=not isinstance(prompt, str)).items() if n not in values}
+        if self.shape is not None and (turn := row.get("turn")):
+            references, extra = references or ("",), extra | {"turn": turn}
+        return replace(record, prompt=prompt, values=values, references=references, for_chat=extra)
+
+    def examples(self, rows: Iterable[tuple[int, Row]], limit: int | None = None) -> Iterator[Record]:
+        """The records of numbered rows, of the first `limit` alone, as `example` completes them."""
+        rows = rows if self.shape is None else shaped(rows, self.shape)
+        return read_records(islice(rows, limit), self.example)
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Whether a record has what the template needs, and a response."""
+        try:
+            self.example(Record(0, 0, 0, ""), row)
+        except DataError:
+            return False
+        return True
+
+    def _whole(self, row: Mapping[str, Any]) -> tuple[str | list[Message], dict[str, str]]:
+        """The prompt, and the values of its fields; a chat, which has none, may be all that a prompt is."""
+        name = "prompt" if self.shape is not None else self.fields[0]
+        if isinstance(row.get(name), list) and (self.shape is not None or self.text == f"{{{name}}}"):
+            return read_messages(name, row[name]), {}
+        values = self.values(row) if self.shape is None else self.values_of_text(row["prompt"])
+        return self.render(values), values
+
+    # ------------------------------------------------------------------ records to generate from
+
+    def row(self, prompt: Prompt) -> dict[str, Any]:
+        """A text, a chat or token ids as a row of a file."""
+        if isinstance(prompt, Mapping):
+            return dict(prompt)
+        field = "prompt" if isinstance(prompt, str) else "messages"
+        field = TOKEN_IDS if are_token_ids(prompt) else field
+        return {field if self.shape is None else self.shape.key: prompt}
+
+    def prompt(self, record: Record, row: Mapping[str, Any]) -> Record:
+        """The record with a row's prompt: its fields in the template, or the text or chat of its shape.
+
+        A chat loses the answer at its end. A plain text is the value of the template's only field.
+        Raises DataError if the prompt is missing, empty or not text.
+        """
+        if self.shape is None and are_token_ids(ids := row.get(TOKEN_IDS)):
+            return replace(record, token_ids=tuple(ids or ()))
+        if self._fills(row):
+            values = self.values(row)
+            if not any(value.strip() for value in values.values()):
+                raise DataError(f"field {self.fields[0]!r} is empty")
+            extra = {name: value for name, value in chat_fields(row, chat=False).items() if name not in values}
+            return replace(record, prompt=self.render(values), values=values, for_chat=extra)
+        shape = self._shape_of(row)
+        prompt, values = shape.prompt(row), {}
+        extra = chat_fields(row, chat=not isinstance(prompt, str))
+        left_out = () if self.shape is not None else tuple(map(repr, shape.unused(row, extra)))
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            prompt, left_out = prompt[:-1], (*left_out, f"the answer at the end of {shape.key!r}")
+            if not prompt:
+                raise DataError(f"field {shape.key!r} has an answer, and no message before it")
+        if isinstance(prompt, str) and self.text is not None:
+            values = self.values_of_text(prompt)
+            prompt = self.render(values)
+        guessed = shape.found_in(row) if self.shape is None and self.text is None else ""
+        found: dict[str, Any] = {"for_chat": extra, "left_out": left_out, "guessed": guessed}
+        return replace(record, prompt=prompt, values=values, **found)
+
+    def record(self, prompt: Prompt) -> Record:
+        """A single record to generate from; it has an `error` if it cannot be used."""
+        return next(read_records([(1, self.row(prompt))], self.prompt))
+
+    def _fills(self, row: Mapping[str, Any]) -> bool:
+        """Whether the template renders a row: the row has fields of it that are not chats.
+
+        A template that is the prompt alone adds nothing to it, so a shape says what the prompt is.
+        """
+        if self.shape is not None or (self.text == "{prompt}" and len(fitting_shapes(row)) == 1):
+            return False
+        return any(field in row and not isinstance(row[field], list) for field in self.fields)
+
+    def _shape_of(self, row: Mapping[str, Any]) -> Shape:
+        """The shape of a row's prompt."""
+        if self.shape is not None:
+            if self.shape.key not in row:
+                raise DataError(f"field {self.shape.key!r} is missing ({field_names(row)})")
+            return self.shape
+        # `mr` belongs to records of another template.
+        shape = prompt_shape(row, (*PROMPT_FIELDS[:-1], *self.fields) if self.fields else PROMPT_FIELDS)
+        if shape is None:
+            self.values(row)  # raises for the missing field
+            wanted = ", ".join(map(repr, PROMPT_FIELDS))
+            raise DataError(f"no field {wanted}: name the field of the prompt ({field_names(row)})")
+        return shape
+
+
+def are_token_ids(value: Any) -> bool:
+    """Whether a value is a list of whole numbers, and not empty."""
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _fields_of(text: str) -> tuple[str, ...]:
+    try:
+        parts = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise UsageError(f"prompt template: {error}; write {{{{ and }}}} for braces") from None
+    fields = tuple(name for _, name, _, _ in parts if name is not None)
+    if not fields:
+        raise UsageError("prompt template: it names no field of the record; write one in braces, as in '{text}'")
+    for _, name, spec, conversion in parts:
+        if name is not None and (spec or conversion or not name or name.isdecimal() or set(name) & set(".[]")):
+            raise UsageError(f"prompt template: {{{name}}} is not accepted: only plain field names stand in braces")
+    return tuple(dict.fromkeys(fields))
