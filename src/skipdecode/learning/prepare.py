@@ -79,7 +79,7 @@ _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
 _PACE, _CANDIDATES, _BATCH = 75, 3, 4
 _EVALUATIONS = 5  # of the dev records, in a tuning
 _TO_LEARN = 0.02  # of the dev loss: if the first steps at full depth take off less, the checkpoint does the task
-_LEAST_STEPS = 10  # of a tuning at full depth
+_LEAST_STEPS = 10  # of a tuning at full depth, and between two evaluations
 _TUNES_OF_FULL = 0.9  # of the minutes at full depth; the model is saved and scored in the others
 _SCORED = 16  # records, to see what the checkpoint did before
 
@@ -453,7 +453,7 @@ class _Run:
             batch_size=_BATCH,
             full=settings.full,
             merge=self.loaded.ref.adapter is not None and not settings.full,
-            eval_every=pace.steps(60 * minutes * speedup / _EVALUATIONS, _BATCH),
+            eval_every=max(_LEAST_STEPS, pace.steps(60 * minutes * speedup / _EVALUATIONS, _BATCH)),
             checkpoint_every=_PACE,
             dev_records=pace.dev_records(60 * settings.minutes),
             **more,

@@ -45,6 +45,7 @@ from skipdecode.models.loading.hub import LoadedModel
 
 _ANSWERS_LOG = "answers.jsonl"
 _HELD_OUT = 256  # of the model's own answers, at most
+_HELD_OUT_SHARE = 10  # one of so many answers selects the best weights, as one of so many records does
 _MOST_ANSWERS, _ROWS = 4096, 32
 _LONGER = 1.5  # than the longest response: an answer of so many tokens is cut
 _TESTED = 48  # prompts that are not learned from, at least, if there are twice as many
@@ -153,8 +154,13 @@ class Sources:
         if not rows:
             raise DataError("the model answers every prompt with an empty text: there is nothing to learn")
         note(f"{len(rows)} of {len(file.items)} prompts answered at full depth, in place of their responses")
-        write_whole(place / TRAIN_FILE, b"".join(map(json_line, rows)))
-        return Answers(str(place / TRAIN_FILE), given.dev, given.options, own=True)
+        learned, dev = rows, given.dev
+        if len(rows) >= 2 * _HELD_OUT_SHARE:
+            learned = [row for number, row in enumerate(rows) if number % _HELD_OUT_SHARE]
+            write_whole(place / DEV_FILE, b"".join(map(json_line, rows[::_HELD_OUT_SHARE])))
+            dev = str(place / DEV_FILE)
+        write_whole(place / TRAIN_FILE, b"".join(map(json_line, learned)))
+        return Answers(str(place / TRAIN_FILE), dev, given.options, own=True)
 
     def answers(self, loaded: LoadedModel, until: float) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""

@@ -239,8 +239,9 @@ class Tuner:
     def _is_due(self) -> bool:
         """Whether an evaluation follows."""
         config, progress = self._config, self._checkpoints.progress
-        is_probe = config.early_stop is not None and progress.step == progress.begun + _PROBE
-        return is_probe or progress.step % config.eval_every == 0 or progress.step == self._steps()
+        first = 0 if config.early_stop is None else progress.begun + _PROBE
+        is_regular = progress.step >= first and (progress.step - first) % config.eval_every == 0
+        return is_regular or progress.step == self._steps()
 
     def _log_dev(self, log: RunLog | None) -> None:
         losses = self._evaluate()
