@@ -238,7 +238,7 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
     assert json.loads(lines[0]) == {"id": 1, "prompt": "Say red\n\nnumber 0", "response": "red 0"}
     tuned = next((tmp_path / "d").glob("tuned-*"), None)
     if tuned is not None:
-        assert load_model(tuned).checkpoint.recipe.chat
+        assert load_model(tuned).checkpoint.recipe.template.chat
 
 
 def test_chats_are_scored_and_held_out_as_what_they_are(tmp_path: Path, capsys: Any) -> None:

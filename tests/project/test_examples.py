@@ -63,7 +63,7 @@ def test_the_example_trains_under_the_schedule_and_saves_it(name: str, tmp_path:
     assert losses[0] != pytest.approx(loss_under(Schedule.full(LAYERS), base, texts), abs=2e-3)
     assert losses[-1] < losses[0]
     tuned = load_model(str(tmp_path / "out"), require_tokenizer=False)
-    assert tuned.schedule == schedule
+    assert tuned.checkpoint.schedule == schedule
     assert loss_under(schedule, tuned.model, texts) < losses[0]
 
 

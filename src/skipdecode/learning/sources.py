@@ -26,7 +26,7 @@ from skipdecode.data.source import Records, Source, held_out, load_records, read
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens, open_engines
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
 from skipdecode.evaluation.run import generate_all
 from skipdecode.generation.self_generated import (
@@ -151,16 +151,14 @@ class Sources:
             text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
             text = text if tokens[-1] in ends else without_broken_end(text)
             rows += [_row(records[example.id], template.responses[0], text)] if text else []
-        if not rows:
-            raise DataError("the model answers every prompt with an empty text: there is nothing to learn")
+        if len(rows) < 2 * _HELD_OUT_SHARE:
+            note(f"{len(rows)} prompts are answered in the time, which are too few to learn: the responses are learned")
+            return given
         note(f"{len(rows)} of {len(file.items)} prompts answered at full depth, in place of their responses")
-        learned, dev = rows, given.dev
-        if len(rows) >= 2 * _HELD_OUT_SHARE:
-            learned = [row for number, row in enumerate(rows) if number % _HELD_OUT_SHARE]
-            write_whole(place / DEV_FILE, b"".join(map(json_line, rows[::_HELD_OUT_SHARE])))
-            dev = str(place / DEV_FILE)
+        learned = [row for number, row in enumerate(rows) if number % _HELD_OUT_SHARE]
         write_whole(place / TRAIN_FILE, b"".join(map(json_line, learned)))
-        return Answers(str(place / TRAIN_FILE), dev, given.options, own=True)
+        write_whole(place / DEV_FILE, b"".join(map(json_line, rows[::_HELD_OUT_SHARE])))
+        return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), given.options, own=True)
 
     def answers(self, loaded: LoadedModel, until: float) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
