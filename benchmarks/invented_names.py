@@ -80,9 +80,8 @@ def with_invented_names(
     """The records, and `copies` of those that repeat names or numbers of the fields, each with other invented ones."""
     draw, more = random.Random(seed), []
     for record in records:
-        found = repeated(record, fields)
-        for _ in range(copies if found else 0):
-            others = invented_names(found, draw)
+        names = repeated(record, fields)
+        for others in (invented_names(names, draw) for _ in range(copies if names else 0)):
             values = {name: renamed(value, others) for name, value in record.values.items()}
             texts = tuple(renamed(text, others) for text in record.references)
             more.append(replace(record, prompt=template.render(values), values=values, references=texts))
@@ -98,8 +97,7 @@ def _name(value: str, draw: random.Random, words: Sequence[Sequence[str]]) -> st
 
 
 def _number(value: str, draw: random.Random) -> str:
-    digits = "".join(str(draw.randint(0, 9)) if c.isdigit() else c for c in value[1:])
-    return str(draw.randint(1, 9)) + digits
+    return str(draw.randint(1, 9)) + "".join(str(draw.randint(0, 9)) if c.isdigit() else c for c in value[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
