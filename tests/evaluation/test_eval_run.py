@@ -71,7 +71,7 @@ def test_an_evaluation_ends_at_the_clock_with_the_records_that_are_finished(mode
     assert [row["id"] for row in own.outputs] == ["r0", "r1"]
     assert own.data["request_speedup"] is None  # no time was left to measure it
     later = TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, metrics, settings, {}, time.perf_counter() + 3)
-    *_, own = later.run(methods, tmp_path / "later")
+    *_, own = later.run({path / "later": method for path, method in methods.items()}, tmp_path / "later")
     assert own.data["request_speedup"] > 0
 
 
