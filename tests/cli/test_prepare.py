@@ -81,7 +81,7 @@ def said(capsys: Any, command: list[str]) -> dict[str, Any]:
 def enough(fitted: dict[str, Any]) -> float:
     """Minutes that leave some seconds to tune."""
     took = fitted["seconds"]
-    return (took["layers"] + 2.2 * took["evaluation 0"] + 16) / 60
+    return (took["layers"] + 2.2 * took["evaluation 0"] + 40) / 60
 
 
 def test_a_directory_of_prepare_can_be_moved(place: Path, capsys: Any) -> None:
