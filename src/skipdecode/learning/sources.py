@@ -21,7 +21,7 @@ from skipdecode.data.examples import (
     make_template,
     written_turns,
 )
-from skipdecode.data.records import Record, refuse_rejects
+from skipdecode.data.records import refuse_rejects
 from skipdecode.data.source import Records, Source, held_out, load_records, read_file
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.data.template import PromptTemplate
@@ -45,7 +45,7 @@ from skipdecode.models.loading.checkpoint import LoadedModel
 
 _ANSWERS_LOG = "answers.sqlite"
 _HELD_OUT = 256  # of the model's own answers, at most
-_HELD_OUT_SHARE = 10  # one of so many answers selects the best weights, as one of so many records does
+_LEAST_ANSWERED = 20  # records: answers to fewer are not learned
 _MOST_ANSWERS, _ROWS = 4096, 32
 _LONGER = 1.5  # than the longest response: an answer of so many tokens is cut
 _TESTED = 48  # prompts that are not learned from, at least, if there are twice as many
@@ -115,9 +115,8 @@ class Sources:
         for name, file in self._rewritten.items():
             written = written_turns(replace(file, name=name), template, loaded.tokenizer)
             refuse_rejects(name, written.skipped, skip_bad=settings.skips_bad)
-            rows = (_row(one, template.responses[0], one.references[0]) for one in written.items)
             self._sources[name] = path = str(self._out / "records" / f"{name}.jsonl")
-            write_whole(path, b"".join(map(json_line, rows)))
+            _write(Path(path), written, template.responses[0])
         return Answers(self._sources["train"], self._sources["dev"], options)
 
     def _options(self, template: PromptTemplate) -> RecordOptions:
@@ -146,18 +145,18 @@ class Sources:
         log = ResumeLog(place / _ANSWERS_LOG, about, what="answers", remedy=ANEW, restart=True)
         with closing(log) as kept, progress_bar(len(prompts), "answer") as bar:
             (found,) = generate_all([method], prompts, kept, **how, progress=bar.update)
-        rows = []
+        answered = []
         for example, tokens in zip(examples, found.tokens, strict=False):  # those for which there was time
             text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
             text = text if tokens[-1] in ends else without_broken_end(text)
-            rows += [_row(records[example.id], template.responses[0], text)] if text else []
-        if len(rows) < 2 * _HELD_OUT_SHARE:
-            note(f"{len(rows)} prompts are answered in the time, which are too few to learn: the responses are learned")
+            answered += [replace(records[example.id], references=(text,))] if text else []
+        if len({one.line for one in answered}) < _LEAST_ANSWERED:
+            note(f"{len(answered)} prompts are answered in time, which are too few to learn: the responses are learned")
             return given
-        note(f"{len(rows)} of {len(file.items)} prompts answered at full depth, in place of their responses")
-        learned = [row for number, row in enumerate(rows) if number % _HELD_OUT_SHARE]
-        write_whole(place / TRAIN_FILE, b"".join(map(json_line, learned)))
-        write_whole(place / DEV_FILE, b"".join(map(json_line, rows[::_HELD_OUT_SHARE])))
+        note(f"{len(answered)} of {len(file.items)} prompts answered at full depth, in place of their responses")
+        parts = held_out(replace(file, name="answers", items=tuple(answered)))
+        for name, part in zip((TRAIN_FILE, DEV_FILE), parts, strict=True):
+            _write(place / name, part, template.responses[0])
         return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), given.options, own=True)
 
     def answers(self, loaded: LoadedModel, until: float) -> Answers:
@@ -181,9 +180,13 @@ class Sources:
         return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), options, own=True)
 
 
-def _row(record: Record, field: str, response: str) -> dict[str, Any]:
-    """A record as a line of a file, with this response."""
-    return {**record.for_chat, **(record.values or {"prompt": record.prompt}), "id": record.id, field: response}
+def _write(path: Path, file: Records, field: str) -> None:
+    """Write records, each with its response in this field."""
+    lines = []
+    for record in file.items:
+        values: dict[str, Any] = {**(record.values or {"prompt": record.prompt})}
+        lines.append(json_line({**record.for_chat, **values, "id": record.id, field: record.references[0]}))
+    write_whole(path, b"".join(lines))
 
 
 def _digest(name: str, source: Source) -> str:
