@@ -186,7 +186,7 @@ def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, t
     asked = ["--self", "--prompts", file, "--self-tokens", "200", "--merge"]
     assert main(["tune", str(out), *asked, *PACE, "--out", str(again)]) == 0
     assert all(row["short"] for row in read_rows(again / TRAIN_FILE))
-    ready = load_model(str(again))
+    ready = open_checkpoint(again)
     assert ready.recipe is not None
     assert ready.recipe.template == recipe.template
     assert ready.schedule is not None

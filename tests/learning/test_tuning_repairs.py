@@ -62,5 +62,5 @@ def test_tuning_under_2x_repairs_what_2x_breaks(tmp_path: Path) -> None:
     assert copied(other, HALF) < 0.2
     assert tune(model, HALF, 120, tmp_path / "tuned") < 0.05
     tuned = load_model(str(tmp_path / "tuned"), device="cpu")
-    assert tuned.schedule == HALF
+    assert tuned.checkpoint.schedule == HALF
     assert copied(tuned.model, HALF) > 0.95
