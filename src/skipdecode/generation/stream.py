@@ -18,8 +18,7 @@ class TextStream(Iterator[str]):
     `loop` has no requests yet; its engine is closed if a step raises. `finished` makes the statistics at the end, from
     when on others may use the engine. `turn` is held during each step, and while the stream is closed.
 
-    Attributes `text`, `tokens`: those so far. `finish_reason`, `stats`: None before the end; a stream that was closed
-    before it keeps no `finish_reason`.
+    Attributes `text`, `tokens`: those so far. `finish_reason`, `stats`: None before the end.
     """
 
     _open = False

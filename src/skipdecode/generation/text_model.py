@@ -32,8 +32,8 @@ from skipdecode.models.families import unwrap
 from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.schedule import Schedule
 
+# One for each model: its weights, buffers and layers serve one forward at a time.
 _LOCKS: weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock] = weakref.WeakKeyDictionary()
-"""One for each model: its weights, buffers and layers serve one forward at a time."""
 
 
 @dataclass(eq=False)
@@ -76,10 +76,10 @@ class TextModel:
 
     @isolated_torch()
     def schedule_of(self, requested: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
-        """Return the schedule of a call with this argument: a schedule, or its text, such as "2x:p15".
+        """Return the schedule of a call with this argument: a schedule, or its text (`schedule.grammar`), as "2x:p15".
 
-        The text is that of `skipdecode.schedule.grammar`; a speed-up without a schedule of the checkpoint falls over
-        `max_new_tokens` positions. None: the schedule of the LLM, by default the checkpoint's, else full depth.
+        A speed-up without a schedule of the checkpoint falls over `max_new_tokens` positions. None: the schedule of the
+        LLM, by default the checkpoint's, else full depth.
 
         Raises ScheduleError: the schedule is unknown, or is for another number of layers.
         """

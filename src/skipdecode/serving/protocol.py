@@ -170,7 +170,7 @@ class Chat:
     messages: list[Message]
     variables: Mapping[str, object] = field(default_factory=dict)
     reasoning_effort: str | None = None
-    tools: Sequence[Tool] = ()
+    tools: Sequence[Mapping[str, object]] = ()
 
 
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -271,7 +271,7 @@ class _GenerationFields(Strict):
             "guided_choice": ("choice", self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar),
         }
-        grammars = [(name, *grammar) for name, grammar in named.items() if grammar[1] is not None]
+        grammars = [(name, kind, source) for name, (kind, source) in named.items() if source is not None]
         if len(grammars) > 1:
             message = f"{grammars[0][0]} and {grammars[1][0]} both say what the text has to fit: give one of them"
             raise invalid(message, grammars[1][0])

@@ -16,8 +16,6 @@ from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import invalid
 from skipdecode.serving.limits import ServerLimits
 
-_SHOWN = ("seq_len", "warmup_layers", "budgets", "drop_order")  # of a schedule
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
@@ -64,7 +62,7 @@ class ServedModel:
                 "name": name,
                 "nominal_speedup": round(schedule.nominal_speedup, 4),
                 "mean_budget": round(schedule.mean_budget(), 4),
-                **{field: getattr(schedule, field) for field in _SHOWN},
+                **{field: getattr(schedule, field) for field in ("seq_len", "warmup_layers", "budgets", "drop_order")},
                 "prompt_layers": schedule.prompt_layers(),
                 "tuned": schedule.fits_weights(tuned_under),
             }

@@ -76,7 +76,7 @@ def open_service(
         default=names[len(own)],
         limits=limits or ServerLimits(),
         context=context_length(config),
-        vocab_size=vocabulary_size(model),
+        vocab_size=vocabulary_size(unwrap(model)),
         end_tokens=end_tokens(model, tokenizer),
         sampling=backend.sampling,
         stops=StopStrings(backend.stop),
