@@ -28,7 +28,7 @@ from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.measure import Shape, step_seconds
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.opening import Backend
-from skipdecode.engine.scheduler import LayerRows, TokenRows
+from skipdecode.engine.rows import LayerRows, TokenRows
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 

@@ -256,7 +256,7 @@ def test_what_it_was_tuned_on_is_what_every_verb_puts_prompts_into(way: str, tmp
     schedule = load_run(run).data["config"]["method"]["schedule"]
     assert schedule == loaded.checkpoint.schedule.to_dict()
     assert schedule["prompt"] == ([0, 1, 2] if way == "split" else "full")
-    how = {"carried": loaded.checkpoint.schedule, "recipe": loaded.checkpoint.recipe}
+    how = {"checkpoint_schedule": loaded.checkpoint.schedule, "recipe": loaded.checkpoint.recipe}
     service = open_service(loaded.model, loaded.tokenizer, name="tuned", **how)
     with running(service) as client:
         body = greedy(prompt=PAIRS[0]["mr"], max_tokens=4)

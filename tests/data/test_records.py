@@ -171,10 +171,16 @@ def test_input_without_prompts_is_refused(tmp_path: Path, data: bytes):
         PromptSource.open(str(path)).check()
 
 
-def test_the_check_of_an_input_knows_its_digest_without_another_reading():
-    data = b'{"prompt": "a"}\n\n' + b"x" * 100 + b"\n" + b'{"prompt": "b"}'
+@pytest.mark.parametrize(
+    ("format", "data"),
+    [
+        ("jsonl", b'{"prompt": "a"}\n\n' + b"x" * 100 + b"\n" + b'{"prompt": "b"}'),
+        ("csv", b'prompt,more\na,"two\nlines"\nb,c\nd,e'),
+    ],
+)
+def test_the_check_of_an_input_knows_its_digest_without_another_reading(format: str, data: bytes):
     file = io.BytesIO(data)
-    source = PromptSource(Input("in.jsonl", file), "jsonl")
+    source = PromptSource(Input("in." + format, file), format)
     count, first = source.check()
     assert (count, first.prompt) == (3, "a")
     file.truncate(0)

@@ -213,11 +213,11 @@ def test_a_sequence_whose_drafts_fail_stops_drafting_and_others_go_on():
     for i in range(60):
         for drafter in (good, bad):
             drafter.look(NEW)
-        good.learn(good.found or (5 + i % 12,))
+        good.learn(good.drafts or (5 + i % 12,))
         bad.learn((100 + i, 15, 16))
     for drafter in (good, bad):
         drafter.look(NEW)
-    assert good.found
+    assert good.drafts
     assert bad.found
     counts = planner.plan(2, LAYERS, [good, bad])
     assert set(counts) == {good}

@@ -16,7 +16,7 @@ from skipdecode.engine.kernels.native import greedy
 from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
 from skipdecode.engine.kernels.weights import QUANTIZATIONS, quantize
 from skipdecode.engine.opening import open_fast
-from skipdecode.engine.scheduler import LayerRows
+from skipdecode.engine.rows import LayerRows
 from skipdecode.errors import UnfitModelError, UsageError
 from tiny import tiny_model
 

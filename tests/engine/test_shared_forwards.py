@@ -15,7 +15,7 @@ from fits import random_fit
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
-from skipdecode.engine.scheduler import Chunk, token_rows
+from skipdecode.engine.rows import Chunk, token_rows
 from skipdecode.engine.sequence import Sequence
 from skipdecode.models.fit import keep_fit
 from tiny import LAYERS, tiny_model
@@ -163,13 +163,13 @@ def test_each_row_runs_stores_or_skips_a_layer_as_its_schedule_says(data: st.Dat
     places = list(zip(rows.slots, rows.positions, strict=True))
     assert sorted(places) == sorted(expected)
     wanted = [place for place in places if expected[place][2]]
-    assert wanted == places[len(places) - rows.wanted :]
+    assert wanted == places[len(places) - rows.num_logits :]
     assert [sequence.slot for sequence in due] == list(dict.fromkeys(slot for slot, _ in wanted))
     for layer, (stored, runs, end) in enumerate(rows.layers):
         assert places[runs:end] == [place for place in places if layer in expected[place][0]]
         assert places[stored:end] == [place for place in places if layer in expected[place][1]]
     if any(chunk.sequence.in_prefill and own for chunk in chunks):
-        assert rows.bridged == len(places) - rows.wanted
+        assert rows.bridged == len(places) - rows.num_logits
         if taps:
             known = dict(zip(places, range(len(places)), strict=True))
             assert rows.before == [[known.get((s, at - t), -1) for t in range(1, taps + 1)] for s, at in places]

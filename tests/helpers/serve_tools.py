@@ -37,7 +37,7 @@ def tiny_served_model(family: str = "llama") -> Any:
 
 
 def tiny_service(
-    *, family: str = "llama", engine: str = "fast", carried: Schedule | None = None, **limits: Any
+    *, family: str = "llama", engine: str = "fast", checkpoint_schedule: Schedule | None = None, **limits: Any
 ) -> Service:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -46,7 +46,7 @@ def tiny_service(
             model,
             byte_tokenizer(),
             name="tiny",
-            carried=carried,
+            checkpoint_schedule=checkpoint_schedule,
             others=(NESTED, OTHER_ORDER),
             backend=open_engines(model, engine, note),
             limits=ServerLimits(**limits),

@@ -31,7 +31,7 @@ from serve_tools import (
 from skipdecode import attach
 from skipdecode.engine import Sampling
 from skipdecode.engine.requests import row_seed
-from skipdecode.errors import ModelLoadError, OptionError
+from skipdecode.errors import ModelLoadError, OptionError, UsageError
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest
 from skipdecode.serving.service import open_service
 from tiny import LAYERS
@@ -372,8 +372,8 @@ def test_models(client):
     assert all(s["prompt_layers"] == list(SCHEDULES[s["name"]].prompt_layers()) for s in found["schedules"])
 
 
-def test_a_carried_schedule_is_the_default():
-    with running(tiny_service(carried=NESTED)) as client:
+def test_the_checkpoints_schedule_is_the_default():
+    with running(tiny_service(checkpoint_schedule=NESTED)) as client:
         assert client.get("/v1/models").json()["data"][0]["skipdecode"]["default_schedule"] == "nested"
         body = greedy(prompt=PROMPTS[0], max_tokens=NEW)
         answer = post(client, COMPLETIONS, body)
@@ -573,6 +573,13 @@ def test_a_broken_chat_template_is_found_at_start():
         open_service(tiny_served_model(), tokenizer, name="tiny")
     tokenizer.chat_template = "{{ raise_exception('other roles, please') }}"
     open_service(tiny_served_model(), tokenizer, name="tiny")  # it may take other chats
+
+
+def test_a_generation_config_with_an_unknown_token_is_refused_at_start():
+    model = tiny_served_model()
+    model.generation_config.forced_eos_token_id = 9999
+    with pytest.raises(UsageError, match="9999"):
+        open_service(model, byte_tokenizer(), name="tiny")
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}

@@ -91,8 +91,8 @@ def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):
     (tmp_path / "tuned" / "recipe.json").write_text(json.dumps({"options": options, "schedule": own.to_dict()}))
     (tmp_path / "mine.json").write_text(Schedule.even(LAYERS, 4, name="mine").to_json())
     service = service_of(model, "--schedule", str(tmp_path / "mine.json"), "--engine", "transformers")
-    assert list(service.catalog.loaded) == ["full", "skipdecode-2x", "skipdecode-1.5x", "mine"]
-    assert service.catalog.default == "skipdecode-2x"
+    assert list(service.model.schedules) == ["full", "skipdecode-2x", "skipdecode-1.5x", "mine"]
+    assert service.model.default == "skipdecode-2x"
     assert "not tuned under a schedule" not in capsys.readouterr().err
 
 
@@ -101,13 +101,13 @@ def test_a_model_that_was_tuned_to_shorten_prompts_alone_was_tuned_under_a_sched
     save_tiny_model(tmp_path / "tuned")
     (tmp_path / "tuned" / "recipe.json").write_text(json.dumps({"options": {}, "schedule": own.to_dict()}))
     service = service_of(str(tmp_path / "tuned"), "--engine", "transformers")
-    assert list(service.catalog.loaded) == ["full", own.name]
+    assert list(service.model.schedules) == ["full", own.name]
     assert "not tuned under a schedule" not in capsys.readouterr().err
 
 
 def test_a_model_without_schedules_is_told_how_to_get_one(tmp_path, capsys):
     service = service_of(save_tiny_model(tmp_path / "plain"))
-    assert list(service.catalog.loaded) == ["full"]
+    assert list(service.model.schedules) == ["full"]
     said = capsys.readouterr().err
     assert "not tuned under a schedule" in said
     assert "skipdecode plan" in said

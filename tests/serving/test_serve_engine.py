@@ -72,7 +72,7 @@ def test_rows_of_one_drop_order_share_a_forward():
 def test_a_running_row_of_the_server_waits_for_a_part_of_a_long_prompt():
     kernels_or_skip()
     model = tiny_model("llama", max_position_embeddings=1024)
-    engine = open_service(model, byte_tokenizer(), name="tiny", carried=SCHEDULES[1]).worker._make_engine()
+    engine = open_service(model, byte_tokenizer(), name="tiny", checkpoint_schedule=SCHEDULES[1]).worker._make_engine()
     first, long = engine.submit([Request(PROMPTS[0], 20), Request(tuple(3 + i % 90 for i in range(600)), 1)])
     order = [out.request for out in engine.run([])]
     # 124 tokens of the long prompt beside the short one, then 128 at a time, each with a token of the first row.

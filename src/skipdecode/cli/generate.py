@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,15 +43,18 @@ from skipdecode.common.progress import detail, note, progress_bar
 from skipdecode.common.rows import FORMATS
 from skipdecode.data.examples import PromptOptions, bad_records_option, choose_template
 from skipdecode.data.prompts import EncodedPrompt
+from skipdecode.data.records import Record
 from skipdecode.data.source import ARGUMENTS, PromptSource
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.requests import BATCH, SamplingOptions
 from skipdecode.errors import DataError, UsageError
-from skipdecode.generation.decoding import Decoding, Output, prompt_reader
+from skipdecode.generation.batch_lines import answer_line, prompt_reader
+from skipdecode.generation.decoding import Decoding, Output
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.records import (
     WINDOW_BATCHES,
+    LineFormat,
     RowWriter,
     named_text,
     open_writer,
@@ -65,8 +68,6 @@ from skipdecode.models.loading.checkpoint import served_name
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import RunStats
-
-_CHECKED_TOGETHER = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +149,18 @@ def run(config: Config) -> int:
         settings = _settings(config, llm, decoding) | ({} if schema is None else {"json_schema": schema})
         settings |= {"template": None if template.text is None else template.to_dict(), "chat": template.chat}
         settings["input"] = source.fingerprint | {"field": config.prompt_field}
-        row_form = json_line
+        line_format: LineFormat = json_line
         if _prints_text(config):
-            row_form = named_text if rows > 1 else plain_text
-        with closing(open_writer(config.output, settings, form=row_form)) as writer:
+            line_format = named_text if rows > 1 else plain_text
+        with closing(open_writer(config.output, settings, form=line_format)) as writer:
             try:
+                records: Iterable[Record] = source.records(read)
+                if config.skips_bad:
+                    records = (record for record in records if not writer.is_done(record.index))
+                prompts: Iterable[EncodedPrompt] = encoder.stream(records, WINDOW_BATCHES * config.batch_size)
                 if not config.skips_bad:
-                    _refuse_bad(llm, encoder.stream(source.records(read), _CHECKED_TOGETHER), decoding)
-                records = (record for record in source.records(read) if not writer.is_done(record.index))
-                prompts = encoder.stream(records, WINDOW_BATCHES * config.batch_size)
+                    usable = _all_usable(llm, prompts, decoding)
+                    prompts = (prompt for prompt in usable if not writer.is_done(prompt.record.index))
                 stats = _write_outputs(config, llm, prompts, decoding, writer, rows)
             except KeyboardInterrupt as stop:
                 raise type(stop)(f": {writer.resume_hint}") from None
@@ -240,21 +244,24 @@ def _settings(config: Config, llm: LLM, decoding: Decoding) -> dict[str, Any]:
     }
 
 
-def _refuse_bad(llm: LLM, prompts: Iterable[EncodedPrompt], decoding: Decoding) -> None:
-    """Raise DataError at the first record that cannot be used, before anything is generated."""
+def _all_usable(llm: LLM, prompts: Iterable[EncodedPrompt], decoding: Decoding) -> list[EncodedPrompt]:
+    """Hold all prompts; raises DataError at the first that cannot be used, before anything is generated."""
+    usable = []
     for prompt in prompts:
         try:
             llm.begin(prompt, decoding)
         except DataError as e:
             raise DataError(str(e), prompt.record.line) from None
+        usable.append(prompt)
+    return usable
 
 
 def _write_outputs(
     config: Config, llm: LLM, prompts: Iterable[EncodedPrompt], decoding: Decoding, writer: RowWriter, rows: int
 ) -> RunStats:
     """Write the output of each prompt, in the order in which they end, and put the output file in place."""
-    from skipdecode.generation.speed import MOST_BATCHES, Method
-    from skipdecode.generation.stats import SpeedComparison, note_bad
+    from skipdecode.generation.speed import MOST_BATCHES, Method, SpeedComparison
+    from skipdecode.generation.stats import note_bad
 
     done, size = writer.rows_before, config.batch_size
     if done:
@@ -283,10 +290,10 @@ def _write_outputs(
     return stats
 
 
-def _line(config: Config, llm: LLM, output: Output) -> dict[str, Any]:
+def _line(config: Config, llm: LLM, output: Output) -> Mapping[str, object]:
     """The output record, in the format of the output."""
     if config.output_format == "batch":
-        return output.to_batch_line(config.name or served_name(llm.loaded.checkpoint.name), llm.tokenizer)
+        return answer_line(output, config.name or served_name(llm.loaded.checkpoint.name), llm.tokenizer)
     if _prints_text(config):
         words = output.source.record.prompt
         return output.to_record(words if isinstance(words, str) else words[-1]["content"])

@@ -67,7 +67,7 @@ def run(config: Config) -> int:
             f"environment variable {ENVIRONMENT_VARIABLE})"
         )
     shown = f"[{config.host}]" if ":" in config.host else config.host
-    note(f"serving {service.name} on http://{shown}:{listening.getsockname()[1]}")
+    note(f"serving {service.model.name} on http://{shown}:{listening.getsockname()[1]}")
     logging.disable(logging.NOTSET)  # from here on, the server writes the log
     run_server(service, config, listening, keys)
     return 0
@@ -98,7 +98,7 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         loaded.model,
         loaded.tokenizer,
         name=config.name or served_name(config.model),
-        carried=own,
+        checkpoint_schedule=own,
         others=(*tuned_under, *schedules),
         recipe=checkpoint.recipe,
         use_template=config.template,
@@ -106,17 +106,17 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         backend=backend,
         limits=config,
     )
-    catalog = service.catalog
+    served = service.model
     which = " (the checkpoint's own)" if checkpoint.schedule is not None and config.default is None else ""
-    note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{which}")
-    if (line := loaded.untuned_line(catalog.loaded.values())) is not None:
+    note(f"schedules: {', '.join(served.schedules)}; default: {served.default}{which}")
+    if (line := loaded.untuned_line(served.schedules.values())) is not None:
         note(line)
     elif not tuned_under:
         note(
             f"this model was not tuned under a schedule: `skipdecode plan {' '.join(config.words)}` finds a schedule "
             "for a speed-up, `skipdecode tune` tunes the model under it"
         )
-    if service.template is not None and service.template["used"]:
-        note(f"completions use the checkpoint's template {service.template['prompt']!r} (--no-template disables it)")
-    note(f"KV memory: at most {service.kv_bytes_most / 2**30:.2f} GiB ({config.max_rows} sequences)")
+    if served.use_template and served.template is not None:
+        note(f"completions use the checkpoint's template {served.template.text!r} (--no-template disables it)")
+    note(f"KV memory: at most {served.most_kv_bytes / 2**30:.2f} GiB ({config.max_rows} sequences)")
     return service

@@ -193,8 +193,16 @@ class Input:
                 raise DataError(f"{self.name} is one JSON object in several lines: give an array, or JSON lines")
             return ((line, object_of(raw)) for line, raw in lines or self.lines())
         delimiter = _delimiter(_DELIMITERS[format], self.start())
+        return _csv_rows(self._raw_lines(), delimiter, self.name)
+
+    def _raw_lines(self) -> Iterator[bytes]:
+        """The lines as they are; whoever has read them all knows `sha256` too."""
         self._file.seek(0)
-        return _csv_rows(self._file, delimiter, self.name)
+        digest = hashlib.sha256()
+        for line in self._file:
+            digest.update(line)
+            yield line
+        self.__dict__["sha256"] = digest.hexdigest()
 
     def close(self) -> None:
         """Close the file; a temporary copy is deleted."""

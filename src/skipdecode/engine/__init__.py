@@ -1,11 +1,9 @@
 """The engine takes token ids and gives a `StepOutput` for every new token. It does not know text.
 
-`Engine.submit` (base.py) makes a `Sequence` (sequence.py) of a user's `Request` (requests.py). The sequence waits in
-the `Scheduler` (scheduler.py) and gets a slot and pages (kv.py). Its tokens become `TokenRows` (scheduler.py) of the
-`FastModel` (fast_model.py), which is read from a transformers model (model_spec.py). The schedule of the sequence gives
-the layers of each token. The `Sampler` of the sequence (sampling.py) chooses each new token. `FastEngine` (fast.py)
-decides what each forward runs, and runs it on the C++ kernels. `GatedEngine` (gated.py) decodes through transformers.
-`load` (opening.py) loads a model by its name; `open_engines` (opening.py) chooses the fast engine if it supports it.
+`open_engines` (opening.py) chooses `FastEngine` (fast.py), on C++ kernels, if it supports the model, else `GatedEngine`
+(gated.py), on transformers. A user's `Request` (requests.py) is a `Sequence` (sequence.py) in the engine. The
+`Scheduler` (scheduler.py) admits it, its tokens are rows of forwards (rows.py) of the `FastModel` (fast_model.py), its
+keys and values lie in pages (kv.py), and its `Sampler` (sampling.py) chooses new tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +18,7 @@ if TYPE_CHECKING:
     from skipdecode.engine.gated import GatedEngine
     from skipdecode.engine.opening import open_engines
 
-__all__ = [
-    "Engine",
-    "FastEngine",
-    "GatedEngine",
-    "Request",
-    "Sampling",
-    "StepOutput",
-    "open_engines",
-]
+__all__ = ["Engine", "FastEngine", "GatedEngine", "Request", "Sampling", "StepOutput", "open_engines"]
 
 _MODULES = {"FastEngine": "fast", "GatedEngine": "gated", "open_engines": "opening"}
 

@@ -6,7 +6,6 @@ gates. Engines do not know text.
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from skipdecode.common.environment import isolated_torch
-from skipdecode.engine.requests import FinishReason, Request, StepOutput
+from skipdecode.engine.requests import FinishReason, NextToken, Request, StepOutput
 from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
@@ -26,49 +25,24 @@ QUANTIZATIONS = ("none", "int8", "w8a8")
 
 @dataclass
 class EngineStats:
-    """Totals of an engine since it was made.
+    """Totals of an engine since it was made."""
 
-    Parameters
-    ----------
-    steps : int
-        Forwards in which sequences decode; prompts may share such a forward.
-    prompt_tokens, prefix_hit_tokens, new_tokens : int
-        Prompt tokens that ran, prompt tokens from the prefix cache, and generated tokens.
-    prompt_layers : int
-        Sum over prompt tokens that ran of their layers.
-    step_seconds : float
-        Total time in `step`.
-    prompt_seconds : float
-        Time in forwards of prompts. If a forward has prompts and decoding sequences, its time is split in proportion
-        to tokens x layers, because the separate costs are not known.
-    fed_tokens : int
-        Generated tokens that were fed back: one per decoding sequence and step, and the accepted drafts.
-    token_layers : int
-        Sum over fed tokens of the layers that they ran, without rejected drafts.
-    short_heads, head_fallbacks : int
-        Forwards whose tokens the 8-bit copy of the head decided (`skipdecode.engine.kernels.head`), and forwards that
-        used the full head after it.
-    drafted_tokens, accepted_tokens : int
-        Drafts, and those that were accepted.
-    kv_bytes_peak, kv_bytes_full_peak : int
-        Peak bytes of keys and values, and the peak of the same sequences at full depth.
-    """
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    prompt_layers: int = 0
-    prefix_hit_tokens: int = 0
+    steps: int = 0  # forwards in which sequences decode; prompts may share such a forward
+    prompt_tokens: int = 0  # that ran
+    prompt_layers: int = 0  # sum over prompt tokens that ran of their layers
+    prefix_hit_tokens: int = 0  # prompt tokens from the prefix cache
     new_tokens: int = 0
-    step_seconds: float = 0.0
+    step_seconds: float = 0.0  # total time in `step`
+    # In forwards of prompts. If decoding sequences share one, its time is split in proportion to tokens x layers.
     prompt_seconds: float = 0.0
-    fed_tokens: int = 0
-    token_layers: int = 0
-    short_heads: int = 0
-    head_fallbacks: int = 0
+    fed_tokens: int = 0  # new tokens that were fed back: one per decoding sequence and step, and the accepted drafts
+    token_layers: int = 0  # sum over fed tokens of the layers that they ran, without rejected drafts
+    short_heads: int = 0  # forwards that the 8-bit copy of the head decided (`skipdecode.engine.kernels.head`)
+    head_fallbacks: int = 0  # forwards that used the full head after it
     drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    accepted_tokens: int = 0  # of the drafts
     kv_bytes_peak: int = 0
-    kv_bytes_full_peak: int = 0
+    kv_bytes_full_peak: int = 0  # of the same sequences at full depth
 
     @property
     def decode_seconds(self) -> float:
@@ -93,33 +67,13 @@ class Decoded(NamedTuple):
     finish_reason: FinishReason
 
 
-class NextToken(NamedTuple):
-    """A chosen token with its log-probability, and the top tokens with theirs, as in `StepOutput`."""
-
-    token: int
-    logprob: float = math.nan
-    top: tuple[tuple[int, float], ...] = ()
-
-
 class Engine(ABC):
-    """Decodes requests on one model.
+    """Decoder of requests on one model.
 
-    Attributes
-    ----------
-    name : str
-        Name of the engine in tables: "fast", "fast-int8", "transformers", …
-    num_layers : int
-        Decoder layers of the model.
-    schedule : Schedule
-        The schedule of requests without one of their own.
-    stats : EngineStats
-    began : float
-        Reading of `time.perf_counter` at which `StepOutput.seconds` is 0.
-    scores_prompts : bool
-        Whether the engine accepts requests with `scores_prompt`.
-    fills_prompts : bool
-        May be set before the first request, to time decode steps: prompts are not computed, and some numbers stand for
-        their keys and values.
+    Attributes `name`: that of the engine in tables, such as "fast-int8". `schedule`: of requests without one of their
+    own. `began`: reading of `time.perf_counter` at which `StepOutput.seconds` is 0. `scores_prompts`: whether requests
+    with `scores_prompt` are accepted. `fills_prompts`: may be set before the first request, to time decode steps:
+    prompts are not computed, and some numbers stand for their keys and values.
     """
 
     name: str
@@ -132,32 +86,33 @@ class Engine(ABC):
         self._submitted = 0
 
     @isolated_torch()
-    def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
+    def submit(
+        self, requests: Iterable[Request], schedule: Schedule | None = None, *, checked: bool = False
+    ) -> list[int]:
         """Queue requests; returns their numbers, which continue those of earlier requests.
 
-        Raises ScheduleError: the schedule is for another number of layers, or the engine runs at full depth only;
-        UsageError: a request can never run on this engine.
+        `schedule` is in place of the engine's. `checked`: the caller knows that the model can run the schedule, and
+        that all ids are of its vocabulary.
 
-        Parameters
-        ----------
-        requests : iterable of Request
-        schedule : Schedule, optional
-            The schedule of these requests, in place of the engine's.
+        Raises ScheduleError: the schedule is for another number of layers; UsageError: a request can never run on this
+        engine.
         """
-        return [sequence.number for sequence in self._sequences(requests, schedule)]
+        return [sequence.number for sequence in self._sequences(requests, schedule, checked=checked)]
 
-    def _sequences(self, requests: Iterable[Request], schedule: Schedule | None) -> list[Sequence]:
+    def _sequences(
+        self, requests: Iterable[Request], schedule: Schedule | None, *, checked: bool = False
+    ) -> list[Sequence]:
         """`submit`, but returns the sequences."""
         wanted, requests = self.schedule if schedule is None else schedule, list(requests)
         if not self.scores_prompts and any(request.scores_prompt for request in requests):
             raise UsageError(f"the engine {self.name!r} gives no log-probabilities of prompts: leave scores_prompt out")
         new = [Sequence(number, request, wanted) for number, request in enumerate(requests, self._submitted)]
-        self._enqueue(wanted, new)
+        self._enqueue(wanted, new, checked=checked)
         self._submitted += len(new)
         return new
 
     @abstractmethod
-    def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
+    def _enqueue(self, schedule: Schedule, new: list[Sequence], *, checked: bool) -> None:
         """Queue sequences under a schedule, all of them or none; raises as `submit`."""
 
     @abstractmethod
@@ -205,9 +160,9 @@ class Engine(ABC):
         for sequence, (token, logprob, top) in chosen:
             sequence.append(token)
             position, layers = len(sequence.output) - 1, len(sequence.layers)
-            told = sequence.number, position, token, logprob, layers, sequence.finish_reason
+            about = sequence.number, position, token, logprob, layers, sequence.finish_reason
             scores = () if position else tuple(sequence.scores)
-            outputs.append(StepOutput(*told, *times, top, sequence.cached, scores))
+            outputs.append(StepOutput(*about, *times, top, sequence.cached, scores))
         return outputs
 
     def run(self, requests: Iterable[Request]) -> Iterator[StepOutput]:

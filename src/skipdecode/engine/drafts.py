@@ -21,7 +21,7 @@ from collections.abc import Sequence as Several
 MOST_DRAFTS = 8
 """Maximum drafts of a sequence at a step."""
 _END = -1  # follows an answer
-_PLACES, _LONGEST = 8, 16  # earlier places that are compared, the latest ones; tokens before them that count
+_MOST_POSITIONS, _LONGEST = 8, 16  # earlier positions that are compared, the latest ones; tokens before them that count
 _CLASSES = (2, 3, 4, 6, 9)  # lengths of a match from which the chance of acceptance is another
 _CHANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # before any draft is checked
 _PRIOR_WEIGHT, _LEAST_RATE = 2, 0.05
@@ -37,7 +37,7 @@ _BEFORE = 4  # last tokens of its prompt that are kept before an answer
 
 
 class TextIndex:
-    """Tokens, and the places that follow each token and each pair of tokens.
+    """Tokens, and the positions that follow each token and each pair of tokens.
 
     Attribute `tokens`: the text.
     """
@@ -57,28 +57,28 @@ class TextIndex:
             self.tokens.append(token)
 
     def longest(self, tail: Several[int]) -> tuple[int, int]:
-        """Longest match of the end of `tail`: how many tokens are the same, at most 16, and the place that follows.
+        """Longest match of the end of `tail`: how many tokens are the same, at most 16, and the position that follows.
 
-        Places are those of the last pair, the latest 8, else of the last token. (0, 0) if there is none.
+        Positions are those of the last pair, the latest 8, else of the last token. (0, 0) if there is none.
         """
         best, text = (0, 0), self.tokens
         for width in (2, 1):
-            place = self._latest.get(tuple(tail[-width:]), -1)
-            for _ in range(_PLACES):
-                if place < 0:
+            position = self._latest.get(tuple(tail[-width:]), -1)
+            for _ in range(_MOST_POSITIONS):
+                if position < 0:
                     break
-                most, same = min(place, len(tail), _LONGEST), width
-                while same < most and text[place - same - 1] == tail[-same - 1]:
+                most, same = min(position, len(tail), _LONGEST), width
+                while same < most and text[position - same - 1] == tail[-same - 1]:
                     same += 1
-                best = max(best, (same, place))
-                place = self._before[width - 1][place]
+                best = max(best, (same, position))
+                position = self._before[width - 1][position]
             if best[0]:
                 break
         return best
 
-    def following(self, place: int, most: int) -> tuple[int, ...]:
-        """The tokens from a place on, not beyond the end of an answer."""
-        tokens = self.tokens[place : place + most]
+    def following(self, position: int, most: int) -> tuple[int, ...]:
+        """The tokens from a position on, not beyond the end of an answer."""
+        tokens = self.tokens[position : position + most]
         return tuple(tokens[: tokens.index(_END)] if _END in tokens else tokens)
 
 
@@ -102,7 +102,7 @@ class Acceptance:
 
 
 class Drafter:
-    """The drafting state of one sequence: its text, first the prompt, and the drafts that were `found` for a step.
+    """The drafting state of one sequence: its text, first the prompt, and the `drafts` of a step.
 
     `earlier` are earlier answers; `common` is the acceptance of all sequences, for each class of length of a match.
     """
@@ -111,7 +111,7 @@ class Drafter:
         self._text, self._earlier, self._common = TextIndex(), earlier, common
         self._acceptance: dict[int, Acceptance] = {}
         self._class = 0
-        self.found: tuple[int, ...] = ()
+        self.drafts: tuple[int, ...] = ()
         self._text.extend(text)
 
     def look(self, room: int) -> None:
@@ -119,11 +119,11 @@ class Drafter:
 
         Without room nothing is looked for.
         """
-        self.found = ()
+        self.drafts = ()
         if room > 0:
             pairs = [(source, *source.longest(self._text.tokens)) for source in (self._text, self._earlier)]
-            source, same, place = max(pairs, key=lambda pair: pair[1])
-            self.found = source.following(place, room) if same else ()
+            source, same, position = max(pairs, key=lambda pair: pair[1])
+            self.drafts = source.following(position, room) if same else ()
             self._class = bisect.bisect(_CLASSES, same)
 
     @property
@@ -132,11 +132,11 @@ class Drafter:
         return min(self._learned().chance, 0.99)
 
     def learn(self, tokens: Several[int]) -> None:
-        """Learn from the new tokens of a step; what was found is judged too where it was not drafted."""
-        if judged := min(len(self.found), len(tokens)):
-            taken = next((i for i in range(judged) if self.found[i] != tokens[i]), judged)
+        """Learn from the new tokens of a step; drafts that did not run are judged too."""
+        if judged := min(len(self.drafts), len(tokens)):
+            taken = next((i for i in range(judged) if self.drafts[i] != tokens[i]), judged)
             self._learned().note(taken, judged)
-        self.found = ()
+        self.drafts = ()
         self._text.extend(tokens)
 
     def _learned(self) -> Acceptance:
@@ -163,19 +163,19 @@ class ForwardTimes:
 
     def __call__(self, rows: int) -> float | None:
         """Seconds of a forward of `rows` rows; None before any measurement."""
-        place = bisect.bisect_left(self._rows, rows)
-        if rows in self._seconds or (self._rows and not place):
-            return self._seconds[self._rows[place]]
+        position = bisect.bisect_left(self._rows, rows)
+        if rows in self._seconds or (self._rows and not position):
+            return self._seconds[self._rows[position]]
         if not self._rows:
             return None
-        low = self._rows[place - 1]
+        low = self._rows[position - 1]
         seconds = self._seconds[low]
-        if place < len(self._rows):
-            high = self._rows[place]
+        if position < len(self._rows):
+            high = self._rows[position]
             return seconds + (self._seconds[high] - seconds) * (rows - low) / (high - low)
         slope = _LEAST_SLOPE * seconds / low
-        if place > 1:
-            before = self._rows[place - 2]
+        if position > 1:
+            before = self._rows[position - 2]
             slope = max(slope, (seconds - self._seconds[before]) / (low - before))
         return seconds + slope * (rows - low)
 
@@ -226,14 +226,14 @@ class Planner:
         least, seconds, chosen = self._least_chance(rows, depth), self.forwards[depth], dict[Drafter, int]()
         if rows > _MOST_ROWS or (least == math.inf and self._idle < self._patience):
             return {}
-        found = [(drafter, drafter.chance) for drafter in drafters if drafter.found]
-        drafting = [one for one in found if one[1] >= least]
+        candidates = [(drafter, drafter.chance) for drafter in drafters if drafter.drafts]
+        drafting = [(drafter, chance) for drafter, chance in candidates if chance >= least]
         alone, best = seconds(rows) or math.inf, 0.0
         for threshold, logarithm in _THRESHOLDS.items() if drafting else ():
             if threshold < least:
                 break
             # Drafts that are accepted, with all before them, with at least this chance.
-            counts = [min(len(d.found), int(logarithm / math.log(chance))) for d, chance in drafting]
+            counts = [min(len(d.drafts), int(logarithm / math.log(chance))) for d, chance in drafting]
             if count := sum(counts):
                 tokens = sum(c * (1 - c**n) / (1 - c) for n, (_, c) in zip(counts, drafting, strict=True))
                 longer = seconds(rows + count) or math.inf
@@ -242,7 +242,7 @@ class Planner:
                     best, chosen = rate, {d: n for n, (d, _) in zip(counts, drafting, strict=True) if n}
         if chosen:
             self._idle, self._patience = 0, _PROBE_AFTER[0]
-        elif found and self._idle >= self._patience:
-            chosen = {max(found, key=lambda one: one[1])[0]: 1}
+        elif candidates and self._idle >= self._patience:
+            chosen = {max(candidates, key=lambda candidate: candidate[1])[0]: 1}
             self._idle, self._patience = 0, min(2 * self._patience, _PROBE_AFTER[1])
         return chosen

@@ -1,22 +1,27 @@
-"""The engine on the package's own C++ kernels: admit, draft, one forward, emit. Keys and values are in pages."""
+"""The engine on the package's own C++ kernels. Keys and values are in pages.
+
+A step reads from top to bottom: `step` admits sequences, and takes chunks of prompts and tokens with drafts of the
+other sequences; `rows.forwards` and `rows.token_rows` make rows of them; `_forward` runs the rows, `_chosen` samples.
+"""
 
 from __future__ import annotations
 
 import time
 from operator import eq
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipdecode.common.environment import isolated_torch
-from skipdecode.engine.base import Engine, NextToken
+from skipdecode.common.hf_types import PreTrainedModel
+from skipdecode.engine.base import Engine
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import PagedKV
-from skipdecode.engine.requests import StepOutput
+from skipdecode.engine.requests import NextToken, StepOutput
+from skipdecode.engine.rows import Chunk, forwards, token_rows
 from skipdecode.engine.sampling import Predicted, Sampler, scores
-from skipdecode.engine.scheduler import PROMPT_TOKENS, Chunk, Scheduler, forwards, token_rows
+from skipdecode.engine.scheduler import PROMPT_TOKENS, Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule import Schedule
 
@@ -25,38 +30,25 @@ Drafts = dict[Sequence, tuple[int, ...]]
 
 
 class FastEngine(Engine):
-    """Decodes requests on the package's own kernels, on CPUs, with continuous batching.
+    """Decoder of requests on the package's own kernels, on CPUs, with continuous batching.
 
     Sequences of any age and schedule share a step, and prompts join it in chunks.
 
+    `model`: a causal LM with a fast path (`model_spec.READERS`); its projection weights are fused in place. `max_rows`:
+    most sequences in a step. `refill_below`, `in_order`: see `Scheduler`. `prompt_tokens`: most prompt tokens of a
+    forward; it bounds the buffers, and the time that a sequence waits for its next token. `prefix_cache`: keep keys
+    and values of prompts for prompts with the same beginning and prompt layers (`skipdecode.engine.prefix`); the output
+    does not change.
+
     Raises UnfitModelError: the model has no fast path, or the kernels cannot run here; ScheduleError: the schedule is
     for another number of layers.
-
-    Parameters
-    ----------
-    model : PreTrainedModel or FastModel
-        A causal LM with a fast path (`model_spec.READERS`); its projection weights are fused in place.
-    schedule : Schedule
-        The layers that run.
-    max_rows : int
-        Maximum number of sequences in a step.
-    refill_below : float
-        See `Scheduler`: 0 admits in whole groups, 1 is continuous batching.
-    in_order : bool
-        Admit in order of submission instead of by length.
-    prompt_tokens : int
-        Maximum prompt tokens of one forward. It bounds the buffers, and the time that a sequence waits for its next
-        token.
-    prefix_cache : bool
-        Keep keys and values of prompts, and reuse them for prompts with the same beginning and the same prompt layers
-        (`skipdecode.engine.prefix`). The output does not change.
     """
 
     scores_prompts = True
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel | FastModel,
         schedule: Schedule,
         *,
         max_rows: int = 8,
@@ -109,6 +101,17 @@ class FastEngine(Engine):
                     return
         self._scheduler.drop(number)
 
+    def _enqueue(self, schedule: Schedule, new: list[Sequence], *, checked: bool) -> None:
+        """Queue sequences as in `Engine`; those that are too long for the model are refused too."""
+        if not checked:
+            self.model.check(schedule, [sequence.request for sequence in new])
+        for sequence in new:
+            self.model.ensure_positions(sequence.total_tokens)
+            sequence.pages = self.kv.most_pages(sequence)
+        self._scheduler.submit(new)
+
+    # ------------------------------------------------------------------ one decode step
+
     @isolated_torch()
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -118,39 +121,47 @@ class FastEngine(Engine):
         """
         start = time.perf_counter()
         for sequence in self._scheduler.admit(self.rows):
-            self._join(sequence)
-            if sequence.request.exact:
-                sequence.drafter = self.planner.drafter(sequence.request.prompt, sequence.request.cache_salt)
-            self._prefilling.append(sequence)
-        chunks, drafted = self._next_prefill(), self._draft()
+            self._admit(sequence)
+        chunks, drafts = self._prompt_chunks(), self._draft()
         for sequence in self._decoding:
-            self._fall(sequence)
+            self._drop_layers(sequence)
             if forced := sequence.forced_tokens:
-                drafted[sequence] = forced
-            tokens = sequence.output[-1], *drafted.get(sequence, ())
-            chunks.append(Chunk.following(sequence, tokens))
-        outputs = [out for part in forwards(chunks) for out in self._forward(part, drafted)]
+                drafts[sequence] = forced
+            chunks.append(Chunk.following(sequence, (sequence.output[-1], *drafts.get(sequence, ()))))
+        outputs = [out for part in forwards(chunks) for out in self._forward(part, drafts)]
         self.stats.step_seconds += time.perf_counter() - start
         return outputs
 
-    # ------------------------------------------------------------------ keys and values
-
-    def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
-        """Refuses sequences that are too long for the model, or have tokens outside its vocabulary."""
-        self.model.check(schedule)
-        for sequence in new:
-            self.model.ensure_positions(sequence.total_tokens)
-            sequence.request.check_vocabulary(self.model.vocab_size)
-            sequence.pages = self.kv.most_pages(sequence)
-        self._scheduler.submit(new)
-
-    def _join(self, sequence: Sequence) -> None:
-        """Reserve memory for an admitted sequence, and make its sampler."""
-        used = sum(each.pages for each in self._prefilling + self._decoding)
+    def _admit(self, sequence: Sequence) -> None:
+        """Reserve memory for a sequence, and make its sampler and drafter."""
+        request = sequence.request
+        used = sum(running.pages for running in self._prefilling + self._decoding)
         pages = used + sequence.pages + self.kv.cached_bytes // self.kv.layout.page_bytes
         self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages)
-        sequence.slot = self.kv.open(sequence.request.cache_salt)
-        sequence.sampler = Sampler.of(sequence.request)
+        sequence.slot = self.kv.open(request.cache_salt)
+        sequence.sampler = Sampler.of(request)
+        if request.exact:
+            sequence.drafter = self.planner.drafter(request.prompt, request.cache_salt)
+        self._prefilling.append(sequence)
+
+    def _prompt_chunks(self) -> list[Chunk]:
+        """Take the prompt chunks of the next forward: up to `prompt_tokens` tokens, first come, first served.
+
+        If the first prompt has layers of its own, only prompts with the same layers join it (see `token_rows`).
+        """
+        chunks: list[Chunk] = []
+        room = self._prompt_tokens
+        own = self._prefilling[0].prompt if self._prefilling and self._prefilling[0].prompt.own else None
+        for sequence in self._prefilling:
+            if not room:
+                break
+            if sequence.prompt != own and (own is not None or sequence.prompt.own):
+                continue
+            if self._starts(sequence, chunks):
+                tokens = sequence.request.prompt[sequence.ran : sequence.ran + room]
+                chunks.append(Chunk.following(sequence, tokens))
+                room -= len(tokens)
+        return chunks
 
     def _starts(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Whether a sequence's next prompt tokens run now, with `chunks`; the prefix cache may move `sequence.ran`."""
@@ -176,103 +187,6 @@ class FastEngine(Engine):
             and other.request.prompt[:end] == prompt[:end]
         )
 
-    # ------------------------------------------------------------------ one forward
-
-    def _next_prefill(self) -> list[Chunk]:
-        """The prompt chunks of the next forward: up to `prompt_tokens` tokens, first come, first served.
-
-        If the first prompt has layers of its own, only prompts with the same layers join it (see `token_rows`).
-        """
-        chunks: list[Chunk] = []
-        room = self._prompt_tokens
-        own = self._prefilling[0].prompt if self._prefilling and self._prefilling[0].prompt.own else None
-        for sequence in self._prefilling:
-            if not room:
-                break
-            if sequence.prompt != own and (own is not None or sequence.prompt.own):
-                continue
-            if self._starts(sequence, chunks):
-                tokens = sequence.request.prompt[sequence.ran : sequence.ran + room]
-                chunks.append(Chunk.following(sequence, tokens))
-                room -= len(tokens)
-        return chunks
-
-    def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Predicted]:
-        """Run one forward over the chunks: the sequences that get tokens with it, and their tokens.
-
-        Rows that say a next token are those of the sequences in this order: of each one row for every token that it
-        ran, of a prompt one.
-        """
-        pages = self.kv.layout.pages
-        for chunk in chunks:
-            # From the second new token on, most tokens lie in a page that the sequence has.
-            if len(chunk.sequence.output) < 2 or pages(chunk.end) > pages(chunk.start):
-                self.kv.extend(chunk.sequence.slot, chunk.layers, chunk.end)
-        batch, due = token_rows(chunks, self.num_layers, self.model.taps)
-        if self.fills_prompts and batch.wanted < len(batch.tokens):
-            self.kv.fill()
-            return due, Predicted(torch.zeros(batch.wanted, self.model.vocab_size))
-        logits = self.model.forward(batch, self.kv)
-        self.stats.short_heads += isinstance(logits, Candidates)
-        self.stats.head_fallbacks += self.model.head.fell_back
-        for chunk in chunks:
-            sequence = chunk.sequence
-            if not sequence.output:
-                # The last prompt token of such a prompt runs more layers than the others, so it is not shared.
-                prompt = sequence.request.prompt[:-1] if sequence.prompt.own else sequence.request.prompt
-                self.kv.keep(sequence.slot, sequence.prompt, prompt, chunk.end)
-        if batch.scored and isinstance(logits, Tensor):
-            for row, chunk in batch.scored:
-                self._score(chunk, logits[row : row + len(chunk.tokens)])
-            logits = logits[batch.wanted - batch.due :]
-        return due, Predicted(logits)
-
-    @staticmethod
-    def _score(chunk: Chunk, logits: Tensor) -> None:
-        """Note the log-probabilities of the prompt tokens that follow a chunk's tokens."""
-        request = chunk.sequence.request
-        following = request.prompt[chunk.start + 1 : chunk.end + 1]
-        chunk.sequence.scores += scores(logits, following, request.sampling.top_logprobs)
-
-    def _forward(self, chunks: list[Chunk], drafted: Drafts) -> list[StepOutput]:
-        """Run prompt chunks, and tokens of decoding sequences with their drafts; returns the outputs."""
-        start = time.perf_counter()
-        due, predicted = self._run(chunks)
-        for chunk in chunks:
-            chunk.sequence.ran = chunk.end
-        self._count(chunks, time.perf_counter() - start)
-        self._prefilling = [sequence for sequence in self._prefilling if sequence.in_prefill]
-        self._decoding += [sequence for sequence in due if not sequence.output]
-        outputs = self._emit(self._chosen(due, predicted, drafted), start) if due else []
-        for sequence in due:
-            if sequence.finish_reason is not None:
-                self._decoding.remove(sequence)
-                self.kv.close(sequence.slot)
-                if sequence.drafter is not None:
-                    request = sequence.request
-                    self.planner.remember(request.prompt, sequence.output, request.cache_salt)
-        return outputs
-
-    def _chosen(self, due: list[Sequence], predicted: Predicted, drafted: Drafts) -> list[tuple[Sequence, NextToken]]:
-        """The next tokens of each sequence: its accepted drafts, and one more."""
-        chosen: list[tuple[Sequence, NextToken]] = []
-        row = 0
-        for sequence in due:
-            drafts, before = drafted.get(sequence, ()), len(chosen)
-            for place in range(len(drafts) + 1):
-                token = predicted.token(row + place, sequence.sampler)
-                chosen.append((sequence, token))
-                if token.token in sequence.request.stop_ids or token.token not in drafts[place : place + 1]:
-                    break
-            row += len(drafts) + 1
-            came = [token.token for _, token in chosen[before:]]
-            # Keys and values of rejected drafts stay in the pages and are overwritten.
-            sequence.ran -= len(drafts) + 1 - len(came)
-            self._learn(sequence, drafts, came)
-        return chosen
-
-    # ------------------------------------------------------------------ drafts
-
     def _draft(self) -> Drafts:
         """Draft as many tokens of the sequences as the planner says; all tokens of a sequence run the same layers."""
         rows, drafting = len(self._decoding), [(s, s.drafter) for s in self._decoding if s.drafter is not None]
@@ -281,25 +195,100 @@ class FastEngine(Engine):
         depth = round(sum(len(sequence.next_layers) for sequence in self._decoding) / rows)
         most = self.model.most_drafts
         counts = self.planner.plan(rows, depth, (sequence.look(drafter, most) for sequence, drafter in drafting))
-        return {sequence: drafter.found[: counts[drafter]] for sequence, drafter in drafting if drafter in counts}
+        return {sequence: drafter.drafts[: counts[drafter]] for sequence, drafter in drafting if drafter in counts}
 
-    def _learn(self, sequence: Sequence, drafts: tuple[int, ...], came: list[int]) -> None:
-        """Learn from the drafts and new tokens of a sequence."""
-        if sequence.drafter is not None:
-            sequence.drafter.learn(came)
-        if drafts:
-            self.stats.drafted_tokens += len(drafts)
-            self.stats.accepted_tokens += sum(map(eq, drafts, came))
-            self.stats.fed_tokens += len(came) - 1
-            self.stats.token_layers += (len(came) - 1) * len(sequence.layers)
-
-    def _fall(self, sequence: Sequence) -> None:
+    def _drop_layers(self, sequence: Sequence) -> None:
         """Drop the layers that the next token of a decoding sequence does not run."""
         layers = sequence.next_layers
         if layers != sequence.layers:
             keep = set(layers)
             self.kv.drop(sequence.slot, [layer for layer in sequence.layers if layer not in keep])
             sequence.layers = layers
+
+    def _forward(self, chunks: list[Chunk], drafts: Drafts) -> list[StepOutput]:
+        """Run prompt chunks, and tokens of decoding sequences with their drafts; returns the outputs."""
+        start = time.perf_counter()
+        sampled, predicted = self._run(chunks)
+        for chunk in chunks:
+            chunk.sequence.ran = chunk.end
+        self._count(chunks, time.perf_counter() - start)
+        self._prefilling = [sequence for sequence in self._prefilling if sequence.in_prefill]
+        self._decoding += [sequence for sequence in sampled if not sequence.output]
+        outputs = self._emit(self._chosen(sampled, predicted, drafts), start) if sampled else []
+        for sequence in sampled:
+            if sequence.finish_reason is not None:
+                self._decoding.remove(sequence)
+                self.kv.close(sequence.slot)
+                if sequence.drafter is not None:
+                    request = sequence.request
+                    self.planner.remember(request.prompt, sequence.output, request.cache_salt)
+        return outputs
+
+    def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Predicted]:
+        """Run the rows of chunks; returns the sequences that get tokens, and the predictions after their last rows.
+
+        The predictions are in the order of the sequences: one for every token that a sequence ran, one for a prompt.
+        """
+        pages = self.kv.layout.pages
+        for chunk in chunks:
+            # From the second new token on, most tokens lie in a page that the sequence has.
+            if len(chunk.sequence.output) < 2 or pages(chunk.end) > pages(chunk.start):
+                self.kv.extend(chunk.sequence.slot, chunk.layers, chunk.end)
+        rows, sampled = token_rows(chunks, self.num_layers, self.model.context_tokens)
+        if self.fills_prompts and rows.num_logits < len(rows.tokens):
+            self.kv.fill()
+            return sampled, Predicted(torch.zeros(rows.num_logits, self.model.vocab_size))
+        logits = self.model.forward(rows, self.kv)
+        self.stats.short_heads += isinstance(logits, Candidates)
+        self.stats.head_fallbacks += self.model.head.fell_back
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if not sequence.output:
+                # The last prompt token of such a prompt runs more layers than the others, so it is not shared.
+                prompt = sequence.request.prompt[:-1] if sequence.prompt.own else sequence.request.prompt
+                self.kv.keep(sequence.slot, sequence.prompt, prompt, chunk.end)
+        if rows.scored and isinstance(logits, Tensor):
+            for row, chunk in rows.scored:
+                self._score(chunk, logits[row : row + len(chunk.tokens)])
+            logits = logits[rows.num_logits - rows.num_sampled :]
+        return sampled, Predicted(logits)
+
+    @staticmethod
+    def _score(chunk: Chunk, logits: Tensor) -> None:
+        """Note the log-probabilities of the prompt tokens that follow a chunk's tokens."""
+        request = chunk.sequence.request
+        following = request.prompt[chunk.start + 1 : chunk.end + 1]
+        chunk.sequence.scores += scores(logits, following, request.sampling.top_logprobs)
+
+    def _chosen(
+        self, sampled: list[Sequence], predicted: Predicted, drafts: Drafts
+    ) -> list[tuple[Sequence, NextToken]]:
+        """Choose the next tokens of each sequence: its accepted drafts, and one more."""
+        chosen: list[tuple[Sequence, NextToken]] = []
+        row = 0
+        for sequence in sampled:
+            drafted, new_tokens = drafts.get(sequence, ()), list[int]()
+            for index in range(len(drafted) + 1):
+                token = predicted.token(row + index, sequence.sampler)
+                chosen.append((sequence, token))
+                new_tokens.append(token.token)
+                if token.token in sequence.request.stop_ids or token.token not in drafted[index : index + 1]:
+                    break
+            row += len(drafted) + 1
+            # Keys and values of rejected drafts stay in the pages and are overwritten.
+            sequence.ran -= len(drafted) + 1 - len(new_tokens)
+            self._learn(sequence, drafted, new_tokens)
+        return chosen
+
+    def _learn(self, sequence: Sequence, drafted: tuple[int, ...], new_tokens: list[int]) -> None:
+        """Count the drafts of a sequence that were accepted, and have its drafter learn from the new tokens."""
+        if sequence.drafter is not None:
+            sequence.drafter.learn(new_tokens)
+        if drafted:
+            self.stats.drafted_tokens += len(drafted)
+            self.stats.accepted_tokens += sum(map(eq, drafted, new_tokens))
+            self.stats.fed_tokens += len(new_tokens) - 1
+            self.stats.token_layers += (len(new_tokens) - 1) * len(sequence.layers)
 
     def _count(self, chunks: list[Chunk], seconds: float) -> None:
         """Note what a forward did; its time is split between prefill and decode in proportion to tokens x layers."""

@@ -14,7 +14,7 @@ quantised, even if it is tied to the output embedding, because only single rows 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from skipdecode.common.environment import read_in_turn
+from skipdecode.common.hf_types import PreTrainedModel
 from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead
@@ -31,7 +32,8 @@ from skipdecode.engine.kernels.weights import QUANTIZATIONS, Arena, Quantization
 from skipdecode.engine.kv import PAGE_TOKENS, PagedKV
 from skipdecode.engine.model_spec import Join, matrices, read_model
 from skipdecode.engine.prefix import PrefixKV
-from skipdecode.engine.scheduler import TokenRows
+from skipdecode.engine.requests import Request
+from skipdecode.engine.rows import TokenRows
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import check_schedule
 from skipdecode.models.fit import EPSILON, Fit, fit_of
@@ -41,22 +43,18 @@ from skipdecode.schedule import Schedule
 class FastModel:
     """The fast path of a transformers model, on the C++ kernels. Made by `open_model`.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal LM of a family in `skipdecode.engine.model_spec.READERS`, on the CPU. Its projection weights are fused
-        and moved in place; the model stays usable.
-    kernels : NativeKernels
-        The kernels for the model's dtype.
-    quantization : {"int8", "w8a8"}, optional
-        The kernels read the projections and the output embedding from quantised copies (`kernels.weights`).
+    `model`: a causal LM of a family in `skipdecode.engine.model_spec.READERS`, on the CPU; its projection weights are
+    fused and moved in place, and it stays usable. `quantization`: the kernels read the projections and the output
+    embedding from quantised copies (`kernels.weights`).
 
     Attribute `spec`: the weights and sizes that the kernels read.
 
     Raises UnfitModelError if the fast path does not cover the model.
     """
 
-    def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernels: NativeKernels, quantization: Quantization | None = None
+    ) -> None:
         self.quantization = quantization
         self._quantized = None if quantization is None else QuantizedWeights(model, quantization)
         self._kernels, self._model, self.fit = kernels, model, fit_of(model)
@@ -79,13 +77,15 @@ class FastModel:
         return "fast" if self.quantization is None else f"fast-{self.quantization}"
 
     @property
-    def taps(self) -> int:
+    def context_tokens(self) -> int:
         """Number of preceding tokens that a prompt map takes as input."""
         return 0 if self.fit is None else self.fit.taps
 
-    def check(self, schedule: Schedule) -> None:
-        """Raise ScheduleError if the model cannot run a schedule."""
+    def check(self, schedule: Schedule, requests: Iterable[Request] = ()) -> None:
+        """Raise ScheduleError if the model cannot run a schedule, UsageError for tokens outside its vocabulary."""
         check_schedule(self._model.config, schedule)
+        for request in requests:
+            request.check_vocabulary(self.vocab_size)
 
     def new_kv(self, prefix_cache: bool = False) -> PagedKV:
         """An empty KV store with the sizes of this model."""
@@ -116,17 +116,17 @@ class FastModel:
             self._bind()
 
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor | Candidates:
-        """Logits (wanted rows, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`.
+        """Compute logits (rows with logits, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`.
 
         With `rows.tops` the result may be `Candidates`: only the tokens that are enough for these.
         """
-        hidden = self._embed(rows)
+        hidden = self.spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
         before = None if rows.before is None else torch.tensor(rows.before, dtype=torch.int32)
-        given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.layers, rows.bridged, before)
-        self._stack_for(rows.prompt)(given)
-        hidden = hidden[len(rows.tokens) - rows.wanted :]
+        stack_input = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.layers, rows.bridged, before)
+        self._stack_for(rows.prompt)(stack_input)
+        hidden = hidden[len(rows.tokens) - rows.num_logits :]
         if (cap := self.spec.logit_cap) is not None:
             logits = self.head(hidden, None)
             return logits.div_(cap).tanh_().mul_(cap) if isinstance(logits, Tensor) else logits
@@ -144,9 +144,6 @@ class FastModel:
 
     def _read(self, positions: int) -> ModelSpec:
         return read_model(self._model, positions, None if self._quantized is None else self._quantized.join())
-
-    def _embed(self, rows: TokenRows) -> Tensor:
-        return self.spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)
 
     def _bind(self) -> None:
         """Store the addresses of the weights."""
@@ -168,29 +165,30 @@ def fit_spec(
     """
     ones, maps, first = torch.ones(fit.hidden_size), {}, {}
     for layer in range(fit.num_layers):
-        if prompt is not None and (made := fit.prompt_map(prompt, layer)) is not None:
+        if prompt is not None and (prompt_map := fit.prompt_map(prompt, layer)) is not None:
             # Without taps the map reads the states directly.
             norm: dict[str, Any] = {} if fit.taps else {"prologue": "rms_norm", "gamma": ones}
-            maps[layer] = LinearSpec(made.weight.detach().to(dtype).contiguous(), made.bias, eps=EPSILON, **norm)
-            first[layer] = made.first
+            weight = prompt_map.weight.detach().to(dtype).contiguous()
+            maps[layer] = LinearSpec(weight, prompt_map.bias, eps=EPSILON, **norm)
+            first[layer] = prompt_map.first
     return FitSpec(_bridges(fit, dtype, ones) if bridges is None else bridges, maps, first, fit.taps)
 
 
 def _bridges(fit: Fit, dtype: torch.dtype, ones: Tensor) -> dict[int, tuple[LinearSpec, LinearSpec]]:
-    found = {}
+    bridges = {}
     for layer in range(fit.num_layers):
         if (bridge := fit.bridge(layer)) is not None:
             # A bridge of rank 0 is its bias: a row of zeros, for the kernels take no bridge without weights.
             no_rank = (0, int(not len(bridge.down)))
             down, up = functional.pad(bridge.down, (0, 0, *no_rank)), functional.pad(bridge.up, no_rank)
-            found[layer] = (
+            bridges[layer] = (
                 LinearSpec(down.detach().to(dtype).contiguous(), None, "rms_norm", ones, eps=EPSILON),
                 LinearSpec(up.detach().to(dtype).contiguous(), bridge.bias),
             )
-    return found
+    return bridges
 
 
-def open_model(model: Any, quantization: Quantization | None = None) -> FastModel:
+def open_model(model: PreTrainedModel, quantization: Quantization | None = None) -> FastModel:
     """The fast path of a model; arguments as in `FastModel`.
 
     Raises UnfitModelError if the fast path does not cover the model, or the C++ kernels cannot run here; UsageError if
@@ -208,7 +206,7 @@ def open_model(model: Any, quantization: Quantization | None = None) -> FastMode
     return FastModel(model, kernels, quantization)
 
 
-def move_into_one_block(model: Any) -> None:
+def move_into_one_block(model: PreTrainedModel) -> None:
     """Move the projections and the output embedding of a model into one block; a second call does nothing.
 
     Parameters that are read as one matrix become neighbours.
@@ -224,33 +222,33 @@ def move_into_one_block(model: Any) -> None:
     first = next(model.parameters())
     arena = Arena((sum(part.nbytes for part in parts) for parts in moved.values()), first.device)
 
-    def places_of() -> Iterator[tuple[Tensor, Tensor]]:
+    def moves() -> Iterator[tuple[Tensor, Tensor]]:
         for parts in moved.values():
             room = arena.take(sum(part.nbytes for part in parts)).view(first.dtype).view(-1, parts[0].shape[1])
             for part in parts:
-                place, room = room[: len(part)], room[len(part) :]
-                yield place, part.detach()
+                target, room = room[: len(part)], room[len(part) :]
+                yield target, part.detach()
 
-    for place, weight in read_in_turn(places_of()):
-        place.copy_(weight)
+    for target, weight in read_in_turn(moves()):
+        target.copy_(weight)
         for parameter in parameters[weight.data_ptr()]:
-            parameter.data = place
+            parameter.data = target
 
 
 class QuantizedWeights:
     """Quantised copies of one model's projections and output embedding; the model keeps its own."""
 
-    def __init__(self, model: Any, kind: Quantization) -> None:
+    def __init__(self, model: PreTrainedModel, kind: Quantization) -> None:
         read = matrices(model)
         shapes = {parts[0].data_ptr(): (sum(map(len, parts)), parts[0].shape[1]) for parts in read}
         rooms = (size for shape in shapes.values() for size in room_of(shape, kind))
-        arena, made = Arena(rooms, next(model.parameters()).device), dict[int, QuantizedWeight]()
+        arena, copies = Arena(rooms, next(model.parameters()).device), dict[int, QuantizedWeight]()
         for parts, part in read_in_turn((group, one) for group in read for one in group):
-            if part is parts[-1] and (place := parts[0].data_ptr()) not in made:
-                made[place] = quantize(torch.cat(parts) if len(parts) > 1 else part, kind, arena.take)
-        self._made = [made[parts[0].data_ptr()] for parts in read]
+            if part is parts[-1] and (address := parts[0].data_ptr()) not in copies:
+                copies[address] = quantize(torch.cat(parts) if len(parts) > 1 else part, kind, arena.take)
+        self._copies = [copies[parts[0].data_ptr()] for parts in read]
 
     def join(self) -> Join:
         """Gives the copies to `read_model`, in the order in which it asks for them."""
-        made = iter(self._made)
-        return lambda parts: next(made)
+        copies = iter(self._copies)
+        return lambda parts: next(copies)

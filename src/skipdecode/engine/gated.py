@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipdecode.common.environment import isolated_torch
+from skipdecode.common.hf_types import PreTrainedModel
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import StepOutput
 from skipdecode.engine.sampling import Predicted, Sampler, scores
@@ -47,18 +47,11 @@ class _Batch:
 
 
 class GatedEngine(Engine):
-    """Decodes requests through a gated transformers model.
+    """Decoder of requests through a gated transformers model.
 
-    Parameters
-    ----------
-    model : PreTrainedModel or PeftModel
-        A causal LM of a family in `skipdecode.models.families`, with nothing attached. It is gated while a batch runs.
-    schedule : Schedule
-        The layers that run. Requests with another schedule run in separate batches, in the order of submission.
-    max_rows : int
-        Maximum number of sequences in a batch.
-    in_order : bool
-        Admit in order of submission instead of by length.
+    `model`: a causal LM of a family in `skipdecode.models.families`, with nothing attached; it is gated while a batch
+    runs. `schedule`: requests with another one run in separate batches, in the order of submission. `max_rows`: most
+    sequences in a batch. `in_order`: see `Scheduler`.
 
     Raises UnsupportedModelError if the family is not in the table; ScheduleError if the schedule is for another number
     of layers.
@@ -67,7 +60,9 @@ class GatedEngine(Engine):
     name = "transformers"
     scores_prompts = True
 
-    def __init__(self, model: Any, schedule: Schedule, *, max_rows: int = 8, in_order: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, schedule: Schedule, *, max_rows: int = 8, in_order: bool = False
+    ) -> None:
         self._model = unwrap(model)
         find_family(self._model)
         check_schedule(self._model.config, schedule)
@@ -81,10 +76,11 @@ class GatedEngine(Engine):
         self._queues: dict[Schedule, Scheduler] = {}
         self._batch: _Batch | None = None
 
-    def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
-        check_schedule(self._model.config, schedule)
-        for sequence in new:
-            sequence.request.check_vocabulary(self._model.get_input_embeddings().weight.shape[0])
+    def _enqueue(self, schedule: Schedule, new: list[Sequence], *, checked: bool) -> None:
+        if not checked:
+            check_schedule(self._model.config, schedule)
+            for sequence in new:
+                sequence.request.check_vocabulary(self._model.get_input_embeddings().weight.shape[0])
         if schedule not in self._queues:
             self._queues[schedule] = Scheduler(self._max_rows, in_order=self._in_order)
         self._queues[schedule].submit(new)
@@ -152,7 +148,7 @@ class GatedEngine(Engine):
             if row.request.scores_prompt:
                 self._score(row)
         predicted = Predicted(logits)
-        chosen = [(row, predicted.token(place, row.sampler)) for place, row in enumerate(batch.rows)]
+        chosen = [(row, predicted.token(index, row.sampler)) for index, row in enumerate(batch.rows)]
         outputs = self._emit(chosen, start)
         batch.position += 1
         batch.ids = torch.tensor([[out.token] for out in outputs], device=self._model.device)
@@ -174,7 +170,7 @@ class GatedEngine(Engine):
         prompt, top = row.request.prompt, row.request.sampling.top_logprobs
         ids, mask = left_pad([prompt], 0, self._model.device)
         alone = _Batch(row.schedule, SkipCache(self._model.config, len(prompt)), [row], ids, mask)
-        logits = self._logits(alone, {})[0]
+        logits = self._logits(alone, all_columns=True)[0]
         for start in range(0, len(prompt) - 1, _SCORED_AT_ONCE):
             following = prompt[start + 1 : start + 1 + _SCORED_AT_ONCE]
             row.scores += scores(logits[start : start + len(following)].float(), following, top)
@@ -194,9 +190,9 @@ class GatedEngine(Engine):
             batch.cache.advance([PROMPT] * more)
         return logits
 
-    def _logits(self, batch: _Batch, options: dict[str, Any] | None = None) -> Tensor:
-        """Logits (rows, columns, vocabulary), of the last columns only unless `options` are given."""
-        options = dict(self._options if options is None else options)
+    def _logits(self, batch: _Batch, *, all_columns: bool = False) -> Tensor:
+        """Compute logits (rows, columns, vocabulary), of the last columns only unless all are wanted."""
+        options: dict[str, object] = {} if all_columns else dict(self._options)
         if self._takes_positions:
             options["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)[:, -batch.ids.shape[1] :]
         options |= {"attention_mask": batch.mask, self._cache_name: batch.cache, "use_cache": True}
@@ -234,7 +230,7 @@ class GatedEngine(Engine):
         batch.cache.reorder_cache(chosen)
 
 
-def left_pad(prompts: Iterable[tuple[int, ...]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+def left_pad(prompts: Iterable[tuple[int, ...]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask, each (rows, longest prompt), with the padding on the left."""
     rows = [list(prompt) for prompt in prompts]
     width = max(map(len, rows))

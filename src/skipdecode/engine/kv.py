@@ -44,15 +44,9 @@ class PagedKV:
     `num_layers`, `kv_heads`, `head_dim`: the model's sizes. `dtype`: dtype of the stored keys and values.
     `page_tokens`: tokens of a page. `rings`: layers that keep only the latest tokens, all in one page.
 
-    Attributes
-    ----------
-    pages : torch.Tensor
-        (pages, 2, kv_heads, page_tokens, head_dim). Its memory is only taken as pages are first written.
-    table : torch.Tensor
-        (num_layers, slots, width), int32: page numbers.
-    layout : KVLayout
-    overlap : int
-        Number of additional pages that sequences would hold if they shared none.
+    Attributes `pages`: (pages, 2, kv_heads, page_tokens, head_dim), whose memory is taken as pages are first written.
+    `table`: (num_layers, slots, width), int32: page numbers. `overlap`: additional pages that sequences would hold if
+    they shared none.
     """
 
     overlap: int = 0

@@ -10,18 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from skipdecode.common.hf_types import PreTrainedConfig, PreTrainedModel
 from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Prologue
-from skipdecode.engine.kernels.weights import huge_pages
+from skipdecode.engine.kernels.weights import QuantizedWeight, huge_pages
 from skipdecode.errors import UnfitModelError
 from skipdecode.models.families import layer_windows
 
-Join = Callable[[list[Tensor]], Any]
+Part = Any
+"""A module of a model, whose attributes the row of its family names."""
+Weight = Tensor | QuantizedWeight
+Join = Callable[[list[Tensor]], Weight]
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,12 @@ class Reader:
     gamma_offset: int = 0  # added to the weights of the norms
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")
     pairs: bool = False  # neighbouring columns of a head are rotated, not halves
-    norm_after: bool = False  # heads are normed after the rotation
+    query_norm: Literal["before", "after"] = "before"  # heads are normed before or after the rotation
     local_rotation: bool = False  # in a model with windows, only layers with a window rotate
     settings: tuple[str, ...] = ()  # of a config: those that this family applies; another's may name them in vain
     convolution: str = ""  # in a layer that has it: the short convolution that stands for attention
 
-    def setting(self, config: Any, name: str, default: Any = None) -> Any:
+    def setting(self, config: PreTrainedConfig, name: str, default: Any = None) -> Any:
         """A setting's value, if the family applies it."""
         return getattr(config, name, default) if name in self.settings else default
 
@@ -101,7 +105,7 @@ READERS: dict[str, Reader] = {
     "glm4": _GLM4,
     "gpt2": _GPT2,
     "granite": replace(_LLAMA, settings=("embedding_multiplier", "logits_scaling", "residual_multiplier")),
-    "hunyuan_v1_dense": replace(_LLAMA, qk_norms=("query_layernorm", "key_layernorm"), norm_after=True),
+    "hunyuan_v1_dense": replace(_LLAMA, qk_norms=("query_layernorm", "key_layernorm"), query_norm="after"),
     "ministral3": replace(_LLAMA, settings=("llama_4_scaling_beta",)),
     "lfm2": _LFM2,
     "opt": _OPT,
@@ -116,7 +120,7 @@ _GATES: dict[str, Prologue] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tan
 _COVERED = {"do_layer_norm_before": True, "_remove_final_layer_norm": False}
 
 
-def read_model(model: Any, positions: int, join: Join | None = None) -> ModelSpec:
+def read_model(model: PreTrainedModel, positions: int, join: Join | None = None) -> ModelSpec:
     """Read a transformers causal LM, with rotary tables for `positions` positions.
 
     `join` makes one matrix of the rows of several; default: a tensor whose views the model's parameters become.
@@ -134,29 +138,29 @@ def read_model(model: Any, positions: int, join: Join | None = None) -> ModelSpe
         raise UnfitModelError(f"this release of transformers has another {kind!r}: {e}") from None
 
 
-def matrices(model: Any) -> list[list[Tensor]]:
+def matrices(model: PreTrainedModel) -> list[list[Tensor]]:
     """The parts of each matrix of all layers and of the output embedding, in the order of a step's reads.
 
     Raises as `read_model`; no weight is moved but transposed ones.
     """
-    found: list[list[Tensor]] = []
+    groups: list[list[Tensor]] = []
 
     def shape(parts: list[Tensor]) -> Tensor:
-        found.append(parts)
+        groups.append(parts)
         return parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1], device="meta")
 
     read_model(model, 1, shape)
-    return found
+    return groups
 
 
 # ---------------------------------------------------------------------- by a family's row
 
 
-def _read(reader: Reader, model: Any, positions: int, join: Join) -> ModelSpec:
+def _read(reader: Reader, model: PreTrainedModel, positions: int, join: Join) -> ModelSpec:
     config = model.config
     for name, covered in _COVERED.items():
-        if (found := getattr(config, name, covered)) != covered:
-            raise UnfitModelError(f"its {name} of {found} has no fast path")
+        if (value := getattr(config, name, covered)) != covered:
+            raise UnfitModelError(f"its {name} of {value} has no fast path")
     if getattr(config, "use_bidirectional_attention", None):
         raise UnfitModelError("its attention to later tokens has no fast path")
     body = attrgetter(reader.body)(model)
@@ -190,7 +194,7 @@ def _read(reader: Reader, model: Any, positions: int, join: Join) -> ModelSpec:
 
 
 def _read_layer(
-    reader: Reader, layer: Any, config: Any, index: int, rotary: dict[str | None, Any], join: Join
+    reader: Reader, layer: Part, config: PreTrainedConfig, index: int, rotary: dict[str | None, Any], join: Join
 ) -> LayerSpec:
     first, *more = (getattr(layer, name) if name else None for name in reader.attention_norms)
     second, *most = (getattr(layer, name) if name else None for name in reader.mlp_norms)
@@ -198,7 +202,7 @@ def _read_layer(
         name = reader.convolution
         reader = replace(reader, attention=name, qkv=(f"{name}.in_proj",), out=f"{name}.out_proj")
 
-    def linear(*names: str, norm: Any = None) -> LinearSpec:
+    def linear(*names: str, norm: Part = None) -> LinearSpec:
         factor = reader.setting(config, "residual_multiplier", 1.0)
         return _linear(join, [attrgetter(name)(layer) for name in names], norm, _gamma(reader, norm), factor)
 
@@ -223,7 +227,7 @@ def _read_layer(
     )
 
 
-def _constants(activation: str, layer: Any) -> tuple[float, float, float]:
+def _constants(activation: str, layer: Part) -> tuple[float, float, float]:
     if activation != "xielu" or layer.mlp.act_fn.alpha_p.is_meta:  # `info` makes a model without values
         return 0.0, 0.0, 0.0
     act = layer.mlp.act_fn
@@ -231,7 +235,7 @@ def _constants(activation: str, layer: Any) -> tuple[float, float, float]:
     return positive.item(), (act.beta + negative).item(), act.beta.item()
 
 
-def _convolution(module: Any, heads: int) -> AttentionSpec:
+def _convolution(module: Part, heads: int) -> AttentionSpec:
     """A short convolution of so many groups of columns: B, C and x are as wide as queries, keys and values together."""
     taps = module.weight.detach()[:, 0].t()
     bias = torch.zeros_like(taps[0]) if module.bias is None else module.bias.detach()
@@ -239,7 +243,7 @@ def _convolution(module: Any, heads: int) -> AttentionSpec:
 
 
 def _attention(
-    reader: Reader, attention: Any, config: Any, index: int, columns: int, rotary: dict[str | None, Any]
+    reader: Reader, attention: Part, config: PreTrainedConfig, index: int, columns: int, rotary: dict[str | None, Any]
 ) -> AttentionSpec:
     heads, dim, window = config.num_attention_heads, attention.head_dim, layer_windows(config)[index] or 0
     types = getattr(config, "layer_types", None)
@@ -253,44 +257,44 @@ def _attention(
     return AttentionSpec(
         heads=heads, kv_heads=(columns // dim - heads) // 2, head_dim=dim, scale=attention.scaling, window=window,
         cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, eps=0.0 if q is None else _eps(q), pairs=reader.pairs,
-        norm="wide" if wide else "after" if reader.norm_after else "before", q_scale=rotary.get("q_scale"),
+        norm="wide" if wide else reader.query_norm, q_scale=rotary.get("q_scale"),
         cap=reader.setting(config, "attn_logit_softcapping") or 0.0,
     )  # fmt: skip
 
 
-def _rotary_tables(body: Any, positions: int) -> dict[str | None, tuple[Tensor, Tensor]]:
+def _rotary_tables(body: Part, positions: int) -> dict[str | None, tuple[Tensor, Tensor]]:
     """Cosines and sines by layer type; the key is None if all layers rotate alike."""
     rotary = body.rotary_emb
-    found = getattr(rotary, "rope_type", "default")
+    kinds = getattr(rotary, "rope_type", "default")
     tables = {}
-    for layer_type, kind in (found if isinstance(found, dict) else {None: found}).items():
+    for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
         if kind in ("dynamic", "longrope"):
             raise UnfitModelError(f"its rotary positions ({kind}) depend on the length of the text")
         with torch.no_grad(), next(body.parameters()).device:
-            given = torch.empty(0, dtype=torch.float32), torch.arange(positions).unsqueeze(0)
-            cos, sin = rotary(*given, *([layer_type] if layer_type else []))
+            inputs = torch.empty(0, dtype=torch.float32), torch.arange(positions).unsqueeze(0)
+            cos, sin = rotary(*inputs, *([layer_type] if layer_type else []))
         half = cos.shape[-1] // 2
         tables[layer_type] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
     return tables
 
 
-def _query_scale(reader: Reader, config: Any, positions: int) -> Tensor | None:
+def _query_scale(reader: Reader, config: PreTrainedConfig, positions: int) -> Tensor | None:
     """Factors of the queries that grow with the position (Ministral 3); None if they are 1."""
-    found = getattr(config, "rope_parameters", None) or {}
-    if "llama_4_scaling_beta" not in reader.settings or not (beta := found.get("llama_4_scaling_beta")):
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "llama_4_scaling_beta" not in reader.settings or not (beta := rope.get("llama_4_scaling_beta")):
         return None
-    turns: Tensor = torch.floor(torch.arange(positions) / found["original_max_position_embeddings"])
+    turns: Tensor = torch.floor(torch.arange(positions) / rope["original_max_position_embeddings"])
     return turns.log1p().mul(beta) + 1
 
 
-def _gamma(reader: Reader, norm: Any, divisor: float = 1.0) -> Tensor | None:
+def _gamma(reader: Reader, norm: Part, divisor: float = 1.0) -> Tensor | None:
     if norm is None or norm.weight is None:
         return None
     gamma: Tensor = norm.weight.detach()
     return (gamma.float() + reader.gamma_offset) / divisor if reader.gamma_offset or divisor != 1 else gamma
 
 
-def _eps(norm: Any) -> float:
+def _eps(norm: Part) -> float:
     return float(getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
@@ -298,7 +302,7 @@ def _eps(norm: Any) -> float:
 
 
 def _linear(
-    join: Join, modules: Sequence[Any], norm: Any = None, gamma: Tensor | None = None, factor: float = 1.0
+    join: Join, modules: Sequence[Part], norm: Part = None, gamma: Tensor | None = None, factor: float = 1.0
 ) -> LinearSpec:
     """The modules behind a norm of what is kept over `factor`."""
     for module in modules:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from skipdecode.common.environment import isolated_torch, multiplies_bf16, read_in_turn
+from skipdecode.common.hf_types import PreTrainedModel, Tokenizer
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
@@ -71,21 +72,21 @@ def load(
     return load_model(checkpoint, dtype=chosen, device=device, require_tokenizer=require_tokenizer)
 
 
-def running_dtype(checkpoint: Checkpoint, asked: str, device: Any, engine: str = "auto") -> str:
-    """The dtype `asked`, with an exception for "auto": bf16 or fp32, by what the device multiplies.
+def running_dtype(checkpoint: Checkpoint, dtype: str, device: torch.device, engine: str = "auto") -> str:
+    """Return `dtype`, with an exception for "auto": bf16 or fp32, by what the device multiplies.
 
     The exception holds for ``smollm2-135m``, for models of `tune --full` in bf16, whose fp32 weights are the
     optimizer's, and, on CPUs, for weights that are stored in bf16. bf16 is taken if the device multiplies it in
     hardware. On other CPUs the kernels of the fast engine multiply bf16 about as fast as fp32, and read half of the
     bytes; torch emulates bf16 there, so the transformers engine takes fp32.
     """
-    if asked != "auto":
-        return asked
+    if dtype != "auto":
+        return dtype
     on_cpu = device.type == "cpu"
     stored = str(getattr(checkpoint.config.get_text_config(decoder=True), "dtype", None)).removeprefix("torch.")
     in_bf16 = checkpoint.base == smollm2.NAME or ran_in_bf16(Path(checkpoint.base).expanduser())
     if not in_bf16 and not (on_cpu and stored == "bfloat16"):
-        return asked
+        return dtype
     fast = on_cpu and engine != "transformers" and checkpoint.config.model_type in READERS
     if multiplies_bf16(device.type) or (fast and native_kernels(device, torch.bfloat16)[0] is not None):
         return "bfloat16"
@@ -95,22 +96,17 @@ def running_dtype(checkpoint: Checkpoint, asked: str, device: Any, engine: str =
 class Backend:
     """Opener of a model's engines, for any number of schedules, which all share the model's weights.
 
-    Parameters
-    ----------
-    model : PreTrainedModel or PeftModel
-    fast : FastModel, optional
-        The model's fast path. Default: transformers' forward with gates.
-    name : str, optional
-        Default: the engines' name, "fast" (with quantized weights "fast-int8" and the like) or "transformers".
+    `fast`: the model's fast path; default: transformers' forward with gates.
 
-    Attributes `weights`: the type in which the engines read the weights. `sampling`, `stop`: how tokens are chosen and
-    the strings that end a text, where a request says nothing else: greedy without rules, and none.
+    Attributes `name`: that of the engines. `weights`: the type in which the engines read the weights. `sampling`,
+    `stop`: how tokens are chosen and the strings that end a text, where a request says nothing else: greedy without
+    rules, and none.
     """
 
-    def __init__(self, model: Any, fast: FastModel | None = None, name: str | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, fast: FastModel | None = None) -> None:
         self.model, self.fast = model, fast
         self.sampling, self.stop = Sampling(), tuple[str, ...]()
-        self.name = name or (GatedEngine.name if fast is None else fast.name)
+        self.name = GatedEngine.name if fast is None else fast.name
         self.num_layers = len(decoder_layers(unwrap(model)))
         quantization = None if fast is None else fast.quantization
         self.weights = quantization or str(unwrap(model).dtype).removeprefix("torch.")
@@ -130,16 +126,16 @@ class Backend:
         prefix_cache: bool = False,
         prompt_tokens: int = PROMPT_TOKENS,
     ) -> Engine:
-        """A new engine; `schedule` None is full depth, and the other arguments are as in `FastEngine`.
+        """Make an engine; `schedule` None is full depth, and the other arguments are as in `FastEngine`.
 
         Engines of transformers have no prefix cache and run prompts whole.
         """
-        asked = Schedule.full(self.num_layers) if schedule is None else schedule
+        schedule = Schedule.full(self.num_layers) if schedule is None else schedule
         if self.fast is None:
-            return GatedEngine(self.model, asked, max_rows=max_rows, in_order=in_order)
+            return GatedEngine(self.model, schedule, max_rows=max_rows, in_order=in_order)
         return FastEngine(
             self.fast,
-            asked,
+            schedule,
             max_rows=max_rows,
             refill_below=refill_below,
             in_order=in_order,
@@ -150,14 +146,14 @@ class Backend:
 
 @isolated_torch()
 def open_engines(
-    model: Any,
+    model: PreTrainedModel,
     engine: str,
     note: Callable[[str], None],
     quantization: str = "none",
     *,
     generation_config: bool = True,
 ) -> Backend:
-    """A model's backend; see `open_fast`. Requests follow the model's generation config, which a note says."""
+    """Open a model's backend; see `open_fast`. Requests follow the model's generation config, which a note says."""
     backend, config = Backend(model, open_fast(model, engine, note, quantization)), unwrap(model).generation_config
     if generation_config:
         backend.sampling, backend.stop = Sampling(**rules_of(config).active), stop_strings(config)
@@ -166,19 +162,14 @@ def open_engines(
     return backend
 
 
-def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> FastModel | None:
-    """The fast path of a model; None if the model should run through transformers.
+def open_fast(
+    model: PreTrainedModel, engine: str, note: Callable[[str], None], quantization: str = "none"
+) -> FastModel | None:
+    """Open the fast path of a model; None if the model should run through transformers.
 
-    Parameters
-    ----------
-    model : PreTrainedModel or PeftModel
-        Its projection weights may be fused in place; it stays usable.
-    engine : {"auto", "fast", "transformers"}
-        auto: fast if it supports the model and the C++ kernels can run, else transformers, with a note of the reason.
-    note : callable
-        Called with one line of text about the choice.
-    quantization : {"none", "int8", "w8a8"}
-        The weights of the fast engine: the model's own, or quantised copies (see `kernels.weights`).
+    The model's projection weights may be fused in place; it stays usable. The engine "auto" is fast if it supports the
+    model and the C++ kernels can run, else transformers, with a note of the reason. The weights of the fast engine are
+    the model's own, or quantised copies (see `kernels.weights`).
 
     Raises UsageError: `engine` or `quantization` is unknown, or not possible for this model.
     """
@@ -203,7 +194,7 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization
         return None
 
 
-def _merged_copy(model: Any) -> Any:
+def _merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The base model with a PEFT adapter added to its weights; weights without an adapter are shared with `model`."""
     if unwrap(model).device.type != "cpu":  # `unwrap` refuses prompt learning, which has no weights to merge.
         return unwrap(model)  # which the fast engine refuses: no copy is made for it
@@ -222,6 +213,6 @@ def _merged_copy(model: Any) -> Any:
         raise UnfitModelError(str(e)) from None
 
 
-def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
     """End tokens: those of the model's generation config and of the tokenizer."""
     return frozenset(t for t in (*configured_ends(model), tokenizer.eos_token_id) if t is not None)

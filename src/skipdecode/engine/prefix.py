@@ -30,7 +30,7 @@ class _Block:
         self.rows = 0
         self.users = dict.fromkeys(pages, 0)
         self.idle = len(pages)  # pages that no row uses
-        self.kept = True  # can be found
+        self.cached = True  # later sequences can share it
 
     def use(self) -> int:
         """Add a sequence; returns the number of pages that were idle."""
@@ -72,24 +72,24 @@ class PrefixKV(PagedKV):
 
     def match(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> int:
         mine, size = self._shared[slot], self.layout.page_tokens
-        found = 0
+        shared = False
         while fed == len(mine) * size and fed + size < len(prompt):
             block = self._blocks.get(_key(mine, (layers, self._salts[slot]), prompt, fed, size))
             if block is None:
                 break
             self._share(slot, block)
             fed += size
-            found += 1
-        if found:
+            shared = True
+        if shared:
             self._touch(mine)
         return fed
 
     def keep(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> None:
         mine, held, size = self._shared[slot], self._held[slot], self.layout.page_tokens
         before = len(mine)
-        for place in range(before, min(fed, len(prompt)) // size):
-            key = _key(mine, (layers, self._salts[slot]), prompt, place * size, size)
-            own = {layer: held[layer][place] for layer in layers.held}
+        for index in range(before, min(fed, len(prompt)) // size):
+            key = _key(mine, (layers, self._salts[slot]), prompt, index * size, size)
+            own = {layer: held[layer][index] for layer in layers.held}
             block = self._blocks.get(key)
             if block is None:
                 block = self._blocks[key] = _Block(key, own)
@@ -128,11 +128,11 @@ class PrefixKV(PagedKV):
         return super()._take()
 
     def _share(self, slot: int, block: _Block) -> None:
-        """Make a block the next pages of a sequence, in place of its own pages if it has them."""
-        place = len(self._shared[slot])
+        """Make a block the next pages of a sequence, in index of its own pages if it has them."""
+        index = len(self._shared[slot])
         for layer, page in block.pages.items():
-            self._held[slot][layer][place : place + 1] = [page]
-            self.table[layer, slot, place] = page
+            self._held[slot][layer][index : index + 1] = [page]
+            self.table[layer, slot, index] = page
         self._idle -= block.use()
         self.overlap += block.rows > 1
         self._shared[slot].append(block)
@@ -140,12 +140,12 @@ class PrefixKV(PagedKV):
     def _touch(self, blocks: list[_Block]) -> None:
         """Record a use, the first block last: later blocks cannot be found without it, so they are evicted earlier."""
         for block in reversed(blocks):
-            if block.kept:
+            if block.cached:
                 self._blocks.move_to_end(block.key)
 
     def _release(self, block: _Block, layer: int) -> None:
         """Return a page that no sequence uses any more."""
-        if block.kept:
+        if block.cached:
             block.idle += 1
             self._idle += 1
         else:
@@ -155,7 +155,7 @@ class PrefixKV(PagedKV):
         """Evict the least recently used block that has idle pages."""
         block = next(block for block in self._blocks.values() if block.idle)
         del self._blocks[block.key]
-        block.kept = False
+        block.cached = False
         self._idle -= block.idle
         self._free.extend(page for layer, page in block.pages.items() if not block.users[layer])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 from skipdecode.common.options import Options, option
 from skipdecode.engine.rules import Rules
@@ -34,10 +34,7 @@ class SamplingOptions(Rules):
     min_p: float = option(
         "only tokens at least this probable relative to the most probable token", default=0.0, least=0, most=1
     )
-    seed: int | None = option(
-        "of the sequence's random numbers, which are the same in any batch",
-        default=None,
-    )
+    seed: int | None = option("of the sequence's random numbers, which are the same in any batch", default=None)
 
     @property
     def is_greedy(self) -> bool:
@@ -52,17 +49,27 @@ class SamplingOptions(Rules):
                 raise OptionError(name, value, accepted)
 
 
+class Grammar(Protocol):
+    """What a text has to fit: an `llguidance.LLMatcher` (`skipdecode.generation.grammar`)."""
+
+    def deep_copy(self) -> Grammar: ...
+    def compute_bitmask(self) -> bytes: ...
+    def compute_ff_tokens(self) -> Sequence[int]: ...
+    def consume_token(self, token: int, /) -> object: ...
+    def is_error(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Sampling(SamplingOptions):
     """The settings by which the next token of a sequence is chosen; every sequence of a batch may have its own.
 
     Order: bias, transformers' rules in its order, frequency and presence penalty, grammar, temperature,
     top-k, top-p, min-p. `logit_bias` is added to the logits of the tokens that it names.
-    `grammar` says which tokens may come: an `llguidance.LLMatcher` without tokens (`skipdecode.generation.grammar`).
+    `grammar` says which tokens may come; it has taken no token yet.
     """
 
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    grammar: Any = None
+    grammar: Grammar | None = None
     top_logprobs: int | None = option(
         "log-probabilities of each new token and of so many top tokens are returned", default=None, least=0
     )
@@ -124,49 +131,32 @@ class Request(Options):
             raise UsageError(f"token {wrong} is outside the model's vocabulary: give token ids from 0 to {size - 1}")
 
 
-class StepOutput(NamedTuple):
-    """One new token of one request.
+class NextToken(NamedTuple):
+    """A token with its log-probability, and the top tokens with theirs, as in `StepOutput`."""
 
-    Parameters
-    ----------
-    request : int
-        Number of the request, in the order of submission.
-    position : int
-        0 for the request's first new token.
-    token : int
-        Its id.
-    logprob : float
-        Natural logarithm of the token's probability under the model: before bias, penalties, temperature and cuts, as
-        in vLLM's default. The same holds for `top`. NaN if the step did not compute it, which happens only if the
-        request asks for none (`Sampling.top_logprobs` is None).
-    layers : int
-        Number of layers that the preceding token ran, from which this token was predicted.
-    finish_reason : {"eos", "length", "error"} or None
-        Why the request ends with this token; None if it goes on.
-    seconds : float
-        Time at the end of the step, from the start of the engine.
-    step_seconds : float
-        Duration of the step: the forward and the choice of tokens.
-    top : tuple of (int, float)
-        Top tokens and their log-probabilities, as many as the request's sampling asks for.
-    cached : int
-        Prompt tokens of the request that came from the prefix cache.
-    prompt : tuple of (int, float, tuple)
-        With the first token of a request with `scores_prompt`: the prompt's tokens from the second on, each with its
-        log-probability after the tokens before it, which ran the schedule's layers for prompts, and its top tokens.
-    """
-
-    request: int
-    position: int
     token: int
-    logprob: float
-    layers: int
-    finish_reason: FinishReason | None
-    seconds: float
-    step_seconds: float
+    logprob: float = math.nan
     top: tuple[tuple[int, float], ...] = ()
-    cached: int = 0
-    prompt: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...] = ()
+
+
+class StepOutput(NamedTuple):
+    """One new token of one request."""
+
+    request: int  # number of the request, in the order of submission
+    position: int  # 0 for the request's first new token
+    token: int
+    # Natural logarithm of the token's probability under the model: before bias, penalties, temperature and cuts, as in
+    # vLLM's default; so is `top`. NaN if it was not computed, as the request asks for none (`Sampling.top_logprobs`).
+    logprob: float
+    layers: int  # number of layers that the preceding token ran, from which this token was predicted
+    finish_reason: FinishReason | None  # why the request ends with this token, which is no stop string here
+    seconds: float  # at the end of the step, from the start of the engine
+    step_seconds: float  # of the forward and the choice of tokens
+    top: tuple[tuple[int, float], ...] = ()  # top tokens and their log-probabilities, as many as the request asks for
+    cached: int = 0  # prompt tokens of the request that came from the prefix cache
+    # With the first token of a request with `scores_prompt`: the prompt's tokens from the second on, each with its
+    # log-probability after the tokens before it, which ran the schedule's layers for prompts, and its top tokens.
+    prompt: tuple[NextToken, ...] = ()
 
 
 def row_seed(seed: int, key: int) -> int:

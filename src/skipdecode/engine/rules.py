@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.common.hf_types import GenerationConfig
 from skipdecode.common.options import Options, option, setting
 from skipdecode.errors import OptionError, UsageError
 
@@ -23,7 +24,7 @@ _LOWER = {
 }  # fmt: skip
 _OF_OPENAI = ("frequency_penalty", "presence_penalty")  # transformers has no such rule
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_LEFT_OUT: dict[str, tuple[Any, ...]] = {
+_LEFT_OUT: dict[str, tuple[object, ...]] = {
     "do_sample": (False,), "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,),
     "penalty_alpha": (0,), "dola_layers": (), "constraints": (), "force_words_ids": (), "guidance_scale": (1,),
     "watermarking_config": (), "token_healing": (False,), "max_time": (), "max_length": (20,), "max_new_tokens": (),
@@ -138,7 +139,7 @@ class Rules(Options):
         return [make(active[name]) for name, make in makers.items() if name in active]
 
 
-def rules_of(config: Any) -> Rules:
+def rules_of(config: GenerationConfig) -> Rules:
     """The rules of a `GenerationConfig`; raises UsageError for a value that is not accepted."""
     values = {f.name: getattr(config, f.name, None) for f in fields(Rules) if f.name not in _OF_OPENAI}
     try:
@@ -147,7 +148,7 @@ def rules_of(config: Any) -> Rules:
         raise UsageError(f"generation_config.json: {e}, or --no-generation-config") from None
 
 
-def rules_line(config: Any) -> str | None:
+def rules_line(config: GenerationConfig) -> str | None:
     """One line for users: which rules of a `GenerationConfig` are followed, and what is left out of it, if anything."""
     names = [name for name, neutral in _LEFT_OUT.items() if getattr(config, name, None) not in (None, *neutral)]
     if "do_sample" in names:
@@ -162,12 +163,12 @@ def rules_line(config: Any) -> str | None:
     return f"generation_config.json: decoding {' and '.join(parts)}{hint}" if parts else None
 
 
-def stop_strings(config: Any) -> tuple[str, ...]:
+def stop_strings(config: GenerationConfig) -> tuple[str, ...]:
     """The stop strings of a `GenerationConfig`; raises UsageError for what is no text."""
-    given = getattr(config, "stop_strings", None) or ()
-    strings = (given,) if isinstance(given, str) else given
+    value = getattr(config, "stop_strings", None) or ()
+    strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
-        raise UsageError(f"generation_config.json: stop_strings={given!r}: give texts, or --no-generation-config")
+        raise UsageError(f"generation_config.json: stop_strings={value!r}: give texts, or --no-generation-config")
     return tuple(strings)
 
 
@@ -178,11 +179,11 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-def _is_sequence(value: Any) -> bool:
+def _is_sequence(value: object) -> bool:
     """Whether a value is token ids, at least one."""
     return isinstance(value, tuple) and bool(value) and all(type(token) is int and token >= 0 for token in value)
 
 
-def _is_bias(value: Any) -> bool:
+def _is_bias(value: object) -> bool:
     """Whether a value is token ids and a number."""
     return isinstance(value, tuple) and len(value) == 2 and _is_sequence(value[0]) and isinstance(value[1], int | float)

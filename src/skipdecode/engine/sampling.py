@@ -9,16 +9,15 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from skipdecode.engine.base import NextToken
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kernels.native import greedy
-from skipdecode.engine.requests import Request, Sampling
+from skipdecode.engine.requests import NextToken, Request, Sampling
 
 _MOST_TOP = 128  # largest top-k for which candidates are sought
 _LEAST = -1e30  # of a forbidden token: finite, also after the division by a temperature, as all may be forbidden
@@ -38,7 +37,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, prompt: tuple[int, ...], most: int = 0, ends: Collection[int] = ()) -> None:
         self.sampling, self.failed = sampling, False
-        self._grammar: Any = None if sampling.grammar is None else sampling.grammar.deep_copy()
+        self._grammar = None if sampling.grammar is None else sampling.grammar.deep_copy()
         self.is_plain_greedy, self._changes = sampling.is_plain_greedy, sampling.changes_logits
         self._rules = sampling.processors(prompt, most, ends)
         self._text = torch.tensor([prompt if self._rules else ()], dtype=torch.int64)  # prompt and output, for rules
@@ -77,7 +76,7 @@ class Sampler:
     def pick(self, logits: Tensor) -> int:
         """The next token from logits (vocabulary,), fp32 on the CPU; the logits are not changed."""
         logits = self._changed(logits)
-        allowed = None if self._grammar is None else self._allowed(len(logits))
+        allowed = self._allowed(len(logits))
         if allowed is not None:
             logits = logits[allowed]
         token = int(logits.argmax()) if self._generator is None else self._draw(logits, self._generator)
@@ -114,11 +113,13 @@ class Sampler:
         free = self._grammar is None and not s.active and not s.logit_bias
         return s.top_k if free and s.top_k <= _MOST_TOP else 0
 
-    def _allowed(self, size: int) -> Tensor:
-        """The tokens of a vocabulary that the grammar allows, ascending; all if there are none (`_advance` fails)."""
+    def _allowed(self, size: int) -> Tensor | None:
+        """Find the tokens that the grammar allows, ascending; None: all, also if it allows none, as it fails then."""
+        if self._grammar is None:
+            return None
         bits = np.frombuffer(self._grammar.compute_bitmask(), dtype=np.uint8)
-        found = np.flatnonzero(np.unpackbits(bits, count=size, bitorder="little"))
-        return torch.from_numpy(found) if len(found) else torch.arange(size)
+        allowed = np.flatnonzero(np.unpackbits(bits, count=size, bitorder="little"))
+        return torch.from_numpy(allowed) if len(allowed) else None
 
     def _append(self, token: int) -> None:
         """Note a new token. A grammar that can go no further allows end tokens alone."""
@@ -202,26 +203,26 @@ class Predicted:
 
         Its log-probability is that under the untouched logits (of candidates: NaN).
         """
-        found = self._logits
+        logits = self._logits
         if sampler.is_plain_greedy and sampler.takes(self._greedy[0][row]):
             chosen, logprob = self._greedy[0][row], self._greedy[1][row]
-        elif isinstance(found, Candidates) and (best := sampler.among(found, row)) is not None:
+        elif isinstance(logits, Candidates) and (best := sampler.among(logits, row)) is not None:
             return NextToken(best)
         else:
-            values = found.full(row) if isinstance(found, Candidates) else self._local[row]
+            values = logits.full(row) if isinstance(logits, Candidates) else self._local[row]
             chosen = sampler.pick(values)
             logprob = float(values[chosen] - values.logsumexp(-1))
         count = sampler.sampling.top_logprobs
-        if not count or isinstance(found, Candidates):
+        if not count or isinstance(logits, Candidates):
             return NextToken(chosen, logprob)
-        return NextToken(chosen, logprob, scores(found[row : row + 1], (chosen,), count)[0].top)
+        return NextToken(chosen, logprob, scores(logits[row : row + 1], (chosen,), count)[0].top)
 
 
 def scores(logits: Tensor, tokens: Sequence[int], top: int | None) -> list[NextToken]:
-    """Given tokens after rows of logits (tokens, vocabulary), with their log-probabilities and `top` top tokens."""
+    """Score tokens after rows of logits (tokens, vocabulary): their log-probabilities, and `top` top tokens."""
     totals = logits.logsumexp(-1)
-    given = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0] - totals
+    logprobs = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0] - totals
     values, best = logits.topk(min(top or 0, logits.shape[1]))
     pairs = zip(best.tolist(), (values - totals[:, None]).tolist(), strict=True)
-    tops = [tuple(zip(names, found, strict=True)) for names, found in pairs]
-    return [NextToken(*each) for each in zip(tokens, given.tolist(), tops, strict=True)]
+    tops = [tuple(zip(top_tokens, top_logprobs, strict=True)) for top_tokens, top_logprobs in pairs]
+    return [NextToken(*score) for score in zip(tokens, logprobs.tolist(), tops, strict=True)]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from skipdecode.engine.drafts import Drafter
-from skipdecode.engine.requests import FinishReason, Request
+from skipdecode.engine.requests import FinishReason, NextToken, Request
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Sequence:
     ran: int = field(init=False, default=0)  # tokens of prompt and output that have run
     cached: int = field(init=False, default=0)  # prompt tokens that came from the prefix cache and did not run
     # Log-probabilities of prompt tokens that have run, for requests that ask for them; see `StepOutput.prompt`.
-    scores: list[tuple[int, float, tuple[tuple[int, float], ...]]] = field(init=False, default_factory=list)
+    scores: list[NextToken] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._sets = _layer_sets(self.schedule)

@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict
 
+from skipdecode.common.hf_types import Tokenizer
 from skipdecode.data.chats import Tool, ToolChoice, name_of
+from skipdecode.data.records import OwnSettings
+from skipdecode.errors import UsageError
 from skipdecode.generation.grammar import JSON_OPTIONS
 
 
-def parameters_of(tool: Tool) -> dict[str, Any]:
-    """The JSON schema of a tool's arguments; empty if it has none."""
+class Call(TypedDict):
+    """A call in OpenAI's form; `function` has the name of a tool, and its arguments as JSON text."""
+
+    index: int
+    id: str
+    type: str
+    function: dict[str, str]
+
+
+def parameters_of(tool: Tool) -> dict[str, object]:
+    """Return the JSON schema of a tool's arguments; empty if it has none."""
     return dict(tool.get("function", tool).get("parameters") or {})
 
 
@@ -29,29 +41,30 @@ class CallForm(NamedTuple):
     mark: str
 
     @classmethod
-    def of(cls, tokenizer: Any, tools: Sequence[Tool]) -> CallForm | None:
-        """The form that a chat template asks for: Hermes' and Qwen's, or Llama 3's; None for others."""
+    def of(cls, tokenizer: Tokenizer, tools: Sequence[Tool]) -> CallForm | None:
+        """Return the form that a chat template asks for: Hermes' and Qwen's, or Llama 3's; None for others."""
         template = str(tokenizer.get_chat_template(tools=list(tools)))
         if "<tool_call>" in template and "<function=" not in template:
             return _HERMES
         return _LLAMA if "<|python_tag|>" in template or "ipython" in template else None
 
-    def grammar(self, calling: ToolChoice, words: Mapping[int, Any]) -> str:
-        """A grammar in Lark's syntax: one call, or one and more; `words` are the added tokens."""
-        ids = {f"{word}": f"<[{number}]>" for number, word in words.items() if not word.special}
+    def grammar(self, calling: ToolChoice, tokenizer: Tokenizer) -> str:
+        """Make a grammar in Lark's syntax: one call, or one and more."""
+        added = tokenizer.added_tokens_decoder.items()
+        ids = {str(token): f"<[{number}]>" for number, token in added if not token.special}
 
         def lark(text: str) -> str:
-            """A text; of `begin` and `end`, what is one token of the model is that token."""
+            """Source of a literal; a marker that is a single token becomes a reference to the token."""
             return " ".join(ids.get(part) or json.dumps(part) for part in re.split(r"(</?tool_call>)", text) if part)
 
         rules = []
-        for place, tool in enumerate(calling.callable):
-            given = parameters_of(tool) or {"maxProperties": 0}
-            schema = {"type": "object"} | given | {"x-guidance": JSON_OPTIONS}
+        for index, tool in enumerate(calling.callable):
+            parameters = parameters_of(tool) or {"maxProperties": 0}
+            schema = {"type": "object"} | parameters | {"x-guidance": JSON_OPTIONS}
             begin = f'{self.begin}{{"name": "{name_of(tool)}", "{self.arguments}": '
-            rules += [f"c{place}: {lark(begin)} a{place} {lark('}' + self.end)}"]
-            rules += [f"a{place}: %json {json.dumps(schema)}"]
-        names = " | ".join(f"c{place}" for place in range(len(rules) // 2))
+            rules += [f"c{index}: {lark(begin)} a{index} {lark('}' + self.end)}"]
+            rules += [f"a{index}: %json {json.dumps(schema)}"]
+        names = " | ".join(f"c{index}" for index in range(len(calling.callable)))
         more = ' ("\\n" call)*' if calling.several and self.end else ""
         return "\n".join([f"start: call{more}", f"call: {names}", *rules])
 
@@ -63,8 +76,21 @@ _TO_END = re.compile(r'((?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!/tool_call>))*+)</to
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
+def call_form(settings: OwnSettings | None, tokenizer: Tokenizer) -> CallForm | None:
+    """Return how the model calls the tools of a line of OpenAI's batches; None without tools or a known form.
+
+    Raises UsageError: the line demands a call, and there is no known form.
+    """
+    if settings is None or not settings.calling.shown:
+        return None
+    form = CallForm.of(tokenizer, settings.calling.shown)
+    if form is None and settings.calling.demanded:
+        raise UsageError("tool_choice demands a call, which this model's chat template has no known form for")
+    return form
+
+
 class CallReader:
-    """Finds the calls in a text that comes in parts. What is no call of one of the tools stays text.
+    """Finder of calls in a text that comes in parts. What is no call of one of the tools stays text.
 
     A text of nothing but calls needs no mark, as Llama writes them: some models leave out the marks that their template
     asks for.
@@ -79,7 +105,7 @@ class CallReader:
         self._at_start = True  # nothing was handed out yet
         self.count = 0
 
-    def push(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
+    def push(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
         """Take the next part; returns the text and the calls, in OpenAI's form, that are certain now.
 
         Together they are the same, however the text is divided.
@@ -93,16 +119,16 @@ class CallReader:
         self._at_start = self._at_start and not text and not calls
         return text, calls
 
-    def _marked(self, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text and the calls with marks that are certain now, taken out of what was not handed out yet."""
-        plain, calls, mark = "", list[dict[str, Any]](), self._form.mark
+    def _marked(self, *, last: bool) -> tuple[str, list[Call]]:
+        """Take the text and the calls with marks that are certain now out of what was not handed out yet."""
+        plain, calls, mark = "", list[Call](), self._form.mark
         while (start := self._rest.find(mark)) >= 0:
             before, behind = self._rest[:start], self._rest[start + len(mark) :]
             inside, after = self._candidate(behind, last=last)
             if inside is None:
                 break
-            if made := self._calls(inside):
-                plain, calls, self._rest = plain + before.rstrip(), calls + made, after
+            if found := self._calls(inside):
+                plain, calls, self._rest = plain + before.rstrip(), calls + found, after
             else:
                 plain, self._rest = plain + before + mark, behind
         if start < 0:
@@ -113,7 +139,7 @@ class CallReader:
         return plain, calls
 
     def _candidate(self, text: str, *, last: bool) -> tuple[str | None, str]:
-        """What stands between a mark and its end, and what follows; None: the end is still to come."""
+        """Split a text behind a mark at the end mark; None in place of the first part: the end is still to come."""
         closed = _TO_END.match(text) if self._form.end else None
         if closed is not None:
             return closed[1], text[closed.end() :]
@@ -121,24 +147,30 @@ class CallReader:
             return None, text
         return text[: len(text) - _overlap(text, self._form.end.strip())], ""
 
-    def _calls(self, text: str) -> list[dict[str, Any]]:
-        """The calls of a text of JSON objects; none if it has anything else."""
-        calls, text = [], text.strip()
+    def _calls(self, text: str) -> list[Call]:
+        """Read the calls of a text of JSON objects; none if it has anything else."""
+        functions, text = list[dict[str, str]](), text.strip()
         while text:
             try:
                 call, end = json.JSONDecoder().raw_decode(text)
-                function = self._function(call)
+                functions.append(self._function(call))
             except (ValueError, RecursionError):
                 return []
-            calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
             text = text[end:].lstrip("; \n")
-        calls = calls if self._most is None else calls[: self._most - self.count]
+        if self._most is not None:
+            functions = functions[: self._most - self.count]
+        calls: list[Call] = [
+            {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+            for index, function in enumerate(functions, self.count)
+        ]
         self.count += len(calls)
-        return [{"index": self.count - len(calls) + place, **call} for place, call in enumerate(calls)]
+        return calls
 
-    def _function(self, call: Any) -> dict[str, str]:
-        """The name of a tool and its arguments as text; raises ValueError: this is no call of one of the tools."""
-        name = call.get("name") if isinstance(call, dict) else None
+    def _function(self, call: object) -> dict[str, str]:
+        """Read the name of a tool and its arguments; raises ValueError: this is no call of one of the tools."""
+        if not isinstance(call, dict):
+            raise ValueError("no object")
+        name = call.get("name")
         if not isinstance(name, str) or name not in self._names:
             raise ValueError("no tool has this name")
         arguments = call.get("arguments", call.get("parameters"))
@@ -152,5 +184,5 @@ class CallReader:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """The number of characters at the end of a text with which a mark begins."""
+    """Count the characters at the end of a text with which a mark begins."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -6,8 +6,9 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from skipdecode.common.hf_types import Tokenizer
 from skipdecode.data.stopping import StopSearch, StopStrings
 from skipdecode.engine.requests import StepOutput
 
@@ -37,7 +38,7 @@ class TokenTexts:
     removes spaces from its texts.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         self._tokenizer = tokenizer
@@ -65,11 +66,11 @@ class TokenTexts:
     def inside(self, token: int) -> bytes:
         """The bytes of a token behind other text; empty if it is never shown."""
         if token not in self._inside:
-            made = self.bytes_of(token)
-            if made is None:
+            shown = self.bytes_of(token)
+            if shown is None:
                 once, twice = self.text([token]), self.text([token, token])
-                made = (twice[len(once) :] if twice.startswith(once) else once).encode()
-            self._inside[token] = made
+                shown = (twice[len(once) :] if twice.startswith(once) else once).encode()
+            self._inside[token] = shown
         return self._inside[token]
 
     def name(self, token: int, own: bytes | None = None) -> str:

@@ -5,79 +5,43 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, overload
-
-import torch
+from typing import Any, Literal, overload
 
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.plain import listed, unwrapped
-from skipdecode.common.progress import note
-from skipdecode.data.chats import checked_variables
 from skipdecode.data.messages import Message, is_message
-from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length, vocabulary_size
+from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.data.records import read_records
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.template import Prompt, PromptTemplate, are_token_ids
-from skipdecode.engine.base import Engine
-from skipdecode.engine.opening import end_tokens, load, open_engines
-from skipdecode.engine.requests import BATCH, Request, Sampling
-from skipdecode.errors import (
-    DataError,
-    ModelLoadError,
-    OptionError,
-    UntunedScheduleWarning,
-    UsageError,
-    WorkError,
-)
-from skipdecode.generation.decoding import Decoding, Output, check_options, positive, prompt_reader
-from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
-from skipdecode.generation.grammar import Grammars
-from skipdecode.generation.loop import Generated, TextLoop, TextStream
+from skipdecode.engine.opening import load
+from skipdecode.engine.requests import BATCH
+from skipdecode.errors import DataError, OptionError, UntunedScheduleWarning, UsageError
+from skipdecode.generation.batch_lines import prompt_reader
+from skipdecode.generation.decoding import Decoding, Output, check_options, positive
+from skipdecode.generation.grammar import JsonSchema
+from skipdecode.generation.loop import TextLoop
 from skipdecode.generation.stats import RunStats
+from skipdecode.generation.stream import TextStream
+from skipdecode.generation.text_model import TextModel
 from skipdecode.models.carried import tuned_template
-from skipdecode.models.families import unwrap
 from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
 from skipdecode.schedule import Schedule
 
-_LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""One for each model: its weights, buffers and layers serve one forward at a time."""
-M = TypeVar("M", bound=Callable[..., Any])
-
-
-def _one_at_a_time(method: M) -> M:
-    """A method of `LLM` that waits while another thread uses the model."""
-
-    @functools.wraps(method)
-    def waiting(llm: LLM, *args: Any, **keywords: Any) -> Any:
-        with llm._lock, isolated_torch():
-            return method(llm, *args, **keywords)
-
-    return cast("M", waiting)
-
 
 class Outputs(list[Output]):
-    """The outputs of a call, in the order of its prompts.
-
-    Attributes
-    ----------
-    stats : RunStats
-        The statistics of the call.
-    """
+    """The outputs of a call, in the order of its prompts, and the statistics of the call as `stats`."""
 
     stats: RunStats
 
 
-class LLM:
+class LLM(TextModel):
     """A model that is ready to generate text.
 
     Calls can have different schedules and share the weights. Calls of several threads, also of another LLM of the same
@@ -106,18 +70,8 @@ class LLM:
     generation_config : bool
         Whether calls follow the rules and stop strings of the checkpoint's generation config; see `generate`.
 
-    Attributes
-    ----------
-    loaded : LoadedModel
-        Model, tokenizer, carried schedule and recipe.
-    context : int or None
-        Tokens of the model's context; None without a limit.
-    variables : mapping
-        Those of the chat template.
-    backend : Backend
-        Opens engines of the model.
-    stats : RunStats
-        The statistics of the last call.
+    Attributes `loaded`: model, tokenizer and checkpoint. `context`: tokens of the model's context; None: no limit.
+    `variables`: those of the chat template. `backend`: opens engines of the model. `stats`: of the last call.
     """
 
     @isolated_torch()
@@ -132,7 +86,7 @@ class LLM:
         device: str | None = None,
         base: str | Path | None = None,
         max_rows: int = BATCH,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         generation_config: bool = True,
     ) -> None:
         if not isinstance(model, LoadedModel):
@@ -144,30 +98,11 @@ class LLM:
             model = load(open_checkpoint(model, base, [schedule], dtype), dtype=dtype, device=device, engine=engine)
         elif base is not None:
             raise UsageError("base is for an adapter that is loaded by name: give it to skipdecode.load")
-        quantization = "none" if quantization is None else quantization
-        self.loaded = model
-        if self.loaded.tokenizer is None:
-            raise ModelLoadError(f"{self.loaded.checkpoint.name} has no tokenizer: text needs one")
-        self.tokenizer: Any = self.loaded.tokenizer
-        self.texts = TokenTexts(self.tokenizer)
-        self.num_layers = self.loaded.checkpoint.num_layers
-        self.context = context_length(self.loaded.model.config)
-        self.stats = RunStats(num_layers=self.num_layers)
-        self.variables = checked_variables(self.tokenizer, chat_template_kwargs)
-        self._schedule = schedule
-        self._max_rows = positive("max_rows", max_rows)
-        self.schedule_of(schedule)
-        self._lock = _LOCKS.setdefault(unwrap(self.loaded.model), threading.RLock())
-        with self._lock:  # the projection weights may be fused
-            how = (engine, note, quantization)
-            self.backend = open_engines(self.loaded.model, *how, generation_config=generation_config)
-        self._ends = end_tokens(self.loaded.model, self.tokenizer)
-        self.grammars = Grammars(self.tokenizer, vocabulary_size(self.loaded.model), self._ends)
-        self._engine: Engine | None = None
+        how = engine, "none" if quantization is None else quantization, generation_config
+        super().__init__(model, schedule, max_rows, chat_template_kwargs, *how)
         self._warned: set[Schedule] = set()
-        self._told: set[str] = set()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> str:
         message = "an LLM is not copied or pickled: LLM(llm.loaded) shares its weights, and a process loads it by name"
         raise UsageError(message)
 
@@ -176,22 +111,6 @@ class LLM:
         """The schedules by name: full depth, and those that the weights were tuned under."""
         return self.loaded.checkpoint.schedules
 
-    @isolated_torch()
-    def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
-        """The schedule of a call with this argument.
-
-        Raises ScheduleError: the schedule is unknown, or is for another number of layers.
-
-        Parameters
-        ----------
-        asked : Schedule, str or None
-            A schedule, or its text (`skipdecode.schedule.grammar`), such as "2x:p15"; a speed-up without a schedule of
-            the checkpoint falls over `max_new_tokens` positions. None: the schedule of the LLM, by default the
-            checkpoint's, else full depth.
-        """
-        return self.loaded.checkpoint.parse(self._schedule if asked is None else asked, max_new_tokens)
-
-    @_one_at_a_time
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -201,7 +120,7 @@ class LLM:
         stop: str | Sequence[str] | None = None,
         template: bool | str = True,
         exact: bool = True,
-        json_schema: Mapping[str, Any] | str | None = None,
+        json_schema: JsonSchema | None = None,
         **sampling: Any,
     ) -> Outputs:
         """Generate a text for each prompt, in batches of `max_rows`; greedy unless a temperature is given.
@@ -238,108 +157,26 @@ class LLM:
             Once for each schedule that the weights were not tuned under.
         """
         start = time.perf_counter()
-        options = {"schedule": schedule, "stop": stop, "template": template, "exact": exact} | sampling
-        options["json_schema"] = json_schema
-        encoded, decoding, chosen = self._prepared(_listed(prompts), max_new_tokens, **options)
-        found = Outputs()
-        for output in self.iterate(encoded, decoding, chosen):
-            if output.error is not None:  # the first outputs, before anything is generated
-                raise DataError(output.error, index=output.index)
-            found.append(output)
-        found.sort(key=lambda output: output.index)
-        found.stats = self.stats
-        found.stats.seconds = time.perf_counter() - start
-        return found
-
-    def iterate(
-        self,
-        prompts: Iterable[EncodedPrompt],
-        decoding: Decoding,
-        schedule: Schedule | None = None,
-        *,
-        rows: int | None = None,
-        window: int | None = None,
-        cut: Callable[[], bool] = lambda: False,
-    ) -> Iterator[Output]:
-        """Yield an output for each prompt of `encode` when it is finished; one that cannot be used comes at once.
-
-        The model is locked in a step, not between two outputs. `stats` are those of this call from its begin on.
-        An iterator that is left early ends the texts that run.
-
-        Raises WorkError: the accelerator is out of memory.
-
-        Parameters
-        ----------
-        prompts : iterable of EncodedPrompt
-            Read as they are needed; each has its index in its record.
-        decoding : Decoding
-        schedule : Schedule, optional
-            Default: that of the LLM, see `schedule_of`.
-        rows : int, optional
-            Most prompts that are decoded together. Default: `max_rows`.
-        window : int, optional
-            Prompts that are taken at once, and sorted by length, when none waits. Default: all.
-        cut : callable
-            Is asked after each step; once it is true, the texts that run end as at their most tokens, and no further
-            prompt is taken.
-        """
-        schedule = self.schedule_of(None) if schedule is None else schedule
-        engine, begun = self._free_engine(rows), time.perf_counter()
-        loop, sources = TextLoop[Generated](engine), dict[Generated, EncodedPrompt]()
-        self.stats = stats = cast("RunStats", engine.stats)
-        left, more = iter(prompts), True
-        try:
-            while more or loop.running:
-                if more and not engine.waiting:
-                    taken = list(islice(left, window))
-                    more = window is not None and len(taken) == window
-                    new = dict[Generated, EncodedPrompt]()
-                    for prompt in taken:
-                        try:
-                            new[self.begin(prompt, decoding)] = prompt
-                        except DataError as e:
-                            stats.rows += 1
-                            stats.bad_rows += 1
-                            yield Output(replace(prompt, error=str(e)))
-                    with self._lock:
-                        loop.submit(new, schedule)
-                    sources |= new
-                with self._lock:
-                    ended = loop.ended()
-                    if cut():
-                        ended, more = [*ended, *loop.cut()], False
-                for one in ended:
-                    stats.add(one.tokens, one.finish_reason)
-                    yield Output(sources.pop(one), one.text, one.tokens, one.finish_reason)
-        except torch.OutOfMemoryError:
-            engine.close()
-            batch = f"{rows or self._max_rows} rows of up to {decoding.max_new_tokens} new tokens"
-            raise WorkError(
-                f"out of memory with {batch}: give a smaller batch size (finished rows of a file output are kept)"
-            ) from None
-        except BaseException:
-            engine.close()  # its prefix cache may be incomplete
-            raise
-        stats.seconds = time.perf_counter() - begun
-        if rows is None:
-            self._engine = engine
-
-    def begin(self, prompt: EncodedPrompt, decoding: Decoding) -> Generated:
-        """Make the request of a prompt and the reader of its text.
-
-        Raises DataError: the prompt cannot be used, or its record asks for what the model cannot do.
-        """
-        if prompt.error is not None:
-            raise DataError(prompt.error)
-        try:
-            own = decoding.for_record(prompt.record, self.grammars)
-            most = own.max_new_tokens if prompt.room is None else min(own.max_new_tokens, prompt.room)
-            request = Request(tuple(prompt.token_ids), most, own.sampling, self._ends, exact=own.exact)
-            if prompt.record.settings is not None:
-                request.check_vocabulary(self.grammars.vocab_size)
-        except UsageError as e:
-            raise DataError(f"body: {e}") from None
-        return Generated(request, Detokenizer(self.texts, own.stop))
+        with self._lock, isolated_torch():
+            encoded, decoding, schedule = self._prepared(
+                _listed(prompts),
+                max_new_tokens,
+                schedule=schedule,
+                stop=stop,
+                template=template,
+                exact=exact,
+                json_schema=json_schema,
+                **sampling,
+            )
+            outputs = Outputs()
+            for output in self.iterate(encoded, decoding, schedule):
+                if output.error is not None:  # the first outputs, before anything is generated
+                    raise DataError(output.error, index=output.index)
+                outputs.append(output)
+        outputs.sort(key=lambda output: output.index)
+        outputs.stats = self.stats
+        outputs.stats.seconds = time.perf_counter() - start
+        return outputs
 
     @overload
     def chat(
@@ -366,7 +203,7 @@ class LLM:
         return output
 
     def fit_chat(self, messages: list[Message], max_new_tokens: int = 128) -> list[Message]:
-        """A chat without its oldest turns, so that the context has room for it and the next message.
+        """Drop the oldest turns of a chat, so that the context has room for it and the next message.
 
         The room is `max_new_tokens`, or half of the context if that is less. A system message at the start stays.
 
@@ -382,54 +219,39 @@ class LLM:
                 raise DataError(prompt.error or "")
             turns = turns[2:]
 
-    @_one_at_a_time
     def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options: Any) -> TextStream:
         """Generate the text of one prompt as a stream of pieces; `stats` are available at its end.
 
         Options and errors are those of `generate`.
         """
         start = time.perf_counter()
-        (encoded,), decoding, chosen = self._prepared([prompt], max_new_tokens, **options)
-        try:
-            one = self.begin(encoded, decoding)
-        except DataError as e:
-            raise DataError(str(e), index=0) from None
-        engine = self._free_engine()
+        with self._lock, isolated_torch():
+            (encoded,), decoding, schedule = self._prepared([prompt], max_new_tokens, **options)
+            try:
+                row = self.begin(encoded, decoding)
+            except DataError as e:
+                raise DataError(str(e), index=0) from None
+            engine, stats = self._take_engine()
 
-        def finished() -> RunStats:
-            self.stats = stats = cast("RunStats", engine.stats)
-            self._engine, stats.seconds = engine, time.perf_counter() - start
-            stats.add(one.tokens, one.finish_reason)
-            return stats
+            def finished() -> RunStats:
+                self._engine, self.stats = engine, stats
+                stats.seconds = time.perf_counter() - start
+                stats.add(row.tokens, row.finish_reason)
+                return stats
 
-        return TextStream(TextLoop(engine), one, chosen, finished, self._lock)
+            return TextStream(TextLoop(engine), row, schedule, finished, self._lock)
 
-    @_one_at_a_time
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
-        """Prompts as token ids, with their `room` in the context; a prompt that cannot be used has an `error`."""
+        """Encode prompts, with their `room` in the context; a prompt that cannot be used has an `error`."""
         if isinstance(prompts, str | Mapping):
             raise OptionError("prompts", prompts, "a list of prompts")
         text = template if isinstance(template, str) else None
         chosen = PromptTemplate(text)
-        if template and text is None:
-            chosen = self.decided(tuned_template(self.loaded.checkpoint.recipe) or PromptTemplate(chat=None))
-        rows = ((1, chosen.row(prompt)) for prompt in listed(prompts, "prompts"))
-        return self.encoder(chosen).encode(list(read_records(rows, prompt_reader(chosen))))
-
-    def decided(self, template: PromptTemplate) -> PromptTemplate:
-        """Return the template for the model's tokenizer; a broken chat template is only told where it is a default."""
-        try:
-            return template.decided(self.tokenizer)
-        except ModelLoadError as e:
-            if (line := f"{e}; prompts are left as they are") not in self._told:
-                self._told.add(line)
-                note(line)
-            return replace(template, chat=False)
-
-    def encoder(self, template: PromptTemplate) -> PromptEncoder:
-        """Make the encoder of prompts of a template; see `PromptEncoder`."""
-        more: dict[str, Any] = {"vocabulary": vocabulary_size(self.loaded.model), "variables": self.variables}
-        return PromptEncoder(self.tokenizer, self.context, template, told=self._told, **more)
+        with self._lock, isolated_torch():
+            if template and text is None:
+                chosen = self.decided(tuned_template(self.loaded.checkpoint.recipe) or PromptTemplate(chat=None))
+            rows = ((1, chosen.row(prompt)) for prompt in listed(prompts, "prompts"))
+            return self.encoder(chosen).encode(list(read_records(rows, prompt_reader(chosen))))
 
     def _prepared(
         self,
@@ -440,57 +262,38 @@ class LLM:
         stop: str | Sequence[str] | None = None,
         template: bool | str = True,
         exact: bool = True,
-        json_schema: Mapping[str, Any] | str | None = None,
+        json_schema: JsonSchema | None = None,
         **sampling: Any,
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
-        """The encoded prompts, the decoding settings, and the schedule of a call."""
+        """Check a call; returns its encoded prompts, decoding settings and schedule."""
         check_options(sampling)
         stop, template, exact = map(unwrapped, (stop, template, exact))
         if not isinstance(template, bool | str):
             raise OptionError("template", template, "True, False, or a template such as '{text}'")
         if not isinstance(exact, bool):
             raise OptionError("exact", exact, "True or False")
-        drawn = replace(self.backend.sampling, **sampling)
-        drawn.check_effect()
+        own = replace(self.backend.sampling, **sampling)
+        own.check_effect()
+        stop = self.backend.stop if stop is None else stop
         decoding = Decoding(
-            sampling=self.constrained(drawn, json_schema),
+            sampling=self.constrained(own, json_schema),
             max_new_tokens=positive("max_new_tokens", max_new_tokens),
-            stop=StopStrings((stop,) if isinstance(stop, str) else self.backend.stop if stop is None else stop),
+            stop=StopStrings((stop,) if isinstance(stop, str) else stop),
             exact=exact,
         )
-        asked = self.schedule_of(schedule, max_new_tokens)
-        line = self.loaded.untuned_line([asked])
-        if line is not None and asked not in self._warned:
-            self._warned.add(asked)
-            warnings.warn(line, UntunedScheduleWarning, stacklevel=4)
-        return self.encode(prompts, template=template), decoding, asked
-
-    def constrained(self, sampling: Sampling, json_schema: Mapping[str, Any] | str | None) -> Sampling:
-        """Settings under which texts fit a JSON schema, if there is one; raises `GrammarError`."""
-        if json_schema is None:
-            return sampling
-        return replace(sampling, grammar=self.grammars.compile("json", json_schema))
-
-    def _free_engine(self, rows: int | None = None) -> Engine:
-        """Take the engine of earlier calls, with their prompts in its prefix cache; a new one if another call has it.
-
-        A call that ends without an error gives it back. One for other `rows` is always new.
-        """
-        with self._lock:
-            engine = self._engine if rows is None else None
-            if engine is None:
-                engine = self.backend.engine(max_rows=rows or self._max_rows, prefix_cache=True)
-            else:
-                self._engine = None
-            engine.stats = RunStats(num_layers=self.num_layers)
-            return engine
+        schedule = self.schedule_of(schedule, max_new_tokens)
+        line = self.loaded.untuned_line([schedule])
+        if line is not None and schedule not in self._warned:
+            self._warned.add(schedule)
+            warnings.warn(line, UntunedScheduleWarning, stacklevel=3)
+        return self.encode(prompts, template=template), decoding, schedule
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """List one or several prompts; a list of messages is one chat, and one of whole numbers its token ids."""
-    found = listed(prompts, "prompts")
-    is_chat = bool(found) and all(map(is_message, found))
-    return [found] if is_chat or are_token_ids(found) else found
+    items = listed(prompts, "prompts")
+    is_chat = bool(items) and all(map(is_message, items))
+    return [items] if is_chat or are_token_ids(items) else items
 
 
 def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> Outputs:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from skipdecode.common.files import is_stream, linked, open_stream, replaced
 from skipdecode.common.jsonl import json_line
@@ -21,11 +21,13 @@ from skipdecode.common.resume import ResumeLog
 from skipdecode.errors import WriteError
 
 WINDOW_BATCHES = 64  # of records that are read, encoded and sorted by length together
-RowForm = Callable[[dict[str, Any]], bytes]
+Line = Mapping[str, object]
+"""An output record, or a line of a batch's result."""
+LineFormat = Callable[[Line], bytes]
 
 
-def open_writer(output: str, settings: dict[str, Any], *, form: RowForm = json_line) -> RowWriter:
-    """The writer for a file name, or ``-`` for standard output.
+def open_writer(output: str, settings: Mapping[str, object], *, form: LineFormat = json_line) -> RowWriter:
+    """Open the writer for a file name, or ``-`` for standard output.
 
     `settings` is the run's JSON-ready fingerprint. `form` formats a record for standard output; files hold JSON
     lines.
@@ -39,26 +41,28 @@ def open_writer(output: str, settings: dict[str, Any], *, form: RowForm = json_l
     return FileWriter(Path(output), settings)
 
 
-def named_text(row: dict[str, Any]) -> bytes:
-    """A record for a terminal: one line of its prompt, its text, an empty line."""
-    name = " ".join(row.get("prompt", f"line {row.get('line')}").split())
+def named_text(line: Line) -> bytes:
+    """Format a record for a terminal: one line of its prompt, its text, an empty line."""
+    name = " ".join(str(line.get("prompt", f"line {line.get('line')}")).split())
     width = shutil.get_terminal_size().columns - 2
-    return b"> %s\n%s\n" % ((name if len(name) <= width else name[: width - 1] + "…").encode(), plain_text(row))
+    if len(name) > width:
+        name = name[: width - 1] + "…"
+    return b"> %s\n%s\n" % (name.encode(), plain_text(line))
 
 
-def plain_text(row: dict[str, Any]) -> bytes:
-    """The text of a record, or its error."""
-    text: str = row["text"] if "text" in row else f"[{row['error']}]"
+def plain_text(line: Line) -> bytes:
+    """Format the text of a record, or its error."""
+    text = str(line["text"]) if "text" in line else f"[{line['error']}]"
     return (text.strip("\n") + "\n").encode()
 
 
 class FileWriter:
-    """Writes finished records, in any order, to a regular file; every index from 0 on must come once.
+    """Writer of finished records, in any order, to a regular file; every index from 0 on must come once.
 
     Attributes `rows_before` and `bad_before`: records of an earlier run, and how many of them are errors.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
         self.path = path
         partial = partial_path(path)
         remedy = f"delete {partial} to begin anew"
@@ -75,15 +79,15 @@ class FileWriter:
         """Whether an earlier run wrote this record."""
         return self._log.get(index) is not None
 
-    def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
+    def put(self, index: int, line: Line, *, bad: bool = False) -> None:
         """Write one record; raises WriteError if that fails."""
-        self._log.put(index, [bad, row])
+        self._log.put(index, [bad, line])
 
     def finish(self) -> None:
         """All records are written: put the output in place, replacing an existing file. Raises WriteError."""
         try:
             with replaced(self.path) as out:
-                out.writelines(json_line(row) for _, (_, row) in self._log.items())
+                out.writelines(json_line(line) for _, (_, line) in self._log.items())
             self._log.remove()
         except OSError as e:
             raise WriteError(f"cannot write {self.path}: {e.strerror or e}; {self.resume_hint}") from None
@@ -94,12 +98,12 @@ class FileWriter:
 
 
 class StreamWriter:
-    """Writes records to a stream in input order, each as soon as all before it are written; as `FileWriter`."""
+    """Writer of records to a stream in input order, each as soon as all before it are written; as `FileWriter`."""
 
     rows_before = 0
     bad_before = 0
 
-    def __init__(self, stream: IO[bytes], name: str, form: RowForm = json_line) -> None:
+    def __init__(self, stream: IO[bytes], name: str, form: LineFormat = json_line) -> None:
         self._stream = stream
         self._name = name
         self._form = form
@@ -113,8 +117,8 @@ class StreamWriter:
     def is_done(self, index: int) -> bool:
         return False
 
-    def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
-        self._early[index] = self._form(row)
+    def put(self, index: int, line: Line, *, bad: bool = False) -> None:
+        self._early[index] = self._form(line)
         self._write(self._in_order())
 
     def finish(self) -> None:
@@ -129,7 +133,7 @@ class StreamWriter:
             self._stream.close()
 
     def _in_order(self) -> Iterator[bytes]:
-        """The lines for which no earlier one is missing."""
+        """Take the lines for which no earlier one is missing."""
         while self._next in self._early:
             yield self._early.pop(self._next)
             self._next += 1

@@ -35,7 +35,8 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
-from skipdecode.generation.decoding import Decoding, prompt_reader
+from skipdecode.generation.batch_lines import prompt_reader
+from skipdecode.generation.decoding import Decoding, OutputRecord
 from skipdecode.generation.records import WINDOW_BATCHES
 from skipdecode.models.carried import tuned_template
 from skipdecode.models.loading.base_weights import checkpoint_digest
@@ -87,20 +88,20 @@ class SelfGeneratedOptions(Options):
     )
 
     def answers(self, seed: int, rules: Sampling) -> Sampling:
-        """How answers are sampled, under the rules of the model."""
+        """Return how answers are sampled, under the rules of the model."""
         top_p = self.self_top_p if self.self_temperature else 1.0
         return replace(rules, temperature=self.self_temperature, top_p=top_p, seed=seed)
 
 
 def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
-    """The file of --prompts, opened, if one is given.
+    """Open the file of --prompts, if one is given.
 
     Refuses, before a model is loaded, options without --self, and a file without prompts.
     """
     names = [field.name for field in fields(SelfGeneratedOptions)]
-    given = [name for name in names if getattr(options, name) != getattr(type(options), name)]
-    if not options.self and given:
-        raise UsageError(f"`{given[0]}` goes with `self`: give both, or neither")
+    changed = [name for name in names if getattr(options, name) != getattr(type(options), name)]
+    if not options.self and changed:
+        raise UsageError(f"`{changed[0]}` goes with `self`: give both, or neither")
     if options.prompts is None:
         return None
     check_streams([options.prompts])
@@ -132,19 +133,19 @@ class SelfGeneratedData:
     until: float = math.inf
 
     def prompts(self, without: Iterable[str] = ()) -> list[Record]:
-        """The prompts, without repetitions and those in `without`; case and white space are ignored.
+        """Read or draw the prompts, without repetitions and those in `without`; case and white space are ignored.
 
         Raises DataError if none is left, or the file has records without a prompt that are not to be skipped.
         """
         seen = {_key(text) for text in without}
         if self.source is not None:
             return self._read(self.source, seen)
-        head, count = self._before_user(), self.options.self_records or _DRAWN
-        (ids,) = token_ids(self.llm.tokenizer, [head], special=False)  # it has its special tokens
+        (ids,) = token_ids(self.llm.tokenizer, [self._before_user()], special=False)  # it has its special tokens
+        count = self.options.self_records or _DRAWN
         records = [Record(i, i + 1, i + 1, "", token_ids=tuple(ids)) for i in range(count)]
         sampling = Sampling(temperature=1.0, top_p=self.options.self_top_p, seed=row_seed(self.seed, 1))
-        rows = self._generated(_PROMPTS, records, sampling, _PROMPT_TOKENS, 1 / 3)
-        values = [self.template.values_of_text(text) for _, text in self._kept("prompts", rows, seen, 1)]
+        outputs = self._generated(_PROMPTS, records, sampling, _PROMPT_TOKENS, 1 / 3)
+        values = [self.template.values_of_text(text) for _, text in self._usable(_PROMPTS, outputs, seen, 1)]
         return [Record(i, i + 1, i + 1, self.template.render(v), None, v) for i, v in enumerate(values)]
 
     def write_records(self, held_out: int, tested: int = 0) -> dict[str, Any]:
@@ -157,32 +158,32 @@ class SelfGeneratedData:
         path, settings = self.directory / ABOUT_FILE, self._settings()
         about: dict[str, Any] = read_json(path) if path.exists() else {}
         if "kept" in about:  # else of a run of version 0.1 that did not end
-            other = [name for name in settings if about["settings"].get(name) != settings[name]]
-            if not other:
+            changed = [name for name in settings if about["settings"].get(name) != settings[name]]
+            if not changed:
                 return about
             if not self.overwrite:
-                raise UsageError(other_settings(path, other[0], about.get("command", ""), ANEW))
+                raise UsageError(other_settings(path, changed[0], about.get("command", ""), ANEW))
             path.unlink()
         about = {"settings": settings, "before_user": "" if self.source else self._before_user()}
         check_end_token(self.llm.loaded.tokenizer)
         records = self.prompts()
         sampling = self.options.answers(row_seed(self.seed, 2), self.llm.backend.sampling)
-        rows = self._generated(_ANSWERS, records, sampling, self.options.self_tokens, 1.0)
-        kept = self._kept("answers", rows, set(), 2)
+        outputs = self._generated(_ANSWERS, records, sampling, self.options.self_tokens, 1.0)
+        answers = self._usable(_ANSWERS, outputs, set(), 2)
         field = self.template.responses[0]
-        lines = [json_line({"id": records[i].line, **records[i].values, field: text}) for i, text in kept]
-        least = min(tested - (len(records) - len(kept)), len(lines) // 2)
+        lines = [json_line({"id": records[i].line, **records[i].values, field: text}) for i, text in answers]
+        least = min(tested - (len(records) - len(answers)), len(lines) // 2)
         dev = max(1, least, min(held_out, len(lines) // _DEV_SHARE))
-        places = {i * len(lines) // dev for i in range(dev)}
-        for file, held in ((DEV_FILE, True), (TRAIN_FILE, False)):
-            part = [line for i, line in enumerate(lines) if (i in places) is held]
+        dev_lines = {i * len(lines) // dev for i in range(dev)}
+        for file, is_dev in ((DEV_FILE, True), (TRAIN_FILE, False)):
+            part = [line for number, line in enumerate(lines) if (number in dev_lines) is is_dev]
             write_whole(self.directory / file, b"".join(part))
         if tested:
-            learned = {i for place, (i, _) in enumerate(kept) if place not in places}
-            others = [one for i, one in enumerate(records) if i not in learned]
-            asked: list[dict[str, Any]] = [{"prompt": one.prompt, "id": one.line, **one.values} for one in others]
-            write_whole(self.directory / TEST_FILE, b"".join(map(json_line, asked)))
-        about |= {"command": COMMAND.get(), "prompts": len(rows), "kept": len(kept)}
+            learned = {i for number, (i, _) in enumerate(answers) if number not in dev_lines}
+            others = (record for i, record in enumerate(records) if i not in learned)
+            rows = ({"prompt": record.prompt, "id": record.line, **record.values} for record in others)
+            write_whole(self.directory / TEST_FILE, b"".join(map(json_line, rows)))
+        about |= {"command": COMMAND.get(), "prompts": len(outputs), "kept": len(answers)}
         write_whole(path, json.dumps(about) + "\n")
         forget_prompts(self.directory)
         return about
@@ -190,8 +191,8 @@ class SelfGeneratedData:
     # ------------------------------------------------------------------ parts
 
     def _settings(self) -> dict[str, Any]:
-        """All that the data depend on, JSON-ready."""
-        depend_on = asdict(self.options) | {
+        """List all that the data depend on, JSON-ready."""
+        settings = asdict(self.options) | {
             "prompts": self.source and self.source.fingerprint["sha256"],
             "model": self.llm.loaded.checkpoint.name,
             "checkpoint": checkpoint_digest(self.llm.loaded) | {"fit": None},  # full depth does not use it
@@ -200,52 +201,45 @@ class SelfGeneratedData:
             "seed": self.seed,
             "rules": self.llm.backend.rules,
         }
-        settings: dict[str, Any] = json.loads(json.dumps(depend_on))
-        return settings
+        return dict(json.loads(json.dumps(settings)))
 
     def _before_user(self) -> str:
-        """The beginning of the chat template, up to the user's text."""
+        """Render the beginning of the chat template, up to the user's text."""
         from skipdecode.engine.opening import end_tokens
 
-        head = found = ""
+        name, head, user = self.llm.loaded.checkpoint.name, "", ""
         if self.template.chat and self.template.text == "{prompt}":
             messages = [{"role": "user", "content": _USER}]
-            head, found, _ = render_chat(self.llm.loaded.tokenizer, messages, answer=False).partition(_USER)
-        if not (head and found):
+            head, user, _ = render_chat(self.llm.loaded.tokenizer, messages, answer=False).partition(_USER)
+        if not (head and user):
             raise UsageError(
-                f"{self.llm.loaded.checkpoint.name} has no chat template, or was not tuned on chats, so it draws no "
+                f"{name} has no chat template, or was not tuned on chats, so it draws no "
                 "prompts: give `prompts`, such as a text file with one a line"
             )
         if not end_tokens(self.llm.loaded.model, self.llm.loaded.tokenizer):
-            name = self.llm.loaded.checkpoint.name
             raise UsageError(f"{name} has no end token, so no prompt that it draws ends: give `prompts`, a file")
         return head
 
     def _read(self, source: PromptSource, seen: set[str]) -> list[Record]:
-        found: list[Record] = []
-        rejects: list[Reject] = []
-        for given in source.records(prompt_reader(self.template)):
-            record = self._question(given)
+        records, rejects = list[Record](), list[Reject]()
+        for row in source.records(prompt_reader(self.template)):
+            record = self._question(row)
             key, error = _key(str(record.prompt)), record.error
             if error or key in seen:
                 rejects.append(Reject(record.line, error or "repeated: the prompt of an earlier line"))
-            elif len(found) < (self.options.self_records or len(found) + 1):
+            elif len(records) < (self.options.self_records or math.inf):
                 seen.add(key)
-                # The answers are learned without the record's system message
-                left_out = (*record.left_out, *map(repr, record.for_chat))
-                # and without tools
-                settings = record.settings and replace(record.settings, calling=ToolChoice(), json_schema=None)
-                found.append(replace(record, index=len(found), for_chat={}, left_out=left_out, settings=settings))
-        told, bad = reject_summary(rejects), [r for r in rejects if not r.reason.startswith("repeated")]
-        refuse_rejects("`prompts`", bad, skip_bad=self.skip_bad)
-        if not found:
-            raise DataError(f"`prompts` {self.options.prompts}: no prompt is left: {told}")
+                records.append(_alone(record, len(records)))
+        wrong = [reject for reject in rejects if not reject.reason.startswith("repeated")]
+        refuse_rejects("`prompts`", wrong, skip_bad=self.skip_bad)
+        if not records:
+            raise DataError(f"`prompts` {self.options.prompts}: no prompt is left: {reject_summary(rejects)}")
         if rejects:
-            note(f"prompts: {told}")
-        return found
+            note(f"prompts: {reject_summary(rejects)}")
+        return records
 
     def _question(self, record: Record) -> Record:
-        """A chat as its first question, which is answered."""
+        """Reduce a chat to its first question, which is answered."""
         if record.error or isinstance(record.prompt, str):
             return record
         text = next((turn["content"] for turn in record.prompt if turn["role"] == "user"), None)
@@ -257,29 +251,28 @@ class SelfGeneratedData:
         return replace(record, prompt=self.template.render(values), values=values, left_out=left_out)
 
     def _generated(
-        self, what: str, records: Sequence[Record], sampling: Sampling, most: int, share: float
-    ) -> dict[int, dict[str, Any]]:
-        """The outputs by index, from the log of an earlier run or generated now in a share of the time left."""
+        self, what: str, records: Sequence[Record], sampling: Sampling, max_new_tokens: int, share: float
+    ) -> dict[int, OutputRecord]:
+        """Return outputs by index, from the log of an earlier run or generated now in a share of the time left."""
         llm, settings = self.llm, self._settings()
         log = ResumeLog(self.directory / LOG_FILE, settings, what="rows", remedy=ANEW, restart=self.overwrite)
         size = _GPU_ROWS if llm.loaded.model.device.type == "cuda" else _ROWS
-        decoding = Decoding(sampling=sampling, max_new_tokens=most, stop=StopStrings(llm.backend.stop))
+        decoding = Decoding(sampling=sampling, max_new_tokens=max_new_tokens, stop=StopStrings(llm.backend.stop))
         with closing(log):
             if log.get(what) is not None:  # finished, maybe by the clock
-                return _rows_of(log, what)
+                return _outputs_in(log, what)
             left = [record for record in records if log.get(f"{what} {record.index:08}") is None]
-            window, over, until, told = WINDOW_BATCHES * size, math.inf, math.inf, ""
+            window, last_begin, until, limit = WINDOW_BATCHES * size, math.inf, math.inf, ""
             total: int | None = len(records)
             if self.until < math.inf:  # the clock ends it, most likely before the last record
                 start = time.perf_counter()
                 seconds = share * max(0.0, self.until - start)
-                window, over, until, total = size, start + _ADMITS * seconds, start + seconds, None
-                told = f"of {len(records)}; ends after {seconds / 60:.1f} min at most"
+                window, last_begin, until, total = size, start + _ADMITS * seconds, start + seconds, None
+                limit = f"of {len(records)}; ends after {seconds / 60:.1f} min at most"
             least = _LEAST_STEPS * min(size, len(left))
-            begun = chain(left[:size], takewhile(lambda record: time.perf_counter() < over, left[size:]))
-            prompts = PromptEncoder(llm.tokenizer, llm.context, self.template).stream(begun, window)
+            begun = chain(left[:size], takewhile(lambda record: time.perf_counter() < last_begin, left[size:]))
             outputs = llm.iterate(
-                prompts,
+                PromptEncoder(llm.tokenizer, llm.context, self.template).stream(begun, window),
                 decoding,
                 Schedule.full(llm.num_layers),
                 rows=size,
@@ -287,56 +280,67 @@ class SelfGeneratedData:
                 cut=lambda: time.perf_counter() > until and llm.stats.new_tokens >= least,
             )
             with progress_bar(total, "row", name=f"self-{what}", done=len(records) - len(left)) as bar:
-                bar.set_postfix_str(told, refresh=False)
+                bar.set_postfix_str(limit, refresh=False)
                 for output in outputs:
                     log.put(f"{what} {output.index:08}", output.to_record())
                     bar.update()
             log.put(what, True)
-            return _rows_of(log, what)
+            return _outputs_in(log, what)
 
-    def _kept(self, what: str, rows: Mapping[int, dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
-        """Numbers and texts of outputs that are kept, none of `seen` and none twice; notes why others are not."""
-        kept, reasons = [], Counter[str]()
-        for index, row in zip(rows, map(_cut, rows.values()), strict=True):
-            text = str(row.get("text", "")).strip()
-            if fault := self._fault(row, text) or ("repeated" if _key(text) in seen else ""):
+    def _usable(
+        self, what: str, outputs: Mapping[int, OutputRecord], seen: set[str], least: int
+    ) -> list[tuple[int, str]]:
+        """Select numbers and texts of outputs, none of `seen` and none twice; notes why others are left out."""
+        usable, reasons = list[tuple[int, str]](), Counter[str]()
+        for index, output in outputs.items():
+            output = _cut(output)
+            text = output.get("text", "").strip()
+            if fault := self._fault(output, text) or ("repeated" if _key(text) in seen else ""):
                 reasons[fault] += 1
             else:
                 seen.add(_key(text))
-                kept.append((index, text))
+                usable.append((index, text))
         why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-        told = f"{what}: {len(kept)} of {len(kept) + reasons.total()} kept" + (f" ({why})" if why else "")
-        if len(kept) < least:
-            raise DataError(f"{told}, {least} are needed: give more `self_records`, more `self_tokens`, or `prompts`")
-        note(told)
-        return kept
+        message = f"{what}: {len(usable)} of {len(outputs)} kept" + (f" ({why})" if why else "")
+        if len(usable) < least:
+            raise DataError(
+                f"{message}, {least} are needed: give more `self_records`, more `self_tokens`, or `prompts`"
+            )
+        note(message)
+        return usable
 
-    def _fault(self, row: dict[str, Any], text: str) -> str:
-        """Why a text is not kept; empty if it is."""
-        if "error" in row:
+    def _fault(self, output: OutputRecord, text: str) -> str:
+        """Say why a text is left out; empty if it is not."""
+        if "error" in output:
             return "too long for the context"
-        tokenizer: Any = self.llm.loaded.tokenizer
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
-        circles = len(set(grams)) < _LEAST_DISTINCT * len(grams)
+        ids = self.llm.tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) < _LEAST_TOKENS:
-            return "too short" if row["finish_reason"] == "eos" else "not ended"
-        return "repetitive" if circles else ""
+            return "too short" if output["finish_reason"] == "eos" else "not ended"
+        grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
+        return "repetitive" if len(set(grams)) < _LEAST_DISTINCT * len(grams) else ""
 
 
-def _rows_of(log: ResumeLog, what: str) -> dict[int, dict[str, Any]]:
-    return {int(key.split()[1]): row for key, row in log.items() if key.startswith(f"{what} ")}
+def _alone(record: Record, index: int) -> Record:
+    """Number a record, without its system message and tools: its answer is learned without them."""
+    left_out = (*record.left_out, *map(repr, record.for_chat))
+    settings = record.settings and replace(record.settings, calling=ToolChoice(), json_schema=None)
+    return replace(record, index=index, for_chat={}, left_out=left_out, settings=settings)
 
 
-def _cut(row: dict[str, Any]) -> dict[str, Any]:
-    """A text; one that reached a limit is cut after its last complete sentence, if it has one."""
-    if row.get("finish_reason") != "length" or (whole := without_broken_end(row["text"])) == row["text"]:
-        return row
-    return row | {"text": whole, "finish_reason": "eos"}
+def _outputs_in(log: ResumeLog, what: str) -> dict[int, OutputRecord]:
+    return {int(key.split()[1]): output for key, output in log.items() if key.startswith(f"{what} ")}
+
+
+def _cut(output: OutputRecord) -> OutputRecord:
+    """Cut a text that reached a limit after its last complete sentence, if it has one."""
+    if output.get("finish_reason") != "length":
+        return output
+    whole = without_broken_end(output["text"])
+    return output if whole == output["text"] else {**output, "text": whole, "finish_reason": "eos"}
 
 
 def without_broken_end(text: str) -> str:
-    """The complete sentences of a text, or all of it if it has none."""
+    """Return the complete sentences of a text, or all of it if it has none."""
     whole = _SENTENCES.match(text)
     return text if whole is None else whole[0]
 
@@ -358,7 +362,7 @@ def own_answers(
     until: float = math.inf,
     overwrite: bool = False,
 ) -> tuple[PromptTemplate, dict[str, Any]]:
-    """Write the model's answers at full depth to `out`, unless they exist; their template, and the settings.
+    """Write the model's answers at full depth to `out`, unless they exist; returns their template, and the settings.
 
     See `SelfGeneratedData.write_records`, which names the files. `until`: the reading of `time.perf_counter()` at which
     drawing and answering end; default: all prompts are answered. `overwrite`: replace answers that were made with other
@@ -369,5 +373,5 @@ def own_answers(
     template = self_template(records) or tuned_template(loaded.checkpoint.recipe) or PROMPT_AND_RESPONSE
     template = template.decided(loaded.tokenizer)
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
-    made = SelfGeneratedData(LLM(loaded), *about, until)
-    return template, made.write_records(held_out, tested)
+    data = SelfGeneratedData(LLM(loaded), *about, until)
+    return template, data.write_records(held_out, tested)

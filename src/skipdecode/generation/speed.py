@@ -3,25 +3,29 @@
 Methods decode greedily, as `LLM.generate` and the server do by default: with drafts, and with prompts that share their
 beginnings. They end free-running outputs at different lengths: shorter outputs take less time, and a full batch costs
 less per token. Times of such outputs do not measure speed. For speed the lengths are given, end tokens are ignored,
-methods take turns, and medians of rounds count. Knows nothing about text.
+methods take turns, and medians of rounds count.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from secrets import token_hex
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from skipdecode.common.bootstrap import Stopwatch
+from skipdecode.common.hf_types import Tokenizer
 from skipdecode.common.resume import ResumeLog
+from skipdecode.common.tables import speedups
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request
+from skipdecode.generation.decoding import Output
 from skipdecode.schedule import Schedule
 
 ROUNDS = 3
@@ -104,17 +108,12 @@ class Method:
         engine = engine or self.make_engine(rows or len(prompts))
         engine.stats = stats = EngineStats()
         most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-        options: dict[str, Any] = {"stop_ids": frozenset(eos), "exact": self.exact, "cache_salt": cache_salt}
-        options["sampling"] = self.backend.sampling
-        requests = [Request(tuple(p), new, **options) for p, new in zip(prompts, most, strict=True)]
-        return Generation(
-            decode_until(engine, requests, until),
-            stats.prompt_seconds,
-            stats.decode_seconds,
-            stats.token_layers,
-            stats.fed_tokens,
-            stats.steps,
-        )
+        requests = [
+            Request(tuple(prompt), new, self.backend.sampling, frozenset(eos), cache_salt, self.exact)
+            for prompt, new in zip(prompts, most, strict=True)
+        ]
+        tokens, seconds = decode_until(engine, requests, until), (stats.prompt_seconds, stats.decode_seconds)
+        return Generation(tokens, *seconds, stats.token_layers, stats.fed_tokens, stats.steps)
 
     def settings(self) -> dict[str, Any]:
         """JSON-ready parameters, for the result: name, schedule if it skips layers, drafts, quantization, rules."""
@@ -124,7 +123,7 @@ class Method:
         rules = {"rules": self.backend.rules} if self.backend.rules else {}
         return {"name": self.name} | schedule | ({} if self.exact else {"exact": False}) | weights | rules
 
-    def texts(self, rows: Iterable[Sequence[int]], tokenizer: Any) -> list[str]:
+    def texts(self, rows: Iterable[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
         """Decode new tokens of prompts; texts are cut before the stop strings of the generation config."""
         stop = StopStrings(self.backend.stop)
         return [stop.cut(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
@@ -222,7 +221,7 @@ def time_equal_lengths(
     of the tokens is timed, at all depths. After `until`, of `time.perf_counter()`, no turn begins but the first.
     """
     groups = batches([len(prompt) for prompt in prompts], batch_size)
-    turns, engines, salt = Turns(methods), dict[Method, Engine](), ""
+    turns, engines = Turns(methods), dict[Method, tuple[Engine, str]]()
     for turn in range(rounds * len(groups)):
         number = turn % len(groups)
         rows = [prompts[i] for i in groups[number]]
@@ -237,21 +236,22 @@ def time_equal_lengths(
         if not engines:
             warm_up(methods, rows)
         if not (engines and number):
-            # A round begins with nothing that another has drafted from or shared: its answers are the same.
-            engines, salt = {method: method.make_engine(batch_size, share) for method in methods}, token_hex()
+            # A round begins with nothing that another round or method has drafted from or shared: answers are alike.
+            engines = {method: (method.make_engine(batch_size, share), token_hex()) for method in methods}
 
-        def generate(
-            method: Method, rows: Any = rows, each: Any = each, salt: str = salt, engines: Any = engines
-        ) -> Generation:
-            own = f"{salt} {methods.index(method)}"  # the methods' answers are alike too
-            found = method.generate(rows, max_new_tokens=each, eos=set(), cache_salt=own, engine=engines[method])
-            return replace(found, tokens=[])
-
-        laps = turns.lap(generate, number)
+        laps = turns.lap(partial(_timed, rows, each, engines), number)
         if kept is not None:
             kept.put(key, [asdict(g) for g in laps.values()])
         progress(len(rows))
     return turns
+
+
+def _timed(
+    rows: Sequence[Sequence[int]], lengths: Sequence[int], engines: Mapping[Method, tuple[Engine, str]], method: Method
+) -> Generation:
+    engine, salt = engines[method]
+    generation = method.generate(rows, max_new_tokens=lengths, eos=set(), cache_salt=salt, engine=engine)
+    return replace(generation, tokens=[])
 
 
 def timed_tokens(length: int, share: float) -> int:
@@ -263,8 +263,8 @@ def warm_up(methods: Sequence[Method], rows: Sequence[Sequence[int]]) -> float:
     """Generate a few tokens with each method; returns the seconds that a token of all rows takes, with all of them."""
     seconds = 0.0
     for method in methods:
-        found = method.generate(rows, max_new_tokens=_WARM_UP_TOKENS, eos=set(), cache_salt="warm-up")
-        seconds += found.decode_seconds / max(1, found.positions)
+        generation = method.generate(rows, max_new_tokens=_WARM_UP_TOKENS, eos=set(), cache_salt="warm-up")
+        seconds += generation.decode_seconds / max(1, generation.positions)
     return seconds
 
 
@@ -287,3 +287,59 @@ def medians_of(turns: Turns, method: Method) -> dict[str, float | None]:
 def request_seconds(longer: float = 1.0) -> Callable[[Generation], float]:
     """A clock of requests whose decoding goes on as it began, to so many times the tokens that were timed."""
     return lambda g: g.prompt_seconds + max(1.0, longer) * g.decode_seconds
+
+
+@dataclass(frozen=True)
+class SpeedComparison:
+    """A method and full depth in turn on the same batches; `new_tokens` is their number on each side in a round."""
+
+    turns: Turns
+    ours: Method
+    full: Method
+    batch_size: int
+    new_tokens: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[Output], ours: Method, full: Method, batch_size: int) -> Self:
+        """Time a method and full depth on prompts, for as many tokens as their outputs have."""
+        timed = [output for output in outputs if len(output.tokens) > 1]  # else there is no step to compare
+        chosen = [timed[i] for i in spread_over(len(timed), min(len(timed), MOST_BATCHES * batch_size))]
+        lengths = [len(output.tokens) for output in chosen]
+        prompts = [output.source.token_ids for output in chosen]
+        turns = time_equal_lengths([full, ours], prompts, lengths, batch_size=batch_size)
+        return cls(turns, ours, full, batch_size, sum(lengths))
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Return the speeds, JSON-ready; None if no batch had a decode step."""
+        if not self.turns.laps(self.ours):
+            return None
+        document: dict[str, Any] = {"batches": len(self.turns.rounds(self.ours)), "batch_size": self.batch_size}
+        for side, method in (("", self.ours), ("full_", self.full)):
+            timing = medians_of(self.turns, method)
+            document[f"{side}layers_per_token"] = timing["layers_per_token"]
+            document[f"{side}decode_tokens_per_s"] = timing["tokens_per_s"]
+            document[f"{side}request_tokens_per_s"] = self.new_tokens / (timing["seconds"] or math.inf)
+        return document | {
+            "nominal_speedup": document["full_layers_per_token"] / document["layers_per_token"],
+            "decode_speedup": self.turns.ratio(self.full, self.ours, lambda g: g.decode_seconds),
+            "request_speedup": self.turns.ratio(self.full, self.ours, request_seconds()),
+        }
+
+    def lines(self) -> list[str]:
+        """Write the speeds of both sides as a table."""
+        speeds = self.to_dict()
+        if speeds is None:
+            return ["no comparison: no record has a second token"]
+        cells = {}
+        for name in ("decode", "request"):
+            rates = [f"{speeds[f'{side}{name}_tokens_per_s']:.1f} tokens/s" for side in ("full_", "")]
+            cells[name] = [*rates, f"{speeds[f'{name}_speedup']:.2f}x"]
+        layers = [f"{speeds[f'{side}layers_per_token']:.1f} layers" for side in ("full_", "")]
+        cells["nominal"] = [*layers, f"{speeds['nominal_speedup']:.2f}x"]
+        many = "1 batch" if speeds["batches"] == 1 else f"{speeds['batches']} batches"
+        lines = [f"{many} of {self.batch_size} again: {HOW if self.ours.exact else HOW_WITHOUT_DRAFTS}"]
+        lines += speedups(["full depth", "the schedule", "measured"], cells)
+        schedule = self.ours.schedule
+        if (prompt := len(schedule.prompt_layers())) < schedule.num_layers:
+            lines.append(f"prompts run {prompt} of {schedule.num_layers} layers, which the nominal speed-up leaves out")
+        return lines

@@ -1,91 +1,23 @@
-"""The statistics of a run, the speed of its schedule and of full depth, and their text for users."""
+"""The statistics of a run, and their text for users."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 from skipdecode.common.progress import note
-from skipdecode.common.tables import byte_size, speedups
+from skipdecode.common.tables import byte_size
 from skipdecode.engine.base import EngineStats
 from skipdecode.engine.requests import FinishReason
 from skipdecode.generation.decoding import Output
-from skipdecode.generation.speed import (
-    HOW,
-    HOW_WITHOUT_DRAFTS,
-    MOST_BATCHES,
-    Method,
-    Turns,
-    medians_of,
-    request_seconds,
-    spread_over,
-    time_equal_lengths,
-)
+from skipdecode.generation.speed import SpeedComparison
 from skipdecode.schedule import Schedule
 
 _BAD_ROWS_SHOWN = 20
-_TOLD = (
+_FIELDS = (
     *("num_layers", "rows", "bad_rows", "rows_resumed", "steps", "prompt_tokens", "new_tokens", "seconds"),
     *("short_heads", "head_fallbacks", "kv_bytes_peak", "kv_bytes_full_peak", "tokens_per_s", "decode_tokens_per_s"),
 )
-
-
-@dataclass(frozen=True)
-class SpeedComparison:
-    """A method and full depth in turn on the same batches; `new_tokens` is their number on each side in a round."""
-
-    turns: Turns
-    ours: Method
-    full: Method
-    batch_size: int
-    new_tokens: int
-
-    @classmethod
-    def of(cls, outputs: Sequence[Output], ours: Method, full: Method, batch_size: int) -> Self:
-        """Time a method and full depth on prompts, for as many tokens as their outputs have."""
-        timed = [output for output in outputs if len(output.tokens) > 1]  # else there is no step to compare
-        chosen = [timed[i] for i in spread_over(len(timed), min(len(timed), MOST_BATCHES * batch_size))]
-        lengths = [len(output.tokens) for output in chosen]
-        prompts = [output.source.token_ids for output in chosen]
-        turns = time_equal_lengths([full, ours], prompts, lengths, batch_size=batch_size)
-        return cls(turns, ours, full, batch_size, sum(lengths))
-
-    def to_dict(self) -> dict[str, Any] | None:
-        """JSON-ready; None if no batch had a decode step."""
-        if not self.turns.laps(self.ours):
-            return None
-        document: dict[str, Any] = {"batches": len(self.turns.rounds(self.ours)), "batch_size": self.batch_size}
-        for side, method in (("", self.ours), ("full_", self.full)):
-            timing = medians_of(self.turns, method)
-            document[f"{side}layers_per_token"] = timing["layers_per_token"]
-            document[f"{side}decode_tokens_per_s"] = timing["tokens_per_s"]
-            document[f"{side}request_tokens_per_s"] = self.new_tokens / (timing["seconds"] or math.inf)
-        return document | {
-            "nominal_speedup": document["full_layers_per_token"] / document["layers_per_token"],
-            "decode_speedup": self.turns.ratio(self.full, self.ours, lambda g: g.decode_seconds),
-            "request_speedup": self.turns.ratio(self.full, self.ours, request_seconds()),
-        }
-
-    def lines(self) -> list[str]:
-        """The speeds of both sides as a table."""
-        found = self.to_dict()
-        if found is None:
-            return ["no comparison: no record has a second token"]
-        cells = {}
-        for name in ("decode", "request"):
-            rates = [f"{found[f'{side}{name}_tokens_per_s']:.1f} tokens/s" for side in ("full_", "")]
-            cells[name] = [*rates, f"{found[f'{name}_speedup']:.2f}x"]
-        layers = [f"{found[f'{side}layers_per_token']:.1f} layers" for side in ("full_", "")]
-        cells["nominal"] = [*layers, f"{found['nominal_speedup']:.2f}x"]
-        many = "1 batch" if found["batches"] == 1 else f"{found['batches']} batches"
-        lines = [f"{many} of {self.batch_size} again: {HOW if self.ours.exact else HOW_WITHOUT_DRAFTS}"]
-        lines += speedups(["full depth", "the schedule", "measured"], cells)
-        schedule = self.ours.schedule
-        if (prompt := len(schedule.prompt_layers())) < schedule.num_layers:
-            lines.append(f"prompts run {prompt} of {schedule.num_layers} layers, which the nominal speed-up leaves out")
-        return lines
 
 
 @dataclass
@@ -93,27 +25,14 @@ class RunStats(EngineStats):
     """The statistics of a run, or of a call of `skipdecode.LLM`; as text, a line or two.
 
     An engine counts in it while the run goes on. Records of an earlier run are only counted.
-
-    Parameters
-    ----------
-    num_layers : int
-        Decoder layers of the model.
-    rows, bad_rows : int
-        Records in the output, and how many of them are errors.
-    rows_resumed : int
-        Records that an earlier run finished.
-    ended_at_once : int
-        Sequences that ended with their first token: they have no text.
-    seconds : float
-        From reading the first record to the end of the last sequence.
     """
 
-    num_layers: int = 0
-    rows: int = 0
-    bad_rows: int = 0
-    rows_resumed: int = 0
-    ended_at_once: int = 0
-    seconds: float = 0.0
+    num_layers: int = 0  # decoder layers of the model
+    rows: int = 0  # records in the output
+    bad_rows: int = 0  # those that are errors
+    rows_resumed: int = 0  # those that an earlier run finished
+    ended_at_once: int = 0  # sequences that ended with their first token: they have no text
+    seconds: float = 0.0  # from reading the first record to the end of the last sequence
     comparison: SpeedComparison | None = None
 
     def __str__(self) -> str:
@@ -139,9 +58,9 @@ class RunStats(EngineStats):
         """Share of the keys and values that full depth would have held; None if nothing was held."""
         return 1 - self.kv_bytes_peak / self.kv_bytes_full_peak if self.kv_bytes_full_peak else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {name: getattr(self, name) for name in _TOLD} | {
+    def to_dict(self) -> dict[str, object]:
+        """Return the statistics, JSON-ready."""
+        return {name: getattr(self, name) for name in _FIELDS} | {
             "rows_ended_at_once": self.ended_at_once,
             "prefill_s": self.prompt_seconds,
             "decode_s": self.decode_seconds,
@@ -170,14 +89,14 @@ def note_bad(output: Output, number: int) -> None:
 
 
 def schedule_line(schedule: Schedule, origin: str) -> str:
-    """A schedule as text."""
+    """Describe a schedule, and where it is from."""
     if schedule.is_full:
         return f"full depth, {schedule.num_layers} layers ({origin})"
     return f"schedule {depth_words(schedule)} ({origin})"
 
 
 def depth_words(schedule: Schedule) -> str:
-    """The name of a schedule, and how many layers prompts and new tokens run."""
+    """Describe a schedule: its name, and how many layers prompts and new tokens run."""
     first, last, layers = schedule.budgets[0], schedule.budgets[-1], schedule.num_layers
     prompt, depth = len(schedule.prompt_layers()), f"{first}" if first == last else f"{first} to {last}"
     if last == layers:
@@ -186,7 +105,7 @@ def depth_words(schedule: Schedule) -> str:
 
 
 def summary_lines(stats: RunStats) -> list[str]:
-    """The figures of a run as a few lines."""
+    """Write the statistics of a run as a few lines."""
     resumed = f", {stats.rows_resumed} of them by an earlier run" if stats.rows_resumed else ""
     layers = stats.mean_layers
     lines = [
@@ -214,12 +133,13 @@ def summary_lines(stats: RunStats) -> list[str]:
 
 
 def _depths(stats: RunStats, layers: float) -> str:
-    """Mean layers of prompts and new tokens, in words; `layers` are those of a new token."""
-    nominal, whole = f"{stats.num_layers / layers:.2f}x nominal", layers == stats.num_layers
+    """Write the mean layers of prompts and new tokens; `layers` are those of a new token."""
+    nominal = f"{stats.num_layers / layers:.2f}x nominal"
     if stats.prompt_layers == stats.prompt_tokens * stats.num_layers:
         return f"{layers:.1f} of {stats.num_layers} layers for a token on average ({nominal})"
     prompts = f"prompts ran {stats.prompt_layers / stats.prompt_tokens:.1f} of {stats.num_layers} layers"
-    return f"{prompts}, new tokens {'all' if whole else f'{layers:.1f} on average ({nominal}, without prompts)'}"
+    new_tokens = "all" if layers == stats.num_layers else f"{layers:.1f} on average ({nominal}, without prompts)"
+    return f"{prompts}, new tokens {new_tokens}"
 
 
 def _counted(count: int, what: str) -> str:

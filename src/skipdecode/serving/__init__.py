@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server on the package's own engine, for one model on one machine.
+"""An OpenAI-compatible HTTP server over a continuous batch.
 
-A request's life: `Middleware` (middleware.py) checks its key and size -> FastAPI (app.py) validates it against
-protocol.py -> `Preprocessor` (preprocessing.py) turns it into token ids, a schedule and a `RequestState`
-(request_state.py) -> `ModelWorker` (worker.py), the one thread that owns the model, gives each of its choices a row in
-the engine and steps them together, in the loop that `LLM` uses too (generation/loop.py) -> the request's events reach
-the event loop -> responses.py writes them as JSON, whole or as a stream.
+The way of a request: `Middleware` (middleware.py) -> FastAPI and a pydantic model (app.py, protocol.py) ->
+`Preprocessor` (preprocessing.py) checks it against the `ServedModel` (served_model.py) and makes its sequences ->
+`ModelWorker` (worker.py), the one thread that owns the model, gives each sequence a row in the engine and steps them
+together, with the `TextLoop` that `LLM` uses too (generation/loop.py) -> the events reach the event loop through the
+request's `StreamState` (stream_state.py) -> `ResponseBuilder` (responses.py) makes the answer of them.
 """

@@ -71,7 +71,7 @@ def create_app(service: Service, binding: Binding, keys: ApiKeys, connections: C
     guarded = Middleware(
         app,
         keys=keys,
-        limits=service.limits,
+        limits=service.model.limits,
         binding=binding,
         connections=connections,
         metrics=service.metrics,
@@ -93,42 +93,43 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     # Encoding a long prompt takes a while: in a thread, so that the event loop goes on, and one at a time.
     in_thread = partial(to_thread.run_sync, limiter=CapacityLimiter(1))
     encoded = 0  # requests whose prompts are being encoded
+    limits = service.model.limits
 
-    async def generate(request: Request, body: GenerationRequest, kind: type[ResponseBuilder]) -> Any:
+    async def generate(request: Request, body: GenerationRequest, kind: type[ResponseBuilder]) -> Response:
         nonlocal encoded
         _check_model(service, body.model)
         service.worker.check_room(1 + encoded)
         encoded += 1
         try:
-            limits = service.limits
-            shared = "" if limits.prefix_cache else token_hex()
-            salt = request.state.key_holder if limits.prefix_per_key else shared
-            state = await in_thread(service.preprocessor.request_state, body, request.state.arrived, salt)
+            salt = "" if limits.prefix_cache else token_hex()
+            if limits.prefix_per_key:
+                salt = request.state.key_holder
+            sequences = await in_thread(service.preprocessor.sequences_of, body, salt)
         finally:
             encoded -= 1
-        request.state.log = {"schedule": state.schedule.name, "prompt_tokens": state.prompt_tokens}
-        service.worker.submit(state)
-        builder = kind(state, body, service.name, service.texts)
+        request.state.log = {"schedule": sequences.schedule.name, "prompt_tokens": sequences.prompt_tokens}
+        stream = service.worker.submit(sequences, request.state.arrived)
+        builder = kind(stream, body, service.model.name, service.texts)
         if body.stream:
-            return EventStreamResponse(state, builder, service)
-        return Response(builder.whole(await collect(state, service, request)), media_type="application/json")
+            return EventStreamResponse(stream, builder, service)
+        return Response(builder.whole(await collect(stream, service, request)), media_type="application/json")
 
-    @app.post("/v1/completions", responses=_OR_STREAM)
-    async def completions(request: Request, body: CompletionRequest) -> Any:
+    @app.post("/v1/completions", responses=_OR_STREAM, response_model=None)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
         """Text that goes on from a prompt."""
         return await generate(request, body, CompletionResponseBuilder)
 
-    @app.post("/v1/chat/completions", responses=_OR_STREAM)
-    async def chat_completions(request: Request, body: ChatRequest) -> Any:
+    @app.post("/v1/chat/completions", responses=_OR_STREAM, response_model=None)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The assistant's next message."""
         return await generate(request, body, ChatResponseBuilder)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> dict[str, object]:
         """Token ids of a text or a chat."""
         _check_model(service, body.model)
         tokens = await in_thread(service.preprocessor.tokens, body.source, body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.preprocessor.context}
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.model.context}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
@@ -138,18 +139,16 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    entry = service.catalog.model_entry(service.name, service.template, chat=service.chat)
-
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> dict[str, object]:
         """The model and its schedules."""
-        return {"object": "list", "data": [entry]}
+        return {"object": "list", "data": [service.entry]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str) -> dict[str, object]:
         """The same entry, by name."""
         _check_model(service, name)
-        return entry
+        return service.entry
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
@@ -191,5 +190,6 @@ def _health(response: Response, fine: bool) -> dict[str, str]:
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    if name is not None and name != service.name:
-        raise ApiError(404, "model_not_found", f"there is no such model here: the server has {service.name}", "model")
+    if name is not None and name != service.model.name:
+        message = f"there is no such model here: the server has {service.model.name}"
+        raise ApiError(404, "model_not_found", message, "model")

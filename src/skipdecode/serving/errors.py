@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 _ACCEPTED = {
@@ -21,20 +21,14 @@ _ACCEPTED = {
 _LONGEST_NAME = 100
 
 
-class ExactModel(BaseModel):
-    """An answer of the server: it has these fields and no others."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Error(ExactModel):
+class _Error(BaseModel, extra="forbid"):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class ErrorResponse(ExactModel):
+class ErrorResponse(BaseModel, extra="forbid"):
     """The body of every status of 400 and above."""
 
     error: _Error
@@ -54,7 +48,7 @@ class ApiError(HTTPException):
         self.code = code
         self.param = None if param is None else _sendable(param)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """An `ErrorResponse`, as OpenAI's clients expect it."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
@@ -140,6 +134,6 @@ def _entry(errors: Sequence[Any]) -> str:
     return f"[{max(first.values())}]" if first else ""
 
 
-def _field(path: list[Any]) -> str:
+def _field(path: list[str | int]) -> str:
     """The field's name; what a client made up is cut."""
     return ".".join(str(part) for part in path)[:_LONGEST_NAME]

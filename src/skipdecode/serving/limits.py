@@ -40,11 +40,6 @@ class ServerLimits(Options):
     max_unread_tokens: int = 2048
     stall_seconds: float = option("a client that reads nothing for so many seconds is dropped", default=30.0, above=0)
 
-    @property
-    def max_body_bytes(self) -> int:
-        """Size of a request in bytes."""
-        return self.max_body_kib * 1024
-
 
 @dataclass(frozen=True, kw_only=True)
 class Binding(Options):
@@ -63,8 +58,7 @@ class Binding(Options):
     )
     log_level: Literal["warning", "info", "debug"] = option("level of the log on standard error", default="info")
     cors: tuple[str, ...] = option(
-        "origins of web pages that may use the server, such as http://localhost:3000; *: all pages",
-        default=(),
+        "origins of web pages that may use the server, such as http://localhost:3000; *: all pages", default=()
     )
 
     @property

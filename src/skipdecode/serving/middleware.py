@@ -81,10 +81,10 @@ class ApiKeys:
     def holder(self, authorization: bytes) -> str | None:
         """The hash of the key in an Authorization header's value; None if it is none of the keys."""
         scheme, _, key = authorization.partition(b" ")
-        given = _hash(key.strip())
+        digest = _hash(key.strip())
         # All are compared, so that the time tells nothing.
-        found = [hmac.compare_digest(given.encode(), value) for value in self._hashes]
-        return given if scheme.lower() == b"bearer" and any(found) else None
+        known = [hmac.compare_digest(digest.encode(), value) for value in self._hashes]
+        return digest if scheme.lower() == b"bearer" and any(known) else None
 
 
 def _hash(key: bytes) -> str:
@@ -114,7 +114,7 @@ class Middleware:
     ) -> None:
         self._app = app
         self._keys = keys
-        self._max_body_bytes = limits.max_body_bytes
+        self._max_body_bytes = limits.max_body_kib * 1024
         self._metrics = metrics
         self._paths = frozenset(paths)
         self._local_only = binding.is_local
@@ -163,10 +163,10 @@ class Middleware:
         if (twice := next((name for name in _SINGLE if names.count(name) > 1), None)) is not None:
             raise invalid(f"the request has several {twice.decode()} headers: send one")
         host = headers.get(b"host")  # HTTP/1.0 may leave it out
-        found = None if host is None else _HOST.fullmatch(host.decode("latin-1"))
-        if host is not None and found is None:
+        name = None if host is None else _HOST.fullmatch(host.decode("latin-1"))
+        if host is not None and name is None:
             raise invalid("the Host header is not accepted: give a name or an address, and a port")
-        if self._local_only and found is not None and found[1] not in _LOCAL:
+        if self._local_only and name is not None and name[1] not in _LOCAL:
             raise invalid("this Host is not known here: use 127.0.0.1 or localhost, or start the server with --host")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             message = "a body in a content-encoding is not read: send it as it is"
@@ -244,4 +244,6 @@ def _outcome(status: int) -> str:
         return "cancelled"
     if status == 429:
         return "queue_full"
-    return "error" if status >= 500 else ("refused" if status >= 400 else "ok")
+    if status >= 500:
+        return "error"
+    return "refused" if status >= 400 else "ok"

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from skipdecode.data.chats import ToolChoice
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import OptionError
-from skipdecode.generation.decoding import schema_of
-from skipdecode.generation.grammar import GrammarKind
+from skipdecode.generation.batch_lines import schema_of
+from skipdecode.generation.grammar import GrammarKind, GrammarSource
 from skipdecode.serving.errors import ApiError, invalid
 
 _MOST_STOPS = 16
@@ -34,7 +34,7 @@ def _whole_text(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole_text)]
-Neutral = Mapping[str, tuple[Any, ...]]
+Neutral = Mapping[str, tuple[object, ...]]
 
 
 class Strict(BaseModel):
@@ -45,23 +45,23 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_implemented(cls, data: Any) -> Any:
+    def _refuse_what_is_not_implemented(cls, data: object) -> object:
         if not isinstance(data, Mapping):
             return data
-        kept = {}
+        fields = {}
         for name, value in data.items():
             if value is None:
                 continue
             if name in cls.model_fields or name not in cls.neutral:
-                kept[name] = value
+                fields[name] = value
             elif not any(_same(value, neutral) for neutral in cls.neutral[name]):
                 accepted = "".join(f", or give {neutral!r}" for neutral in cls.neutral[name])
                 message = f"{name} is not implemented: leave it out{accepted}"
                 raise ApiError(400, "unsupported_field", message, name)
-        return kept
+        return fields
 
 
-def _same(value: Any, neutral: Any) -> bool:
+def _same(value: object, neutral: object) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -121,7 +121,8 @@ class StreamOptions(Strict):
     continuous_usage_stats: Annotated[bool, Field(description="with include_usage: the usage in every chunk")] = False
 
 
-Schema = dict[str, Any] | Text
+JsonObject = dict[str, Any]
+Schema = JsonObject | Text
 Choices = Annotated[list[Text], Field(min_length=1)]
 
 
@@ -148,18 +149,17 @@ class Message(Strict):
     neutral = {"annotations": ([],), "audio": ()}
     type: Literal["text", "message"] | None = Field(None, description="accepted; says nothing more than the role")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    content: Text | Annotated[list[JsonObject], Field(min_length=1)] | None = None
     refusal: Text | None = Field(None, description="the content of an answer without another")
     name: Text | None = Field(None, description="refused if the chat template does not use it")
-    tool_calls: list[dict[str, Any]] = []
-    function_call: dict[str, Any] | None = Field(None, description="OpenAI's older form of one call")
+    tool_calls: list[JsonObject] = []
+    function_call: JsonObject | None = Field(None, description="OpenAI's older form of one call")
     tool_call_id: Text | None = None
     reasoning_content: Text | None = Field(None, description="of an earlier answer, for chat templates that use it")
     reasoning: Text | None = Field(None, description="as reasoning_content")
     thinking: Text | None = Field(None, description="as reasoning_content")
 
 
-Variables = dict[str, Any]
 _VARIABLES = "variables of the chat template, such as enable_thinking"
 
 
@@ -168,9 +168,9 @@ class Chat:
     """Messages, and what else their chat template is given."""
 
     messages: list[Message]
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
     reasoning_effort: str | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, object]] = ()
 
 
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -179,7 +179,7 @@ _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 class _Declared(Strict):
     name: _Name
     description: Text | None = None
-    parameters: dict[str, Any] = Field({})
+    parameters: JsonObject = Field({})
     strict: bool = Field(False, description="accepted; a schema holds where tool_choice demands a call")
 
 
@@ -217,7 +217,7 @@ class _GenerationFields(Strict):
     stop_token_ids: list[TokenId] = Field([], max_length=_MOST_STOP_TOKENS)
     ignore_eos: bool = False
     logit_bias: dict[BiasKey, Bias] = Field({}, max_length=1000)
-    response_format: dict[str, Any] | None = Field(None, description="OpenAI's; `strict` or not, its schema holds")
+    response_format: JsonObject | None = Field(None, description="OpenAI's; `strict` or not, its schema holds")
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: Text | None = None
@@ -228,7 +228,7 @@ class _GenerationFields(Strict):
     user: str | None = Field(None, description=_UNUSED)
     safety_identifier: str | None = Field(None, description=_UNUSED)
     prompt_cache_key: str | None = Field(None, description=_UNUSED)
-    metadata: dict[str, Any] | None = Field(None, description=_UNUSED)
+    metadata: JsonObject | None = Field(None, description=_UNUSED)
     skipdecode: Extension = Extension()
 
     @field_validator("logit_bias")
@@ -252,14 +252,14 @@ class _GenerationFields(Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def grammar(self) -> tuple[str, GrammarKind, Any] | None:
+    def grammar(self) -> tuple[str, GrammarKind, GrammarSource] | None:
         """The field that says which grammar the text has to fit, the kind of grammar, and the grammar."""
         them = self.structured_outputs or StructuredOutputs()
         try:
             form = schema_of(self.response_format or {"type": "text"})
         except OptionError as e:
             raise invalid(str(e), "response_format") from None
-        named: dict[str, tuple[GrammarKind, Any]] = {
+        named: dict[str, tuple[GrammarKind, GrammarSource | None]] = {
             "response_format.json_schema.schema": ("json", form),
             "structured_outputs.json": ("json", them.json_schema),
             "structured_outputs.json_object": ("json", _OBJECT if them.json_object else None),
@@ -271,13 +271,13 @@ class _GenerationFields(Strict):
             "guided_choice": ("choice", self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar),
         }
-        given = [(name, *grammar) for name, grammar in named.items() if grammar[1] is not None]
-        if len(given) > 1:
-            message = f"{given[0][0]} and {given[1][0]} both say what the text has to fit: give one of them"
-            raise invalid(message, given[1][0])
-        if given and self.ignore_eos:
+        grammars = [(name, kind, source) for name, (kind, source) in named.items() if source is not None]
+        if len(grammars) > 1:
+            message = f"{grammars[0][0]} and {grammars[1][0]} both say what the text has to fit: give one of them"
+            raise invalid(message, grammars[1][0])
+        if grammars and self.ignore_eos:
             raise invalid("a text that has to fit a grammar ends with it: leave ignore_eos out", "ignore_eos")
-        return given[0] if given else None
+        return grammars[0] if grammars else None
 
 
 class CompletionRequest(_GenerationFields):
@@ -334,13 +334,13 @@ class ChatRequest(_GenerationFields):
 
     neutral: ClassVar[Neutral] = {**_NEUTRAL, **_NEUTRAL_IN_CHATS}
     messages: Annotated[list[Message], Field(min_length=1)]
-    chat_template_kwargs: Variables = Field({}, description=_VARIABLES)
+    chat_template_kwargs: JsonObject = Field({}, description=_VARIABLES)
     reasoning_effort: Text | None = Field(None, description="for the chat template; none: enable_thinking=false too")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[Tool] = Field([], max_length=128, description="for chat templates that render them")
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | JsonObject = "auto"
     parallel_tool_calls: bool = Field(True, description="false: one call at most")
 
     @model_validator(mode="after")
@@ -391,7 +391,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    chat_template_kwargs: Variables = Field({}, description=_VARIABLES)
+    chat_template_kwargs: JsonObject = Field({}, description=_VARIABLES)
     add_special_tokens: bool | None = Field(
         None, description="the start token and the like; default: true, but for a chat, whose template has them"
     )

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shape: how a request's updates become them, and how they are sent, whole or as a stream.
+"""Answers in OpenAI's shape: how a request's events become them, and how they are sent, whole or as a stream.
 
 The rows of a request are freed if its client goes.
 """
@@ -12,7 +12,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from itertools import starmap
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fastapi import Request
 from pydantic_core import to_json
@@ -21,12 +21,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from skipdecode.common.jsonl import in_one_line
 from skipdecode.engine.requests import StepOutput
-from skipdecode.generation.calls import CallReader
+from skipdecode.generation.calls import Call, CallReader
 from skipdecode.generation.detokenizer import Piece, TokenTexts
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from skipdecode.serving.request_state import RequestState, Summary, Update, merge
 from skipdecode.serving.service import Service
+from skipdecode.serving.stream_state import Event, StreamState, Summary, merge
 
 
 class ResponseBuilder(ABC):
@@ -36,50 +36,47 @@ class ResponseBuilder(ABC):
     """
 
     prefix: ClassVar[str]
-    object: ClassVar[str]
-    chunk_object: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
-    def __init__(self, state: RequestState, body: GenerationRequest, model: str, texts: TokenTexts) -> None:
-        self._state = state
+    def __init__(self, stream: StreamState, body: GenerationRequest, model: str, texts: TokenTexts) -> None:
+        self._stream = stream
+        self._sequences = stream.sequences
         self._texts = texts
         self._logprobs = body.top_logprobs_wanted is not None
-        self._tells_every_token = self._logprobs or state.trace  # also one that has no text
+        self._shows_every_token = self._logprobs or self._sequences.trace  # also one that has no text
         self._options = body.stream_options
         self._sent = 0  # tokens
-        self._lengths = [0] * len(state.choices)
-        self._head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._lengths = [0] * len(stream.choices)
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     @abstractmethod
-    def _content(self, update: Update, *, whole: bool) -> dict[str, Any]:
+    def _content(self, event: Event, *, whole: bool) -> dict[str, object]:
         """The field that has the text of a whole choice, or what is new in a chunk; called before `_fields`."""
 
     @abstractmethod
-    def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, object]:
         """Log-probabilities of tokens of a choice."""
 
-    def whole(self, updates: Sequence[Update]) -> bytes:
+    def whole(self, events: Sequence[Event]) -> bytes:
         """The JSON of the response, from all tokens of a request that finished."""
-        choices = [self._content(update, whole=True) | self._fields(update) for update in updates]
-        summary = self._state.summary()
-        told = {"choices": choices, "usage": self._usage(summary.completion_tokens), "skipdecode": summary}
-        return to_json(self._head | {"object": self.object} | told)
+        choices = [self._content(event, whole=True) | self._fields(event) for event in events]
+        summary = self._stream.summary()
+        answer = {"choices": choices, "usage": self._usage(summary.completion_tokens), "skipdecode": summary}
+        return to_json(self._head | {"object": self.kind} | answer)
 
     def opening(self) -> bytes:
         """The first bytes of a stream, before any token."""
         return b""
 
-    def chunks(self, updates: Sequence[Update]) -> bytes:
+    def chunks(self, events: Sequence[Event]) -> bytes:
         """Server-sent events for tokens that were taken; ends with `[DONE]` if those are the last."""
-        summary = self._state.summary() if self._state.finished else None
-        self._sent += sum(len(update.pieces) for update in updates)
-        told = [u for u in updates if u.text or u.finish_reason or self._tells_every_token]
-        choices = [self._content(update, whole=False) | self._fields(update) for update in told]
+        summary = self._stream.summary() if self._stream.finished else None
+        self._sent += sum(len(event.pieces) for event in events)
+        shown = [event for event in events if event.text or event.finish_reason or self._shows_every_token]
+        choices = [self._content(event, whole=False) | self._fields(event) for event in shown]
         # Text that may begin a call is held back.
-        choices = [c for c in choices if c.get("delta", c) or c["finish_reason"] or self._tells_every_token]
+        choices = [c for c in choices if c.get("delta", c) or c["finish_reason"] or self._shows_every_token]
         lines = []
         for choice in choices:
             last = choice is choices[-1] and not self._options.include_usage
@@ -90,8 +87,8 @@ class ResponseBuilder(ABC):
             lines.append(b"data: [DONE]\n\n")
         return b"".join(lines)
 
-    def _chunk(self, choices: list[dict[str, Any]], summary: Summary | None) -> bytes:
-        fields: dict[str, Any] = self._head | {"object": self.chunk_object, "choices": choices}
+    def _chunk(self, choices: list[dict[str, object]], summary: Summary | None) -> bytes:
+        fields: dict[str, object] = self._head | {"object": self.chunk_kind, "choices": choices}
         if self._options.include_usage:
             sent = self._sent if summary is None else summary.completion_tokens
             fields["usage"] = self._usage(sent) if summary or self._options.continuous_usage_stats else None
@@ -99,23 +96,23 @@ class ResponseBuilder(ABC):
             fields["skipdecode"] = summary
         return server_sent_event(fields)
 
-    def _usage(self, completion_tokens: int) -> dict[str, Any]:
+    def _usage(self, completion_tokens: int) -> dict[str, object]:
         return {
-            "prompt_tokens": self._state.prompt_tokens,
+            "prompt_tokens": self._sequences.prompt_tokens,
             "completion_tokens": completion_tokens,
-            "total_tokens": self._state.prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._state.cached_tokens},
+            "total_tokens": self._sequences.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._stream.cached_tokens},
         }
 
-    def _fields(self, update: Update) -> dict[str, Any]:
+    def _fields(self, event: Event) -> dict[str, object]:
         """Fields of choices of every shape."""
-        logprobs = self._logprobs_of(update.choice, update.all_pieces) if self._logprobs else None
-        fields = {"index": update.choice, "logprobs": logprobs, "finish_reason": update.finish_reason}
-        if not self._state.trace:
+        logprobs = self._logprobs_of(event.choice, [*event.prompt, *event.pieces]) if self._logprobs else None
+        fields: dict[str, object] = {"index": event.choice, "logprobs": logprobs, "finish_reason": event.finish_reason}
+        if not self._sequences.trace:
             return fields
         tokens = [
-            {"id": out.token, "text": text, "position": out.position, "layers": out.layers}
-            for out, text, _ in update.pieces
+            {"id": output.token, "text": text, "position": output.position, "layers": output.layers}
+            for output, text, _ in event.pieces
         ]
         return fields | {"skipdecode": {"tokens": tokens}}
 
@@ -123,19 +120,19 @@ class ResponseBuilder(ABC):
 class CompletionResponseBuilder(ResponseBuilder):
     """/v1/completions."""
 
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, state: RequestState, body: CompletionRequest, *further: Any) -> None:
-        super().__init__(state, body, *further)
+    def __init__(self, stream: StreamState, body: CompletionRequest, model: str, texts: TokenTexts) -> None:
+        super().__init__(stream, body, model, texts)
         self._logprobs, self._ranks = body.logprobs is not None, body.prompt_logprobs is not None
 
-    def _fields(self, update: Update) -> dict[str, Any]:
-        fields = super()._fields(update)
+    def _fields(self, event: Event) -> dict[str, object]:
+        fields = super()._fields(event)
         if self._ranks:
-            fields["prompt_logprobs"] = [None, *starmap(self._ranked, self._state.choices[update.choice].scores)]
+            fields["prompt_logprobs"] = [None, *starmap(self._ranked, self._stream.choices[event.choice].scores)]
         return fields
 
-    def _ranked(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, dict[str, Any]]:
+    def _ranked(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, dict[str, object]]:
         """A token of the prompt and its top tokens, by their numbers; the rank of one that is no top token is null."""
         ranks = {token: None} | {each: rank for rank, (each, _) in enumerate(top, 1)}
         values = {token: logprob} | dict(top)
@@ -144,10 +141,10 @@ class CompletionResponseBuilder(ResponseBuilder):
             for each, rank in ranks.items()
         }
 
-    def _content(self, update: Update, *, whole: bool) -> dict[str, Any]:
-        return {"text": update.text}
+    def _content(self, event: Event, *, whole: bool) -> dict[str, object]:
+        return {"text": event.text}
 
-    def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, object]:
         offsets = []
         for piece in pieces:
             offsets.append(self._lengths[index])
@@ -177,51 +174,51 @@ def _is_first(output: StepOutput) -> bool:
 class ChatResponseBuilder(ResponseBuilder):
     """/v1/chat/completions."""
 
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> bytes:
         """The role of each choice."""
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return b"".join(self._chunk([{"index": i, **first}], None) for i in range(len(self._state.choices)))
+        return b"".join(self._chunk([{"index": i, **first}], None) for i in range(len(self._stream.choices)))
 
-    def __init__(self, state: RequestState, body: ChatRequest, *further: Any) -> None:
-        super().__init__(state, body, *further)
-        self._readers = [CallReader(state.calls, body.calling) for _ in state.choices] if state.calls else []
+    def __init__(self, stream: StreamState, body: ChatRequest, model: str, texts: TokenTexts) -> None:
+        super().__init__(stream, body, model, texts)
+        calls = stream.sequences.calls
+        self._readers = [] if calls is None else [CallReader(calls, body.calling) for _ in stream.choices]
 
-    def _content(self, update: Update, *, whole: bool) -> dict[str, Any]:
-        text: str = update.text
-        calls: list[dict[str, Any]] = []
+    def _content(self, event: Event, *, whole: bool) -> dict[str, object]:
+        text, calls = event.text, list[Call]()
         if self._readers:
-            text, calls = self._readers[update.choice].push(text, last=update.finish_reason is not None)
-        called = {"tool_calls": calls} if calls else {}
+            text, calls = self._readers[event.choice].push(text, last=event.finish_reason is not None)
+        message: dict[str, object] = {"tool_calls": calls} if calls else {}
         if whole:
-            said = None if calls and not text else text
-            return {"message": {"role": "assistant", "content": said, "refusal": None, **called}}
-        return {"delta": ({"content": text} if text else {}) | called}
+            content = None if calls and not text else text
+            return {"message": {"role": "assistant", "content": content, "refusal": None, **message}}
+        return {"delta": {"content": text, **message} if text else message}
 
-    def _fields(self, update: Update) -> dict[str, Any]:
-        fields = super()._fields(update)
-        if update.finish_reason == "stop" and self._readers and self._readers[update.choice].count:
+    def _fields(self, event: Event) -> dict[str, object]:
+        fields = super()._fields(event)
+        if event.finish_reason == "stop" and self._readers and self._readers[event.choice].count:
             fields["finish_reason"] = "tool_calls"
         return fields
 
-    def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, object]:
         content = []
-        for out, _, own in pieces:
-            if own is None:
+        for output, _, shown in pieces:
+            if shown is None:
                 continue  # not in the message
-            chosen = self._entry(out.token, out.logprob, own)
-            top = [chosen if token == out.token else self._entry(token, value) for token, value in out.top]
+            chosen = self._entry(output.token, output.logprob, shown)
+            top = [chosen if token == output.token else self._entry(token, value) for token, value in output.top]
             content.append(chosen | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float, own: bytes | None = None) -> dict[str, Any]:
-        shown = self._texts.inside(token) if own is None else own
-        told = list(shown) if shown or own is not None else None
-        return {"token": self._texts.name(token, own), "logprob": logprob, "bytes": told}
+    def _entry(self, token: int, logprob: float, shown: bytes | None = None) -> dict[str, object]:
+        text = self._texts.inside(token) if shown is None else shown
+        listed = list(text) if text or shown is not None else None
+        return {"token": self._texts.name(token, shown), "logprob": logprob, "bytes": listed}
 
 
-def server_sent_event(data: dict[str, Any]) -> bytes:
+def server_sent_event(data: dict[str, object]) -> bytes:
     """One event of a stream."""
     return b"data: " + in_one_line(to_json(data)) + b"\n\n"
 
@@ -229,11 +226,11 @@ def server_sent_event(data: dict[str, Any]) -> bytes:
 class EventStreamResponse(StreamingResponse):
     """Server-sent events of a request that was submitted."""
 
-    def __init__(self, state: RequestState, builder: ResponseBuilder, service: Service) -> None:
+    def __init__(self, stream: StreamState, builder: ResponseBuilder, service: Service) -> None:
         super().__init__(self._events(), media_type="text/event-stream")
         # For proxies that would collect the stream.
         self.headers["X-Accel-Buffering"] = "no"
-        self._state = state
+        self._stream = stream
         self._builder = builder
         self._service = service
 
@@ -241,62 +238,60 @@ class EventStreamResponse(StreamingResponse):
         """Send the response (ASGI)."""
 
         async def in_time(message: Message) -> None:
-            async with asyncio.timeout(self._service.limits.stall_seconds):
+            async with asyncio.timeout(self._service.model.limits.stall_seconds):
                 await send(message)
 
         try:
             await super().__call__(scope, receive, in_time)
         except* TimeoutError:
-            self._state.outcome = "slow_reader"
+            self._stream.outcome = "slow_reader"
         finally:
-            _close(self._state, self._service, scope)
+            _close(self._stream, self._service, scope)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        unseen: list[Update] = []
+        unseen: list[Event] = []
         yield self._builder.opening()
         try:
-            while not self._state.finished:
-                updates = await self._state.take()
-                unseen += updates  # a token may have no text yet: a character's first bytes, or held back for a stop
-                if chunks := self._builder.chunks(updates):
+            async for events in self._stream.events():
+                unseen += events  # a token may have no text yet: a character's first bytes, or held back for a stop
+                if chunks := self._builder.chunks(events):
                     yield chunks
-                    self._state.note_written(unseen, self._service.metrics)
+                    self._stream.note_written(unseen, self._service.metrics)
                     unseen = []
         except ApiError as error:
             yield server_sent_event(error.body())
 
 
-async def collect(state: RequestState, service: Service, request: Request) -> list[Update]:
-    """Collect all tokens of a request that was submitted: one update for each choice, in their order.
+async def collect(stream: StreamState, service: Service, request: Request) -> list[Event]:
+    """Wait for all tokens of a request: one event for each choice, in their order.
 
     Raises ApiError: it failed.
     """
-    answer: dict[int, Update] = {}
-    gone = asyncio.create_task(_end_with(request, state))
+    answer: dict[int, Event] = {}
+    client = asyncio.create_task(_end_with(request, stream))
     try:
-        while not state.finished:
-            updates = await state.take()
-            for update in updates:
-                merge(answer, update)
-            state.note_written(updates, service.metrics)
+        async for events in stream.events():
+            for event in events:
+                merge(answer, event)
+            stream.note_written(events, service.metrics)
     finally:
-        gone.cancel()
-        _close(state, service, request.scope)
+        client.cancel()
+        _close(stream, service, request.scope)
     return [answer[choice] for choice in sorted(answer)]
 
 
-def _close(state: RequestState, service: Service, scope: Scope) -> None:
+def _close(stream: StreamState, service: Service, scope: Scope) -> None:
     """Free what a request still holds; note how it ended."""
-    state.closed = True
-    scope["state"]["outcome"] = state.outcome
-    tokens = sum(len(choice.tokens) for choice in state.choices)
-    scope["state"]["log"] |= {"completion_tokens": tokens} | (state.times() if tokens else {})
-    if not state.finished:
-        service.worker.cancel(state)
+    stream.closed = True
+    scope["state"]["outcome"] = stream.outcome
+    tokens = sum(len(choice.tokens) for choice in stream.choices)
+    scope["state"]["log"] |= {"completion_tokens": tokens} | (stream.times() if tokens else {})
+    if not stream.finished:
+        service.worker.cancel(stream)
 
 
-async def _end_with(request: Request, state: RequestState) -> None:
+async def _end_with(request: Request, stream: StreamState) -> None:
     """Fail a request when its client closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    state.put([ApiError(499, "cancelled", "the client went away")])
+    stream.put([ApiError(499, "cancelled", "the client went away")])

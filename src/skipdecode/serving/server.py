@@ -41,24 +41,24 @@ def open_socket(binding: Binding) -> socket.socket:
 
     Raises UsageError: the address cannot be used.
     """
-    found = socket.socket(socket.AF_INET6 if ":" in binding.host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening = socket.socket(socket.AF_INET6 if ":" in binding.host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # What was sent to a reader that is gone, or does not read, is kept no longer.
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS * 1000)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS * 1000)
     try:
-        found.bind((binding.host, binding.port))
+        listening.bind((binding.host, binding.port))
     except OSError as e:
-        found.close()
+        listening.close()
         raise UsageError(f"cannot listen on {binding.host}, port {binding.port}: {e.strerror or e}") from None
-    return found
+    return listening
 
 
 def make_server(service: Service, binding: Binding, keys: ApiKeys | None = None) -> uvicorn.Server:
     """A uvicorn server; its `run` returns once it is stopped."""
     _log_to_stderr(binding.log_level)
     _raise_open_files()
-    connections: set[Any] = set()
+    connections = set[Any]()
     config = uvicorn.Config(
         create_app(service, binding, keys or ApiKeys(), connections),
         http="h11",
@@ -114,7 +114,7 @@ class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as one line."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line: dict[str, Any] = {
+        line: dict[str, object] = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,

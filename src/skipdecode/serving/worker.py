@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import math
 import threading
@@ -17,15 +18,15 @@ from collections.abc import Callable
 
 from skipdecode.common.environment import isolated_torch
 from skipdecode.engine.base import Engine, EngineStats
-from skipdecode.engine.kv import KVLayout
-from skipdecode.engine.requests import StepOutput
+from skipdecode.engine.requests import NextToken, StepOutput
 from skipdecode.errors import SkipDecodeError
-from skipdecode.generation.detokenizer import Piece
+from skipdecode.generation.detokenizer import Piece, TokenTexts
 from skipdecode.generation.loop import TextLoop
 from skipdecode.serving.errors import ApiError, invalid
-from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.request_state import Choice, RequestState, Update
+from skipdecode.serving.preprocessing import Sequences
+from skipdecode.serving.served_model import ServedModel
+from skipdecode.serving.stream_state import Choice, Event, StreamState
 
 _LOG = logging.getLogger("skipdecode.serve")
 _LONGEST_RETRY = 60
@@ -35,33 +36,25 @@ class ModelWorker:
     """Runs requests.
 
     `make_engine`: makes an engine: for the first choice, after the last one unless the engine keeps prompts, and after
-    a failure. `layout`: how the engine stores keys and values.
+    a failure.
     """
 
-    def __init__(
-        self,
-        make_engine: Callable[[], Engine],
-        num_layers: int,
-        layout: KVLayout,
-        limits: ServerLimits,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, model: ServedModel, make_engine: Callable[[], Engine], metrics: Metrics) -> None:
+        self._model = model
         self._make_engine = make_engine
-        self._texts: TextLoop[Choice] | None = None  # changed by the worker's thread only
-        self._num_layers = num_layers
-        self._layout = layout
-        self._limits = limits
         self._metrics = metrics
+        self._token_texts = TokenTexts(copy.deepcopy(model.tokenizer))
+        self._texts: TextLoop[Choice] | None = None  # changed by the worker's thread only
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._wake = threading.Condition()
         # Under the lock of `_wake`:
         self._waiting: deque[Choice] = deque()
-        self._cancelled: list[RequestState] = []
+        self._cancelled: list[StreamState] = []
         self._stopping = False
         self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
-        self._events: dict[RequestState, list[Update | ApiError]] = {}  # of this step
+        self._events: dict[StreamState, list[Event | ApiError]] = {}  # of this step
         self._kv_bytes_saved = 0  # in the last step
         self._row_seconds = 1.0  # moving mean of a choice's time in the batch
 
@@ -88,33 +81,35 @@ class ModelWorker:
         texts = self._texts
         return 0 if texts is None else len(texts.running)
 
-    def submit(self, state: RequestState) -> None:
-        """Queue a request.
+    def submit(self, sequences: Sequences, arrived: float) -> StreamState:
+        """Queue all choices of a request that came at `arrived`, or none; returns its stream.
 
         Raises ApiError: 429 if the queue has no room for all of its choices, 503 if the worker stops.
         """
+        stream = StreamState(sequences, self._model, self._token_texts, arrived)
         with self._wake:
             if not self.accepting:
                 raise _stopping()
-            self.check_room(len(state.choices))
-            self._waiting.extend(state.choices)
+            self.check_room(len(stream.choices))
+            self._waiting.extend(stream.choices)
             self._metrics.queue_length.set(len(self._waiting))
             self._wake.notify()
+        return stream
 
     def check_room(self, choices: int) -> None:
         """Raise ApiError (429) if there is no room for so many more."""
-        waiting = len(self._waiting)
+        waiting, limits = len(self._waiting), self._model.limits
         # A batch's worth may always wait for its rows: those are given at the next step.
-        if choices > self._limits.max_rows + self._limits.max_waiting - waiting - self._rows:
-            batches = 1 + waiting / self._limits.max_rows
+        if choices > limits.max_rows + limits.max_waiting - waiting - self._rows:
+            batches = 1 + waiting / limits.max_rows
             seconds = min(_LONGEST_RETRY, math.ceil(batches * self._row_seconds))
             message = f"the queue is full ({waiting} wait): try again in {seconds} s"
             raise ApiError(429, "queue_full", message, headers={"Retry-After": str(seconds)})
 
-    def cancel(self, state: RequestState) -> None:
+    def cancel(self, stream: StreamState) -> None:
         """Drop what is left of a request before the next step."""
         with self._wake:
-            self._cancelled.append(state)
+            self._cancelled.append(stream)
             self._wake.notify()
 
     def drain(self, seconds: float) -> None:
@@ -146,14 +141,14 @@ class ModelWorker:
         finally:
             with self._wake:
                 self._stopping = True
-            for state in self._all_requests():
-                self._tell(state, _stopping())
+            for stream in self._streams():
+                self._add_event(stream, _stopping())
             self._send()
 
-    def _all_requests(self) -> set[RequestState]:
+    def _streams(self) -> set[StreamState]:
         running = () if self._texts is None else self._texts.running.values()
         with self._wake:
-            return {choice.state for choice in (*self._waiting, *running)}
+            return {choice.stream for choice in (*self._waiting, *running)}
 
     def _await_work(self) -> bool:
         """Sleep until there is something to do, drop cancelled requests; False once the worker is to stop."""
@@ -162,38 +157,38 @@ class ModelWorker:
             if self._stopping:
                 return False
             cancelled, self._cancelled = self._cancelled, []
-        for state in cancelled:
-            self._drop(state)
+        for stream in cancelled:
+            self._drop(stream)
         return True
 
     def _expire(self) -> None:
-        now, seconds = time.perf_counter(), f"{self._limits.max_seconds:g} s"
-        for state in self._all_requests():
+        now, seconds = time.perf_counter(), f"{self._model.limits.max_seconds:g} s"
+        for stream in self._streams():
             if now > self._drained_at:
-                self._fail(state, _stopping(), "error")
-            elif state.deadline < now and any(choice.admitted for choice in state.choices):
+                self._fail(stream, _stopping(), "error")
+            elif stream.deadline < now and any(choice.admitted for choice in stream.choices):
                 error = ApiError(504, "timeout", f"the request's {seconds} ran out: ask for fewer tokens")
-                self._fail(state, error, "timeout")
-            elif state.deadline < now:
+                self._fail(stream, error, "timeout")
+            elif stream.deadline < now:
                 error = ApiError(503, "queue_timeout", f"the request waited {seconds} without a free row: try later")
-                self._fail(state, error, "timeout")
+                self._fail(stream, error, "timeout")
 
     def _admit(self) -> None:
         while True:
             with self._wake:
                 self._metrics.queue_length.set(len(self._waiting))
-                if not self._waiting or self._rows >= self._limits.max_rows:
+                if not self._waiting or self._rows >= self._model.limits.max_rows:
                     return
                 choice = self._waiting[0]  # only this thread takes any out
             if self._texts is None:
                 self._texts = TextLoop(self._make_engine())
             try:
-                self._texts.submit([choice], choice.state.schedule)
+                self._texts.submit([choice], choice.stream.schedule, checked=True)
                 choice.admitted = time.perf_counter()
                 with self._wake:
                     self._waiting.popleft()
             except SkipDecodeError as error:
-                self._fail(choice.state, invalid(str(error)), "refused")
+                self._fail(choice.stream, invalid(str(error)), "refused")
 
     def _step(self) -> None:
         texts = self._texts
@@ -209,15 +204,15 @@ class ModelWorker:
             self._drop_engine()
             for choice in texts.running.values():
                 self._count(choice)
-            for state in {choice.state for choice in texts.running.values()}:
-                self._fail(state, ApiError(500, "engine_error", "the model failed; the request is lost"), "error")
+            for stream in {choice.stream for choice in texts.running.values()}:
+                self._fail(stream, ApiError(500, "engine_error", "the model failed; the request is lost"), "error")
             return
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(time.perf_counter() - start)
         stats, texts.engine.stats = texts.engine.stats, EngineStats()
         self._kv_bytes_saved = max(0, stats.kv_bytes_full_peak - stats.kv_bytes_peak)
-        for name in ("drafted_tokens", "accepted_tokens"):
-            getattr(self._metrics, name).inc(getattr(stats, name))
+        self._metrics.drafted_tokens.inc(stats.drafted_tokens)
+        self._metrics.accepted_tokens.inc(stats.accepted_tokens)
         if outputs:
             self._metrics.step_depth.observe(sum(out.layers for _, out in outputs) / len(outputs))
         for choice, output in outputs:
@@ -228,43 +223,41 @@ class ModelWorker:
             except Exception:
                 # The tokenizer is a program of the checkpoint's: it may raise anything.
                 _LOG.exception("a token could not be decoded")
-                self._fail(choice.state, ApiError(500, "engine_error", "a token could not be decoded"), "error")
+                self._fail(choice.stream, ApiError(500, "engine_error", "a token could not be decoded"), "error")
 
     def _take(self, texts: TextLoop[Choice], choice: Choice, output: StepOutput) -> None:
-        """A new token of a choice."""
-        state = choice.state
-        if not output.position and choice.copy == 0:
-            state.cached_tokens += output.cached
-            self._metrics.prompt_tokens.labels(state.schedule.name).inc(len(choice.request.prompt))
-            self._metrics.prefix_hit_tokens.labels(state.schedule.name).inc(output.cached)
-        choice.layers_run += output.layers
-        state.depths.add(output.layers)
-        prompt = _prompt_pieces(choice, output) if choice.echo and not output.position else ()
-        pieces, choice.scores = texts.take(choice, output), output.prompt or choice.scores
-        if choice.empty:
+        """Take a new token of a choice."""
+        stream, sequences = choice.stream, choice.stream.sequences
+        prompt: tuple[Piece, ...] = ()
+        if not output.position:
+            choice.scores = output.prompt
+            prompt = _prompt_pieces(choice, output) if sequences.echo else ()
+            if choice.index % sequences.copies == 0:
+                stream.cached_tokens += output.cached
+                self._metrics.prompt_tokens.labels(stream.schedule.name).inc(len(choice.request.prompt))
+                self._metrics.prefix_hit_tokens.labels(stream.schedule.name).inc(output.cached)
+        choice.layers.append(output.layers)
+        pieces = texts.take(choice, output)
+        if sequences.empty:
             pieces, choice.finish_reason = [], "length"
             choice.tokens.clear()
-            choice.layers_run = 0
         if choice.finish_reason == "error":
             message = "the grammar allows no token here, or takes too much work: simplify it"
-            self._fail(state, invalid(message), "error")
+            self._fail(stream, invalid(message), "error")
             return
         reason = "stop" if choice.finish_reason == "eos" else choice.finish_reason
         if prompt or pieces or reason is not None:
-            self._tell(state, Update(choice.index, pieces, reason, prompt))
+            self._add_event(stream, Event(choice.index, pieces, reason, prompt))
         if reason is not None:
-            fed = len(choice.request.prompt) + output.position
-            choice.kv_bytes = self._layout.bytes(fed, output.layers)
-            choice.kv_bytes_full = self._layout.bytes(fed, self._num_layers)
             self._count(choice)
             self._drop_idle_engine()
 
     def _count(self, choice: Choice) -> None:
         """Add up the counters of a choice that leaves the batch."""
-        label = choice.state.schedule.name
+        label, num_layers = choice.stream.schedule.name, choice.stream.schedule.num_layers
         self._metrics.generated_tokens.labels(label).inc(len(choice.tokens))
         self._metrics.layers_run.labels(label).inc(choice.layers_run)
-        self._metrics.layers_full.labels(label).inc(len(choice.tokens) * self._num_layers)
+        self._metrics.layers_full.labels(label).inc(len(choice.tokens) * num_layers)
         if choice.tokens and choice.admitted is not None:
             self._row_seconds += 0.1 * (time.perf_counter() - choice.admitted - self._row_seconds)
 
@@ -280,24 +273,24 @@ class ModelWorker:
             if texts is not None:
                 texts.engine.close()
 
-    def _drop(self, state: RequestState) -> None:
+    def _drop(self, stream: StreamState) -> None:
         with self._wake:
-            self._waiting = deque(choice for choice in self._waiting if choice.state is not state)
-        for choice in state.choices:
+            self._waiting = deque(choice for choice in self._waiting if choice.stream is not stream)
+        for choice in stream.choices:
             if self._texts is not None and self._texts.running.get(choice.number) is choice:
                 self._texts.remove(choice)
                 self._count(choice)
         self._drop_idle_engine()
 
-    def _fail(self, state: RequestState, error: ApiError, outcome: str) -> None:
-        self._drop(state)
-        state.outcome = outcome
-        self._tell(state, error)
+    def _fail(self, stream: StreamState, error: ApiError, outcome: str) -> None:
+        self._drop(stream)
+        stream.outcome = outcome
+        self._add_event(stream, error)
 
     # ------------------------------------------------------------------ events and figures
 
-    def _tell(self, state: RequestState, event: Update | ApiError) -> None:
-        self._events.setdefault(state, []).append(event)
+    def _add_event(self, stream: StreamState, event: Event | ApiError) -> None:
+        self._events.setdefault(stream, []).append(event)
 
     def _send(self) -> None:
         """Hand the step's events over to the event loop."""
@@ -305,11 +298,11 @@ class ModelWorker:
             self._loop.call_soon_threadsafe(self._put, self._events)
         self._events = {}
 
-    def _put(self, events: dict[RequestState, list[Update | ApiError]]) -> None:
+    def _put(self, events: dict[StreamState, list[Event | ApiError]]) -> None:
         """Give events to their readers, in the event loop; readers that are too far behind are dropped."""
-        for state, new in events.items():
-            if not state.put(new):
-                self.cancel(state)
+        for stream, new in events.items():
+            if not stream.put(new):
+                self.cancel(stream)
 
     def _note_memory(self) -> None:
         engine = None if self._texts is None else self._texts.engine
@@ -322,11 +315,10 @@ class ModelWorker:
 def _prompt_pieces(choice: Choice, first: StepOutput) -> tuple[Piece, ...]:
     """The prompt's tokens, with their log-probabilities if the first output has them."""
     prompt = choice.request.prompt
-    known = first.prompt or [(token, math.nan, ()) for token in prompt[1:]]
-    tokens = [(prompt[0], math.nan, ()), *known]
+    scores = first.prompt or map(NextToken, prompt[1:])
     outputs = (
-        first._replace(position=place - len(prompt), token=token, logprob=logprob, top=top)
-        for place, (token, logprob, top) in enumerate(tokens)
+        first._replace(position=position, token=token, logprob=logprob, top=top)
+        for position, (token, logprob, top) in enumerate([NextToken(prompt[0]), *scores], -len(prompt))
     )
     return tuple(choice.reader.echo(outputs))
 

@@ -104,9 +104,9 @@ def _prebuilt(features: set[str]) -> Path | None:
 
 
 def _compiler() -> str:
-    if (found := find_compiler()) is None:
+    if (compiler := find_compiler()) is None:
         raise KernelBuildError(f"no C++ compiler was found: {_HINT}")
-    return found
+    return compiler
 
 
 def _built(compiler: str, more: tuple[str, ...] = ()) -> ctypes.CDLL:

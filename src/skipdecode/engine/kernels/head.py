@@ -57,11 +57,7 @@ class Candidates(NamedTuple):
 class ShortHead:
     """The 8-bit copy of an output embedding and its bounds.
 
-    Parameters
-    ----------
-    kernels : NativeKernels
-    spec : LinearSpec
-        A head whose weight is bf16 or fp32, with nothing after the product but a bias.
+    `spec`: a head whose weight is bf16 or fp32, with nothing after the product but a bias.
 
     Attributes `bounded`: whether the bounds hold: not for weights that are not finite or above 10^12. `nbytes` and
     `version`: bytes of the copy, which a step reads; see `_version`.
@@ -69,7 +65,7 @@ class ShortHead:
 
     def __init__(self, kernels: NativeKernels, spec: LinearSpec) -> None:
         weight: Any = spec.weight
-        self._keep: list[Any] = []
+        self._keep: list[object] = []
         self._full = kernels.linear_args(spec, self._keep)
         self._call = load_library().skipdecode_likeliest
         self.version, (size, columns) = _version(weight), weight.shape
@@ -97,30 +93,30 @@ class ShortHead:
         `hidden` are the states before the head's norm, (rows, hidden) in fp32.
         """
         rows, full, args = len(tops), self._full, self._args
-        wanted, made = torch.tensor(tops, dtype=torch.int32), torch.empty(2, rows, dtype=torch.int64)
+        wanted, results = torch.tensor(tops, dtype=torch.int32), torch.empty(2, rows, dtype=torch.int64)
         words = torch.empty(rows, MOST_WORDS, dtype=torch.int64)
         logits = torch.empty(rows, MOST_WORDS, dtype=torch.float32)
         full.x, full.m, full.ldx = address(hidden), rows, hidden.stride(0)
-        args.tops, args.best, args.counts = (t.data_ptr() for t in (wanted, *made))
+        args.tops, args.best, args.counts = (t.data_ptr() for t in (wanted, *results))
         args.words, args.logits = words.data_ptr(), address(logits)
         self._call(ctypes.c_void_p(ctypes.addressof(args)))
-        best, counts = made.tolist()
+        best, counts = results.tolist()
         return None if min(counts) < 0 else Candidates(best, words, logits, counts, self._size)
 
     def _copy(self, part: Tensor, start: int) -> None:
         """Codes and bounds of the tokens from `start` on; the bounds are enlarged by their own rounding errors."""
         count, columns = part.shape
-        made, part = quantize(part, "int8"), part.float()
-        groups = in_blocks(made.codes, _GROUP).view(-1, *self._codes.shape[1:])
+        quantized, part = quantize(part, "int8"), part.float()
+        groups = in_blocks(quantized.codes, _GROUP).view(-1, *self._codes.shape[1:])
         self._codes[start // _GROUP : start // _GROUP + len(groups)] = groups
         unit = 2.0**-24
         # The error of sums of squares in fp32, and squares that underflow.
         up, least = 1 + 4 * columns * unit, math.sqrt(columns) * 2.0**-62
         norm = part.norm(dim=1) * up + least
-        error = (part - made.dequantize()).norm(dim=1) * up + least
+        error = (part - quantized.dequantize()).norm(dim=1) * up + least
         # The error of the full head's products and sums in any order, and of the difference above.
         error += norm * ((2 * columns + 16) * unit * 1.01 + 8 * unit)
-        for row, values in zip(self._numbers, (made.scales, error, norm + error), strict=False):
+        for row, values in zip(self._numbers, (quantized.scales, error, norm + error), strict=False):
             row[start : start + count] = values
 
 
@@ -174,9 +170,9 @@ class NativeHead:
             self._logits = torch.empty(rows, vocabulary, dtype=torch.float32)
         self.fell_back = False
         if tops and rows <= MOST_ROWS and (short := self.short) is not None:
-            found = short(hidden, [min(top, vocabulary) for top in tops])
-            if found is not None:
-                return found._replace(full=partial(self._full_row, hidden))
+            candidates = short(hidden, [min(top, vocabulary) for top in tops])
+            if candidates is not None:
+                return candidates._replace(full=partial(self._full_row, hidden))
             self.fell_back = True
         if rows:
             self._linear(hidden, self._logits, rows, False)

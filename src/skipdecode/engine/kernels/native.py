@@ -120,7 +120,7 @@ class NativeKernels:
 
     def linear(self, spec: LinearSpec) -> LinearCall:
         """A function that computes `spec`; activations and results are fp32 with contiguous rows."""
-        keep: list[Any] = []
+        keep: list[object] = []
         args = self.linear_args(spec, keep)
         function, arguments = self._linear, ctypes.addressof(args)
 
@@ -138,9 +138,9 @@ class NativeKernels:
         A `fit` replaces layers that rows skip. Raises UnfitModelError or FitError for sizes that do not fit together.
         """
         check_layers(layers)
-        keep: list[Any] = []
-        made = (LayerArgs * len(layers))()
-        for args, layer in zip(made, layers, strict=True):
+        keep: list[object] = []
+        arguments = (LayerArgs * len(layers))()
+        for args, layer in zip(arguments, layers, strict=True):
             for name in ("qkv", "out", "mlp_in", "mlp_out"):
                 setattr(args, name, self.linear_args(getattr(layer, name), keep))
             for name, gamma in (("out_norm", layer.out_gamma), ("mlp_norm", layer.mlp_gamma)):
@@ -152,10 +152,10 @@ class NativeKernels:
             args.mlp_in.ldy = args.mlp_out.ldx = args.mlp_in.n
         if fit is not None:
             check_fit(fit, layers)
-            self._add_fit(made, fit, keep)
-        return NativeStack(self._stack, made, keep, 0 if fit is None else fit.taps)
+            self._add_fit(arguments, fit, keep)
+        return NativeStack(self._stack, arguments, keep, 0 if fit is None else fit.taps)
 
-    def _add_fit(self, layers: Any, fit: FitSpec, keep: list[Any]) -> None:
+    def _add_fit(self, layers: ctypes.Array[LayerArgs], fit: FitSpec, keep: list[object]) -> None:
         for index, (down, up) in fit.bridges.items():
             args = layers[index]
             args.down, args.up = self.linear_args(down, keep), self.linear_args(up, keep)
@@ -168,7 +168,7 @@ class NativeKernels:
             keep.append(first := fit.first[index].detach().float().contiguous())
             args.first = address(first)
 
-    def linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
+    def linear_args(self, spec: LinearSpec, keep: list[object]) -> LinearArgs:
         """`spec` as a C structure; the tensors that it points to are appended to `keep`."""
         check_linear(spec)
         weight = spec.weight
@@ -193,7 +193,9 @@ _ROWS_AT_ONCE = 64
 class NativeStack:
     """A stack of layers as a callable, with its buffers and the arguments whose addresses the C++ code holds."""
 
-    def __init__(self, function: Any, layers: Any, keep: list[Any], taps: int) -> None:
+    def __init__(
+        self, function: Callable[[int], None], layers: ctypes.Array[LayerArgs], keep: list[object], taps: int
+    ) -> None:
         self._function, self._layers, self._keep = function, layers, keep
         self._keeps = next(layer.attention for layer in layers if not layer.attention.taps)
         self._args = StackArgs(layers=ctypes.addressof(layers), count=len(layers), taps=taps)
@@ -201,17 +203,17 @@ class NativeStack:
         self._rows = 0
         self._buffers: tuple[torch.Tensor, ...] = ()
 
-    def __call__(self, given: StackInput) -> None:
-        args, pages, table = self._args, given.pages, given.table
-        rows, attention = given.hidden.shape[0], self._keeps
-        check_input(given, args.count, self._layers[0].qkv.k, attention.kv_heads, attention.dim, args.taps)
+    def __call__(self, inputs: StackInput) -> None:
+        args, pages, table = self._args, inputs.pages, inputs.table
+        rows, attention = inputs.hidden.shape[0], self._keeps
+        check_input(inputs, args.count, self._layers[0].qkv.k, attention.kv_heads, attention.dim, args.taps)
         if rows > self._rows:
             self._allocate(rows)
-        layer_rows = array("i", chain.from_iterable(given.layers))
-        args.layer_rows, args.bridged, args.rows = layer_rows.buffer_info()[0], given.bridged, rows
-        args.before = None if given.before is None else address(given.before, torch.int32)
-        args.hidden, args.pages, args.table = address(given.hidden), pages.data_ptr(), address(table, torch.int32)
-        args.slots, args.positions = address(given.slots, torch.int32), address(given.positions, torch.int32)
+        layer_rows = array("i", chain.from_iterable(inputs.layers))
+        args.layer_rows, args.bridged, args.rows = layer_rows.buffer_info()[0], inputs.bridged, rows
+        args.before = None if inputs.before is None else address(inputs.before, torch.int32)
+        args.hidden, args.pages, args.table = address(inputs.hidden), pages.data_ptr(), address(table, torch.int32)
+        args.slots, args.positions = address(inputs.slots, torch.int32), address(inputs.positions, torch.int32)
         args.page_tokens, args.page_dtype = pages.shape[3], WEIGHT_DTYPES[pages.dtype]
         args.page_size = pages.stride(0)
         args.table_layer, args.table_width = table.stride(0), table.stride(1)
@@ -231,16 +233,16 @@ class NativeStack:
         self._rows = rows
 
 
-def _norm_args(gamma: torch.Tensor, eps: float, keep: list[Any]) -> LinearArgs:
+def _norm_args(gamma: torch.Tensor, eps: float, keep: list[object]) -> LinearArgs:
     keep.append(gamma := gamma.detach().float().contiguous())
     return LinearArgs(gamma=address(gamma), k=len(gamma), ldx=len(gamma), ldy=len(gamma), prologue=1, eps=eps)
 
 
-def _attention_args(spec: AttentionSpec, keep: list[Any]) -> AttentionArgs:
+def _attention_args(spec: AttentionSpec, keep: list[object]) -> AttentionArgs:
     tensors = (spec.cos, spec.sin, spec.q_gamma, spec.k_gamma, spec.q_scale, spec.taps)
-    made = [None if t is None else t.detach().float().contiguous() for t in tensors]
-    keep += made
-    cos, sin, q_gamma, k_gamma, q_scale, taps = (None if t is None else address(t) for t in made)
+    vectors = [None if t is None else t.detach().float().contiguous() for t in tensors]
+    keep += vectors
+    cos, sin, q_gamma, k_gamma, q_scale, taps = (None if t is None else address(t) for t in vectors)
     return AttentionArgs(
         cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, q_scale=q_scale, taps=taps, heads=spec.heads,
         kv_heads=spec.kv_heads, dim=spec.head_dim, width=len(spec.taps) - 1 if spec.taps is not None else 0,

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from skipdecode.engine.kernels.weights import QuantizedWeight
-from skipdecode.engine.scheduler import LayerRows
+from skipdecode.engine.rows import LayerRows
 from skipdecode.errors import FitError, UnfitModelError
 
 Prologue = Literal["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"]
@@ -158,8 +158,8 @@ def check_layers(layers: Sequence[LayerSpec]) -> None:
             "mlp_out": (width, inner if layer.mlp_out.prologue == "none" else inner // 2),
         }
         for name, shape in wanted.items():
-            if (found := tuple(getattr(layer, name).weight.shape)) != shape:
-                raise UnfitModelError(f"{name} of layer {number} is of shape {found}, the fast path needs {shape}")
+            if (actual := tuple(getattr(layer, name).weight.shape)) != shape:
+                raise UnfitModelError(f"{name} of layer {number} is of shape {actual}, the fast path needs {shape}")
         vectors = [(layer.out_gamma, width), (layer.mlp_gamma, width)]
         sizes = (
             (heads, attention.kv_heads * attention.head_dim) if attention.norm == "wide" else 2 * [attention.head_dim]
@@ -186,12 +186,12 @@ def check_fit(fit: FitSpec, layers: Sequence[LayerSpec]) -> None:
         _of_layer(right and fit.first[number].numel() == keys, number, len(layers))
 
 
-def check_input(given: StackInput, layers: int, width: int, kv_heads: int, dim: int, taps: int) -> None:
+def check_input(inputs: StackInput, layers: int, width: int, kv_heads: int, dim: int, taps: int) -> None:
     """Raise UnfitModelError unless an input is for so many layers of these sizes."""
-    rows, before = given.hidden.shape[0], given.before
-    right = given.hidden.shape[1] == width and min(given.slots.numel(), given.positions.numel()) >= rows
-    right = right and len(given.layers) == given.table.shape[0] == layers
-    right = right and given.pages.shape[1:3] == (2, kv_heads) and given.pages.shape[4] == dim
+    rows, before = inputs.hidden.shape[0], inputs.before
+    right = inputs.hidden.shape[1] == width and min(inputs.slots.numel(), inputs.positions.numel()) >= rows
+    right = right and len(inputs.layers) == inputs.table.shape[0] == layers
+    right = right and inputs.pages.shape[1:3] == (2, kv_heads) and inputs.pages.shape[4] == dim
     if not right or (before is not None and before.numel() < rows * taps):
         raise UnfitModelError("states, keys and values, or their places have other sizes than the layers: report this")
 

@@ -98,13 +98,15 @@ _new = partial(torch.empty, dtype=torch.uint8)
 def quantize(weight: Tensor, kind: Quantization, room: Callable[[int], Tensor] = _new) -> QuantizedWeight:
     """Quantise a (out, in) matrix, which is not changed; `room` gives memory for so many bytes, of codes and scales."""
     (count, columns), (codes, scales) = weight.shape, map(room, room_of(weight.shape, kind))
-    made = QuantizedWeight(kind, (count, columns), codes.view(-1, columns + -columns % _STEP), scales.view(torch.float))
+    quantized = QuantizedWeight(
+        kind, (count, columns), codes.view(-1, columns + -columns % _STEP), scales.view(torch.float)
+    )
     rows = max(1, _CHUNK // (columns * _BLOCK)) * _BLOCK
     for start in range(0, count, rows):
-        part, made.scales[start : start + rows] = _int8(weight[start : start + rows].detach().float())
+        part, quantized.scales[start : start + rows] = _int8(weight[start : start + rows].detach().float())
         part = in_blocks(part, _BLOCK) if kind == "w8a8" else part
-        made.codes[start : start + len(part)] = part
-    return made
+        quantized.codes[start : start + len(part)] = part
+    return quantized
 
 
 def room_of(shape: Sequence[int], kind: Quantization) -> tuple[int, int]:
