@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import (
     MODEL,
@@ -33,7 +33,7 @@ from skipdecode.cli.options import (
     ScheduleOptions,
     choose_schedule,
 )
-from skipdecode.common.jsonl import decoded, read_lines
+from skipdecode.common.jsonl import Json, decoded, read_lines
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.chats import chat_fault
@@ -169,7 +169,7 @@ class _Session:
         if dropped := (len(whole) - len(messages)) // 2:
             forgotten = "turn is" if dropped == 1 else f"{dropped} turns are"
             note(f"the context of {self._llm.context} tokens is full: the oldest {forgotten} dropped")
-        options: dict[str, Any] = self._config.sampling_fields() | {"exact": self._config.exact}
+        options: Json = self._config.sampling_fields() | {"exact": self._config.exact}
         stream = self._llm.chat(messages, self._config.max_new_tokens, stream=True, schedule=self._schedule, **options)
         with _interruptible() as stopped:
             for piece in stream:

@@ -9,11 +9,11 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from skipdecode.cli.options import MODEL, NamedModel
 from skipdecode.common.environment import environment
-from skipdecode.common.jsonl import PREPARED_FILE, prepared_use, read_json
+from skipdecode.common.jsonl import PREPARED_FILE, Json, prepared_use, read_json
 from skipdecode.common.options import Reads, option
 from skipdecode.common.tables import byte_size
 from skipdecode.models.loading.checkpoint import Checkpoint, model_files, open_checkpoint
@@ -52,7 +52,7 @@ def run(config: Config) -> int:
     return 0
 
 
-def _about(config: Config) -> dict[str, Any]:
+def _about(config: Config) -> Json:
     """The facts about a model by name; None stands for what it does not have."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -105,14 +105,14 @@ def _result(config: Config) -> str | None:
     return f"{'; '.join(figures) or 'nothing is faster than full depth'}; recommended: {use}"
 
 
-def _types() -> dict[str, Any]:
+def _types() -> Json:
     from skipdecode.engine.model_spec import READERS
     from skipdecode.models.families import FAMILIES
 
     return {"fast engine": ", ".join(sorted(READERS)), "transformers": ", ".join(sorted(FAMILIES.keys() - READERS))}
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> Json:
     import torch
 
     from skipdecode.common.files import cache_dir

@@ -19,7 +19,13 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from skipdecode.common.jsonl import Json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 COMMAND: ContextVar[str] = ContextVar("command", default="")
@@ -37,7 +43,7 @@ _PACKAGES = (
 )
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Json:
     """The environment that a reader needs to judge or repeat a measurement, JSON-ready.
 
     Returns
@@ -163,7 +169,7 @@ def isolated_torch() -> Iterator[None]:
         yield
 
 
-def _set_process(torch: Any) -> None:
+def _set_process(torch: ModuleType) -> None:
     with _LOCK:
         _restorers.append(_restorer(torch))
         if len(_restorers) == 1:
@@ -180,7 +186,7 @@ def _restore_process() -> None:
             restore()
 
 
-def _restorer(torch: Any) -> Callable[[], None]:
+def _restorer(torch: ModuleType) -> Callable[[], None]:
     """A function that restores the process's settings and random states as they are now."""
     import numpy as np
 
@@ -264,7 +270,7 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def forget_weight_files(tensors: Iterable[Any]) -> None:
+def forget_weight_files(tensors: Iterable[Tensor]) -> None:
     """Drop pages of mapped weight files in which tensors lie; their next use reads them again. Linux only.
 
     A page that was written is no longer that of the file, so a mapping with such a page stays as it is. The tensors
@@ -280,9 +286,9 @@ def forget_weight_files(tensors: Iterable[Any]) -> None:
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
-def read_in_turn(tensors: Iterable[tuple[T, Any]]) -> Iterator[tuple[T, Any]]:
+def read_in_turn(tensors: Iterable[tuple[T, Tensor]]) -> Iterator[tuple[T, Tensor]]:
     """The pairs, for a reader of each tensor: at most `_KEPT` bytes that were read, or freed, stay in memory."""
-    read: list[Any] = []
+    read: list[Tensor] = []
     for one in tensors:
         if sum(tensor.nbytes for tensor in read) + one[1].nbytes > _KEPT:
             forget_weight_files(read)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from skipdecode.common.files import RunDirectory
-from skipdecode.common.jsonl import is_text
+from skipdecode.common.jsonl import Fields, is_text
 from skipdecode.common.plain import unwrapped
 from skipdecode.errors import OptionError, UsageError
 
@@ -129,7 +129,7 @@ class Options:
     ONE_OF: ClassVar[tuple[tuple[str, ...], ...]] = ()
     given: ClassVar[frozenset[str]]
 
-    def __new__(cls, *_: Any, **values: Any) -> Self:
+    def __new__(cls, *_: object, **values: object) -> Self:
         made = super().__new__(cls)
         object.__setattr__(made, "given", frozenset(values))  # options are frozen
         return made
@@ -162,7 +162,7 @@ class Kind(NamedTuple):
     named: bool
     optional: bool
     choices: tuple[str, ...] | None
-    metadata: Mapping[str, Any]
+    metadata: Fields
 
     def refuses(self, value: Any) -> str | None:
         """The accepted values in words if `value` is not accepted, else None."""
@@ -225,7 +225,7 @@ def kinds(options: type) -> dict[str, Kind]:
     return _KINDS[options]
 
 
-def _kind(hint: Any, metadata: Mapping[str, Any]) -> Kind:
+def _kind(hint: Any, metadata: Fields) -> Kind:
     inner, optional, many, named = hint, False, False, False
     if typing.get_origin(inner) in (typing.Union, types.UnionType):
         optional = True

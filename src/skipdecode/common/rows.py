@@ -30,13 +30,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 from skipdecode.common.files import is_stream
 from skipdecode.common.jsonl import (
     BOM,
     MAX_LINE_BYTES,
     TO_UTF8,
+    Json,
     Row,
     decoded,
     is_text,
@@ -47,6 +49,9 @@ from skipdecode.common.jsonl import (
 )
 from skipdecode.common.plain import plain
 from skipdecode.errors import DataError, MissingExtraError, UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 FORMATS = ("jsonl", "csv", "tsv")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
@@ -104,7 +109,7 @@ class Input:
         """
         name = "standard input" if str(path) == "-" else str(path)
         named = None if os.path.exists(name) else _DATASET.fullmatch(name)
-        asked: dict[str, Any] = named.groupdict() if named else {"id": name}
+        asked: Json = named.groupdict() if named else {"id": name}
         if os.path.isdir(name) and (parts := _parts(Path(name))):
             data = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             data.writelines(json_line(row) for part in parts for row in _whole_rows(part))
@@ -273,14 +278,14 @@ def _parts(folder: Path) -> list[Path]:
     return parts if len({re.sub(r"\d+", "", path.name) for path in parts}) == 1 else []
 
 
-def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _whole_rows(path: Path) -> Iterator[Json]:
     for line, row in read_rows(path):
         if isinstance(row, DataError):
             raise DataError(f"{path}: {row}", line)
         yield row
 
 
-def load_split(id: str, split: str | None = None, config: str | None = None, revision: str | None = None) -> Any:
+def load_split(id: str, split: str | None = None, config: str | None = None, revision: str | None = None) -> Dataset:
     """A split of a dataset of a hub, or of a directory in its layout; see `datasets.load_dataset`.
 
     The directory of `Dataset.save_to_disk` has no splits, that of a `DatasetDict` a directory for each.
@@ -307,7 +312,7 @@ def load_split(id: str, split: str | None = None, config: str | None = None, rev
         raise DataError(f"the dataset {id} does not load ({reason}); give a file of records") from None
 
 
-def _pyarrow(name: str) -> Any:
+def _pyarrow(name: str) -> ModuleType:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -350,7 +355,7 @@ def _array_rows(file: IO[bytes], name: str) -> Iterator[Row]:
     yield from map(row_of, rows)
 
 
-def _pandas_rows(table: dict[str, Any], name: str) -> list[Row] | None:
+def _pandas_rows(table: Json, name: str) -> list[Row] | None:
     """The records of a table by the `orient` with which pandas wrote it; None for another object."""
     data = table.get("data")
     if isinstance(data, list) and isinstance(columns := table.get("columns"), list):

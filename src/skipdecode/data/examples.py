@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.common.files import is_stream
 from skipdecode.common.options import Options, Reads, option, setting
@@ -29,6 +29,9 @@ from skipdecode.data.source import Records, Source, check_left
 from skipdecode.data.tasks import load_task, task_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _REMEDY = "give a `task`, or `prompt_field` (or `prompt_template`) with `response_field`"
 _ANSWERS = "`self` learns the model's own answers to `prompts`"
@@ -186,7 +189,7 @@ class Example:
         return len(self.prompt) + len(self.response)
 
 
-def written_turns(records: Records, template: PromptTemplate, tokenizer: Any) -> Records:
+def written_turns(records: Records, template: PromptTemplate, tokenizer: PreTrainedTokenizerBase) -> Records:
     """The records with calls of tools and reasoning in the text of their responses, as the chat template has them.
 
     What it does not write is left out, and so are responses that have nothing else; a note names both. Records whose
@@ -236,7 +239,7 @@ def encode_source(
 def encode_examples(
     file: Records,
     template: PromptTemplate,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int | None = None,
     vocabulary: int | None = None,

@@ -51,7 +51,7 @@ from skipdecode.generation.self_generated import (
 )
 from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
 from skipdecode.models.carried import tuned_template
-from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import Schedule
 
 _BATCHES = 4  # decoded and kept together

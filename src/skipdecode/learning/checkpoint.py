@@ -222,7 +222,7 @@ def make_recipe(
     """A recipe without result; JSON-ready.
 
     `template`: what the options made prompts of, in full. `checkpoint`: of
-    `skipdecode.models.loading.base_weights.checkpoint_digest`. `base`: of
+    `skipdecode.models.loading.identity.checkpoint_digest`. `base`: of
     `skipdecode.models.loading.base_weights.base_entry`.
     """
     recipe = {

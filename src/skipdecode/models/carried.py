@@ -11,12 +11,12 @@ of this config (``auto_mapping``, unused if the task type is named) stores the s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.common.jsonl import kind_of, read_json
+from skipdecode.common.jsonl import Fields, Json, kind_of, read_json
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, ScheduleError, UsageError
 from skipdecode.models.families import decoder_layers, lent_last, unwrap
@@ -25,8 +25,12 @@ from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 from skipdecode.schedule.order import prompt_set
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from skipdecode.models.fit import Fit
 
+ADAPTER_FILE = "adapter_config.json"
 SCHEDULE_FILE = "skipdecode.json"
 FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
 RECIPE_FILE = "recipe.json"
@@ -54,7 +58,7 @@ def schedule_file(name: str) -> str:
     return f"{bundled}{name.removeprefix(base)}" if known else name
 
 
-def of_config(entries: Mapping[str, Any], num_layers: int, where: str) -> Schedule | None:
+def of_config(entries: Fields, num_layers: int, where: str) -> Schedule | None:
     """The schedule among the entries of a config; raises ScheduleError with `where` in its message."""
     data = entries.get(_KEY)
     return None if data is None else _fitting(data, num_layers, f"{where}, key {_KEY!r} of config.json")
@@ -69,7 +73,7 @@ def of_adapter(folder: Path, num_layers: int) -> Schedule | None:
     return _fitting(schedule.to_dict(), num_layers, str(file))
 
 
-def of_model(model: Any) -> Schedule:
+def of_model(model: PreTrainedModel) -> Schedule:
     """The schedule of a loaded model: that of its active adapter, else of its config.
 
     Raises ScheduleError: there is no schedule, or it is invalid or for another number of layers.
@@ -91,31 +95,31 @@ def of_model(model: Any) -> Schedule:
     return _fitting(data, layers, "the model's config")
 
 
-def carry(adapted: Any, schedule: Schedule, fit: str | None = None) -> None:
+def carry(adapted: PeftModel, schedule: Schedule, fit: str | None = None) -> None:
     """Store a schedule and the digest of a fit in the active adapter of a PeftModel, so that they are saved with it."""
     config = adapted.active_peft_config
     others = {name: value for name, value in (config.auto_mapping or {}).items() if name not in (_KEY, _FIT_KEY)}
     config.auto_mapping = others | _entries(schedule, fit)
 
 
-def carry_in_config(config: Any, schedule: Schedule, fit: str | None = None) -> None:
+def carry_in_config(config: PretrainedConfig, schedule: Schedule, fit: str | None = None) -> None:
     """Store a schedule, and the digest of a fit, in a transformers config."""
     drop_schedule(config)
     vars(config).update(_entries(schedule, fit))
 
 
-def drop_schedule(config: Any) -> None:
+def drop_schedule(config: PretrainedConfig) -> None:
     """Have a transformers config carry no schedule and no fit."""
     for name in (_KEY, _FIT_KEY):
         vars(config).pop(name, None)
 
 
-def digest_in(entries: Mapping[str, Any]) -> str | None:
+def digest_in(entries: Fields) -> str | None:
     """The digest of a checkpoint's fit among the entries of a config; None without a fit."""
     return entries.get(_FIT_KEY)
 
 
-def digest_of_model(model: Any) -> tuple[bool, str | None]:
+def digest_of_model(model: PreTrainedModel) -> tuple[bool, str | None]:
     """Whether the active adapter of a loaded model has a schedule, and the digest of the fit that goes with it.
 
     Without a schedule of the adapter, the digest is of the base model's fit; None without a fit.
@@ -124,12 +128,12 @@ def digest_of_model(model: Any) -> tuple[bool, str | None]:
     return _KEY in adapter, digest_in(adapter if _KEY in adapter else vars(unwrap(model).config))
 
 
-def keep_tuned(model: Any, schedules: tuple[Schedule, ...]) -> None:
+def keep_tuned(model: PreTrainedModel, schedules: tuple[Schedule, ...]) -> None:
     """Record in a loaded model all schedules under which it was tuned."""
     unwrap(model).__dict__[_TUNED] = schedules
 
 
-def tuned_under(model: Any) -> tuple[Schedule, ...]:
+def tuned_under(model: PreTrainedModel) -> tuple[Schedule, ...]:
     """The recorded schedules under which a loaded model was tuned, with the schedule of its checkpoint."""
     known: tuple[Schedule, ...] = unwrap(model).__dict__.get(_TUNED, ())
     try:
@@ -138,7 +142,7 @@ def tuned_under(model: Any) -> tuple[Schedule, ...]:
         return known
 
 
-def named_schedule(model: Any, text: str) -> Schedule:
+def named_schedule(model: PreTrainedModel, text: str) -> Schedule:
     """The schedule of a text (`skipdecode.schedule.grammar`) for a loaded model.
 
     A speed-up without a schedule of the model falls over 128 positions. Raises ScheduleError if the text has no such
@@ -151,20 +155,20 @@ def named_schedule(model: Any, text: str) -> Schedule:
     return lent_last(unwrap(model).config, found) if is_speedup(text) else found
 
 
-def _of_active_adapter(model: Any) -> dict[str, Any]:
+def _of_active_adapter(model: PreTrainedModel) -> Json:
     """Values that the active adapter of a PeftModel carries; none for other models."""
     adapters = getattr(model, "peft_config", None) or {}
     active = getattr(model, "active_adapter", None)
     adapter = adapters.get(active) if isinstance(active, str) else next(iter(adapters.values()), None)
-    found: dict[str, Any] = getattr(adapter, "auto_mapping", None) or {}
+    found: Json = getattr(adapter, "auto_mapping", None) or {}
     return found
 
 
-def _entries(schedule: Schedule, fit: str | None) -> dict[str, Any]:
+def _entries(schedule: Schedule, fit: str | None) -> Json:
     return {_KEY: schedule.to_dict()} | ({} if fit is None else {_FIT_KEY: fit})
 
 
-def _fitting(data: Any, num_layers: int, where: str) -> Schedule:
+def _fitting(data: object, num_layers: int, where: str) -> Schedule:
     try:
         schedule = Schedule.from_dict(data)
         schedule.check_fits(num_layers)
@@ -183,7 +187,7 @@ class Recipe:
     template: PromptTemplate | None = None
     tuned_under: tuple[Schedule, ...] = ()  # the schedules under which the weights were tuned, the target first
     # The weights at the start of the run; see `skipdecode.models.loading.base_weights`.
-    base: Mapping[str, Any] | None = None
+    base: Fields | None = None
 
 
 def tuned_template(recipe: Recipe | None) -> PromptTemplate | None:
@@ -210,7 +214,7 @@ def untuned_line(
     )
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path) -> Json:
     """A recipe as `skipdecode tune` wrote it; raises DataError if the file cannot be read or is not a recipe."""
     recipe = read_json(path)
     if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
@@ -222,7 +226,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return recipe
 
 
-def stored_recipe(folder: Path) -> dict[str, Any] | None:
+def stored_recipe(folder: Path) -> Json | None:
     """`read_recipe` of a checkpoint's directory; None if it has no recipe, or that of another tool."""
     path = folder / RECIPE_FILE
     document = read_json(path) if path.is_file() else None
@@ -241,7 +245,7 @@ def ran_in_bf16(folder: Path) -> bool:
 
 
 def checkpoint_recipe(
-    folder: Path, document: Mapping[str, Any] | None, carried: Schedule | None, num_layers: int
+    folder: Path, document: Fields | None, carried: Schedule | None, num_layers: int
 ) -> Recipe | None:
     """The recipe of a checkpoint in a directory, from its `stored_recipe`.
 
@@ -259,7 +263,7 @@ def checkpoint_recipe(
         raise DataError(f"recipe {folder / RECIPE_FILE}: {e}; mend it, or take the file away to do without") from None
 
 
-def _template(entry: Mapping[str, Any]) -> PromptTemplate | None:
+def _template(entry: Fields) -> PromptTemplate | None:
     """The template of the recipe's entry `prompt`, if it has one."""
     kinds = {"template": str, "responses": list, "chat": bool, "truncate": str, "max_prompt_tokens": int}
     text, responses, chat, *cut = (_of(entry, name, kind) for name, kind in kinds.items())
@@ -268,7 +272,7 @@ def _template(entry: Mapping[str, Any]) -> PromptTemplate | None:
     return None if text is None else PromptTemplate(text, tuple(responses or ()), bool(chat), *cut)
 
 
-def _tuned_under(document: Mapping[str, Any], carried: Schedule | None, num_layers: int) -> tuple[Schedule, ...]:
+def _tuned_under(document: Fields, carried: Schedule | None, num_layers: int) -> tuple[Schedule, ...]:
     data, options = document.get("schedule"), document["options"]
     target = carried if data is None else Schedule.from_dict(data)
     if target is None:
@@ -300,7 +304,7 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
     return tuple(found)
 
 
-def _of(values: Mapping[str, Any], name: str, kind: type) -> Any:
+def _of(values: Fields, name: str, kind: type) -> Any:
     value = values.get(name)
     if value is not None and not isinstance(value, kind):
         raise DataError(f"{name!r} is {kind_of(value)}, which is not accepted there")

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,9 +22,13 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import Fields, Json
 from skipdecode.errors import FitError
 from skipdecode.models.families import decoder_layers, keys_and_values, unwrap
 from skipdecode.schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FIT_FORMAT = 1
 MOST_TAPS = 2
@@ -103,7 +107,8 @@ class PromptMap(nn.Module):
         return keys, values
 
 
-_PARTS = {Bridge: ("down", "up", "bias"), PromptMap: ("weight", "bias", "first")}
+Map = TypeVar("Map", Bridge, PromptMap)
+_PARTS: dict[type, tuple[str, ...]] = {Bridge: ("down", "up", "bias"), PromptMap: ("weight", "bias", "first")}
 
 
 class Fit(nn.Module):
@@ -131,7 +136,7 @@ class Fit(nn.Module):
         bridges: Mapping[int, Bridge],
         prompts: Mapping[tuple[int, ...], Mapping[int, PromptMap]],
         taps: int = 0,
-        about: Mapping[str, Any] | None = None,
+        about: Fields | None = None,
     ) -> None:
         super().__init__()
         self.num_layers, self.hidden_size, self.taps, self.about = num_layers, hidden_size, taps, dict(about or {})
@@ -179,7 +184,7 @@ class Fit(nn.Module):
         parts += [f"keys and values of prompts that run {len(layers)} layers" for layers in self.prompt_sets]
         return ", ".join(parts)
 
-    def check_fits(self, model: Any, name: object = "the fit") -> None:
+    def check_fits(self, model: PreTrainedModel, name: object = "the fit") -> None:
         """Raise FitError unless the fit has the model's layers and widths."""
         plain = unwrap(model)
         width = plain.config.get_text_config(decoder=True).hidden_size
@@ -269,11 +274,11 @@ class Fit(nn.Module):
             raise FitError(f"fit {path}: {_short(e)}; make it again with skipdecode prepare") from None
 
     @classmethod
-    def _of_tensors(cls, about: Any, tensors: Mapping[str, Tensor]) -> Fit:
+    def _of_tensors(cls, about: object, tensors: Mapping[str, Tensor]) -> Fit:
         if not isinstance(about, dict) or about.get("format") != FIT_FORMAT:
             raise FitError(f"is no fit of format {FIT_FORMAT}, the one that is accepted")
-        own: dict[str, Any] = {name: about.get(name) for name in ("num_layers", "hidden_size", "taps")}
-        sets: Any = about.get("prompts")
+        own: Json = {name: about.get(name) for name in ("num_layers", "hidden_size", "taps")}
+        sets = about.get("prompts")
         if not _are_lists_of_integers(sets):
             raise FitError("'prompts' is no list of lists of whole numbers")
         bridges: dict[int, dict[str, Tensor]] = {}
@@ -321,7 +326,7 @@ class Fit(nn.Module):
                 if not rows or rows % 2:
                     raise FitError(f"maps.{number}.{layer} gives {rows} columns: keys, and as many values, are needed")
 
-    def _check_tensors(self, name: str, module: Any, **shapes: tuple[int, ...]) -> None:
+    def _check_tensors(self, name: str, module: nn.Module, **shapes: tuple[int, ...]) -> None:
         layer = int(name.rpartition(".")[2])
         if not 0 <= layer < self.num_layers:
             raise FitError(f"{name!r} is of layer {layer}, but the model has {self.num_layers}")
@@ -333,7 +338,7 @@ class Fit(nn.Module):
                 raise FitError(f"tensor '{name}.{part}' has numbers that are not finite")
 
 
-def keep_fit(model: Any, fit: Fit | None) -> None:
+def keep_fit(model: PreTrainedModel, fit: Fit | None) -> None:
     """Store a fit in a loaded model; None: it has none, even if its checkpoint has one.
 
     Raises FitError if the fit is for another model.
@@ -345,7 +350,7 @@ def keep_fit(model: Any, fit: Fit | None) -> None:
 
 
 @contextlib.contextmanager
-def another_fit(model: Any, fit: Fit | None) -> Iterator[None]:
+def another_fit(model: PreTrainedModel, fit: Fit | None) -> Iterator[None]:
     """A context in which a loaded model has this fit, or none."""
     before = fit_of(model)
     keep_fit(model, fit)
@@ -355,19 +360,19 @@ def another_fit(model: Any, fit: Fit | None) -> Iterator[None]:
         keep_fit(model, before)
 
 
-def fit_of(model: Any) -> Fit | None:
+def fit_of(model: PreTrainedModel) -> Fit | None:
     """The fit of a loaded model; None if it has none."""
     found: Fit | None = unwrap(model).__dict__.get(_KEPT)
     return found
 
 
-def knows_fit(model: Any) -> bool:
+def knows_fit(model: PreTrainedModel) -> bool:
     """Whether `keep_fit` has said which fit a model has, or that it has none."""
     return _KEPT in unwrap(model).__dict__
 
 
 @contextlib.contextmanager
-def trainable_fit(model: Any) -> Iterator[None]:
+def trainable_fit(model: PreTrainedModel) -> Iterator[None]:
     """A context in which the fit of a model is one of its modules and is trained with the weights."""
     plain, fit = unwrap(model), fit_of(model)
     if fit is not None:
@@ -397,7 +402,7 @@ def _narrow(tensor: Tensor) -> Tensor:
     return half if bool(torch.isfinite(half).all()) else tensor.bfloat16()
 
 
-def _made(kind: Any, name: str, parts: Mapping[str, Tensor]) -> Any:
+def _made(kind: type[Map], name: str, parts: Mapping[str, Tensor]) -> Map:
     """A map of a fit from its tensors."""
     if parts.keys() != set(_PARTS[kind]):
         raise FitError(f"{name!r} has the tensors {', '.join(sorted(parts))}: {', '.join(_PARTS[kind])} are needed")
@@ -408,9 +413,10 @@ def _rows(tensor: Any) -> int:
     return int(tensor.shape[0]) if tensor.dim() else 0
 
 
-def _are_lists_of_integers(value: Any) -> bool:
-    lists = isinstance(value, list) and all(isinstance(each, list) for each in value)
-    return lists and all(type(number) is int for each in value for number in each)
+def _are_lists_of_integers(value: object) -> TypeGuard[list[list[int]]]:
+    if not isinstance(value, list) or not all(isinstance(each, list) for each in value):
+        return False
+    return all(type(number) is int for each in value for number in each)
 
 
 def _is_number(value: Any) -> bool:

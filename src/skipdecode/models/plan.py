@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +121,7 @@ def label_positions(labels: Tensor) -> Tensor:
     return torch.where(gap, AFTER, torch.where(count == 0, before, count - 1))
 
 
-def check_prompt_length(value: Any, columns: int, past: Any) -> None:
+def check_prompt_length(value: object, columns: int, past: object) -> None:
     """Raise UnsupportedFeatureError unless `value` is a number of prompt columns: whole, 0 or more, one if cached."""
     numbers = unwrapped(value)
     numbers = numbers if isinstance(numbers, list) else [numbers]

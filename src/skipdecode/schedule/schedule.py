@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import Json
 from skipdecode.common.plain import unwrapped
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import order as layer_order
@@ -339,7 +340,7 @@ class Schedule:
         """
         budgets = layer_order.paper_budgets(num_layers, nominal_speedup, seq_len, warmup_layers, spread)
         order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
-        labels: dict[str, Any] = {"name": name, "family": name or family, "speedup": nominal_speedup}
+        labels: Json = {"name": name, "family": name or family, "speedup": nominal_speedup}
         return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, **labels)
 
     @classmethod
@@ -405,7 +406,7 @@ class Schedule:
 
     # ------------------------------------------------------------------ JSON
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """A JSON-ready dictionary, also the value of `skipdecode` in a model's config.json."""
         labels = [name for name in _LABELS if getattr(self, name) not in ("", None, self.name)]
         values = ((name, getattr(self, name)) for name in (*_FIELDS, *labels))
@@ -416,7 +417,7 @@ class Schedule:
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """A schedule from `to_dict`'s dictionary; refuses unknown, missing and wrongly typed fields by name."""
         if not isinstance(data, dict):
             raise ScheduleError(f"a schedule is a JSON object, not {type(data).__name__}")

@@ -13,9 +13,9 @@ shared by whole blocks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,10 +29,14 @@ from skipdecode.models.loading.base_weights import choose_fit
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.step_rows import StepBatch
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.linear import LinearBase
+
 _NORMS = ("input_layernorm", "self_attn_layer_norm", "attention_layernorm", "ln_1")  # in front of attention
 
 
-def checkpoint_fit(model: Any) -> Fit | None:
+def checkpoint_fit(model: ModelConfig) -> Fit | None:
     """The fit of a checkpoint (vLLM's `model_config`), in a directory or on the hub; None where there is none.
 
     Raises FitError: the fit is broken, missing, another one, or for another model.
@@ -86,7 +90,7 @@ class KeyProjection(nn.Module):
     Raises UnsupportedFeatureError if the attention backend stores keys and values within attention only.
     """
 
-    def __init__(self, layer: Any, given: GivenKeys | None = None, shard: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, layer: nn.Module, given: GivenKeys | None = None, shard: tuple[int, int] = (0, 1)) -> None:
         super().__init__()
         place, target = next((name, part) for name, part in layer.named_modules() if hasattr(part, "kv_cache"))
         attention = layer.get_submodule(place.rpartition(".")[0])
@@ -109,12 +113,12 @@ class KeyProjection(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        residual: Any = None,
+        residual: Tensor | None = None,
         positions: Tensor | None = None,
         schedules: Tensor | None = None,
         starts: Tensor | None = None,
         before: Tensor | None = None,
-    ) -> Any:
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values (rows, heads, head size) of states (rows, width); the states stay as they are.
 
         Where there are maps, `schedules` and `starts` (rows,) say which row has which, as `StepRows` has them, and
@@ -165,7 +169,9 @@ class _KeyMaps(nn.Module):
         self.own = given.own
         self.register_buffer("which", torch.tensor(given.which, device=like.device))
 
-    def forward(self, states: Tensor, schedules: Any, starts: Any, own: Tensor | None, before: Tensor | None) -> Tensor:
+    def forward(
+        self, states: Tensor, schedules: Tensor, starts: Tensor, own: Tensor | None, before: Tensor | None
+    ) -> Tensor:
         """Keys and values side by side, (rows, width), of states; `own` is what the layer itself makes of them.
 
         `before` has the states before each row, for maps with taps.
@@ -181,7 +187,7 @@ class _KeyMaps(nn.Module):
         return chosen if own is None else torch.where(which[:, None] < 0, own, chosen)
 
 
-def _last_rows(linear: Any, rows: int) -> tuple[Tensor, Tensor | None]:
+def _last_rows(linear: LinearBase, rows: int) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a linear layer's last outputs."""
     weight = linear.weight.data
     if not weight.numel():
@@ -210,7 +216,9 @@ class LayerBridge(nn.Module):
         return hidden_states + nn.functional.linear(inside, self.up, self.bias)  # type: ignore[arg-type]
 
 
-def layer_bridges(fit: Fit | None, layers: Any, dtype: torch.dtype, device: torch.device) -> dict[int, LayerBridge]:
+def layer_bridges(
+    fit: Fit | None, layers: Iterable[int], dtype: torch.dtype, device: torch.device
+) -> dict[int, LayerBridge]:
     """The bridges over `layers`, by the layer's number, where there is one."""
     found = {} if fit is None else {n: bridge for n in layers if (bridge := fit.bridge(n)) is not None}
     rank = max((int(bridge.down.shape[0]) for bridge in found.values()), default=0)

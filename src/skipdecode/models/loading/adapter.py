@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.models.carried import ADAPTER_FILE
 from skipdecode.models.families import check_adapter, unwrap
-from skipdecode.models.loading.checkpoint import ADAPTER_FILE
 from skipdecode.models.loading.stored import (
     StoredTensor,
     check_stored,
@@ -23,6 +23,12 @@ from skipdecode.models.loading.stored import (
     without_numbers,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig, PeftModel
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
+
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Initial values for which PEFT changes the base, at each loading by other data or random numbers.
 _NOT_REPEATED = ("corda", "loftq", "pissa_niter")
@@ -30,7 +36,7 @@ _MERGE = "add `merge`, which merges it and tunes a fresh one"
 _EQUAL = 0.02  # of the standard deviation of logits; in fp32, merges of all types differ by 4e-5 at most
 
 
-def check_mergeable(adapter: Path, config: Any) -> None:
+def check_mergeable(adapter: Path, config: PretrainedConfig) -> None:
     """Refuse an adapter in a directory that cannot be merged into a base model of this config; reads no weights.
 
     Raises AttachError, ModelLoadError: the message names the adapter's type.
@@ -52,16 +58,19 @@ def check_mergeable(adapter: Path, config: Any) -> None:
             peft.PeftModel(without_numbers(config), settings).merge_and_unload()
 
 
-def put_adapter(model: Any, adapter: Path, device: Any) -> Any:
+def put_adapter(model: PreTrainedModel, adapter: Path, device: torch.device) -> PeftModel:
     """A PeftModel of the model and an adapter in a directory, in eval mode; raises ModelLoadError if they differ."""
     import peft
 
-    # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
-    options: dict[str, Any] = {"torch_device": str(device), "autocast_adapter_dtype": False}
     with told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars(), _without_warnings():
-        adapted = peft.PeftModel.from_pretrained(model, str(adapter), **options)
-        # Again, as only this returns which tensors did not fit.
-        found = adapted.load_adapter(str(adapter), adapted.active_adapter, **options)
+        settings = peft.PeftConfig.from_pretrained(str(adapter))
+        settings.inference_mode = True
+        kind = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(settings.task_type, peft.PeftModel)
+        # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
+        in_dtype_of_base = {"autocast_adapter_dtype": False}
+        adapted = kind(model, settings, **in_dtype_of_base)
+        # Not by PeftModel.from_pretrained, which does not return the tensors that did not fit.
+        found = adapted.load_adapter(str(adapter), adapted.active_adapter, torch_device=str(device), **in_dtype_of_base)
         tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         stored = _stored(adapter)
     # With a grown vocabulary PEFT saves a trained copy of a module twice, and loads it by the shorter name.
@@ -75,7 +84,7 @@ def put_adapter(model: Any, adapter: Path, device: Any) -> Any:
     return adapted.eval()
 
 
-def _is_number(tensor: Any) -> bool:
+def _is_number(tensor: Tensor | None) -> bool:
     """Whether the adapter has plain numbers in this tensor, not indices; None is a tensor that it does not have."""
     return tensor is None or bool(tensor.is_floating_point())
 
@@ -86,7 +95,7 @@ def _stored(adapter: Path) -> dict[str, StoredTensor]:
     return {} if file is None else header(file)
 
 
-def add_tokens(model: Any, adapter: Path) -> None:
+def add_tokens(model: PreTrainedModel, adapter: Path) -> None:
     """Give a base model as many rows of embeddings as an adapter in a directory was made with.
 
     Raises ModelLoadError: the adapter's file does not hold all rows, so that the added ones are unknown.
@@ -120,7 +129,9 @@ def add_tokens(model: Any, adapter: Path) -> None:
     model.resize_token_embeddings(found.pop(), mean_resizing=False)
 
 
-def with_lora(model: Any, rank: int, alpha: float | None, dropout: float, targets: Sequence[str]) -> Any:
+def with_lora(
+    model: PreTrainedModel, rank: int, alpha: float | None, dropout: float, targets: Sequence[str]
+) -> PeftModel:
     """Wrap the model with a LoRA adapter of PEFT, the model's or a fresh one; only the adapter is trainable.
 
     `rank` to `targets` are PEFT's, for a fresh adapter; `alpha` None is twice the rank.
@@ -149,7 +160,7 @@ def with_lora(model: Any, rank: int, alpha: float | None, dropout: float, target
         raise UsageError(f"lora_targets {' '.join(targets)}: {error}") from None
 
 
-def _own_lora(model: Any, adapter: Collection[str]) -> Any:
+def _own_lora(model: PeftModel, adapter: Collection[str]) -> PeftModel:
     """A PeftModel whose adapter, tensors of these names, is made trainable, in fp32 as a fresh one."""
     if foreign := sorted(name for name in adapter if "lora_" not in name):
         raise UsageError(
@@ -162,7 +173,7 @@ def _own_lora(model: Any, adapter: Collection[str]) -> Any:
     return model
 
 
-def merge_adapter(model: Any) -> Any:
+def merge_adapter(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The transformers model with the adapter of a PeftModel added to its weights; a plain model as it is.
 
     A head that shares its tensor with the token embedding gets a tensor of its own if the adapter changes one of the
@@ -192,17 +203,17 @@ def merge_adapter(model: Any) -> Any:
     return base
 
 
-def _not_merged(settings: Any) -> str:
+def _not_merged(settings: PeftConfig) -> str:
     return f"its adapter, of PEFT's type {settings.peft_type.value}, cannot be merged into the weights"
 
 
-def _some_logits(model: Any) -> Any:
+def _some_logits(model: PreTrainedModel) -> Tensor:
     """The logits of a few tokens, without dropout."""
     import torch
 
     was_training = model.training
     with torch.inference_mode():
-        logits = model.eval()(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
+        logits: Tensor = model.eval()(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
     model.train(was_training)
     return logits
 
@@ -215,7 +226,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def _split_head(base: Any) -> bool:
+def _split_head(base: PreTrainedModel) -> bool:
     """Give the head a tensor of its own if it shares it with the embedding and PEFT wraps one of the two."""
     from torch.nn import Parameter
 

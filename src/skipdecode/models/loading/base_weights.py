@@ -8,14 +8,13 @@ one, is noticed: the weights were tuned with it, and without it they give other 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.progress import note
 from skipdecode.errors import FitError, ModelLoadError, UsageError
 from skipdecode.models.carried import FIT_FILE, digest_of_model
@@ -24,17 +23,18 @@ from skipdecode.models.loading.beside import SOURCE_FILE, beside
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
     from skipdecode.models.fit import Fit
-    from skipdecode.models.loading.checkpoint import LoadedModel
 
 _PLACES = 64
 _CAST = 0.004
 _SAMPLE = "_skipdecode_base_sample"
 _OTHER_MODEL = 0.3
-_OF_THE_PLACE = ("_name_or_path", "transformers_version")  # entries of a config that do not affect the output
 
 
-def base_entry(model: Any, path: Path) -> dict[str, Any]:
+def base_entry(model: PreTrainedModel, path: Path) -> Json:
     """The entry of a recipe about the weights at the start of a run; JSON-ready.
 
     `model`: without an adapter. `path`: the directory of the model; for the embedded model it has the source of the
@@ -47,7 +47,7 @@ def base_entry(model: Any, path: Path) -> dict[str, Any]:
     }
 
 
-def check_base(sample: list[float], base: str, adapter: Path, known: Mapping[str, Any] | None) -> None:
+def check_base(sample: list[float], base: str, adapter: Path, known: Fields | None) -> None:
     """Compare the sample of an adapter's base model with the weights in the adapter's recipe (`known`), if it has any.
 
     If the weights differ by rounding only, a note says by how much.
@@ -83,7 +83,7 @@ class FitFile:
     schedules: tuple[str, ...] = ()
     unused: Path | None = None
 
-    def load(self, model: Any) -> Fit:
+    def load(self, model: PreTrainedModel) -> Fit:
         """Load the fit of a model; its weights are the base's if there is an adapter.
 
         Raises FitError: it is broken, another one, or for another model, other weights, or prompts of other schedules.
@@ -130,7 +130,7 @@ def choose_fit(
     return None if found is None else FitFile(found, digest)
 
 
-def carried_fit(model: Any) -> Fit | None:
+def carried_fit(model: PreTrainedModel) -> Fit | None:
     """The fit of a loaded model; of one that transformers loaded, the fit beside its weights.
 
     Raises FitError: the weights were tuned with a fit that is not there, is another one, or was not loaded with them.
@@ -152,41 +152,12 @@ def carried_fit(model: Any) -> Fit | None:
     return fit_of(model)
 
 
-def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
-    """Everything of a checkpoint that affects its output, JSON-ready: a run continues only if this is unchanged."""
-    from skipdecode.models.fit import fit_of
-
-    model, tokenizer = unwrap(loaded.model), loaded.tokenizer
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _OF_THE_PLACE}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary: Any = json.loads(backend.to_str()) if backend is not None else tokenizer and tokenizer.get_vocab()
-    for last_call in ("truncation", "padding") if backend is not None else ():
-        vocabulary.pop(last_call, None)
-    files = sorted(loaded.checkpoint.own_folder.glob("adapter_*"))
-    adapter = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    cleaned = getattr(tokenizer, "clean_up_tokenization_spaces", None)
-    return {
-        "model_weights": base_sample(loaded.model),
-        "fit": None if (fit := fit_of(model)) is None else fit.digest(),
-        "adapter": _digest(adapter),
-        "config": _digest(config),
-        "end_tokens": [model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None)],
-        "special_tokens": _digest(getattr(tokenizer, "special_tokens_map", None)),
-        "tokenizer": _digest([vocabulary, cleaned]),
-        "chat_template": _digest(getattr(tokenizer, "chat_template", None)),
-    }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def is_other_model(known: Any, now: list[float]) -> bool:
+def is_other_model(known: object, now: list[float]) -> bool:
     """Whether two samples (`base_sample`) come from different weights and not from a cast or a 4-bit copy."""
     return _distance(known, now) > _OTHER_MODEL
 
 
-def base_sample(model: Any) -> list[float]:
+def base_sample(model: PreTrainedModel) -> list[float]:
     """Sample the weights of all matrices of the model, without an adapter's, to six digits.
 
     Of a model with an adapter, the one kept of its base before (`keep_base_sample`): some adapters change the base.
@@ -201,12 +172,12 @@ def base_sample(model: Any) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def keep_base_sample(adapted: Any, sample: list[float]) -> None:
+def keep_base_sample(adapted: PeftModel, sample: list[float]) -> None:
     """Record in a PeftModel the sample of its base model that was taken without the adapter."""
     adapted.__dict__[_SAMPLE] = sample
 
 
-def _distance(known: Any, now: list[float]) -> float:
+def _distance(known: object, now: list[float]) -> float:
     """Relative root mean square of the differences to the known numbers; infinite if `known` is not such a list."""
     if not isinstance(known, list) or len(known) != len(now) or not all(isinstance(x, int | float) for x in known):
         return math.inf

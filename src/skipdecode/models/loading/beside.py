@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from filelock import FileLock, Timeout
 
 from skipdecode.common.files import cache_dir, give_usual_mode
+from skipdecode.common.jsonl import Json
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import FetchError, ModelLoadError, WriteError
 
@@ -100,7 +101,7 @@ def snapshot(name: str, patterns: Sequence[str], answer: HubAnswer, *, bars: boo
 
     repo, _, revision = name.partition("@")
     asked = [*patterns] if answer.state == "found" else []
-    options: dict[str, Any] = {"revision": revision or None, "local_files_only": not asked}
+    options: Json = {"revision": revision or None, "local_files_only": not asked}
     try:
         with without_foreign_bars(downloads=bars):
             return Path(snapshot_download(repo, allow_patterns=asked, ignore_patterns=["*/*"], **options))
@@ -129,7 +130,7 @@ def beside(where: str | Path, name: str, revision: str | None = None) -> Path | 
 SOURCE_FILE = "skipdecode-source.txt"
 
 
-def cached_models() -> list[dict[str, Any]]:
+def cached_models() -> list[Json]:
     """The models of the store: name, path, bytes of all files, and the source of the weights in words."""
     root = _root()
     found = [p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []

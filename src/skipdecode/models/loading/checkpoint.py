@@ -6,16 +6,18 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.carried import (
+    ADAPTER_FILE,
     FIT_FILE,
     SCHEDULE_FILE,
     Recipe,
@@ -35,7 +37,10 @@ from skipdecode.models.loading.stored import LAYER_COUNTS, check_values, read_co
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 
-ADAPTER_FILE = "adapter_config.json"
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 _BUNDLED = Path(__file__).parents[1] / "adapters"
 _NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{ADAPTER_FILE}")))
 _ACCEPTED = f"accepted are a local directory, a GGUF file, a hub id (owner/name), {', '.join(_NAMES)}"
@@ -60,10 +65,10 @@ class Checkpoint:
     base: str
     adapter: Path | None
     folder: Path
-    entries: Mapping[str, Any] = field(repr=False)
+    entries: Fields = field(repr=False)
     num_layers: int
     schedule: Schedule | None
-    document: Mapping[str, Any] | None = field(repr=False)
+    document: Fields | None = field(repr=False)
     recipe: Recipe | None
     fit: FitFile | None
     given_base: str | None = None
@@ -89,8 +94,8 @@ class Checkpoint:
 
     def read_schedule(self, text: str, seq_len: int, default: Schedule | None = None) -> Schedule:
         """Parse a schedule (`parse_schedule`) without a look at the config's layers, which needs transformers."""
-        known: dict[str, Any] = {"carried": default or self.schedule, "named": self.schedules}
-        return parse_schedule(schedule_file(text), self.num_layers, seq_len=seq_len, **known)
+        own = default or self.schedule
+        return parse_schedule(schedule_file(text), self.num_layers, seq_len=seq_len, carried=own, named=self.schedules)
 
     def parse(self, requested: Schedule | str | Path | None, seq_len: int, default: Schedule | None = None) -> Schedule:
         """Check a schedule, or parse its text, for this model; None: `default`, else the checkpoint's own, else full.
@@ -109,12 +114,13 @@ class Checkpoint:
         return schedule
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PretrainedConfig:
         """A copy of the base model's transformers config; the packaged model's needs no download."""
         return copy.deepcopy(self._config)
 
     @cached_property
-    def _config(self) -> Any:
+    def _config(self) -> PretrainedConfig:
+        # Read at its first use: AutoConfig imports transformers, which a command with wrong options does without.
         return read_config(self.base, _config_file(self.base, self.folder))
 
     def fetch(self, files: list[str]) -> None:
@@ -131,8 +137,8 @@ class LoadedModel:
     None, pads on the left; its pad token is the end token if the checkpoint names none.
     """
 
-    model: Any
-    tokenizer: Any | None
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase | None
     checkpoint: Checkpoint
 
     def untuned_line(self, schedules: Iterable[Schedule]) -> str | None:
@@ -200,10 +206,22 @@ def open_checkpoint(
     schedule = schedule or of_config(entries, num_layers, base_name)
     own = adapter or folder
     document = stored_recipe(own)
-    recipe = checkpoint_recipe(own, document, schedule, num_layers)
-    fit = choose_fit(*_fit_folder(base_name, adapter, folder, entries), files)
-    resolved = adapter, folder, entries, num_layers, schedule, document, recipe, fit
-    return Checkpoint(name, base_name, *resolved, given_base, files, dtype, hub)
+    return Checkpoint(
+        name=name,
+        base=base_name,
+        adapter=adapter,
+        folder=folder,
+        entries=entries,
+        num_layers=num_layers,
+        schedule=schedule,
+        document=document,
+        recipe=checkpoint_recipe(own, document, schedule, num_layers),
+        fit=choose_fit(*_fit_folder(base_name, adapter, folder, entries), files),
+        given_base=given_base,
+        schedule_files=files,
+        dtype=dtype,
+        hub=hub,
+    )
 
 
 def _files_among(schedules: Iterable[object]) -> tuple[str, ...]:
@@ -212,7 +230,7 @@ def _files_among(schedules: Iterable[object]) -> tuple[str, ...]:
     return tuple(filter(os.path.isfile, bases))
 
 
-def _checked_name(name: Any) -> str:
+def _checked_name(name: object) -> str:
     """The name of a model as text; raises UsageError for other objects, and ModelLoadError for a name that is none."""
     if not isinstance(name, str | os.PathLike):
         kind = type(name).__name__
@@ -239,9 +257,7 @@ def _config_file(name: str, folder: Path) -> Path:
     return smollm2.CONFIG if name == smollm2.NAME and not folder.is_dir() else folder / "config.json"
 
 
-def _fit_folder(
-    base: str, adapter: Path | None, folder: Path, entries: Mapping[str, Any]
-) -> tuple[Path | None, str | None]:
+def _fit_folder(base: str, adapter: Path | None, folder: Path, entries: Fields) -> tuple[Path | None, str | None]:
     """The directory of the checkpoint's own fit, and its digest: the adapter if it has a schedule, else the base."""
     if adapter is not None and any((adapter / name).exists() for name in (SCHEDULE_FILE, FIT_FILE)):
         found = _adapter_settings(adapter).get("auto_mapping")
@@ -284,7 +300,7 @@ def _no_adapter(base: str, where: str) -> str:
     return base
 
 
-def _adapter_settings(adapter: Path) -> dict[str, Any]:
+def _adapter_settings(adapter: Path) -> Json:
     """The content of an adapter's config."""
     file = adapter / ADAPTER_FILE
     try:

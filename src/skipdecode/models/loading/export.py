@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from skipdecode.models.loading.gguf_file import KINDS, check_architecture, write
 from skipdecode.models.loading.hub import DTYPES, load_model
 from skipdecode.models.loading.saving import save_model, save_tuned
 from skipdecode.schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _DIRECTORY = RunDirectory("run of skipdecode export", {})
 FORMATS = ("auto", "hf", "gguf", "merged")
@@ -204,7 +207,7 @@ def check_exportable(schedule: Schedule, checkpoint: Checkpoint) -> tuple[int, .
     return layers
 
 
-def cut_model(model: Any, layers: tuple[int, ...]) -> None:
+def cut_model(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
     """Leave only some layers in a transformers causal LM, and correct its config. The result is to be saved, not run.
 
     Modules keep the layer numbers that they were made with; loading the saved model gives them new ones.
@@ -271,7 +274,7 @@ def _whole(directory: Path) -> Iterator[Path]:
             os.replace(file, directory / file.name)
 
 
-def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
+def _cut_config(config: PretrainedConfig, layers: tuple[int, ...]) -> None:
     """Correct every entry of a config that counts or lists layers."""
     if (scale := getattr(config, "scale_depth", None)) is not None:  # the class divides it by the root of the depth
         config.scale_depth = scale * (len(layers) / config.num_hidden_layers) ** 0.5
@@ -295,7 +298,7 @@ def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
         config.decoder_sparse_step = 1
 
 
-def _cut_kinds(config: Any, layers: tuple[int, ...]) -> None:
+def _cut_kinds(config: PretrainedConfig, layers: tuple[int, ...]) -> None:
     """Correct values of Gemma 3n and 4 for single layers, and the number of last layers, which read others' keys."""
     if shared := getattr(config, "num_kv_shared_layers", None):
         config.num_kv_shared_layers = sum(number >= config.num_hidden_layers - shared for number in layers)
@@ -303,7 +306,7 @@ def _cut_kinds(config: Any, layers: tuple[int, ...]) -> None:
         config.per_layer_config = {place: own[str(n)] for place, n in enumerate(layers) if str(n) in own}
 
 
-def _fold_layer_scale(kept: Any, layers: tuple[int, ...], config: Any) -> None:
+def _fold_layer_scale(kept: nn.ModuleList, layers: tuple[int, ...], config: PretrainedConfig) -> None:
     """GPT-2 may divide attention by the layer's number + 1, which is about to change: divide the queries instead."""
     for layer, number in zip(kept, layers, strict=True):
         for values in (layer.attn.c_attn.weight, layer.attn.c_attn.bias):

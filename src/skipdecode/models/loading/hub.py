@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from skipdecode.common.jsonl import read_json
+from skipdecode.common.jsonl import Json, read_json
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.models.carried import GENERATION_FILE, carry, keep_tuned
@@ -30,6 +30,10 @@ from skipdecode.models.loading.stored import (
     unused_tensors,
     without_wrappers,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Without one of these files, transformers either fails or makes an empty tokenizer.
@@ -89,12 +93,12 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, checkpoint)
 
 
-def configured_ends(model: Any) -> list[int]:
+def configured_ends(model: PreTrainedModel) -> list[int]:
     """The end tokens that the generation config of a model names."""
     return _listed(unwrap(model).generation_config.eos_token_id)
 
 
-def name_ends(model: Any, ends: Iterable[int]) -> list[int]:
+def name_ends(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
     """Add end tokens to the generation config of a model; returns those that it did not name."""
     named = configured_ends(model)
     if new := sorted(set(ends) - set(named)):
@@ -102,14 +106,14 @@ def name_ends(model: Any, ends: Iterable[int]) -> list[int]:
     return new
 
 
-def _listed(tokens: Any) -> list[int]:
+def _listed(tokens: object) -> list[int]:
     return [int(token) for token in (tokens if isinstance(tokens, list) else [tokens]) if token is not None]
 
 
 # ---------------------------------------------------------------------- parts
 
 
-def _tokenizer(checkpoint: Checkpoint, required: bool) -> Any | None:
+def _tokenizer(checkpoint: Checkpoint, required: bool) -> PreTrainedTokenizerBase | None:
     """The adapter's tokenizer if it has one, else the model's; None if neither has one and it is not `required`."""
     from transformers import AutoTokenizer
 
@@ -125,7 +129,7 @@ def _tokenizer(checkpoint: Checkpoint, required: bool) -> Any | None:
     return tokenizer
 
 
-def _complete(tokenizer: Any, model: Any, checkpoint: Checkpoint) -> None:
+def _complete(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Name the tokenizer's end token by the configs, and its pad token by the end token, where it names none."""
     if tokenizer.eos_token is None:
         ends = configured_ends(model) or _listed(checkpoint.entries.get("eos_token_id"))
@@ -141,7 +145,7 @@ def _check_generation_config(file: Path) -> None:
         raise DataError(f"{file}: a JSON object is needed")
 
 
-def _take_generation_config(model: Any, adapter: Path) -> None:
+def _take_generation_config(model: PreTrainedModel, adapter: Path) -> None:
     """Give the adapted model the generation config beside the adapter, if there is one."""
     from transformers import GenerationConfig
 
@@ -154,7 +158,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def choose_device(device: str | None) -> Any:
+def choose_device(device: str | None) -> torch.device:
     """The torch device of this name, by default the first GPU, else the CPU; raises UsageError for other names."""
     import torch
 
@@ -169,7 +173,7 @@ def choose_device(device: str | None) -> Any:
     raise UsageError(f"device {device!r} is not accepted here: give {', '.join(['cpu', *gpus])}{reason}")
 
 
-def _base_model(checkpoint: Checkpoint, dtype: str, device: Any) -> Any:
+def _base_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
     """The base model's weights, each of which the checkpoint has in the right shape."""
     from transformers import AutoModelForCausalLM
 
@@ -204,7 +208,7 @@ def _base_model(checkpoint: Checkpoint, dtype: str, device: Any) -> Any:
     return model
 
 
-def _check_loaded(where: str, model: Any, stored: Mapping[str, StoredTensor], loading: Mapping[str, Any]) -> None:
+def _check_loaded(where: str, model: PreTrainedModel, stored: Mapping[str, StoredTensor], loading: Json) -> None:
     """Refuse weights that are not the model's; a note names those that decoding does not use."""
     unexpected = {*loading["unexpected_keys"]}
     if unused := unused_tensors(unexpected, stored, (name for name, _ in model.named_parameters()), model.config):
@@ -218,7 +222,7 @@ def _check_loaded(where: str, model: Any, stored: Mapping[str, StoredTensor], lo
     )
 
 
-def _not_loaded(config: Any) -> str:
+def _not_loaded(config: PretrainedConfig) -> str:
     """The message on weights that transformers does not load."""
     quantized = getattr(config, "quantization_config", None)
     if quantized is None:

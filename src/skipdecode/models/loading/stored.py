@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from skipdecode.common.environment import read_in_turn
+from skipdecode.common.jsonl import Json
 from skipdecode.errors import ModelLoadError, SkipDecodeError
 from skipdecode.models.families import FAMILIES, drop_unread, layer_windows, layers_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 10_000
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LOCAL: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
 """Keyword arguments for every ``from_pretrained``: files of a hub are fetched before."""
 _FORMATS = ("model.safetensors", "pytorch_model.bin")
 _PLAIN = ("F64", "F32", "F16", "BF16")
@@ -60,7 +65,7 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def read_config(where: str, file: Path) -> Any:
+def read_config(where: str, file: Path) -> PretrainedConfig:
     """The transformers config in a config.json; raises an error unless it is of a decoder-only causal LM."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
@@ -84,7 +89,7 @@ def read_config(where: str, file: Path) -> Any:
     return config
 
 
-def check_values(where: str, values: Any) -> None:
+def check_values(where: str, values: Json) -> None:
     """Refuse values of a config's JSON that would fill the memory, or fail later without a word about the config."""
     for part in (values, values.get("text_config")):
         for key in LAYER_COUNTS if isinstance(part, dict) else ():
@@ -140,7 +145,7 @@ def _pickled(file: Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(kinds.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()}
 
 
-def check_stored(where: str, stored: Mapping[str, StoredTensor], config: Any = None) -> None:
+def check_stored(where: str, stored: Mapping[str, StoredTensor], config: PretrainedConfig | None = None) -> None:
     """Refuse files that a model of this config, or an adapter (None), would read wrongly or whose config is too large.
 
     Raises ModelLoadError: a matrix has a type that transformers would read as plain numbers (integers, or fp8 without
@@ -151,7 +156,7 @@ def check_stored(where: str, stored: Mapping[str, StoredTensor], config: Any = N
         _check_sizes(where, stored, config)
 
 
-def _check_types(where: str, stored: Mapping[str, StoredTensor], config: Any) -> None:
+def _check_types(where: str, stored: Mapping[str, StoredTensor], config: PretrainedConfig | None) -> None:
     coded = [name for name, tensor in stored.items() if tensor.dtype not in _PLAIN]
     if _is_quantized(config):
         scaled = {name.rpartition(".")[0] for name in stored if "scale" in name.rpartition(".")[2]}
@@ -166,7 +171,7 @@ def _check_types(where: str, stored: Mapping[str, StoredTensor], config: Any) ->
         )
 
 
-def _check_sizes(where: str, stored: Mapping[str, StoredTensor], config: Any) -> None:
+def _check_sizes(where: str, stored: Mapping[str, StoredTensor], config: PretrainedConfig) -> None:
     remedy = "give it the config that these weights were saved with, or fetch it again"
     layers, held = layers_in(config), max((number + 1 for _, number, _ in _numbered(stored, config)), default=0)
     if 0 < held < layers:
@@ -178,7 +183,7 @@ def _check_sizes(where: str, stored: Mapping[str, StoredTensor], config: Any) ->
         )
 
 
-def _is_quantized(config: Any) -> bool:
+def _is_quantized(config: PretrainedConfig | None) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
@@ -187,7 +192,7 @@ def _is_weight(name: str, shape: tuple[int, ...]) -> bool:
     return not _is_mask(name, shape) and (name.endswith((".weight", ".bias")) or len(shape) == 3)
 
 
-def _numbered(names: Iterable[str], config: Any) -> Iterator[tuple[str, int, str]]:
+def _numbered(names: Iterable[str], config: PretrainedConfig) -> Iterator[tuple[str, int, str]]:
     """The names of weights in a layer, each with the layer's number and the rest of the name behind it."""
     family = FAMILIES.get(config.model_type)
     last = "layers" if family is None else family.layers.rpartition(".")[2]
@@ -196,7 +201,7 @@ def _numbered(names: Iterable[str], config: Any) -> Iterator[tuple[str, int, str
             yield name, int(found[1]), found[2]
 
 
-def without_numbers(config: Any) -> Any:
+def without_numbers(config: PretrainedConfig) -> PreTrainedModel:
     """The model of a config on the device meta: names and shapes of its weights, and no memory for them."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -217,7 +222,7 @@ def without_wrappers(stored: Iterable[str]) -> dict[str, str] | None:
 
 
 def unused_tensors(
-    unexpected: Iterable[str], stored: Mapping[str, StoredTensor], own: Iterable[str], config: Any
+    unexpected: Iterable[str], stored: Mapping[str, StoredTensor], own: Iterable[str], config: PretrainedConfig
 ) -> set[str]:
     """The unexpected tensors that decoding never reads: masks, value heads, prediction heads behind the last layer.
 
@@ -242,11 +247,11 @@ def _is_mask(name: str, shape: tuple[int, ...]) -> bool:
 
 def check_tensors(
     where: str,
-    tensors: Iterable[tuple[str, Any]],
+    tensors: Iterable[tuple[str, Tensor]],
     *,
     missing: Collection[str],
     unexpected: Collection[str],
-    mismatched: Collection[tuple[str, Any, Any]] = (),
+    mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]] = (),
 ) -> None:
     """Raise an error if the loaded weights are not the model's.
 
@@ -289,7 +294,7 @@ def _prefix(missing: Collection[str], unexpected: Collection[str]) -> str:
     return next((one for one in found if all(one + name in unexpected for name in missing)), "")
 
 
-def _is_finite(tensor: Any) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """One pass without a copy; the exact test is for sums that a half-precision type cannot hold."""
     if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
         return True
