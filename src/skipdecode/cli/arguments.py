@@ -144,7 +144,8 @@ def _add(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind
         return
     keywords["type"] = _reader(flag(field.name), kind)
     if meta["positional"]:
-        nargs = ("+" if required else "*") if kind.many else (None if required else "?")
+        counts = {(True, True): "+", (True, False): "*", (False, True): None, (False, False): "?"}
+        nargs = counts[kind.many, required]
         parser.add_argument(field.name, nargs=nargs, metavar=field.name.upper(), **keywords)
         return
     if kind.many:

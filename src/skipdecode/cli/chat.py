@@ -39,8 +39,9 @@ from skipdecode.common.progress import note
 from skipdecode.data.chats import chat_fault
 from skipdecode.data.messages import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
-from skipdecode.models.carried import bundled_schedules, schedule_file, tuned_template
+from skipdecode.models.checkpoint_schedule import bundled_schedules, schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, model_files, open_checkpoint
+from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import is_speedup
 

@@ -30,7 +30,7 @@ from skipdecode.data.prompts import prompt_room
 from skipdecode.data.tasks import task_file
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
 from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions, load_run
-from skipdecode.models.carried import schedule_file
+from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, model_files
 from skipdecode.schedule import Schedule
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,9 +58,9 @@ from skipdecode.generation.records import (
     output_files,
     plain_text,
 )
-from skipdecode.models.carried import tuned_template
 from skipdecode.models.loading.checkpoint import served_name
 from skipdecode.models.loading.identity import checkpoint_digest
+from skipdecode.models.recipe import tuned_template
 
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
@@ -148,7 +148,7 @@ def run(config: Config) -> int:
         settings = _settings(config, llm, decoding) | ({} if schema is None else {"json_schema": schema})
         settings |= {"template": None if template.text is None else template.to_dict(), "chat": template.chat}
         settings["input"] = source.fingerprint | {"field": config.prompt_field}
-        row_form = json_line
+        row_form: Callable[[Json], bytes] = json_line
         if _prints_text(config):
             row_form = named_text if rows > 1 else plain_text
         with closing(open_writer(config.output, settings, form=row_form)) as writer:

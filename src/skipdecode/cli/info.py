@@ -60,9 +60,9 @@ def _about(config: Config) -> Json:
     from skipdecode.engine.model_spec import read_model
     from skipdecode.errors import UnfitModelError
     from skipdecode.generation.stats import schedule_line
-    from skipdecode.models.carried import tuned_template
     from skipdecode.models.families import decoder_layers, projection, projects
     from skipdecode.models.fit import Fit
+    from skipdecode.models.recipe import tuned_template
 
     checkpoint = config.checkpoint
     settings = checkpoint.config
@@ -120,7 +120,7 @@ def _machine() -> Json:
     from skipdecode.engine.kernels.targets import find_compiler
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading import smollm2
-    from skipdecode.models.loading.beside import cached_models
+    from skipdecode.models.loading.store import cached_models
 
     here = environment()
     kernels, reason = native_kernels(torch.device("cpu"), torch.float32)

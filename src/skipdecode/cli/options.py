@@ -18,7 +18,7 @@ from skipdecode.data.tasks import load_task
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
-from skipdecode.models.carried import schedule_file
+from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, model_files, open_checkpoint
 from skipdecode.models.loading.hub import DTYPES
 from skipdecode.schedule import Schedule

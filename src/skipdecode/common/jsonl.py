@@ -140,13 +140,13 @@ def heading(kind: str, benchmark: str | None = None) -> Json:
 
 def check_kind(path: Path, found: object, *kinds: str) -> None:
     """Refuse, with a DataError, a document that has none of these kinds (default: any kind) or another format."""
-    wanted = kinds or KINDS
-    kind = found.get("kind") if isinstance(found, Mapping) else None
+    wanted, document = kinds or KINDS, found if isinstance(found, Mapping) else {}
+    kind = document.get("kind")
     if kind not in wanted:
         said = "has no kind" if kind is None else f"is of kind {kind!r}"
         raise DataError(f'{path} {said}: accepted are files with "kind" {", ".join(wanted)} and "format": {_FORMAT}')
-    if found.get("format") != _FORMAT:
-        raise DataError(f"{path}: this version reads format {_FORMAT}, not {found.get('format')!r}")
+    if document.get("format") != _FORMAT:
+        raise DataError(f"{path}: this version reads format {_FORMAT}, not {document.get('format')!r}")
 
 
 def read_result(path: Path, *kinds: str) -> Json:

@@ -149,7 +149,7 @@ class Options:
                 raise OptionError(name, value, "a list of values")
             if kind.named and not isinstance(value, Mapping):
                 raise OptionError(name, value, "names with values")
-            for one in value.values() if kind.named else value if kind.many else (value,):
+            for one in kind.values(value):
                 if (accepted := kind.refuses(one)) is not None:
                     raise OptionError(name, one, accepted)
 
@@ -163,6 +163,13 @@ class Kind(NamedTuple):
     optional: bool
     choices: tuple[str, ...] | None
     metadata: Fields
+
+    def values(self, value: Any) -> Iterable[Any]:
+        """The single values of a value."""
+        if self.named:
+            values: Iterable[Any] = value.values()
+            return values
+        return value if self.many else (value,)
 
     def refuses(self, value: Any) -> str | None:
         """The accepted values in words if `value` is not accepted, else None."""

@@ -13,7 +13,8 @@ from typing import Self
 from skipdecode.common.files import is_stream
 from skipdecode.common.jsonl import Fields, Json, Row, decoded, json_line, row_of
 from skipdecode.common.progress import note
-from skipdecode.common.rows import Input, Lines, format_of, load_split, read_rows
+from skipdecode.common.rows import Input, Lines, format_of, read_rows
+from skipdecode.common.table_files import load_split
 from skipdecode.data.records import ReadRow, Record, Reject, read_records, refuse_rejects, reject_summary, usable
 from skipdecode.data.shapes import Shape
 from skipdecode.data.tasks import HubSource, Task

@@ -24,7 +24,7 @@ from skipdecode.errors import (
     UntunedScheduleWarning,
 )
 from skipdecode.models.cache import SkipCache, bounded_steps, check_states
-from skipdecode.models.carried import named_schedule, of_model, tuned_under, untuned_line
+from skipdecode.models.checkpoint_schedule import named_schedule, schedule_of_model, tuned_under, untuned_line
 from skipdecode.models.families import check_schedule, decoder_layers, find_family, lenders, unwrap
 from skipdecode.models.fit import Fit
 from skipdecode.models.forward import (
@@ -38,7 +38,7 @@ from skipdecode.models.forward import (
     foreign_cache,
 )
 from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
-from skipdecode.models.loading.base_weights import carried_fit
+from skipdecode.models.loading.fit_file import fit_of_checkpoint
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.models.release import Arguments, Forward, renamed_cache
 from skipdecode.schedule import Schedule
@@ -144,12 +144,12 @@ class Attachment:
         self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts)
         self._gate_state.lenders = lenders(self._model.config)
         self._schedule = Schedule.full(len(self._layers))
-        self._find_fit: Callable[[], Fit | None] | None = functools.partial(carried_fit, model) if fit is None else None
+        self._find_fit: Callable[[], Fit | None] | None = functools.partial(fit_of_checkpoint, model)
         self._fit: Fit | None = None
         if fit is not None:
             self.fit = fit
         schedule = named_schedule(model, schedule) if isinstance(schedule, str) else schedule
-        self.schedule = of_model(model) if schedule is None else schedule
+        self.schedule = schedule_of_model(model) if schedule is None else schedule
         self._arguments = CallArguments(self._model)
         self._prompt_columns: int | None = None  # within generate
         self._latest: SkipCache | None = None

@@ -196,7 +196,7 @@ def projects(config: PretrainedConfig) -> bool:
 def lenders(config: PretrainedConfig) -> dict[int, int]:
     """Map each layer that shares keys and values to the layer that computes them, by a transformers config."""
     config = config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None)
+    kinds: Any = getattr(config, "layer_types", None)
     count = getattr(config, "num_kv_shared_layers", None) or 0
     own = layers_in(config) - count
     if without := {*kinds[own:]} - {*kinds[:own]} if count else ():
@@ -273,13 +273,13 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
     slides = [True] * layers if types is None else [kind == _SLIDING for kind in types]
     if unknown := sorted({kind for kind in types or () if kind not in _KNOWN}):
         raise _refused(config, f"layer_types names {', '.join(unknown)}", f"accepted are {' and '.join(_KNOWN)}")
-    told = f"sliding_window is {'null' if window is None else window}"
+    setting = f"sliding_window is {'null' if window is None else window}"
     if getattr(config, "use_sliding_window", True) is False:
-        told += ", because use_sliding_window is false"
+        setting += ", because use_sliding_window is false"
     if types is not None and window is None and (any(slides) or family.needs_window):
-        raise _refused(config, told, "its class needs a number of tokens, 1 or more")
+        raise _refused(config, setting, "its class needs a number of tokens, 1 or more")
     if window is not None and window < 1 and any(slides):
-        raise _refused(config, told, "layers that slide need 1 or more tokens")
+        raise _refused(config, setting, "layers that slide need 1 or more tokens")
     return [window if slide else None for slide in slides]
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import projection
-from skipdecode.models.fit import Bridge, Fit, PromptMap, prompt_features
+from skipdecode.models.fit import Fit
+from skipdecode.models.fit_maps import Bridge, PromptMap, prompt_features
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.models.release import Arguments, Forward, cache_name
 from skipdecode.schedule import Schedule
@@ -100,7 +101,8 @@ class _Gated:
         recurrent = state.cache is not None and state.cache.run_state(index, plan.count)
         steps = recurrent and state.steps and plan.count > 1
         if plan.start or steps:
-            named = dict(zip(_positional_names(type(self)), args, strict=False)) | kwargs
+            kind: Any = type(self)
+            named = dict(zip(_positional_names(kind), args, strict=False)) | kwargs
             named.pop("hidden_states", None)
             merged = (self._run_steps if steps else self._run_late)(run, state, hidden, named)
             return (merged, *[None] * (state.returned - 1)) if state.returned else merged
@@ -185,7 +187,8 @@ def text_columns(mask: Tensor | None, columns: int) -> tuple[Tensor, Tensor] | N
 def gate_layer(layer: nn.Module, index: int, state: GateState) -> None:
     """Gate a decoder layer, number `index` of its model."""
     layer.__dict__["_skipdecode"] = (index, state)
-    layer.__class__ = with_mixin(_Gated, type(layer))
+    base: Any = type(layer)  # for mypy, not hashable
+    layer.__class__ = with_mixin(_Gated, base)
 
 
 def gate_of(layer: nn.Module) -> GateState | None:
@@ -195,7 +198,7 @@ def gate_of(layer: nn.Module) -> GateState | None:
 
 
 @functools.cache
-def with_mixin(mixin: type, base: type) -> type:
+def with_mixin(mixin: type, base: type) -> Any:
     """A subclass of `base` with the same name, in which the methods of `mixin` come first."""
     # The name stays the same, because FSDP and device maps find decoder layers by it.
     body = {"_skipdecode_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
@@ -286,13 +289,13 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
 
 
 @functools.cache
-def _positional_names(layer_class: type[nn.Module]) -> tuple[str, ...]:
+def _positional_names(layer_class: Any) -> tuple[str, ...]:
     parameters = inspect.signature(layer_class.forward).parameters.values()
     return "hidden_states", *[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
 
 
 def _leading(
-    layer_class: type[nn.Module], count: int, columns: int, args: tuple[Any, ...], kwargs: Arguments
+    layer_class: Any, count: int, columns: int, args: tuple[Any, ...], kwargs: Arguments
 ) -> tuple[tuple[Any, ...], Arguments]:
     """The arguments of a layer, cut to the first `count` of `columns` columns."""
     names = _positional_names(layer_class)

@@ -91,9 +91,13 @@ def layer_bounds(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
     first = [LAST_PROMPT if layer in at_last - on_prompt else PROMPT for layer in range(schedule.num_layers)]
     end, skipped = [], []
     for layer in range(schedule.num_layers):
-        drop = schedule.drop_position(layer)
-        end.append((AFTER + 1 if drop is None else drop) if layer in at_last else PROMPT)
-        skipped.append(end[-1] if layer in at_last else PROMPT if schedule.prompt == "max_exit" else LAST_PROMPT)
+        if layer in at_last:
+            drop = schedule.drop_position(layer)
+            end.append(AFTER + 1 if drop is None else drop)
+            skipped.append(end[-1])
+        else:
+            end.append(PROMPT)
+            skipped.append(PROMPT if schedule.prompt == "max_exit" else LAST_PROMPT)
     return first, end, skipped
 
 

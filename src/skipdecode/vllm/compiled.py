@@ -58,7 +58,8 @@ class LayerPieces:
     """
 
     def __init__(self, vllm_config: VllmConfig | None, axis: int) -> None:
-        self._config, self._axis = vllm_config, axis
+        self._config: VllmConfig = vllm_config  # None if nothing is compiled
+        self._axis = axis
         self._of: dict[tuple[Layers, Piece, tuple[str, ...]], Piece | None] = {}
         self._made: dict[tuple[Piece, tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
         self.makes_blocks = False
@@ -156,7 +157,7 @@ def _alone(function: Forward) -> Piece:
 def _in_turn(forward: Forward) -> Piece:
     """Make a piece of several layers, each on the output of the layer before."""
 
-    def run(layer: Layers, arguments: Arguments) -> Any:  # Named as in `_SCOPE`: here it is several.
+    def run(layer: Any, arguments: Arguments) -> Any:  # Named as in `_SCOPE`: here it is several.
         names = [name for name in STATES if name in arguments]
         states: States = []
         for each in layer:

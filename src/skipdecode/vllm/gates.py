@@ -143,8 +143,10 @@ class LayerGates:
         self.forward: _Forward | None = None
         self.finished = False
         # Where vLLM compiles, its norms are many small operations for whoever calls them one by one.
-        alone = norm is None or axis or self.pieces.eager or next(norm.parameters(), None) is None
-        for index, layer in (layers if alone else layers | {_NORM: norm}).items():
+        gated = dict(layers)
+        if norm is not None and not (axis or self.pieces.eager) and next(norm.parameters(), None) is not None:
+            gated[_NORM] = norm
+        for index, layer in gated.items():
             names = _names(layer)
             if index != _NORM and "hidden_states" not in names:
                 raise UnsupportedModelError(
@@ -152,7 +154,8 @@ class LayerGates:
                     "builds the model in a way that the plugin does not know"
                 )
             layer.__dict__["_skipdecode"] = (index, self, names)
-            layer.__class__ = with_mixin(_Gated, type(layer))
+            base: Any = type(layer)  # for mypy, not hashable
+            layer.__class__ = with_mixin(_Gated, base)
 
     def begin(
         self, step: StepRows, device: torch.device, slots: dict[int, Tensor], taps: TapRows | None = None
@@ -188,7 +191,7 @@ class _Forward:
         self._waiting: States = []  # states of all rows, where the loop holds some
         self._passing: tuple[int, list[Tensor]] | None = None  # states of rows that layers project, and which rows
 
-    def run(self, index: int, layer: nn.Module, arguments: Arguments) -> Any:
+    def run(self, index: int, layer: Any, arguments: Arguments) -> Any:
         """Run one layer, or the norm after the last."""
         if index == _NORM:
             return self._gates.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
@@ -199,7 +202,7 @@ class _Forward:
             states, self._gates.finished = self._change_rows(states, ALL), True
         return tuple(states) if len(states) > 1 else states[0]
 
-    def _layer(self, index: int, layer: nn.Module, arguments: Arguments, states: States) -> States:
+    def _layer(self, index: int, layer: Any, arguments: Arguments, states: States) -> States:
         step = self._step
         if step.projects[index] != NONE:
             # First, for a text's rows may attend to those that another leaves in this step.
@@ -212,7 +215,7 @@ class _Forward:
             states[1] = torch.zeros_like(states[0])
         return self._across(index, states)
 
-    def _call(self, index: int, layer: nn.Module, arguments: Arguments, states: States) -> States:
+    def _call(self, index: int, layer: Any, arguments: Arguments, states: States) -> States:
         """The layer on the rows that `states` holds; where it begins a block, all of that."""
         forward, pieces = type(layer)._skipdecode_base.forward, self._gates.pieces
         given = dict(zip((n for n in STATES if n in arguments), states, strict=True))
@@ -242,7 +245,7 @@ class _Forward:
         given: Arguments = dict(zip(STATES, self._passing[1], strict=False))
         given["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
         projection = gates.projections[index]
-        if self._texts and projection.given is not None:
+        if self._texts and projection.maps is not None:
             given |= {name: of[rows] for name, of in self._texts.items()}
             if gates.memory is not None:
                 given["before"] = gates.memory.before(index, partial(_summed, whole))[rows]

@@ -34,8 +34,8 @@ from skipdecode.vllm.projection import (
     TapMemory,
     TapRows,
     checkpoint_fit,
-    given_keys,
     layer_bridges,
+    prompt_maps,
     stops_of,
     tap_rows,
 )
@@ -66,7 +66,8 @@ class SkipWorker(Worker):  # type: ignore[misc]
         if settings is not None:
             runner = self.model_runner
             runner.skipping = Skipping(settings, self.vllm_config, runner.device)
-            runner.__class__ = with_mixin(SkipRunner, type(runner))
+            base: Any = type(runner)  # for mypy, not hashable
+            runner.__class__ = with_mixin(SkipRunner, base)
 
 
 class SkipRunner:
@@ -142,13 +143,13 @@ class Skipping:
         compiles = None if self._config.model_config.is_hybrid else self._config
         self.gates = LayerGates(layers, axis, compiles, norm)
         projected = {layer for s in self._settings.schedules for layer in s.projected}
-        given = given_keys(self._fit, self._settings.schedules)
-        self.gates.projections = {i: KeyProjection(layers[i], given.get(i), _shard()) for i in projected & set(layers)}
-        if self._fit is not None and self._fit.taps and given:
-            self.gates.memory = TapMemory(self._fit.taps, stops_of(self._settings.schedules, list(given)))
+        maps = prompt_maps(self._fit, self._settings.schedules)
+        self.gates.projections = {i: KeyProjection(layers[i], maps.get(i), _shard()) for i in projected & set(layers)}
+        if self._fit is not None and self._fit.taps and maps:
+            self.gates.memory = TapMemory(self._fit.taps, stops_of(self._settings.schedules, list(maps)))
         self.gates.bridges = layer_bridges(self._fit, layers, self._config.model_config.dtype, self._device)
         # Those that vLLM compiles.
-        self._graphs = [module for module in model.modules() if "do_not_compile" in module.__dict__]
+        self._graphs: list[Any] = [module for module in model.modules() if "do_not_compile" in module.__dict__]
 
     def compile_layers(self, runner: GPUModelRunner) -> None:
         """Make the pieces that steps which skip will call, by steps without attention that call every layer."""

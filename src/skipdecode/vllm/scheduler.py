@@ -118,7 +118,7 @@ class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
 
 
 @functools.cache
-def _metrics(layers: int) -> dict[str, prometheus.Counter | prometheus.Histogram]:
+def _metrics(layers: int) -> dict[str, Any]:
     """Made once per process: names are registered once. A replica of Ray Serve has only the /metrics of its node."""
     counter, histogram, labels = prometheus.Counter, prometheus.Histogram, ("model_name", "engine")
     if "ray.serve" in sys.modules:

@@ -119,11 +119,14 @@ class LayerLimits:
         parts: list[RowSubset] = []
 
         def kind(first: NDArray[np.int64], count: NDArray[np.int64]) -> int:
+            if not count.any():
+                return NONE
+            if (count == batch.rows).all():
+                return ALL
             key = (first.tobytes(), count.tobytes())
             if key not in known:
-                known[key] = NONE if not count.any() else ALL if (count == batch.rows).all() else len(parts)
-                if known[key] >= 0:
-                    parts.append(_part(first, count, batch.rows, offsets))
+                known[key] = len(parts)
+                parts.append(_part(first, count, batch.rows, offsets))
             return known[key]
 
         leads = np.ascontiguousarray(lead.T)

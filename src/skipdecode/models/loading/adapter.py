@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import ModelLoadError, UsageError
-from skipdecode.models.carried import ADAPTER_FILE
+from skipdecode.models.checkpoint_schedule import ADAPTER_FILE
 from skipdecode.models.families import check_adapter, unwrap
 from skipdecode.models.loading.stored import (
     StoredTensor,
     check_stored,
     check_tensors,
     header,
+    library_errors,
     one_line,
-    told,
     without_numbers,
 )
 
@@ -44,7 +44,10 @@ def check_mergeable(adapter: Path, config: PretrainedConfig) -> None:
     import peft
     import torch
 
-    with told(str(adapter), f"its {ADAPTER_FILE} is none that peft {peft.__version__} reads"), _without_warnings():
+    with (
+        library_errors(str(adapter), f"its {ADAPTER_FILE} is none that peft {peft.__version__} reads"),
+        _without_warnings(),
+    ):
         settings = peft.PeftConfig.from_pretrained(str(adapter))
     check_adapter(settings)
     initial = str(getattr(settings, "init_lora_weights", ""))
@@ -54,7 +57,7 @@ def check_mergeable(adapter: Path, config: PretrainedConfig) -> None:
             "adapter as an ordinary LoRA (path_initial_model_for_weight_conversion of peft's save_pretrained)"
         )
     if getattr(settings, "lora_bias", False) or settings.peft_type == "BEFT":  # the base must have a bias to add to
-        with torch.device("meta"), told(str(adapter), _not_merged(settings)), _without_warnings():
+        with torch.device("meta"), library_errors(str(adapter), _not_merged(settings)), _without_warnings():
             peft.PeftModel(without_numbers(config), settings).merge_and_unload()
 
 
@@ -62,7 +65,11 @@ def put_adapter(model: PreTrainedModel, adapter: Path, device: torch.device) -> 
     """A PeftModel of the model and an adapter in a directory, in eval mode; raises ModelLoadError if they differ."""
     import peft
 
-    with told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars(), _without_warnings():
+    with (
+        library_errors(str(adapter), "the adapter does not go on its base model"),
+        without_foreign_bars(),
+        _without_warnings(),
+    ):
         settings = peft.PeftConfig.from_pretrained(str(adapter))
         settings.inference_mode = True
         kind = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(settings.task_type, peft.PeftModel)
@@ -100,7 +107,7 @@ def add_tokens(model: PreTrainedModel, adapter: Path) -> None:
 
     Raises ModelLoadError: the adapter's file does not hold all rows, so that the added ones are unknown.
     """
-    with told(str(adapter), "the adapter's weights do not load"):
+    with library_errors(str(adapter), "the adapter's weights do not load"):
         stored = _stored(adapter)
         settings = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
     table, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -18,11 +18,12 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import Json
 from skipdecode.common.progress import note
 from skipdecode.errors import UsageError, WriteError
-from skipdecode.models.carried import ADAPTER_FILE, FIT_FILE, stored_recipe
+from skipdecode.models.checkpoint_schedule import ADAPTER_FILE, FIT_FILE
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.beside import beside
 from skipdecode.models.loading.checkpoint import Checkpoint, base_of_adapter, open_checkpoint
-from skipdecode.models.loading.stored import told
+from skipdecode.models.loading.hub_files import find_file
+from skipdecode.models.loading.stored import library_errors
+from skipdecode.models.recipe import stored_recipe
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _base_data(checkpoint: Checkpoint) -> Json:
         return {"base_model": smollm2.HUB_ID, "license": "apache-2.0"}
     found: Json = {}
     with suppress(Exception):  # of YAML, of the hub's client: a card is written without
-        if (card := beside(checkpoint.folder, CARD_FILE)) is not None:
+        if (card := find_file(checkpoint.folder, CARD_FILE)) is not None:
             found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     known = {name: found[name] for name in _OF_BASE if name in found}
     is_here = Path(checkpoint.base).expanduser().exists()
@@ -121,7 +122,7 @@ def push_to_hub(folder: str | Path, repo: str, *, private: bool = True) -> str:
     if (card := folder / CARD_FILE).is_file() and _is_own(written := card.read_bytes()):
         write_whole(card, _signed(re.sub(r"\bMODEL\b", url.repo_id, written.decode().rpartition(_MARK)[0])))
     chosen: Json = {"allow_patterns": _PUSHED, "ignore_patterns": "*/*"}
-    with told(repo, _NOT_PUSHED, WriteError):
+    with library_errors(repo, _NOT_PUSHED, WriteError):
         HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload by skipdecode", **chosen)
     return str(url)
 
@@ -130,5 +131,5 @@ def make_repo(repo: str, *, private: bool = True) -> RepoUrl:
     """The address of a repository on the hub, which is made if it is not there; raises WriteError."""
     from huggingface_hub import HfApi
 
-    with told(repo, _NOT_PUSHED, WriteError):
+    with library_errors(repo, _NOT_PUSHED, WriteError):
         return HfApi().create_repo(repo, private=private, exist_ok=True)

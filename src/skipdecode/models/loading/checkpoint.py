@@ -16,24 +16,23 @@ from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError, UsageError
-from skipdecode.models.carried import (
+from skipdecode.models.checkpoint_schedule import (
     ADAPTER_FILE,
     FIT_FILE,
     SCHEDULE_FILE,
-    Recipe,
-    checkpoint_recipe,
     digest_in,
-    of_adapter,
-    of_config,
     schedule_file,
-    stored_recipe,
+    schedule_in_config,
+    schedule_of_adapter,
     untuned_line,
 )
 from skipdecode.models.families import check_schedule, layers_in, lent_last
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.base_weights import FitFile, choose_fit
-from skipdecode.models.loading.beside import HubAnswer, add_model, ask_hub, snapshot, stored_model
-from skipdecode.models.loading.stored import LAYER_COUNTS, check_values, read_config, told
+from skipdecode.models.loading.fit_file import FitFile, choose_fit
+from skipdecode.models.loading.hub_files import HubAnswer, ask_hub, snapshot
+from skipdecode.models.loading.store import add_model, stored_model
+from skipdecode.models.loading.stored import LAYER_COUNTS, check_values, library_errors, read_config
+from skipdecode.models.recipe import Recipe, checkpoint_recipe, stored_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 
@@ -47,7 +46,7 @@ _ACCEPTED = f"accepted are a local directory, a GGUF file, a hub id (owner/name)
 _LONGEST_NAME = 4096
 # All that is small, and an adapter's weights; `Checkpoint.fetch` fetches those of a whole model.
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "adapter_model.*", FIT_FILE, "README.md", "kept.png")
-_told_of_cache: set[str] = set()  # a command may resolve a name several times
+_noted_names: set[str] = set()  # a command may resolve a name several times
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,9 @@ class Checkpoint:
     def read_schedule(self, text: str, seq_len: int, default: Schedule | None = None) -> Schedule:
         """Parse a schedule (`parse_schedule`) without a look at the config's layers, which needs transformers."""
         own = default or self.schedule
-        return parse_schedule(schedule_file(text), self.num_layers, seq_len=seq_len, carried=own, named=self.schedules)
+        return parse_schedule(
+            schedule_file(text), self.num_layers, seq_len=seq_len, checkpoint_schedule=own, named=self.schedules
+        )
 
     def parse(self, requested: Schedule | str | Path | None, seq_len: int, default: Schedule | None = None) -> Schedule:
         """Check a schedule, or parse its text, for this model; None: `default`, else the checkpoint's own, else full.
@@ -196,14 +197,14 @@ def open_checkpoint(
     elif given_base is not None:
         raise UsageError(f"{name} is no adapter, so it takes no base model: leave out {given_base}")
     file = _config_file(base_name, folder)
-    with told(base_name, "its config does not load"):
+    with library_errors(base_name, "its config does not load"):
         stored = json.loads(file.read_text(encoding="utf-8"))
         check_values(base_name, stored)
     entries = stored | (stored.get("text_config") or {})
     counts = (entries[key] for key in LAYER_COUNTS if isinstance(entries.get(key), int))
     num_layers = next(counts, None) or layers_in(read_config(base_name, file))
-    schedule = None if adapter is None else of_adapter(adapter, num_layers)
-    schedule = schedule or of_config(entries, num_layers, base_name)
+    schedule = None if adapter is None else schedule_of_adapter(adapter, num_layers)
+    schedule = schedule or schedule_in_config(entries, num_layers, base_name)
     own = adapter or folder
     document = stored_recipe(own)
     return Checkpoint(
@@ -279,7 +280,7 @@ def model_files(name: str) -> list[Path]:
         return [path]
     try:
         return [path, *model_files(base_of_adapter(path))]
-    except (ModelLoadError, OSError):  # told when it is loaded
+    except (ModelLoadError, OSError):  # refused when it is loaded
         return [path]
 
 
@@ -345,7 +346,7 @@ def _from_gguf(name: str, dtype: str) -> Path:
     if repo and not file.exists():
         from huggingface_hub import hf_hub_download
 
-        with told(name, "it cannot be fetched"):
+        with library_errors(name, "it cannot be fetched"):
             file = Path(hf_hub_download(repo, inside))
     if not file.is_file():
         raise ModelLoadError(f"{name} is no file; of a hub, give owner/name:file.gguf")
@@ -357,7 +358,7 @@ def _from_gguf(name: str, dtype: str) -> Path:
     stored = {"auto": None, "float64": torch.float32}.get(dtype, getattr(torch, dtype, None))
     known = f"{file} {state.st_size} {state.st_mtime_ns} {stored} {VERSION}"
     folder = f"{file.stem}-{hashlib.sha256(known.encode()).hexdigest()[:12]}"
-    with told(str(file), "it is not read here, give its safetensors"):
+    with library_errors(str(file), "it is not read here, give its safetensors"):
         return add_model(folder, lambda target: convert(file, target, stored))
 
 
@@ -370,8 +371,8 @@ def _on_hub(name: str, answer: HubAnswer) -> Path:
             f"model {name!r}{meant} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"
         )
     if (found := snapshot(name, _SMALL, answer)) is not None:
-        if answer.state == "unreachable" and name not in _told_of_cache:
-            _told_of_cache.add(name)
+        if answer.state == "unreachable" and name not in _noted_names:
+            _noted_names.add(name)
             note(f"{answer.reason}: {name} is read from the hub's local cache")
         return found
     raise ModelLoadError(

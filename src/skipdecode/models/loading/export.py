@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import PARTIAL, RunDirectory, write_whole, writing
 from skipdecode.common.progress import note
 from skipdecode.errors import OptionError, ScheduleError, UsageError
-from skipdecode.models.carried import RECIPE_FILE, drop_schedule
+from skipdecode.models.checkpoint_schedule import drop_schedule
 from skipdecode.models.families import decoder_layers, find_family
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
@@ -32,6 +32,7 @@ from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model,
 from skipdecode.models.loading.gguf_file import KINDS, check_architecture, write_gguf
 from skipdecode.models.loading.hub import DTYPES, load_model
 from skipdecode.models.loading.saving import save_model, save_tuned
+from skipdecode.models.recipe import RECIPE_FILE
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def _cut_kinds(config: PretrainedConfig, layers: tuple[int, ...]) -> None:
         config.per_layer_config = {place: own[str(n)] for place, n in enumerate(layers) if str(n) in own}
 
 
-def _fold_layer_scale(kept: nn.ModuleList, layers: tuple[int, ...], config: PretrainedConfig) -> None:
+def _fold_layer_scale(kept: Any, layers: tuple[int, ...], config: PretrainedConfig) -> None:
     """GPT-2 may divide attention by the layer's number + 1, which is about to change: divide the queries instead."""
     for layer, number in zip(kept, layers, strict=True):
         for values in (layer.attn.c_attn.weight, layer.attn.c_attn.bias):

@@ -99,7 +99,9 @@ class GgufTokenizer:
         key = "tokenizer.chat_template"
         main, values = self._file.values.get(key), self._file.values.items()
         named = {name.removeprefix(f"{key}."): text for name, text in values if name.startswith(f"{key}.")}
-        return named | ({} if main is None else {"default": main}) if named else main
+        if not named or main is None:
+            return named or main
+        return named | {"default": main}
 
     def _around(self) -> processors.TemplateProcessing:
         """The processor that puts the tokens of start and end around a text."""

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING
 from skipdecode.common.jsonl import Json, read_json
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import DataError, ModelLoadError, UsageError
-from skipdecode.models.carried import GENERATION_FILE, carry, keep_tuned
+from skipdecode.models.checkpoint_schedule import GENERATION_FILE, record_tuned_under, store_in_adapter
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.adapter import add_tokens, check_mergeable, put_adapter
-from skipdecode.models.loading.base_weights import base_sample, check_base, keep_base_sample
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, open_checkpoint
 from skipdecode.models.loading.stored import (
     LOCAL,
     StoredTensor,
     check_stored,
     check_tensors,
+    library_errors,
     stored_tensors,
-    told,
     unused_tensors,
     without_wrappers,
 )
+from skipdecode.models.loading.weights_sample import base_sample, check_base, keep_base_sample
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def load_model(
     model = _base_model(checkpoint, dtype, target)
     if adapter is not None:
         add_tokens(model, adapter)
-    keep_tuned(model, checkpoint.tuned_under)
+    record_tuned_under(model, checkpoint.tuned_under)
     fit = checkpoint.fit
     if fit is not None:
         keep_fit(model, fit.load(model))
@@ -87,7 +87,7 @@ def load_model(
         keep_base_sample(model, sample)
         _take_generation_config(unwrap(model), adapter)
         if checkpoint.schedule is not None:
-            carry(model, checkpoint.schedule, None if fit is None else fit.digest)
+            store_in_adapter(model, checkpoint.schedule, None if fit is None else fit.digest)
     if tokenizer is not None:
         _complete(tokenizer, model, checkpoint)
     return LoadedModel(model.eval(), tokenizer, checkpoint)
@@ -106,7 +106,7 @@ def name_ends(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
     return new
 
 
-def _listed(tokens: object) -> list[int]:
+def _listed(tokens: int | list[int] | None) -> list[int]:
     return [int(token) for token in (tokens if isinstance(tokens, list) else [tokens]) if token is not None]
 
 
@@ -123,7 +123,7 @@ def _tokenizer(checkpoint: Checkpoint, required: bool) -> PreTrainedTokenizerBas
         if required:
             raise ModelLoadError(f"{checkpoint.name} has no tokenizer: put a tokenizer.json in its directory")
         return None
-    with told(checkpoint.name, "its tokenizer does not load"):
+    with library_errors(checkpoint.name, "its tokenizer does not load"):
         tokenizer = AutoTokenizer.from_pretrained(source, **LOCAL)
     tokenizer.padding_side = "left"
     return tokenizer
@@ -150,7 +150,7 @@ def _take_generation_config(model: PreTrainedModel, adapter: Path) -> None:
     from transformers import GenerationConfig
 
     if (adapter / GENERATION_FILE).is_file():
-        with told(str(adapter), "its generation config does not load"):
+        with library_errors(str(adapter), "its generation config does not load"):
             model.generation_config = GenerationConfig.from_pretrained(str(adapter))
 
 
@@ -169,7 +169,9 @@ def choose_device(device: str | None) -> torch.device:
             return found
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     gpus += ["mps"] if torch.backends.mps.is_available() else []
-    reason = "" if gpus else " (PyTorch finds no GPU)" if torch.version.cuda else " (this PyTorch is a build for CPUs)"
+    reason = ""
+    if not gpus:
+        reason = " (PyTorch finds no GPU)" if torch.version.cuda else " (this PyTorch is a build for CPUs)"
     raise UsageError(f"device {device!r} is not accepted here: give {', '.join(['cpu', *gpus])}{reason}")
 
 
@@ -178,7 +180,7 @@ def _base_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Pre
     from transformers import AutoModelForCausalLM
 
     where, config = checkpoint.base, checkpoint.config
-    with told(where, _not_loaded(config)), without_foreign_bars():
+    with library_errors(where, _not_loaded(config)), without_foreign_bars():
         stored = stored_tensors(checkpoint.folder, checkpoint.fetch)
         check_stored(where, stored, checkpoint.config)
         renamed = without_wrappers(stored)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 from skipdecode.common.jsonl import Json
 from skipdecode.models.families import unwrap
-from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.checkpoint import LoadedModel
+from skipdecode.models.loading.weights_sample import base_sample
 
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version")  # entries of a config
 
@@ -20,7 +21,7 @@ def checkpoint_digest(loaded: LoadedModel) -> Json:
     model, tokenizer = unwrap(loaded.model), loaded.tokenizer
     config = {name: value for name, value in model.config.to_dict().items() if name not in _WITHOUT_EFFECT}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = json.loads(backend.to_str()) if backend is not None else tokenizer and tokenizer.get_vocab()
+    vocabulary: Any = json.loads(backend.to_str()) if backend is not None else tokenizer and tokenizer.get_vocab()
     for last_call in ("truncation", "padding") if backend is not None else ():
         vocabulary.pop(last_call, None)
     files = sorted(loaded.checkpoint.own_folder.glob("adapter_*"))

@@ -24,11 +24,17 @@ from torch import Tensor
 from skipdecode.common.files import give_usual_mode, write_whole, writing
 from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.progress import note, without_foreign_bars
-from skipdecode.models.carried import FIT_FILE, GENERATION_FILE, SCHEDULE_FILE, carry, carry_in_config
+from skipdecode.models.checkpoint_schedule import (
+    FIT_FILE,
+    GENERATION_FILE,
+    SCHEDULE_FILE,
+    store_in_adapter,
+    store_in_config,
+)
 from skipdecode.models.families import unwrap
 from skipdecode.models.fit import Fit, fit_of, fit_state, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.base_weights import base_sample
+from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -96,7 +102,7 @@ def save_tuned(
             name, _, revision = (base_name, "", "") if Path(base_name).exists() else base_name.partition("@")
             model.active_peft_config.base_model_name_or_path = name
             model.active_peft_config.revision = revision or None
-        carry(model, schedule, digest)
+        store_in_adapter(model, schedule, digest)
         state = model.state_dict() if state_dict is None else state_dict
         dtype = getattr(torch, adapter_dtype)
         adapter = {name: tensor.to(dtype) for name, tensor in state.items() if "lora_" in name}
@@ -108,7 +114,7 @@ def save_tuned(
         unwrap(model).generation_config.to_json_file(partial / GENERATION_FILE)
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
     else:
-        carry_in_config(model.config, schedule, digest)
+        store_in_config(model.config, schedule, digest)
         save_model(model, tokenizer, partial, state_dict=state_dict, shown=directory)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)

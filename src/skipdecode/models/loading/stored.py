@@ -42,7 +42,7 @@ _OF_TEXT = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
 
 
 @contextmanager
-def told(where: str, what: str, error: type[SkipDecodeError] = ModelLoadError) -> Iterator[None]:
+def library_errors(where: str, what: str, error: type[SkipDecodeError] = ModelLoadError) -> Iterator[None]:
     """A context that turns any error of a library into one line of an `error`; `--debug` shows the traceback."""
     try:
         yield
@@ -70,7 +70,7 @@ def read_config(where: str, file: Path) -> PretrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
-    with told(where, "its config does not load"):
+    with library_errors(where, "its config does not load"):
         config = AutoConfig.from_pretrained(file, **LOCAL)
         layers_in(config)
     classes = config.architectures or []
@@ -91,8 +91,9 @@ def read_config(where: str, file: Path) -> PretrainedConfig:
 
 def check_values(where: str, values: Json) -> None:
     """Refuse values of a config's JSON that would fill the memory, or fail later without a word about the config."""
-    for part in (values, values.get("text_config")):
-        for key in LAYER_COUNTS if isinstance(part, dict) else ():
+    parts = (part for part in (values, values.get("text_config")) if isinstance(part, dict))
+    for part in parts:
+        for key in LAYER_COUNTS:
             if isinstance(number := part.get(key), int) and not 0 < number <= _MOST_LAYERS:
                 raise ModelLoadError(f"{where}: its config has {key} {number}: 1 to {_MOST_LAYERS} are accepted")
     classes = values.get("architectures")
@@ -282,9 +283,11 @@ def check_tensors(
     if not any(faults.values()):
         faults = {"are not finite": sorted(name for name, tensor in read_in_turn(tensors) if not _is_finite(tensor))}
         remedy = "fetch it again, or tune anew with a lower learning rate"
-    told = [f"{len(n)} weights {fault}, such as {', '.join(n[:_NAMED_TENSORS])}" for fault, n in faults.items() if n]
-    if told:
-        raise ModelLoadError(f"{where}: {'; '.join(told)}: {remedy}")
+    messages = [
+        f"{len(n)} weights {fault}, such as {', '.join(n[:_NAMED_TENSORS])}" for fault, n in faults.items() if n
+    ]
+    if messages:
+        raise ModelLoadError(f"{where}: {'; '.join(messages)}: {remedy}")
 
 
 def _prefix(missing: Collection[str], unexpected: Collection[str]) -> str:
