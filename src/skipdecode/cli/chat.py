@@ -25,14 +25,7 @@ from functools import cached_property
 from threading import Event
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import (
-    MODEL,
-    ChatOptions,
-    DecodingOptions,
-    EngineOptions,
-    ScheduleOptions,
-    choose_schedule,
-)
+from skipdecode.cli.options import MODEL, ChatOptions, DecodingOptions, EngineOptions, ScheduleOptions, choose_schedule
 from skipdecode.common.jsonl import Json, decoded, read_lines
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note

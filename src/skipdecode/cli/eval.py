@@ -95,10 +95,7 @@ class Config(EvaluationOptions, EngineOptions, CheckpointRules):
 
     ONE_OF: ClassVar = (("model", "compare"), ("out", "compare"))
     NEEDS: ClassVar = {"seq_len": ("schedule",)}
-    EXCLUDES: ClassVar = {
-        "compare": ("model", "task", "out", "schedule"),
-        "prompts": ("task", "data", "compare"),
-    }
+    EXCLUDES: ClassVar = {"compare": ("model", "task", "out", "schedule"), "prompts": ("task", "data", "compare")}
 
     @property
     def without_references(self) -> bool:
@@ -151,10 +148,7 @@ def _evaluated(config: Config) -> Scores:
         is_own = checkpoint is config.checkpoint
         loaded = config.load() if is_own else load(checkpoint, dtype=config.dtype, device=config.device)
         return LLM(
-            loaded,
-            engine=config.engine,
-            quantization=config.quantization,
-            generation_config=config.generation_config,
+            loaded, engine=config.engine, quantization=config.quantization, generation_config=config.generation_config
         )
 
     return evaluate(

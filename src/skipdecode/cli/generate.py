@@ -50,14 +50,7 @@ from skipdecode.engine.requests import BATCH, SamplingOptions
 from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.decoding import Decoding, Output, prompt_reader
 from skipdecode.generation.grammar import Grammars
-from skipdecode.generation.records import (
-    WINDOW_BATCHES,
-    RowWriter,
-    named_text,
-    open_writer,
-    output_files,
-    plain_text,
-)
+from skipdecode.generation.records import WINDOW_BATCHES, RowWriter, named_text, open_writer, output_files, plain_text
 from skipdecode.models.loading.checkpoint import served_name
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.models.recipe import tuned_template

@@ -33,16 +33,7 @@ from typing import IO, TYPE_CHECKING, Self, cast
 
 from skipdecode.common.csv_rows import csv_rows, find_delimiter
 from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import (
-    BOM,
-    MAX_LINE_BYTES,
-    TO_UTF8,
-    Json,
-    Row,
-    json_line,
-    object_of,
-    read_lines,
-)
+from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, TO_UTF8, Json, Row, json_line, object_of, read_lines
 from skipdecode.common.table_files import TABLES, array_rows, import_pyarrow, load_split, pandas_rows, table_rows
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 

@@ -225,11 +225,7 @@ def _hub_rows(source: HubSource) -> Iterator[tuple[int, Row]]:
 
 
 def read_file(
-    path: str | Path | Sequence[Fields],
-    template: PromptTemplate,
-    *,
-    limit: int | None = None,
-    skip_bad: bool = False,
+    path: str | Path | Sequence[Fields], template: PromptTemplate, *, limit: int | None = None, skip_bad: bool = False
 ) -> Records:
     """The records of a JSONL or CSV file, a pipe or standard input (``-``), or of a list, as text.
 

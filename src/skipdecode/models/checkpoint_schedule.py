@@ -170,10 +170,7 @@ def _fitting(data: object, num_layers: int, where: str) -> Schedule:
 
 
 def untuned_line(
-    schedules: Iterable[Schedule],
-    tuned_under: Sequence[Schedule],
-    model: str = "MODEL",
-    fit: Fit | None = None,
+    schedules: Iterable[Schedule], tuned_under: Sequence[Schedule], model: str = "MODEL", fit: Fit | None = None
 ) -> str | None:
     """One line for users if weights were not tuned under some of the schedules and the `fit` has no maps, else None."""
     bare = [s for s in schedules if not s.fits_weights(tuned_under) and (fit is None or not fit.serves(s))]

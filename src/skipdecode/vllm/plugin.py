@@ -29,10 +29,7 @@ _OLDEST, _UP_TO = Version("0.27"), Version("0.33")
 """vLLM versions whose interfaces the plugin was written against: from the first up to before the second."""
 
 _WORKER = "skipdecode.vllm.runner.SkipWorker"
-_SCHEDULERS = {
-    False: "skipdecode.vllm.scheduler.SkipScheduler",
-    True: "skipdecode.vllm.scheduler.SkipAsyncScheduler",
-}
+_SCHEDULERS = {False: "skipdecode.vllm.scheduler.SkipScheduler", True: "skipdecode.vllm.scheduler.SkipAsyncScheduler"}
 _set_by_us: dict[str, str] = {}
 
 

@@ -50,11 +50,7 @@ _TOKENIZER_FILES = (
 
 
 def load_model(
-    name: str | Path | Checkpoint,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    require_tokenizer: bool = True,
+    name: str | Path | Checkpoint, *, dtype: str = "auto", device: str | None = None, require_tokenizer: bool = True
 ) -> LoadedModel:
     """Load a model as `skipdecode.engine.opening.load` does; `dtype` "auto" is the type in the checkpoint."""
     from skipdecode.models.fit import keep_fit
