@@ -35,8 +35,8 @@ LAYERS = [
 # The reached values, lines rounded up to the next 250. Raised on 2026-11-29, with the reason in docs/LOG.md: foreign
 # input that was wrong without a word is read or refused by name; 172 lines test the kernels for AMX, 160 the log of a
 # run and the names of models. The next release is to have 27,500 lines. Seven modules are halves of files that held two
-# ideas: schedule and recipe, hub and store, sample and fit file, digest, CSV, tables, maps of a fit.
-MOST_LINES, MOST_MODULES, MOST_VERBS, MOST_OPTIONS = 33_000, 160, 9, 111
+# ideas (schedule, recipe; hub, store; weights, fit file, digest; rows, CSV, tables; maps), one has types of packages.
+MOST_LINES, MOST_MODULES, MOST_VERBS, MOST_OPTIONS = 33_000, 161, 9, 111
 MOST_TEST_LINES, MOST_BENCHMARK_LINES = 25_500, 3_000
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -20,12 +20,10 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from skipdecode.common.jsonl import Json
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from skipdecode.common.types import Tensor
 
 T = TypeVar("T")
 COMMAND: ContextVar[str] = ContextVar("command", default="")
@@ -46,12 +44,9 @@ _PACKAGES = (
 def environment() -> Json:
     """The environment that a reader needs to judge or repeat a measurement, JSON-ready.
 
-    Returns
-    -------
-    dict
-        ``date`` (UTC, ISO 8601), ``commit`` and ``uncommitted_changes`` (None outside a checkout), ``python``,
-        ``packages`` (versions of those installed), ``os``, ``cpu``, ``cores`` (logical processors this process may
-        use), ``threads`` (of torch), ``memory_gib`` (None if unknown) and ``gpus`` (names).
+    Returns ``date`` (UTC, ISO 8601), ``commit`` and ``uncommitted_changes`` (None outside a checkout), ``python``,
+    ``packages`` (versions of those installed), ``os``, ``cpu``, ``cores`` (logical processors this process may use),
+    ``threads`` (of torch), ``memory_gib`` (None if unknown) and ``gpus`` (names).
     """
     import torch
 
@@ -138,8 +133,6 @@ def limit_threads() -> None:
     if torch.get_num_threads() > cores and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(cores)
 
-
-# ---------------------------------------------------------------------- torch's settings
 
 _ISOLATED: ContextVar[bool] = ContextVar("isolated", default=False)
 _LOCK = threading.Lock()
@@ -243,9 +236,6 @@ def memory_gib() -> float | None:
         return None
 
 
-# ---------------------------------------------------------------------- freed memory
-
-
 def keep_freed_memory() -> bool:
     """Make malloc keep freed memory for the process in place of returning it to the kernel.
 
@@ -253,10 +243,7 @@ def keep_freed_memory() -> bool:
     cores, tuning all weights of SmolLM2-135M in bf16: 452 tokens/s with this setting, 246 without. The memory of the
     process then never shrinks, and grows by fragmentation: call `return_freed_memory` from time to time.
 
-    Returns
-    -------
-    bool
-        Whether the setting was changed; only the GNU C library has it.
+    Returns whether the setting was changed; only the GNU C library has it.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

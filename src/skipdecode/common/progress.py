@@ -75,9 +75,6 @@ class _Lines(tqdm):  # type: ignore[type-arg]
         super().set_postfix(*values, **{**named, "refresh": False})
 
 
-# ---------------------------------------------------------------------- other packages
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hide warnings and log lines (below errors) of other packages; print this package's warnings as notes."""

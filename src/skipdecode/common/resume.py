@@ -36,20 +36,10 @@ _VALUE_CHARACTERS = 48
 class ResumeLog:
     """Finished pieces of work on disk, JSON-ready values by key.
 
-    Parameters
-    ----------
-    path : Path
-        The file; it is created if it does not exist, and continued if it does.
-    settings : mapping
-        JSON-ready; all that the entries depend on.
-    what : str
-        The name of the entries in messages, in the plural.
-    remedy : str
-        What else a user can do if the file is refused.
-    restart : bool
-        Drop the entries of a run with other settings, instead of refusing the file.
-    discard : callable
-        With `restart`, called before a log begins, to remove what else is left of other runs.
+    `path`: the file; it is created if it does not exist, and continued if it does. `settings`: JSON-ready; all that the
+    entries depend on. `what`: the name of the entries in messages, in the plural. `remedy`: what else a user can do if
+    the file is refused. `restart`: drop the entries of a run with other settings, instead of refusing the file.
+    `discard`: with `restart`, called before a log begins, to remove what else is left of other runs.
 
     Raises OutputError: the file cannot be written, is of a run with other settings (the message names them), or is
     being written by another process.
@@ -131,8 +121,6 @@ class ResumeLog:
     def remove(self) -> None:
         """Delete the log of a run that is saved. Raises OSError."""
         self._end(delete=True)
-
-    # ------------------------------------------------------------------ inside
 
     def _end(self, *, delete: bool) -> None:
         self._database.close()

@@ -29,16 +29,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self, cast
+from typing import IO, Self, cast
 
 from skipdecode.common.csv_rows import csv_rows, find_delimiter
 from skipdecode.common.files import is_stream
 from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, TO_UTF8, Json, Row, json_line, object_of, read_lines
 from skipdecode.common.table_files import TABLES, array_rows, import_pyarrow, load_split, pandas_rows, table_rows
 from skipdecode.errors import DataError, MissingExtraError, UsageError
-
-if TYPE_CHECKING:
-    pass
 
 FORMATS = ("jsonl", "csv", "tsv")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
@@ -240,15 +237,11 @@ def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:
     return copy
 
 
-def _unpacked_zstd(file: IO[bytes]) -> IO[bytes]:
-    return cast("IO[bytes]", import_pyarrow("a .zst file").CompressedInputStream(file, "zstd"))
-
-
 _PACKERS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
     b"\x1f\x8b": lambda file: cast("IO[bytes]", gzip.GzipFile(fileobj=file)),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ": lzma.LZMAFile,
-    b"\x28\xb5\x2f\xfd": _unpacked_zstd,
+    b"\x28\xb5\x2f\xfd": lambda file: import_pyarrow("a .zst file").CompressedInputStream(file, "zstd"),
 }
 
 

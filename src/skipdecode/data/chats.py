@@ -9,14 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skipdecode.common.jsonl import Fields
+from skipdecode.common.types import PreTrainedTokenizerBase
 from skipdecode.data.messages import REASONING, Message, checked_text
 from skipdecode.errors import DataError, ModelLoadError, OptionError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Tool = Fields
 _NOTHING: Fields = MappingProxyType({})
@@ -42,9 +40,6 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, speci
         ids[1:] if ids[:2] == [start, start] and text.startswith(name) else ids
         for ids, text in zip(rows, texts, strict=True)
     ]
-
-
-# ---------------------------------------------------------------------- chat templates
 
 
 def chat_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -181,9 +176,6 @@ def _rendered(
         return None
 
 
-# ---------------------------------------------------------------------- answers
-
-
 def response_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, chat: bool = False) -> list[list[int]]:
     """Token ids of responses, without the prompt; they end with the end token if the tokenizer has one.
 
@@ -242,9 +234,6 @@ def turn_text(tokenizer: PreTrainedTokenizerBase, text: str, more: Fields, tools
     turn = whole.removesuffix(end) if whole.endswith(end) else whole.rstrip().removesuffix(end.rstrip())
     # White space behind the head that the template does not write there is not the answer's.
     return turn.removeprefix(head) if turn.startswith(head) else turn.removeprefix(head.rstrip()).lstrip()
-
-
-# ---------------------------------------------------------------------- tools
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from skipdecode.common.files import is_stream
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.common.rows import read_rows
+from skipdecode.common.types import PreTrainedTokenizerBase
 from skipdecode.data.chats import response_ids, turn_text
 from skipdecode.data.prompts import (
     EncodedPrompt,
@@ -29,9 +30,6 @@ from skipdecode.data.source import Records, Source, check_left
 from skipdecode.data.tasks import load_task, task_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _REMEDY = "give a `task`, or `prompt_field` (or `prompt_template`) with `response_field`"
 _ANSWERS = "`self` learns the model's own answers to `prompts`"
@@ -174,9 +172,6 @@ def self_template(options: RecordOptions) -> PromptTemplate | None:
     return make_template(replace(options, prompt_field=prompt, response_field=response))
 
 
-# ---------------------------------------------------------------------- as token ids
-
-
 @dataclass(frozen=True, slots=True)
 class Example:
     """One record as token ids; `response` ends with the end token."""
@@ -247,17 +242,9 @@ def encode_examples(
 ) -> tuple[list[Example], list[Reject]]:
     """The records of a file as token ids, and all records that are left out.
 
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer
-        Must have an end token.
-    max_length : int, optional
-        Most tokens of prompt and response together, such as the model's context. The template's field is cut if that
-        is enough; other longer records are rejected.
-    vocabulary : int, optional
-        As for `PromptEncoder`; for responses too.
-    skip_bad : bool
-        As in `read_file`, whose errors this raises too.
+    `tokenizer`: must have an end token. `max_length`: most tokens of prompt and response together, such as the model's
+    context. The template's field is cut if that is enough; other longer records are rejected. `vocabulary`: as for
+    `PromptEncoder`; for responses too. `skip_bad`: as in `read_file`, whose errors this raises too.
     """
     check_end_token(tokenizer)
     encoder = PromptEncoder(tokenizer, None, template, vocabulary=vocabulary)

@@ -36,9 +36,6 @@ _TYPES = ("text", "message")  # of a message, which say nothing more than its ro
 _NOTHING: tuple[object, ...] = (None, [], {})
 
 
-# ---------------------------------------------------------------------- texts
-
-
 def checked_text(where: str, text: str) -> str:
     """Return `text` if it can be written as UTF-8; else raise DataError."""
     if not is_text(text):
@@ -53,9 +50,6 @@ def as_text(field: str, value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"field is no text: {field!r} is {value}, not a finite number")
     return checked_text(f"field is no text: {field!r}", str(value))
-
-
-# ---------------------------------------------------------------------- messages
 
 
 def read_messages(field: str, value: object) -> list[Message]:

@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from skipdecode.common.jsonl import Fields
 from skipdecode.common.progress import note
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from skipdecode.data.chats import chat_fault, checked_variables, render_chat, token_ids, unused_fields, unused_roles
 from skipdecode.data.messages import checked_text
 from skipdecode.data.records import Record
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +40,12 @@ _PLAIN = PromptTemplate()
 class PromptEncoder:
     """Turns records into token ids.
 
-    Parameters
-    ----------
-    context : int or None
-        Tokens of the model's context (`context_length`): a prompt must leave room for one more.
-    template : PromptTemplate
-        Of the records: whether plain prompts are chats (which has been decided), their system message, and which field
-        may be cut. Chats always go through the chat template. Default: plain prompts.
-    vocabulary : int, optional
-        Tokens of the model (`vocabulary_size`): prompts with others are refused. Default: any.
-    told : set of str, optional
-        Fields that a note has named because they are not in the prompts: each is named once. Default: none yet.
-    variables : mapping, optional
-        Of the chat template, for every chat.
+    `context`: tokens of the model's context (`context_length`): a prompt must leave room for one more. `template`: of
+    the records: whether plain prompts are chats (which has been decided), their system message, and which field may be
+    cut. Chats always go through the chat template. Default: plain prompts. `vocabulary`: tokens of the model
+    (`vocabulary_size`): prompts with others are refused. Default: any. `told`: fields that a note has named because
+    they are not in the prompts: each is named once. Default: none yet. `variables`: of the chat template, for every
+    chat.
 
     Raises UsageError: the template is for chats and the tokenizer has no chat template, or it does not use a variable;
     ModelLoadError: the template is for chats and the chat template is no valid program; `encode` raises it at the first

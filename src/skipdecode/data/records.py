@@ -90,9 +90,6 @@ def _id(row: Fields) -> str | int | None:
     return checked_text("field 'id'", found) if isinstance(found, str) else found
 
 
-# ---------------------------------------------------------------------- records that cannot be used
-
-
 class Reject(NamedTuple):
     """A record that is left out: its 1-based line and why."""
 

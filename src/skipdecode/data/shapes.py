@@ -198,9 +198,6 @@ def field_names(row: Fields) -> str:
     return f"the record has {', '.join(names[:8]) or 'no field'}{', …' if len(names) > 8 else ''}"
 
 
-# ---------------------------------------------------------------------- responses
-
-
 def _answers(messages: list[Message]) -> Iterator[tuple[Prompt, Json]]:
     """Each answer that is learned, of text or calls of tools, with the messages before it."""
     learned = [message.pop("weight", 1) != 0 for message in messages]

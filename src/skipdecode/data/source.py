@@ -32,14 +32,7 @@ Source = str | Path | Sequence[Fields]
 class PromptSource:
     """The prompts of one input, which can be read repeatedly in constant memory.
 
-    Parameters
-    ----------
-    opened : Input
-        Closed by `close`.
-    format : {"jsonl", "csv", "tsv", "txt"}
-        How it is read.
-    field : str
-        Of a line of text, as a record.
+    `opened`: closed by `close`. `format`: how it is read. `field`: of a line of text, as a record.
     """
 
     def __init__(self, opened: Input, format: str, field: str = "prompt") -> None:
@@ -134,9 +127,6 @@ class PromptSource:
             return {self._field: decoded(raw)}
         except DataError as e:
             return e
-
-
-# ---------------------------------------------------------------------- records to learn from or to score
 
 
 @dataclass(frozen=True)

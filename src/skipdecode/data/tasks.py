@@ -120,9 +120,6 @@ def _presets() -> Traversable:
     return resources.files("skipdecode.data") / "presets"
 
 
-# ---------------------------------------------------------------------- reading with line numbers
-
-
 def _parse(text: str, check_metric: Callable[[str], object]) -> Task:
     import yaml
 

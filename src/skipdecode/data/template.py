@@ -10,17 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from skipdecode.common.jsonl import Fields, Json, Row
+from skipdecode.common.types import PreTrainedTokenizerBase
 from skipdecode.data.chats import chat_fault
 from skipdecode.data.messages import Message, as_text, chat_fields, read_messages
 from skipdecode.data.records import Record, read_records
 from skipdecode.data.shapes import PROMPT_FIELDS, Shape, field_names, fitting_shapes, found_field, prompt_shape, shaped
 from skipdecode.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TOKEN_IDS = "prompt_token_ids"  # vLLM's field, in place of a text
 Prompt = str | list[Message] | list[int] | Fields
@@ -35,26 +32,15 @@ A text goes into the template that the checkpoint was tuned on, else into the ch
 class PromptTemplate:
     """The prompt of a record as text with its fields in braces, and the fields that may hold its response.
 
-    Parameters
-    ----------
-    text : str, optional
-        Text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces. Default: the prompt as it is, in
-        the field that the record's shape has.
-    responses : tuple of str
-        Fields that may hold the response, or a list of references; the first one that a record has is used. Generation
-        needs none.
-    chat : bool, optional
-        Plain prompts go through the tokenizer's chat template as one user message; None: if there is one (`decided`).
-    truncate : str, optional
-        The field that is cut at its end if a prompt is longer than `max_prompt_tokens`.
-    max_prompt_tokens : int, optional
-        Longest prompt in tokens; goes with `truncate`.
-    shape : Shape, optional
-        Of the records. To learn from, `skipdecode.data.shapes.shaped` brings them to the fields `prompt` and
-        `response`: their text is the value of the only field, and their chats stay chats. To generate from, it has the
-        prompt's field; default: the fields of the text, else those of the record's own shape.
-    system : str, optional
-        The system message of every chat that has none.
+    `text`: text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces. Default: the prompt as it is,
+    in the field that the record's shape has. `responses`: fields that may hold the response, or a list of references;
+    the first one that a record has is used. Generation needs none. `chat`: plain prompts go through the tokenizer's
+    chat template as one user message; None: if there is one (`decided`). `truncate`: the field that is cut at its end
+    if a prompt is longer than `max_prompt_tokens`. `max_prompt_tokens`: longest prompt in tokens; goes with `truncate`.
+    `shape`: of the records. To learn from, `skipdecode.data.shapes.shaped` brings them to the fields `prompt` and
+    `response`: their text is the value of the only field, and their chats stay chats. To generate from, it has the
+    prompt's field; default: the fields of the text, else those of the record's own shape. `system`: the system message
+    of every chat that has none.
 
     Raises UsageError if the text names no field or holds more than plain fields, or `truncate` is none of them.
     """
@@ -115,8 +101,6 @@ class PromptTemplate:
             text = text[len(before) : len(text) - len(after)]
         return {name: text}
 
-    # ------------------------------------------------------------------ records to learn from or to score
-
     def example(self, record: Record, row: Fields) -> Record:
         """The record with a row's prompt and its responses that are not empty.
 
@@ -151,8 +135,6 @@ class PromptTemplate:
             return read_messages(name, row[name]), {}
         values = self.values(row) if self.shape is None else self.values_of_text(row["prompt"])
         return self.render(values), values
-
-    # ------------------------------------------------------------------ records to generate from
 
     def row(self, prompt: Prompt) -> Json:
         """A text, a chat or token ids as a row of a file."""

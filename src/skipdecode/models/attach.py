@@ -163,8 +163,6 @@ class Attachment:
     def __exit__(self, *exception: object) -> None:
         self.detach()
 
-    # ------------------------------------------------------------------ public
-
     @property
     def model(self) -> PreTrainedModel:
         """The transformers model that is gated (inside a PEFT wrapper, its base model)."""
@@ -226,8 +224,6 @@ class Attachment:
         for name in ("generate", "generate_batch"):
             self._model.__dict__.pop(name, None)
 
-    # ------------------------------------------------------------------ installation
-
     def _install(self) -> None:
         for name in ("generate", "generate_batch"):
             if name in self._model.__dict__:
@@ -241,8 +237,6 @@ class Attachment:
         # Instance attributes, so that the class and every other model of it stay as they are.
         self._model.__dict__["generate"] = self._generate
         self._model.__dict__["generate_batch"] = self._refuse_generate_batch
-
-    # ------------------------------------------------------------------ forward
 
     def _run_forward(self, forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> ModelOutput:
         """Run the model's own forward under a plan, on a `SkipCache`."""
@@ -349,8 +343,6 @@ class Attachment:
             if key is not None:
                 self._step_plans[key] = plan
         self._gate_state.plan = plan
-
-    # ------------------------------------------------------------------ generate
 
     def _generate(
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any

@@ -164,8 +164,6 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
             "afresh"
         )
 
-    # ------------------------------------------------------------------ bytes
-
     def tokens_held(self, layer: int) -> int:
         """Number of columns whose keys and values `layer` holds."""
         keys = getattr(self.layers[layer], "keys", None)

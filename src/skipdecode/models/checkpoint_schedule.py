@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.common.jsonl import Fields, Json
+from skipdecode.common.types import PeftModel, PretrainedConfig, PreTrainedModel
 from skipdecode.errors import ScheduleError
 from skipdecode.models.families import decoder_layers, lent_last, unwrap
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PretrainedConfig, PreTrainedModel
-
     from skipdecode.models.fit import Fit
 
 ADAPTER_FILE = "adapter_config.json"

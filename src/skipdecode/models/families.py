@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+from skipdecode.common.types import PeftConfig, PeftModel, PretrainedConfig, PreTrainedModel
 from skipdecode.errors import AttachError, ScheduleError, UnsupportedModelError
 from skipdecode.models.release import before
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import lent_order
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
     from torch.nn import Module, ModuleList
-    from transformers import PretrainedConfig, PreTrainedModel
 
 # Types of PEFT adapters, and entries of the configs of other types, with which an adapter is no change of weights.
 _NOT_OF_WEIGHTS = ("ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA")

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,13 +21,11 @@ from torch import Tensor, nn
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import Fields, Json
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.errors import FitError
 from skipdecode.models.families import decoder_layers, keys_and_values, unwrap
 from skipdecode.models.fit_maps import Bridge, PromptMap
 from skipdecode.schedule import Schedule
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FIT_FORMAT = 1
 MOST_TAPS = 2
@@ -45,16 +43,9 @@ _PARTS: dict[type, tuple[str, ...]] = {Bridge: ("down", "up", "bias"), PromptMap
 class Fit(nn.Module):
     """The bridges of a model's layers, and its prompt maps for one or more prompt sets.
 
-    Parameters
-    ----------
-    bridges : mapping of int to Bridge
-        By layer.
-    prompts : mapping of tuple of int to mapping of int to PromptMap
-        For each prompt set (`Schedule.prompt_layers`), the maps by layer.
-    taps : int
-        Number of preceding tokens that a prompt map takes as input.
-    about : dict
-        JSON-ready: a sample of the model's weights ("base"), and the settings of the fit.
+    `bridges`: by layer. `prompts`: for each prompt set (`Schedule.prompt_layers`), the maps by layer. `taps`: number of
+    preceding tokens that a prompt map takes as input. `about`: JSON-ready: a sample of the model's weights ("base"),
+    and the settings of the fit.
 
     Raises FitError: a number of layers, columns or taps, a prompt set, or a tensor's place, shape or values are not
     accepted.

@@ -25,10 +25,7 @@ def prompt_features(hidden: Tensor, text: Tensor | None, before: Tensor | None, 
     None: all columns are text. `before`: (rows, taps, hidden_size), normed states in front of the first column; None:
     zeros.
 
-    Returns
-    -------
-    (Tensor, Tensor)
-        The features (rows, columns, (taps + 1) * hidden_size), and `before` for the next columns.
+    Returns the features (rows, columns, (taps + 1) * hidden_size), and `before` for the next columns.
     """
     states = normed(hidden)
     if text is not None:

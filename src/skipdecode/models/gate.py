@@ -285,9 +285,6 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
     return keys, values
 
 
-# ---------------------------------------------------------------------- some columns of a layer's inputs
-
-
 @functools.cache
 def _positional_names(layer_class: Any) -> tuple[str, ...]:
     parameters = inspect.signature(layer_class.forward).parameters.values()

@@ -11,16 +11,14 @@ import importlib.metadata
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from skipdecode.common.environment import package_version
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.errors import UnsupportedFeatureError, UntestedVersionWarning
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Arguments = dict[str, Any]
 """Arguments of a call by name."""
@@ -70,10 +68,7 @@ def before(release: str) -> bool:
 def warn_if_untested() -> None:
     """Warn once for each installed package whose version is outside the range that was tested.
 
-    Warns
-    -----
-    UntestedVersionWarning
-        One sentence: the package, its version, the tested versions, and what to install.
+    Warns UntestedVersionWarning: one sentence: the package, its version, the tested versions, and what to install.
     """
     for requirement in _requirements():
         version = package_version(requirement.name)

@@ -49,14 +49,8 @@ def parse_schedule(
 ) -> Schedule:
     """The schedule of a text (see the module) for a model of `num_layers` layers.
 
-    Parameters
-    ----------
-    seq_len : int
-        Positions over which the budgets of a speed-up fall, unless `checkpoint_schedule` has a drop order.
-    checkpoint_schedule : Schedule, optional
-        The schedule of the checkpoint.
-    named : mapping of str to Schedule
-        Schedules that the text can name.
+    `seq_len`: positions over which the budgets of a speed-up fall, unless `checkpoint_schedule` has a drop order.
+    `checkpoint_schedule`: the schedule of the checkpoint. `named`: schedules that the text can name.
 
     Raises ScheduleError if the text has no such form, if the file cannot be read, or if the schedule does not fit the
     model.

@@ -19,9 +19,6 @@ PromptDepth = Literal["full", "max_exit"] | tuple[int, ...]
 _MOST_POSITIONS = 1_000_000
 
 
-# ---------------------------------------------------------------------- plain values
-
-
 def require_int(field: str, value: object) -> None:
     """Raise ScheduleError unless `value` is a whole number."""
     if type(unwrapped(value)) is not int:
@@ -50,9 +47,6 @@ def int_tuple(field: str, values: object, *, ordered: bool = True) -> tuple[int,
     for value in result:
         require_int(field, value)
     return result
-
-
-# ---------------------------------------------------------------------- orders
 
 
 def bottom_up(num_layers: int, warmup_layers: int) -> tuple[int, ...]:
@@ -172,9 +166,6 @@ def prompt_set(text: str, num_layers: int) -> PromptDepth:
         )
     layers = {layer for first, last in ranges for layer in range(first, last + 1)}
     return "full" if len(layers) == num_layers else tuple(sorted(layers))
-
-
-# ---------------------------------------------------------------------- budgets
 
 
 def linear(most: float, least: float, seq_len: int) -> tuple[int, ...]:

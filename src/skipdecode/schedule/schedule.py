@@ -226,8 +226,6 @@ class Schedule:
                 f"give one for {num_layers} layers"
             )
 
-    # ------------------------------------------------------------------ others from it
-
     def flattened(self) -> Self:
         """The constant schedule of the same mean budget (rounded) and drop order."""
         budgets = (max(self.budgets[-1], round(self.mean_budget())),)
@@ -282,8 +280,6 @@ class Schedule:
         else:
             budgets = layer_order.paper_budgets(self.num_layers, nominal_speedup, self.seq_len, self.warmup_layers)
         return replace(self, budgets=budgets, speedup=nominal_speedup, name="")
-
-    # ------------------------------------------------------------------ the known kinds
 
     @classmethod
     def full(cls, num_layers: int) -> Self:
@@ -403,8 +399,6 @@ class Schedule:
             tuple(range(prompt_layers)),
             name,
         )
-
-    # ------------------------------------------------------------------ JSON
 
     def to_dict(self) -> Json:
         """A JSON-ready dictionary, also the value of `skipdecode` in a model's config.json."""

@@ -49,6 +49,7 @@ _WRONG = {  # at full depth, without this plugin
 }
 _LAST = ("norm", "final_layernorm", "final_layer_norm", "ln_f")  # how decoders name the norm after the last layer
 Rows = slice | Tensor
+Layers = dict[int, nn.Module]  # by number
 _NORM = -1  # in the place of a layer's number
 
 
@@ -77,7 +78,7 @@ def check_projects(schedules: Iterable[Schedule], architecture: str, quantizatio
             )
 
 
-def find_layers(model: nn.Module, architecture: str, count: int) -> tuple[dict[int, nn.Module], int, nn.Module | None]:
+def find_layers(model: nn.Module, architecture: str, count: int) -> tuple[Layers, int, nn.Module | None]:
     """The decoder layers that this process holds, by number; the axis that counts rows; and the norm after the last.
 
     Raises UnsupportedModelError if the model has no list of `count` decoder layers.
@@ -101,39 +102,18 @@ def find_layers(model: nn.Module, architecture: str, count: int) -> tuple[dict[i
 class LayerGates:
     """The gates of one model.
 
-    Parameters
-    ----------
-    layers : dict of int to Module
-        The decoder layers of this process by their numbers in the model.
-    axis : int
-        Axis of a layer's inputs that counts rows: 0, or 1 for models that run through transformers' own code.
-    vllm_config : VllmConfig or None
-        Says how layers are compiled; None: not at all.
-    norm : Module or None
-        Compiled with them: it follows the last layer.
+    `layers`: the decoder layers of this process by their numbers in the model. `axis`: axis of a layer's inputs that
+    counts rows: 0, or 1 for models that run through transformers' own code. `vllm_config`: says how layers are
+    compiled; None: not at all. `norm`: compiled with them: it follows the last layer.
 
-    Attributes
-    ----------
-    pieces : LayerPieces
-        Runs layers in a step that skips.
-    projections : dict of int to KeyProjection
-        For the layers that some schedule projects.
-    bridges : dict of int to LayerBridge
-        For the layers that have one.
-    memory : TapMemory or None
-        For a fit whose maps of prompts take taps.
-    forward : _Forward or None
-        The step under way; None lets every layer run on everything.
-    finished : bool
-        Whether the last layer's gate was passed since the step began.
+    Attributes: `pieces`: runs layers in a step that skips. `projections`: for the layers that some schedule projects.
+    `bridges`: for the layers that have one. `memory`: for a fit whose maps of prompts take taps. `forward`: the step
+    under way; None lets every layer run on everything. `finished`: whether the last layer's gate was passed since the
+    step began.
     """
 
     def __init__(
-        self,
-        layers: dict[int, nn.Module],
-        axis: int = 0,
-        vllm_config: VllmConfig | None = None,
-        norm: nn.Module | None = None,
+        self, layers: Layers, axis: int = 0, vllm_config: VllmConfig | None = None, norm: nn.Module | None = None
     ) -> None:
         self.layers, self.axis = layers, axis
         self.pieces = LayerPieces(vllm_config, axis)
@@ -231,8 +211,6 @@ class _Forward:
                 return listed(done)
         return listed(pieces(forward, layer, arguments | given))
 
-    # ------------------------------------------------------------------ rows that sit a layer out
-
     def _project(self, index: int, arguments: Arguments, states: States) -> States:
         """Store keys and values of the rows that a layer projects; returns the states of those that run it."""
         step, gates = self._step, self._gates
@@ -281,8 +259,6 @@ class _Forward:
         bridge = self._gates.bridges[index]
         made: Tensor = self._gates.pieces(type(bridge).forward, bridge, given)
         return made
-
-    # ------------------------------------------------------------------ rows
 
     def _change_rows(self, states: States, kind: int) -> States:
         """Other rows than those at hand: first all of them, then those that are asked for."""

@@ -159,9 +159,6 @@ def _undo_environment() -> None:
     _set_by_us.clear()
 
 
-# ---------------------------------------------------------------------- requests
-
-
 def _check_requests() -> None:
     """Have vLLM's input processor check requests for engines that skip; may be called again."""
     from vllm.exceptions import VLLMValidationError

@@ -250,12 +250,8 @@ def _permute(input_batch: InputBatch, order: NDArray[np.int64]) -> None:
 
 
 _PER_REQUEST = (
-    "block_table_tensor",
-    "is_prefilling",
-    "encoder_seq_lens",
-    "encoder_seq_lens_cpu",
-    "rswa_prefix_lens",
-    "req_idx",
+    *("block_table_tensor", "is_prefilling", "encoder_seq_lens", "encoder_seq_lens_cpu"),
+    *("rswa_prefix_lens", "req_idx"),
 )
 _LENGTHS = ("seq_lens", "seq_lens_cpu_upper_bound", "_seq_lens_cpu")
 _PER_ROW = ("slot_mapping", "positions")

@@ -24,7 +24,7 @@ from skipdecode.vllm.step_rows import LayerLimits, StepBatch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
 _PREFIX = "skipdecode:"  # of the names of counts on their way to the front end
@@ -97,13 +97,7 @@ class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
         labels = (vllm_config.model_config.served_model_name, str(engine_index))
         self._metrics = {name: metric.labels(*labels) for name, metric in made.items()}
 
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        *args: object,
-        **kwargs: object,
-    ) -> None:
+    def record(self, scheduler_stats: SchedulerStats | None, *args: object, **kwargs: object) -> None:
         """Called by vLLM after every step."""
         if self._metrics and scheduler_stats is not None:
             for name, count in scheduler_stats.running_lora_adapters.items():

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skipdecode.common.progress import without_foreign_bars
+from skipdecode.common.types import Device, PeftConfig, PeftModel, PretrainedConfig, PreTrainedModel, Tensor
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.checkpoint_schedule import ADAPTER_FILE
 from skipdecode.models.families import check_adapter, unwrap
@@ -22,12 +22,6 @@ from skipdecode.models.loading.stored import (
     one_line,
     without_numbers,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from peft import PeftConfig, PeftModel
-    from torch import Tensor
-    from transformers import PretrainedConfig, PreTrainedModel
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Initial values for which PEFT changes the base, at each loading by other data or random numbers.
@@ -61,7 +55,7 @@ def check_mergeable(adapter: Path, config: PretrainedConfig) -> None:
             peft.PeftModel(without_numbers(config), settings).merge_and_unload()
 
 
-def put_adapter(model: PreTrainedModel, adapter: Path, device: torch.device) -> PeftModel:
+def put_adapter(model: PreTrainedModel, adapter: Path, device: Device) -> PeftModel:
     """A PeftModel of the model and an adapter in a directory, in eval mode; raises ModelLoadError if they differ."""
     import peft
 

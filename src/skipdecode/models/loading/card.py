@@ -96,9 +96,6 @@ def _is_own(card: bytes) -> bool:
     return _signed(card.decode(errors="replace").rpartition(_MARK)[0]).encode() == card
 
 
-# ---------------------------------------------------------------------- to a hub
-
-
 def push_to_hub(folder: str | Path, repo: str, *, private: bool = True) -> str:
     """Upload a directory of `prepare`, `tune` or `export`: model, tokenizer, schedule, fit, recipe, card and pictures.
 

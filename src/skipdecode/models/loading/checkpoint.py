@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
+from skipdecode.common.types import PeftModel, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.checkpoint_schedule import (
     ADAPTER_FILE,
@@ -35,10 +36,6 @@ from skipdecode.models.loading.stored import LAYER_COUNTS, check_values, library
 from skipdecode.models.recipe import Recipe, checkpoint_recipe, stored_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _BUNDLED = Path(__file__).parents[1] / "adapters"
 _NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{ADAPTER_FILE}")))

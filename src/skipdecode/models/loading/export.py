@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch import nn
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import PARTIAL, RunDirectory, write_whole, writing
 from skipdecode.common.progress import note
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel
 from skipdecode.errors import OptionError, ScheduleError, UsageError
 from skipdecode.models.checkpoint_schedule import drop_schedule
 from skipdecode.models.families import decoder_layers, find_family
@@ -35,21 +36,12 @@ from skipdecode.models.loading.saving import save_model, save_tuned
 from skipdecode.models.recipe import RECIPE_FILE
 from skipdecode.schedule import Schedule
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
 _DIRECTORY = RunDirectory("run of skipdecode export", {})
 FORMATS = ("auto", "hf", "gguf", "merged")
 _SOME_POSITIONS = 64  # of a speed-up; a flat schedule has no use for them
 _ONE_VALUE_A_LAYER = (
-    "layer_types",
-    "mlp_layer_types",
-    "attention_layers",
-    "no_rope_layers",
-    "layer_rope_theta",
-    "num_attention_heads_per_layer",
-    "intermediate_size",
-    "activation_sparsity_pattern",
+    *("layer_types", "mlp_layer_types", "attention_layers", "no_rope_layers", "layer_rope_theta"),
+    *("num_attention_heads_per_layer", "intermediate_size", "activation_sparsity_pattern"),
 )
 _COUNTS_FROM_BELOW = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _LISTS_OF_NUMBERS = ("moe_layers", "attn_layer_indices")
@@ -178,9 +170,6 @@ def _loaded(checkpoint: Checkpoint, dtype: str, *, require_tokenizer: bool) -> L
     name = str(first).removeprefix("torch.")
     loaded = load_model(checkpoint, dtype=name, device="cpu", require_tokenizer=require_tokenizer)
     return replace(loaded, model=merge_adapter(loaded.model).to(wanted))
-
-
-# ---------------------------------------------------------------------- parts
 
 
 def check_exportable(schedule: Schedule, checkpoint: Checkpoint) -> tuple[int, ...]:

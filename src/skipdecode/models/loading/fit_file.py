@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.errors import FitError, UsageError
 from skipdecode.models.checkpoint_schedule import FIT_FILE, digest_of_model
 from skipdecode.models.families import unwrap
@@ -19,8 +20,6 @@ from skipdecode.models.loading.weights_sample import base_sample, is_other_model
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from skipdecode.models.fit import Fit
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.common.jsonl import Json
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Tensor
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TensorNameMap
-    from torch import Tensor
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 KINDS = ("bf16", "f16", "q8_0", "q4_0", "q4_1")
 # transformers' model type -> GGUF's architecture, and whether its rotary pairs are neighbours instead of halves.

@@ -208,8 +208,6 @@ class GgufFile:
             "final_logit_softcapping": self._number("final_logit_softcapping", 0) or None,
         }
 
-    # ------------------------------------------------------------------ rotary positions
-
     def _rope(self, head_dim: int) -> Json:
         kind = self._get("rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):

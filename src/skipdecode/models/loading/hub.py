@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skipdecode.common.jsonl import Json, read_json
 from skipdecode.common.progress import note, without_foreign_bars
+from skipdecode.common.types import Device, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.models.checkpoint_schedule import GENERATION_FILE, record_tuned_under, store_in_adapter
 from skipdecode.models.families import unwrap
@@ -31,21 +31,11 @@ from skipdecode.models.loading.stored import (
 )
 from skipdecode.models.loading.weights_sample import base_sample, check_base, keep_base_sample
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Without one of these files, transformers either fails or makes an empty tokenizer.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model"),
 )
 
 
@@ -106,9 +96,6 @@ def _listed(tokens: int | list[int] | None) -> list[int]:
     return [int(token) for token in (tokens if isinstance(tokens, list) else [tokens]) if token is not None]
 
 
-# ---------------------------------------------------------------------- parts
-
-
 def _tokenizer(checkpoint: Checkpoint, required: bool) -> PreTrainedTokenizerBase | None:
     """The adapter's tokenizer if it has one, else the model's; None if neither has one and it is not `required`."""
     from transformers import AutoTokenizer
@@ -154,7 +141,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def choose_device(device: str | None) -> torch.device:
+def choose_device(device: str | None) -> Device:
     """The torch device of this name, by default the first GPU, else the CPU; raises UsageError for other names."""
     import torch
 
@@ -171,7 +158,7 @@ def choose_device(device: str | None) -> torch.device:
     raise UsageError(f"device {device!r} is not accepted here: give {', '.join(['cpu', *gpus])}{reason}")
 
 
-def _base_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
+def _base_model(checkpoint: Checkpoint, dtype: str, device: Device) -> PreTrainedModel:
     """The base model's weights, each of which the checkpoint has in the right shape."""
     from transformers import AutoModelForCausalLM
 

@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
@@ -24,6 +23,7 @@ from torch import Tensor
 from skipdecode.common.files import give_usual_mode, write_whole, writing
 from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.progress import note, without_foreign_bars
+from skipdecode.common.types import PeftModel, PreTrainedModel, PreTrainedTokenizerBase
 from skipdecode.models.checkpoint_schedule import (
     FIT_FILE,
     GENERATION_FILE,
@@ -36,10 +36,6 @@ from skipdecode.models.fit import Fit, fit_of, fit_state, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _CONFIG, _WEIGHTS, _TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 _PEFT_WEIGHTS = "adapter_model.safetensors"

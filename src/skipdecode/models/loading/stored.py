@@ -11,16 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from skipdecode.common.environment import read_in_turn
 from skipdecode.common.jsonl import Json
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel, Tensor
 from skipdecode.errors import ModelLoadError, SkipDecodeError
 from skipdecode.models.families import FAMILIES, drop_unread, layer_windows, layers_in
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PretrainedConfig, PreTrainedModel
 
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -219,9 +216,6 @@ def without_wrappers(stored: Iterable[str]) -> dict[str, str] | None:
     return None
 
 
-# ---------------------------------------------------------------------- what was loaded
-
-
 def unused_tensors(
     unexpected: Iterable[str], stored: Mapping[str, StoredTensor], own: Iterable[str], config: PretrainedConfig
 ) -> set[str]:
@@ -256,16 +250,9 @@ def check_tensors(
 ) -> None:
     """Raise an error if the loaded weights are not the model's.
 
-    Parameters
-    ----------
-    where : str
-        The directory or hub id of the weights.
-    tensors : iterable of (name, tensor)
-        The loaded tensors, which must be finite.
-    missing, unexpected : collection of str
-        Tensors of the model that the file lacks, and tensors of the file that the model lacks (a config with fewer
-        layers, or other names).
-    mismatched : collection of (name, shape in the file, shape in the model)
+    `where`: the directory or hub id of the weights. `tensors`: the loaded tensors, which must be finite. `missing`,
+    `unexpected`: tensors of the model that the file lacks, and tensors of the file that the model lacks (a config with
+    fewer layers, or other names). `mismatched`: names with the shapes in the file and in the model.
 
     Raises ModelLoadError: the message names the first tensors of each fault.
     """

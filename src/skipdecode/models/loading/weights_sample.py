@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.progress import note
+from skipdecode.common.types import PeftModel, PreTrainedModel
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.store import SOURCE_FILE
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-
 
 _PLACES = 64
 _CAST = 0.004
