@@ -146,11 +146,11 @@ class _Session:
         else:
             raise UsageError(f"unknown command /{name}: /help lists the commands")
 
-    def _switch(self, asked: str) -> None:
+    def _switch(self, requested: str) -> None:
         from skipdecode.generation.stats import schedule_line
 
-        file = schedule_file(f"{self._config.model}-{asked}")
-        named = file if file in self._config.checkpoint.schedule_files else asked
+        file = schedule_file(f"{self._config.model}-{requested}")
+        named = file if file in self._config.checkpoint.schedule_files else requested
         self._schedule = self._llm.schedule_of(named, self._config.max_new_tokens)
         note(schedule_line(self._schedule, "from the next turn on"))
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from skipdecode.models.loading.checkpoint import Checkpoint
 
 
-def _files_of_run(place: str) -> list[Path]:
-    path = Path(place)
+def _files_of_run(run: str) -> list[Path]:
+    path = Path(run)
     folder = path if path.is_dir() else path.parent
     return [path, folder / "run.json", folder / "outputs.jsonl"]
 
@@ -154,7 +154,7 @@ def _evaluated(config: Config) -> Scores:
     return evaluate(
         config.checkpoint,
         config.data,
-        _asked_schedules(config),
+        _schedules(config),
         task=config.task or None,
         prompts=config.prompts,
         base=config.base if config.without_references else None,
@@ -164,7 +164,7 @@ def _evaluated(config: Config) -> Scores:
     )
 
 
-def _asked_schedules(config: Config) -> Schedule | list[Schedule]:
+def _schedules(config: Config) -> Schedule | list[Schedule]:
     """The schedules that the options name: a single one, or a list; their origins are printed. Needs no weights."""
     from skipdecode.generation.speed import method_name
 

@@ -291,8 +291,8 @@ def _tell(config: Config, stats: RunStats, settings: Json) -> None:
 
     for line in summary_lines(stats):
         note(line)
-    if asked := stats.short_heads + stats.head_fallbacks:
-        detail(f"the 8-bit copy of the head decided {stats.short_heads} of {asked} forwards")
+    if forwards := stats.short_heads + stats.head_fallbacks:
+        detail(f"the 8-bit copy of the head decided {stats.short_heads} of {forwards} forwards")
     if stats.comparison is not None:
         for line in stats.comparison.lines():
             note(line)

@@ -74,10 +74,10 @@ def _checked_span(row: Row, lines: int, name: str, line: int) -> Row:
     """The record; an error gets the number of lines; raises DataError if the lines are probably other records."""
     if not isinstance(row, DataError) or lines == 1:
         return row
-    told = f"{row}; the record has {lines} lines"
+    message = f"{row}; the record has {lines} lines"
     if lines > _MOST_LINES:
-        raise DataError(f"{told} of {name}: close its open quote, or double the quote if it is text", line)
-    return DataError(told, id=row.id)
+        raise DataError(f"{message} of {name}: close its open quote, or double the quote if it is text", line)
+    return DataError(message, id=row.id)
 
 
 def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:

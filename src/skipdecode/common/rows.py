@@ -64,12 +64,12 @@ def check_streams(paths: Iterable[str]) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))  # set by accelerate launch and torchrun
     seen: set[str] = set()
     for path in filter(is_stream, paths):
-        place = os.path.realpath("/dev/stdin" if path == "-" else path)
+        target = os.path.realpath("/dev/stdin" if path == "-" else path)
         if processes > 1:
             raise UsageError(f"{path} can be read only once, and {processes} processes would read it: give a file")
-        if place in seen:
+        if target in seen:
             raise UsageError(f"{path} is given twice and can be read only once: give a file")
-        seen.add(place)
+        seen.add(target)
 
 
 class Input:

@@ -243,7 +243,7 @@ class Attachment:
         call = self._arguments.named(args, kwargs)
         prompt_length = call.pop("prompt_length", None)
         if self._rotary.active:
-            self._rotary.place(call, self._arguments.columns(call))
+            self._rotary.set_positions(call, self._arguments.columns(call))
         if self._paused:
             return forward(**call)
         try:

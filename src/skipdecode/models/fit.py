@@ -95,9 +95,9 @@ class Fit(nn.Module):
 
     def serves(self, schedule: Schedule) -> bool:
         """Whether each layer that a schedule skips has a bridge, and its prompts have maps where they need some."""
-        asked = schedule.prompt_layers()
+        prompt = schedule.prompt_layers()
         return all(self.bridge(layer) is not None for layer in schedule.dropped) and not (
-            schedule.projected and asked not in self.prompt_sets
+            schedule.projected and prompt not in self.prompt_sets
         )
 
     def describe(self) -> str:
@@ -146,12 +146,12 @@ class Fit(nn.Module):
 
     def check_prompts(self, schedule: Schedule, name: object = "the fit") -> None:
         """Raise FitError if prompts of this schedule need maps, and the fit has maps for other prompt sets only."""
-        asked = schedule.prompt_layers()
-        if schedule.projected and self.prompt_sets and asked not in self.prompt_sets:
+        prompt = schedule.prompt_layers()
+        if schedule.projected and self.prompt_sets and prompt not in self.prompt_sets:
             made = " or ".join(str(list(layers)) for layers in self.prompt_sets)
             raise FitError(
                 f"{name} has keys and values of prompts that run layers {made}, but under schedule "
-                f"{schedule.name!r} they run {list(asked)}: fit it with skipdecode prepare"
+                f"{schedule.name!r} they run {list(prompt)}: fit it with skipdecode prepare"
             )
 
     def digest(self) -> str:

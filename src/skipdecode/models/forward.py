@@ -122,8 +122,8 @@ class CallArguments:
         cache.
         """
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-            asked = call.get(name)
-            if getattr(self._config, name, False) if asked is None else asked:
+            requested = call.get(name)
+            if getattr(self._config, name, False) if requested is None else requested:
                 raise UnsupportedFeatureError(f"{name} is not supported under a schedule: {_NO_STATES}")
         if any(call.get(name) is not None for name in _PACKED) or self._packed(call):
             raise UnsupportedFeatureError(
@@ -233,7 +233,7 @@ class RowRotary:
                 if "dynamic" in kind:
                     self._start_anew(layer_type, next(self._module.buffers()).device)
 
-    def place(self, call: Arguments, columns: int) -> None:
+    def set_positions(self, call: Arguments, columns: int) -> None:
         """Set each token's position in its text, and 0 for padding, in the arguments of a forward."""
         mask = call.get("attention_mask")
         if not self.active or not isinstance(mask, Tensor) or mask.dim() != 2:

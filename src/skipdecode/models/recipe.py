@@ -111,14 +111,14 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
     for speed-ups and prompt layers that the target's order does not allow.
     """
     nominal = target.nominal_speedup
-    asked = [target if speedup == nominal else target.with_speedup(speedup) for speedup in speedups]
-    asked = [target if (one.budgets, one.prompt) == (target.budgets, target.prompt) else one for one in asked]
-    if target in asked:
-        asked.remove(target)
+    sampled = [target if speedup == nominal else target.with_speedup(speedup) for speedup in speedups]
+    sampled = [target if (one.budgets, one.prompt) == (target.budgets, target.prompt) else one for one in sampled]
+    if target in sampled:
+        sampled.remove(target)
     sets = [own for text in prompts if (own := prompt_set(text, target.num_layers)) != target.prompt]
-    split = (one.with_prompt(own) for own in sets for one in (target, *asked) if not one.is_full)
+    split = (one.with_prompt(own) for own in sets for one in (target, *sampled) if not one.is_full)
     named, found = {target.name: target}, []
-    for one in (*asked, *split):
+    for one in (*sampled, *split):
         while named.setdefault(one.name, one) != one:  # such as a name shared by custom and linear budgets
             one = replace(one, name="", variant="-".join(filter(None, (one.variant, "sampled"))))
         found.append(one)

@@ -118,8 +118,8 @@ def _refusal(config: VllmConfig) -> str | None:
         not in (None, *_SCHEDULERS.values()),
         "model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
     }
-    for what, asked in refused.items():
-        if asked:
+    for what, is_requested in refused.items():
+        if is_requested:
             return f"{what} does not work with skipped layers: start vLLM without it"
     return None
 

@@ -93,8 +93,8 @@ class KeyProjection(nn.Module):
 
     def __init__(self, layer: nn.Module, maps: PromptMaps | None = None, shard: tuple[int, int] = (0, 1)) -> None:
         super().__init__()
-        place, target = next((name, part) for name, part in layer.named_modules() if hasattr(part, "kv_cache"))
-        attention = layer.get_submodule(place.rpartition(".")[0])
+        path, target = next((name, part) for name, part in layer.named_modules() if hasattr(part, "kv_cache"))
+        attention = layer.get_submodule(path.rpartition(".")[0])
         if getattr(target.attn_backend, "forward_includes_kv_cache_update", True):
             raise UnsupportedFeatureError(
                 f"schedules that project a prompt's keys and values do not work with the attention backend "
@@ -246,20 +246,20 @@ def tap_rows(batch: StepBatch, taps: int, blocks: NDArray[np.int32], block_size:
     within = np.arange(batch.num_rows) - np.repeat(np.cumsum(batch.rows) - batch.rows, batch.rows)
     position = batch.start[request] + within
 
-    def place(at: NDArray[np.int64]) -> NDArray[np.int64]:
+    def memory_index(at: NDArray[np.int64]) -> NDArray[np.int64]:
         known: NDArray[np.int64] = blocks[request, np.maximum(at, 0) // block_size].astype(np.int64) * taps + at % taps
         return known
 
     back = np.arange(1, taps + 1)[:, None]
     here = within >= back
     rows = np.where(here, np.arange(batch.num_rows) - back, -1)
-    earlier = np.stack([place(position - tap) for tap in range(1, taps + 1)])
+    earlier = np.stack([memory_index(position - tap) for tap in range(1, taps + 1)])
     places = np.where(~here & (position >= back), earlier, -1)
     # The last prompt token runs the layers, so it is no tap of a token that does not.
     end = np.minimum(batch.start + batch.rows, batch.prompt - 1)[request]
     next_block = (position // block_size + 1) * block_size
     kept = np.flatnonzero((position < end) & (position + taps >= np.minimum(end, next_block)))
-    kept_at = place(position)[kept]
+    kept_at = memory_index(position)[kept]
     # vLLM shares a block from the step on that fills it.
     filled = {(at, position[row]): row for at, row in zip(kept_at.tolist(), kept.tolist(), strict=True)}
     for tap, row in zip(*np.nonzero(places >= 0), strict=True):

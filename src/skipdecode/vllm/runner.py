@@ -238,15 +238,15 @@ def _shard() -> tuple[int, int]:
 
 def _permute(input_batch: InputBatch, order: NDArray[np.int64]) -> None:
     """Bring the batch into an order by vLLM's own swaps."""
-    place = list(range(len(order)))  # where each request is that was first here
+    index_of = list(range(len(order)))  # where each request is that was first here
     holds = list(range(len(order)))
     for target, wanted in enumerate(order.tolist()):
-        source = place[wanted]
+        source = index_of[wanted]
         if source != target:
             input_batch.swap_states(target, source)
             other = holds[target]
             holds[target], holds[source] = wanted, other
-            place[wanted], place[other] = target, source
+            index_of[wanted], index_of[other] = target, source
 
 
 _PER_REQUEST = (

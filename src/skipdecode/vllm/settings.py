@@ -76,10 +76,10 @@ class PluginSettings(Options):
 
     def index_of(self, request: Request | EngineCoreRequest) -> int:
         """The number of the schedule of a vLLM request; raises as `index`."""
-        asked = (request.sampling_params and request.sampling_params.extra_args) or {}
-        if "exact" in asked:
+        arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
+        if "exact" in arguments:
             raise ScheduleError("exact is not vLLM's: skipdecode serve has it, and vLLM its speculative_config")
-        return self.index(asked.get(KEY))
+        return self.index(arguments.get(KEY))
 
     @classmethod
     def of_engine(cls, vllm_config: VllmConfig) -> Self | None:

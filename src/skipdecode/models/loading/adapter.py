@@ -107,9 +107,9 @@ def add_tokens(model: PreTrainedModel, adapter: Path) -> None:
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: f"base_model.model.{name}" for name, module in model.named_modules()}
     whole = {
-        (place, tensor.shape[0])
-        for place in (names[table], names[head])
-        for name in (f"{place}.weight", f"{place}.base_layer.weight")
+        (module, tensor.shape[0])
+        for module in (names[table], names[head])
+        for name in (f"{module}.weight", f"{module}.base_layer.weight")
         if (tensor := stored.get(name)) is not None
     }
     parts = {(f"{names[table]}.lora_embedding_A", 1), (f"{names[head]}.lora_B.weight", 0)}
@@ -117,7 +117,7 @@ def add_tokens(model: PreTrainedModel, adapter: Path) -> None:
     own = table.weight.shape[0]
     if found <= {own}:
         return
-    held = {place for place, _ in whole}
+    held = {module for module, _ in whole}
     # With one tensor for both, the head has the table's rows, unless PEFT trained a copy of the table.
     copied = any(names[table].endswith(name) for name in settings.get("modules_to_save") or ())
     follows = head.weight is table.weight and (not copied or settings.get("ensure_weight_tying"))

@@ -281,7 +281,7 @@ def _cut_config(config: PretrainedConfig, layers: tuple[int, ...]) -> None:
             setattr(config, name, sum(number < count for number in layers))
     for name in _LISTS_OF_NUMBERS:
         if (numbers := getattr(config, name, None)) is not None:
-            setattr(config, name, [place for place, number in enumerate(layers) if number in numbers])
+            setattr(config, name, [index for index, number in enumerate(layers) if number in numbers])
     if hasattr(config, "decoder_sparse_step"):
         step, dense = config.decoder_sparse_step, config.mlp_only_layers
         config.mlp_only_layers = [i for i, number in enumerate(layers) if number in dense or (number + 1) % step]
@@ -293,7 +293,7 @@ def _cut_kinds(config: PretrainedConfig, layers: tuple[int, ...]) -> None:
     if shared := getattr(config, "num_kv_shared_layers", None):
         config.num_kv_shared_layers = sum(number >= config.num_hidden_layers - shared for number in layers)
     if (own := config.to_dict().get("per_layer_config")) is not None:
-        config.per_layer_config = {place: own[str(n)] for place, n in enumerate(layers) if str(n) in own}
+        config.per_layer_config = {index: own[str(n)] for index, n in enumerate(layers) if str(n) in own}
 
 
 def _fold_layer_scale(kept: Any, layers: tuple[int, ...], config: PretrainedConfig) -> None:

@@ -65,12 +65,12 @@ def _named(file: GgufFile) -> Iterator[tuple[str, ReaderTensor, str]]:
     """Names of transformers, the file's tensors, and GGUF's name without its layer."""
     _, _, names = MODELS[file.name]
     for name, tensor in file.tensors.items():
-        *place, part, kind = name.split(".")
+        *path, part, kind = name.split(".")
         if (name == "rope_freqs.weight" and file.name == "llama") or (name == "output.weight" and file.is_tied()):
             continue
-        if kind in ("weight", "bias") and place[:1] == ["blk"] and part in names:
-            yield f"model.layers.{place[1]}.{names[part]}.{kind}", tensor, part
-        elif kind in ("weight", "bias") and not place and part in _OUTER:
+        if kind in ("weight", "bias") and path[:1] == ["blk"] and part in names:
+            yield f"model.layers.{path[1]}.{names[part]}.{kind}", tensor, part
+        elif kind in ("weight", "bias") and not path and part in _OUTER:
             yield f"{_OUTER[part]}.{kind}", tensor, part
         else:
             raise ModelLoadError(f"{file.path} has a tensor {name}, which is not known: give its safetensors")

@@ -56,8 +56,8 @@ def ask_hub(name: str) -> HubAnswer:
         validate_repo_id(repo_id)
     except HFValidationError:
         return HubAnswer("absent", "it has not the form of a hub id")
-    asked, earlier = _unreachable.get(constants.ENDPOINT, (0.0, None))
-    if earlier is not None and time.monotonic() - asked < _REMEMBERED_SECONDS:
+    failed_at, earlier = _unreachable.get(constants.ENDPOINT, (0.0, None))
+    if earlier is not None and time.monotonic() - failed_at < _REMEMBERED_SECONDS:
         return earlier
     try:
         info = HfApi().model_info(repo_id, revision=revision or None, timeout=TIMEOUT_SECONDS)
@@ -90,13 +90,13 @@ def snapshot(name: str, patterns: Sequence[str], answer: HubAnswer, *, bars: boo
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     repo, _, revision = name.partition("@")
-    asked = [*patterns] if answer.state == "found" else []
-    options: Json = {"revision": revision or None, "local_files_only": not asked}
+    patterns_to_fetch = [*patterns] if answer.state == "found" else []
+    options: Json = {"revision": revision or None, "local_files_only": not patterns_to_fetch}
     try:
         with without_foreign_bars(downloads=bars):
-            return Path(snapshot_download(repo, allow_patterns=asked, ignore_patterns=["*/*"], **options))
+            return Path(snapshot_download(repo, allow_patterns=patterns_to_fetch, ignore_patterns=["*/*"], **options))
     except Exception as e:  # also of the HTTP library under the client, whose classes differ between its versions
-        if not asked and isinstance(e, LocalEntryNotFoundError):
+        if not patterns_to_fetch and isinstance(e, LocalEntryNotFoundError):
             return None
         raise ModelLoadError(f"{name} cannot be fetched from the hub: {' '.join(str(e).split())[:200]}") from e
 
