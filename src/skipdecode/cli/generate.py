@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from skipdecode.cli.options import (
     ChatOptions,
@@ -37,7 +37,7 @@ from skipdecode.cli.options import (
 )
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import json_line, read_json
+from skipdecode.common.jsonl import Json, json_line, read_json
 from skipdecode.common.options import OVERWRITE, Reads, Writes, option, setting
 from skipdecode.common.progress import detail, note, progress_bar
 from skipdecode.common.rows import FORMATS
@@ -61,9 +61,9 @@ from skipdecode.generation.records import (
     output_files,
     plain_text,
 )
-from skipdecode.models.carried import tuned_template
-from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.checkpoint import served_name
+from skipdecode.models.loading.identity import checkpoint_digest
+from skipdecode.models.recipe import tuned_template
 
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
@@ -225,7 +225,7 @@ def _note_template(config: Config, template: PromptTemplate, tuned: PromptTempla
         note(f"prompts go into the model's chat template {back}")
 
 
-def _settings(config: Config, llm: LLM, decoding: Decoding) -> dict[str, Any]:
+def _settings(config: Config, llm: LLM, decoding: Decoding) -> Json:
     """What the output depends on beside the input, JSON-ready."""
     return {
         "model": llm.loaded.checkpoint.name,
@@ -300,13 +300,13 @@ def _line(config: Config, llm: LLM, output: Output) -> Mapping[str, object]:
     return output.to_record(output.prompt if config.include_prompt else None)
 
 
-def _tell(config: Config, stats: RunStats, settings: dict[str, Any]) -> None:
+def _tell(config: Config, stats: RunStats, settings: Json) -> None:
     from skipdecode.generation.stats import summary_lines
 
     for line in summary_lines(stats):
         note(line)
-    if asked := stats.short_heads + stats.head_fallbacks:
-        detail(f"the 8-bit copy of the head decided {stats.short_heads} of {asked} forwards")
+    if forwards := stats.short_heads + stats.head_fallbacks:
+        detail(f"the 8-bit copy of the head decided {stats.short_heads} of {forwards} forwards")
     if stats.comparison is not None:
         for line in stats.comparison.lines():
             note(line)

@@ -30,8 +30,8 @@ from skipdecode.generation.loop import TextLoop
 from skipdecode.generation.stats import RunStats
 from skipdecode.generation.stream import TextStream
 from skipdecode.generation.text_model import TextModel
-from skipdecode.models.carried import tuned_template
 from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
+from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
 

@@ -15,8 +15,8 @@ from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.engine.requests import Request
 from skipdecode.generation.detokenizer import TokenTexts
-from skipdecode.models.carried import Recipe, tuned_template
 from skipdecode.models.families import check_schedule, decoder_layers, unwrap
+from skipdecode.models.recipe import Recipe, tuned_template
 from skipdecode.schedule import Schedule
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
