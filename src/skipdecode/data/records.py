@@ -28,7 +28,7 @@ class OwnSettings:
     sampling: Fields  # fields of `skipdecode.engine.Sampling`
     max_new_tokens: int | None = None
     stop: StopStrings | None = None
-    json_schema: object = None
+    json_schema: Mapping[str, object] | str | None = None
     calling: ToolChoice = field(default_factory=ToolChoice)
 
 
