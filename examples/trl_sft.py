@@ -18,7 +18,7 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from skipdecode import Schedule, attach
-from skipdecode.models.carried import SCHEDULE_FILE
+from skipdecode.models.checkpoint_schedule import SCHEDULE_FILE
 from skipdecode.models.loading.hub import load_model
 
 

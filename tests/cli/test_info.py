@@ -16,7 +16,7 @@ from skipdecode.cli import main
 from skipdecode.engine.kernels import instructions, load_library, targets
 from skipdecode.engine.kernels.targets import find_compiler
 from skipdecode.models.families import FAMILIES, decoder_layers, projection
-from skipdecode.models.loading.beside import add_model
+from skipdecode.models.loading.store import add_model
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, OPTIONS, tiny_model
 

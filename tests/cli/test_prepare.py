@@ -36,7 +36,7 @@ from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.prepared import neighbours
 from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions, SearchSize
 from skipdecode.learning.stages import Clock, Evaluation, FullDepth, Layers, Stages, Timing, Tuning
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model

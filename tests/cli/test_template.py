@@ -16,8 +16,8 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.data.template import PromptTemplate
 from skipdecode.evaluation.results import load_run
-from skipdecode.models.carried import Recipe
 from skipdecode.models.loading.hub import load_model
+from skipdecode.models.recipe import Recipe
 from skipdecode.serving.service import Service, open_service
 from textgen_tools import read_rows, save_tiny_model, write_rows
 from tiny import LAYERS

@@ -18,7 +18,7 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import UsageError
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.schedule.grammar import schedule_picture
 from tiny import LAYERS, tiny_model
 

@@ -21,7 +21,7 @@ from skipdecode.engine import opening
 from skipdecode.engine.opening import open_engines
 from skipdecode.errors import UsageError
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.beside import add_model
+from skipdecode.models.loading.store import add_model
 from textgen_tools import read_rows, save_tiny_model, write_rows
 from tiny import LAYERS, tiny_model
 

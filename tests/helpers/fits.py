@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from oracle import layer_list
-from skipdecode.models.fit import Bridge, Fit, PromptMap
+from skipdecode.models.fit import Fit
+from skipdecode.models.fit_maps import Bridge, PromptMap
 
 __all__ = ["projections", "random_fit"]
 

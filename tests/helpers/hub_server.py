@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from skipdecode.models.loading import beside
+from skipdecode.models.loading import hub_files
 
 _ports = [0]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -122,5 +122,5 @@ def use_hub(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    monkeypatch.setattr(beside, "TIMEOUT_SECONDS", 1.0)
-    monkeypatch.setattr(beside, "_unreachable", {})
+    monkeypatch.setattr(hub_files, "TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(hub_files, "_unreachable", {})

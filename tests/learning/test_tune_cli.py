@@ -23,9 +23,9 @@ from skipdecode.cli import main
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens
 from skipdecode.learning.checkpoint import read_log
-from skipdecode.models.carried import Recipe
-from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.weights_sample import base_entry
+from skipdecode.models.recipe import Recipe
 from tiny import tiny_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 

@@ -26,7 +26,7 @@ from skipdecode.learning.checkpoint import read_log
 from skipdecode.learning.objective import Objective
 from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.trainer import Tuner
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.hub import load_model
 from tuning_data import LAYERS, records, save_model, tuning_model

@@ -22,9 +22,9 @@ from skipdecode.engine.kernels.spec import FitSpec, LinearSpec
 from skipdecode.engine.model_spec import read_model
 from skipdecode.engine.requests import Request
 from skipdecode.errors import FitError, UnfitModelError
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit, keep_fit
-from skipdecode.models.loading.base_weights import FitFile
+from skipdecode.models.loading.fit_file import FitFile
 from tiny import LAYERS, shared_model, tiny_model
 
 LOWER = (0, 1, 2)

@@ -18,14 +18,14 @@ from hub_server import hub_of, use_hub
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
 from skipdecode.errors import FitError, ModelLoadError
-from skipdecode.models.carried import FIT_FILE, SCHEDULE_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE, SCHEDULE_FILE
 from skipdecode.models.fit import Fit, fit_of, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.base_weights import base_sample
-from skipdecode.models.loading.beside import beside
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.hub_files import find_file
 from skipdecode.models.loading.saving import save_tuned
+from skipdecode.models.loading.weights_sample import base_sample
 from tiny import LAYERS, tiny_model
 
 LOWER = (0, 1, 2)
@@ -161,4 +161,4 @@ def test_a_hub_id_brings_its_fit_and_keeps_it_without_the_hub(
         load_model("owner/whole", device="cpu")
     assert text(load_model("owner/whole", device="cpu").model) == expected
     with pytest.raises(ModelLoadError, match="does not say"):
-        beside("owner/other", SCHEDULE_FILE)
+        find_file("owner/other", SCHEDULE_FILE)

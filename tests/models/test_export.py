@@ -17,7 +17,7 @@ from fits import random_fit
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
 from skipdecode.errors import OptionError, OutputError, UsageError
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.families import FAMILIES
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.export import check_exportable, cut_model

@@ -28,12 +28,13 @@ from skipdecode.errors import DepthWarning, FitError, UntunedScheduleWarning, Us
 from skipdecode.evaluation.scores import token_fidelity
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.settings import FitOptions
-from skipdecode.models.carried import FIT_FILE, bundled_schedules, schedule_file
+from skipdecode.models.checkpoint_schedule import FIT_FILE, bundled_schedules, schedule_file
 from skipdecode.models.families import decoder_layers, keys_and_values, projects
-from skipdecode.models.fit import Fit, PromptMap, keep_fit
-from skipdecode.models.loading.base_weights import base_sample
+from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.fit_maps import PromptMap
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.weights_sample import base_sample
 from textgen_tools import save_tiny_model
 from tiny import LATER, LAYERS, OPTIONS, ragged_prompts, shared_model, tiny_model
 

@@ -28,11 +28,11 @@ from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, ScheduleError
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.base_weights import base_entry
-from skipdecode.models.loading.beside import add_model
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.store import add_model
+from skipdecode.models.loading.weights_sample import base_entry
 from tiny import LATER, LAYERS, OPTIONS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)

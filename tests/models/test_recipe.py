@@ -12,9 +12,9 @@ from checkpoints import save_adapter, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError
-from skipdecode.models.carried import Recipe, tuned_template
-from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.checkpoint import open_checkpoint
+from skipdecode.models.loading.weights_sample import base_sample
+from skipdecode.models.recipe import Recipe, tuned_template
 from tiny import LAYERS, tiny_model
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)

@@ -20,9 +20,9 @@ from skipdecode.cli import main
 from skipdecode.cost.model import CostModel
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.beside import add_model, cached_models, stored_model
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.store import add_model, cached_models, stored_model
 from tiny import tiny_model
 
 
@@ -158,7 +158,7 @@ def test_a_request_target_is_planned_from_a_measurement(capsys: Any) -> None:
 # A builder that writes half of a model and then dies, or takes its time.
 BUILDER = """
 import os, sys, time
-from skipdecode.models.loading.beside import add_model
+from skipdecode.models.loading.store import add_model
 def build(folder):
     (folder / "config.json").write_text("{}")
     with open(sys.argv[1], "a") as log: log.write("built\\n")

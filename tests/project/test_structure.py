@@ -34,8 +34,9 @@ LAYERS = [
 ]
 # The reached values, lines rounded up to the next 250. Raised on 2026-11-29, with the reason in docs/LOG.md: foreign
 # input that was wrong without a word is read or refused by name; 172 lines test the kernels for AMX, 160 the log of a
-# run and the names of models. The next release is to have 27,500 lines.
-MOST_LINES, MOST_MODULES, MOST_VERBS, MOST_OPTIONS = 33_000, 153, 9, 111
+# run and the names of models. The next release is to have 27,500 lines. Seven modules are halves of files that held two
+# ideas (schedule, recipe; hub, store; weights, fit file, digest; rows, CSV, tables; maps), one has types of packages.
+MOST_LINES, MOST_MODULES, MOST_VERBS, MOST_OPTIONS = 33_000, 161, 9, 111
 MOST_TEST_LINES, MOST_BENCHMARK_LINES = 25_500, 3_000
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
@@ -86,11 +87,11 @@ def test_only_public_modules_name_their_exports(path: Path):
 
 
 def test_no_module_needs_itself():
-    """In the command line's room imports of types and those inside functions count too."""
+    """Imports of types and those inside functions count too, but for the rooms in which they still form a circle."""
     names = {module_of(path): path for path in FILES}
     needs = {name: modules_needed(path, names) - {name} for name, path in names.items()}
-    verbs = {module_of(path): path for path in FILES if part_of(path) == "cli"}
-    for found in (needs, {name: modules_named(tree_of(path), verbs) - {name} for name, path in verbs.items()}):
+    known = {module_of(path): path for path in FILES if part_of(path) not in ("__init__", "engine", "serving")}
+    for found in (needs, {name: modules_named(tree_of(path), known) - {name} for name, path in known.items()}):
         try:
             TopologicalSorter(found).prepare()
         except CycleError as circle:

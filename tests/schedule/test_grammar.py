@@ -47,9 +47,9 @@ def test_each_form_is_the_schedule_that_it_names(text: str, schedule: Schedule):
 
 def test_a_speedup_has_the_order_positions_and_prompts_of_the_checkpoint():
     carried = CARRIED.with_prompt((0, 1, 2))
-    found = parsed("2x", carried=carried)
+    found = parsed("2x", checkpoint_schedule=carried)
     assert (found.drop_order, found.seq_len, found.prompt) == (carried.drop_order, 4, (0, 1, 2))
-    assert parsed("2x", carried=Schedule.full(LAYERS)).seq_len == 12
+    assert parsed("2x", checkpoint_schedule=Schedule.full(LAYERS)).seq_len == 12
 
 
 def test_names_and_files_take_endings(tmp_path: Path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
-from skipdecode.models.fit import Bridge, prompt_features
+from skipdecode.models.fit_maps import Bridge, prompt_features
 from skipdecode.vllm.gates import PROJECTS, LayerGates, check_projects
 from skipdecode.vllm.projection import LayerBridge, TapMemory, tap_rows
 from skipdecode.vllm.settings import PluginSettings

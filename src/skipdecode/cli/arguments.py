@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from skipdecode.common.files import RunDirectory, check_output, held
-from skipdecode.common.jsonl import prepared_use
-from skipdecode.common.options import Kind, Reads, Writes, kinds, near
+from skipdecode.common.jsonl import Json, prepared_use
+from skipdecode.common.options import Kind, Options, Reads, Writes, kinds, near
 from skipdecode.errors import OptionError, SkipDecodeError, UsageError
 
 T = TypeVar("T")
@@ -138,13 +138,14 @@ def _add(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind
     meta = kind.metadata
     required = field.default is dataclasses.MISSING
     shown = "" if required or field.default in (None, (), "") else f" (default: {field.default})"
-    keywords: dict[str, Any] = {"help": (meta["help"] + shown).replace("%", "%%"), "default": argparse.SUPPRESS}
+    keywords: Json = {"help": (meta["help"] + shown).replace("%", "%%"), "default": argparse.SUPPRESS}
     if kind.type is bool:
         parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         return
     keywords["type"] = _reader(flag(field.name), kind)
     if meta["positional"]:
-        nargs = ("+" if required else "*") if kind.many else (None if required else "?")
+        counts = {(True, True): "+", (True, False): "*", (False, True): None, (False, False): "?"}
+        nargs = counts[kind.many, required]
         parser.add_argument(field.name, nargs=nargs, metavar=field.name.upper(), **keywords)
         return
     if kind.many:
@@ -153,16 +154,17 @@ def _add(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind
     parser.add_argument(*names, required=required, metavar=_metavar(field.name, kind), **keywords)
 
 
-def _reader(name: str, kind: Kind) -> Callable[[str], Any]:
+def _reader(name: str, kind: Kind) -> Callable[[str], object]:
     """Converts the text of a flag to its value; raises UsageError with the wording of `config_from`."""
     parse = kind.metadata["parse"] or kind.type
 
-    def read(text: str) -> Any:
+    def read(text: str) -> object:
         try:
-            return parse(text)
+            value: object = parse(text)
         except ValueError as e:
             accepted = kind.refuses(text) if parse is kind.type else str(e)
             raise UsageError(f"{name} {text!r} is not accepted: give {accepted}") from None
+        return value
 
     return read
 
@@ -205,7 +207,7 @@ _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 @contextlib.contextmanager
-def claimed(config: Any) -> Iterator[None]:
+def claimed(config: Options) -> Iterator[None]:
     """Hold the outputs of a command for this process; raises UsageError or OutputError for a path it may not write."""
     overwrite = getattr(config, "overwrite", False)
     used = dict(_paths(config, Reads))
@@ -231,7 +233,7 @@ def resumes(config: type) -> bool:
     return any(isinstance(use, RunDirectory) and use.marks for use in uses)
 
 
-def _values(config: Any, *uses: type[Reads | Writes | RunDirectory]) -> Iterator[tuple[Kind, str, str]]:
+def _values(config: Options, *uses: type[Reads | Writes | RunDirectory]) -> Iterator[tuple[Kind, str, str]]:
     """Yield each value of the options that have one of the uses, with the name that users give the option."""
     for name, kind in kinds(type(config)).items():
         value = getattr(config, name)
@@ -240,7 +242,7 @@ def _values(config: Any, *uses: type[Reads | Writes | RunDirectory]) -> Iterator
                 yield kind, each, f"{option_name(type(config), name)} {each}"
 
 
-def _paths(config: Any, *uses: type[Reads | Writes | RunDirectory]) -> Iterator[tuple[Path, str]]:
+def _paths(config: Options, *uses: type[Reads | Writes | RunDirectory]) -> Iterator[tuple[Path, str]]:
     """Yield the paths that the options stand for, without links; devices may be read and written."""
     for kind, value, name in _values(config, *uses):
         for path in kind.metadata["path"].paths(value):

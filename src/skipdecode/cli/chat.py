@@ -23,24 +23,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import (
-    MODEL,
-    ChatOptions,
-    DecodingOptions,
-    EngineOptions,
-    ScheduleOptions,
-    choose_schedule,
-)
-from skipdecode.common.jsonl import decoded, read_lines
+from skipdecode.cli.options import MODEL, ChatOptions, DecodingOptions, EngineOptions, ScheduleOptions, choose_schedule
+from skipdecode.common.jsonl import Json, decoded, read_lines
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.chats import chat_fault
 from skipdecode.data.messages import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
-from skipdecode.models.carried import bundled_schedules, schedule_file, tuned_template
+from skipdecode.models.checkpoint_schedule import bundled_schedules, schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, model_files, open_checkpoint
+from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import is_speedup
 
@@ -152,11 +146,11 @@ class _Session:
         else:
             raise UsageError(f"unknown command /{name}: /help lists the commands")
 
-    def _switch(self, asked: str) -> None:
+    def _switch(self, requested: str) -> None:
         from skipdecode.generation.stats import schedule_line
 
-        file = schedule_file(f"{self._config.model}-{asked}")
-        named = file if file in self._config.checkpoint.schedule_files else asked
+        file = schedule_file(f"{self._config.model}-{requested}")
+        named = file if file in self._config.checkpoint.schedule_files else requested
         self._schedule = self._llm.schedule_of(named, self._config.max_new_tokens)
         note(schedule_line(self._schedule, "from the next turn on"))
 
@@ -169,7 +163,7 @@ class _Session:
         if dropped := (len(whole) - len(messages)) // 2:
             forgotten = "turn is" if dropped == 1 else f"{dropped} turns are"
             note(f"the context of {self._llm.context} tokens is full: the oldest {forgotten} dropped")
-        options: dict[str, Any] = self._config.sampling_fields() | {"exact": self._config.exact}
+        options: Json = self._config.sampling_fields() | {"exact": self._config.exact}
         stream = self._llm.chat(messages, self._config.max_new_tokens, stream=True, schedule=self._schedule, **options)
         with _interruptible() as stopped:
             for piece in stream:

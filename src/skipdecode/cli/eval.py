@@ -30,7 +30,7 @@ from skipdecode.data.prompts import prompt_room
 from skipdecode.data.tasks import task_file
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
 from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions, load_run
-from skipdecode.models.carried import schedule_file
+from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, model_files
 from skipdecode.schedule import Schedule
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from skipdecode.models.loading.checkpoint import Checkpoint
 
 
-def _files_of_run(place: str) -> list[Path]:
-    path = Path(place)
+def _files_of_run(run: str) -> list[Path]:
+    path = Path(run)
     folder = path if path.is_dir() else path.parent
     return [path, folder / "run.json", folder / "outputs.jsonl"]
 
@@ -95,10 +95,7 @@ class Config(EvaluationOptions, EngineOptions, CheckpointRules):
 
     ONE_OF: ClassVar = (("model", "compare"), ("out", "compare"))
     NEEDS: ClassVar = {"seq_len": ("schedule",)}
-    EXCLUDES: ClassVar = {
-        "compare": ("model", "task", "out", "schedule"),
-        "prompts": ("task", "data", "compare"),
-    }
+    EXCLUDES: ClassVar = {"compare": ("model", "task", "out", "schedule"), "prompts": ("task", "data", "compare")}
 
     @property
     def without_references(self) -> bool:
@@ -151,16 +148,13 @@ def _evaluated(config: Config) -> Scores:
         is_own = checkpoint is config.checkpoint
         loaded = config.load() if is_own else load(checkpoint, dtype=config.dtype, device=config.device)
         return LLM(
-            loaded,
-            engine=config.engine,
-            quantization=config.quantization,
-            generation_config=config.generation_config,
+            loaded, engine=config.engine, quantization=config.quantization, generation_config=config.generation_config
         )
 
     return evaluate(
         config.checkpoint,
         config.data,
-        _asked_schedules(config),
+        _schedules(config),
         task=config.task or None,
         prompts=config.prompts,
         base=config.base if config.without_references else None,
@@ -170,7 +164,7 @@ def _evaluated(config: Config) -> Scores:
     )
 
 
-def _asked_schedules(config: Config) -> Schedule | list[Schedule]:
+def _schedules(config: Config) -> Schedule | list[Schedule]:
     """The schedules that the options name: a single one, or a list; their origins are printed. Needs no weights."""
     from skipdecode.generation.speed import method_name
 

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from skipdecode.cli.options import (
     ChatOptions,
@@ -37,7 +37,7 @@ from skipdecode.cli.options import (
 )
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import json_line, read_json
+from skipdecode.common.jsonl import Json, json_line, read_json
 from skipdecode.common.options import OVERWRITE, Reads, Writes, option, setting
 from skipdecode.common.progress import detail, note, progress_bar
 from skipdecode.common.rows import FORMATS
@@ -50,17 +50,10 @@ from skipdecode.engine.requests import BATCH, SamplingOptions
 from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.decoding import Decoding, Output, prompt_reader
 from skipdecode.generation.grammar import Grammars
-from skipdecode.generation.records import (
-    WINDOW_BATCHES,
-    RowWriter,
-    named_text,
-    open_writer,
-    output_files,
-    plain_text,
-)
-from skipdecode.models.carried import tuned_template
-from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.generation.records import WINDOW_BATCHES, RowWriter, named_text, open_writer, output_files, plain_text
 from skipdecode.models.loading.checkpoint import served_name
+from skipdecode.models.loading.identity import checkpoint_digest
+from skipdecode.models.recipe import tuned_template
 
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
@@ -148,7 +141,7 @@ def run(config: Config) -> int:
         settings = _settings(config, llm, decoding) | ({} if schema is None else {"json_schema": schema})
         settings |= {"template": None if template.text is None else template.to_dict(), "chat": template.chat}
         settings["input"] = source.fingerprint | {"field": config.prompt_field}
-        row_form = json_line
+        row_form: Callable[[Json], bytes] = json_line
         if _prints_text(config):
             row_form = named_text if rows > 1 else plain_text
         with closing(open_writer(config.output, settings, form=row_form)) as writer:
@@ -221,7 +214,7 @@ def _note_template(config: Config, template: PromptTemplate, tuned: PromptTempla
         note(f"prompts go into the model's chat template {back}")
 
 
-def _settings(config: Config, llm: LLM, decoding: Decoding) -> dict[str, Any]:
+def _settings(config: Config, llm: LLM, decoding: Decoding) -> Json:
     """What the output depends on beside the input, JSON-ready."""
     return {
         "model": llm.loaded.checkpoint.name,
@@ -283,7 +276,7 @@ def _write_outputs(
     return stats
 
 
-def _line(config: Config, llm: LLM, output: Output) -> dict[str, Any]:
+def _line(config: Config, llm: LLM, output: Output) -> Json:
     """The output record, in the format of the output."""
     if config.output_format == "batch":
         return output.to_batch_line(config.name or served_name(llm.loaded.checkpoint.name), llm.tokenizer)
@@ -293,13 +286,13 @@ def _line(config: Config, llm: LLM, output: Output) -> dict[str, Any]:
     return output.to_record(output.prompt if config.include_prompt else None)
 
 
-def _tell(config: Config, stats: RunStats, settings: dict[str, Any]) -> None:
+def _tell(config: Config, stats: RunStats, settings: Json) -> None:
     from skipdecode.generation.stats import summary_lines
 
     for line in summary_lines(stats):
         note(line)
-    if asked := stats.short_heads + stats.head_fallbacks:
-        detail(f"the 8-bit copy of the head decided {stats.short_heads} of {asked} forwards")
+    if forwards := stats.short_heads + stats.head_fallbacks:
+        detail(f"the 8-bit copy of the head decided {stats.short_heads} of {forwards} forwards")
     if stats.comparison is not None:
         for line in stats.comparison.lines():
             note(line)

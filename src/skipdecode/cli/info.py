@@ -9,11 +9,11 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from skipdecode.cli.options import MODEL, NamedModel
 from skipdecode.common.environment import environment
-from skipdecode.common.jsonl import PREPARED_FILE, prepared_use, read_json
+from skipdecode.common.jsonl import PREPARED_FILE, Json, prepared_use, read_json
 from skipdecode.common.options import Reads, option
 from skipdecode.common.tables import byte_size
 from skipdecode.models.loading.checkpoint import Checkpoint, model_files, open_checkpoint
@@ -52,7 +52,7 @@ def run(config: Config) -> int:
     return 0
 
 
-def _about(config: Config) -> dict[str, Any]:
+def _about(config: Config) -> Json:
     """The facts about a model by name; None stands for what it does not have."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -60,9 +60,9 @@ def _about(config: Config) -> dict[str, Any]:
     from skipdecode.engine.model_spec import read_model
     from skipdecode.errors import UnfitModelError
     from skipdecode.generation.stats import schedule_line
-    from skipdecode.models.carried import tuned_template
     from skipdecode.models.families import decoder_layers, projection, projects
     from skipdecode.models.fit import Fit
+    from skipdecode.models.recipe import tuned_template
 
     checkpoint = config.checkpoint
     settings = checkpoint.config
@@ -105,14 +105,14 @@ def _result(config: Config) -> str | None:
     return f"{'; '.join(figures) or 'nothing is faster than full depth'}; recommended: {use}"
 
 
-def _types() -> dict[str, Any]:
+def _types() -> Json:
     from skipdecode.engine.model_spec import READERS
     from skipdecode.models.families import FAMILIES
 
     return {"fast engine": ", ".join(sorted(READERS)), "transformers": ", ".join(sorted(FAMILIES.keys() - READERS))}
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> Json:
     import torch
 
     from skipdecode.common.files import cache_dir
@@ -120,7 +120,7 @@ def _machine() -> dict[str, Any]:
     from skipdecode.engine.kernels.targets import find_compiler
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading import smollm2
-    from skipdecode.models.loading.beside import cached_models
+    from skipdecode.models.loading.store import cached_models
 
     here = environment()
     kernels, reason = native_kernels(torch.device("cpu"), torch.float32)

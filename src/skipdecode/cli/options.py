@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from skipdecode.common.environment import limit_threads
-from skipdecode.common.jsonl import object_of
+from skipdecode.common.jsonl import Fields, Json, object_of
 from skipdecode.common.options import Options, Reads, kinds, option
 from skipdecode.common.progress import detail, note
 from skipdecode.common.rows import check_source
@@ -19,7 +18,7 @@ from skipdecode.data.tasks import load_task
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
-from skipdecode.models.carried import schedule_file
+from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, model_files, open_checkpoint
 from skipdecode.models.loading.hub import DTYPES
 from skipdecode.schedule import Schedule
@@ -29,7 +28,7 @@ from skipdecode.schedule.order import prompt_set
 _SOME_POSITIONS = 64
 
 
-def json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> Json:
     """The object of a JSON text; raises ValueError."""
     found = object_of(text.encode())
     if isinstance(found, DataError):
@@ -180,7 +179,7 @@ class DecodingOptions(CheckpointRules, SamplingOptions):
         super().__post_init__()
         self.check_effect()
 
-    def sampling_fields(self) -> dict[str, Any]:
+    def sampling_fields(self) -> Json:
         """The fields of `skipdecode.engine.Sampling` that are given, and the seed."""
         return {name: getattr(self, name) for name in kinds(SamplingOptions) if name in {"seed", *self.given}}
 
@@ -210,7 +209,7 @@ class ScheduleOptions(Options):
 class ChatOptions(Options):
     """Options of rendering chats."""
 
-    chat_template_kwargs: Mapping[str, Any] | None = option(
+    chat_template_kwargs: Fields | None = option(
         "variables of the chat template, as JSON, such as '{\"enable_thinking\": false}'",
         default=None,
         parse=json_object,
@@ -237,7 +236,7 @@ class PushOptions(Options):
             note(f"pushed to {push_to_hub(folder, self.push_to_hub)}")
 
 
-def check_inputs(config: Any) -> None:
+def check_inputs(config: Options) -> None:
     """Refuse files, tasks, models and schedules that are not there, before torch and transformers are imported.
 
     Raises DataError, UsageError, ModelLoadError, ScheduleError, MissingExtraError.
@@ -246,8 +245,8 @@ def check_inputs(config: Any) -> None:
         value, path = getattr(config, name), kind.metadata["path"]
         if value and isinstance(path, Reads) and path == Reads():
             check_source(value)
-    if getattr(config, "task", None):
-        load_task(config.task)
+    if task := getattr(config, "task", None):
+        load_task(task)
     if isinstance(config, NamedModel) and config.model:
         _check_model(config)
 

@@ -16,10 +16,11 @@ import shlex
 import shutil
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.common.environment import COMMAND
+from skipdecode.common.jsonl import Json
 from skipdecode.common.options import OVERWRITE, Reads, Writes, option
 from skipdecode.cost.solve import PlanOptions
 from skipdecode.models.loading.checkpoint import model_files
@@ -50,7 +51,7 @@ def run(config: Config) -> int:
 
     config.use_threads()
     names = ("dtype", "device", "engine", "quantization")
-    given: dict[str, Any] = {name: getattr(config, name) for name in names} | asdict(config.part(PlanOptions))
+    given: Json = {name: getattr(config, name) for name in names} | asdict(config.part(PlanOptions))
     found = plan(config.checkpoint, config.schedule, **given)
     if config.out is not None:
         found.schedule.save(config.out)

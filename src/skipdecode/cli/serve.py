@@ -18,7 +18,7 @@ from skipdecode.common.options import Reads, kinds, option, setting
 from skipdecode.common.progress import note
 from skipdecode.engine.rules import Rules
 from skipdecode.errors import UsageError
-from skipdecode.models.carried import schedule_file
+from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import served_name
 from skipdecode.schedule import Schedule
 from skipdecode.serving.limits import Binding, ServerLimits

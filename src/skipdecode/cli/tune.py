@@ -22,8 +22,8 @@ from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import OVERWRITE, Reads, option
 from skipdecode.generation.self_generated import ABOUT_FILE, LOG_FILE
 from skipdecode.learning.settings import TuneOptions
-from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.models.loading.checkpoint import model_files
+from skipdecode.models.recipe import RECIPE_FILE
 
 _PICTURE = "loss.png"
 _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings", LOG_FILE: ""})

@@ -19,7 +19,11 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
+
+from skipdecode.common.jsonl import Json
+from skipdecode.common.types import Tensor
 
 T = TypeVar("T")
 COMMAND: ContextVar[str] = ContextVar("command", default="")
@@ -37,15 +41,12 @@ _PACKAGES = (
 )
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Json:
     """The environment that a reader needs to judge or repeat a measurement, JSON-ready.
 
-    Returns
-    -------
-    dict
-        ``date`` (UTC, ISO 8601), ``commit`` and ``uncommitted_changes`` (None outside a checkout), ``python``,
-        ``packages`` (versions of those installed), ``os``, ``cpu``, ``cores`` (logical processors this process may
-        use), ``threads`` (of torch), ``memory_gib`` (None if unknown) and ``gpus`` (names).
+    Returns ``date`` (UTC, ISO 8601), ``commit`` and ``uncommitted_changes`` (None outside a checkout), ``python``,
+    ``packages`` (versions of those installed), ``os``, ``cpu``, ``cores`` (logical processors this process may use),
+    ``threads`` (of torch), ``memory_gib`` (None if unknown) and ``gpus`` (names).
     """
     import torch
 
@@ -133,8 +134,6 @@ def limit_threads() -> None:
         torch.set_num_threads(cores)
 
 
-# ---------------------------------------------------------------------- torch's settings
-
 _ISOLATED: ContextVar[bool] = ContextVar("isolated", default=False)
 _LOCK = threading.Lock()
 _restorers: list[Callable[[], None]] = []
@@ -163,7 +162,7 @@ def isolated_torch() -> Iterator[None]:
         yield
 
 
-def _set_process(torch: Any) -> None:
+def _set_process(torch: ModuleType) -> None:
     with _LOCK:
         _restorers.append(_restorer(torch))
         if len(_restorers) == 1:
@@ -180,7 +179,7 @@ def _restore_process() -> None:
             restore()
 
 
-def _restorer(torch: Any) -> Callable[[], None]:
+def _restorer(torch: ModuleType) -> Callable[[], None]:
     """A function that restores the process's settings and random states as they are now."""
     import numpy as np
 
@@ -237,9 +236,6 @@ def memory_gib() -> float | None:
         return None
 
 
-# ---------------------------------------------------------------------- freed memory
-
-
 def keep_freed_memory() -> bool:
     """Make malloc keep freed memory for the process in place of returning it to the kernel.
 
@@ -247,10 +243,7 @@ def keep_freed_memory() -> bool:
     cores, tuning all weights of SmolLM2-135M in bf16: 452 tokens/s with this setting, 246 without. The memory of the
     process then never shrinks, and grows by fragmentation: call `return_freed_memory` from time to time.
 
-    Returns
-    -------
-    bool
-        Whether the setting was changed; only the GNU C library has it.
+    Returns whether the setting was changed; only the GNU C library has it.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -264,7 +257,7 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def forget_weight_files(tensors: Iterable[Any]) -> None:
+def forget_weight_files(tensors: Iterable[Tensor]) -> None:
     """Drop pages of mapped weight files in which tensors lie; their next use reads them again. Linux only.
 
     A page that was written is no longer that of the file, so a mapping with such a page stays as it is. The tensors
@@ -280,9 +273,9 @@ def forget_weight_files(tensors: Iterable[Any]) -> None:
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
-def read_in_turn(tensors: Iterable[tuple[T, Any]]) -> Iterator[tuple[T, Any]]:
+def read_in_turn(tensors: Iterable[tuple[T, Tensor]]) -> Iterator[tuple[T, Tensor]]:
     """The pairs, for a reader of each tensor: at most `_KEPT` bytes that were read, or freed, stay in memory."""
-    read: list[Any] = []
+    read: list[Tensor] = []
     for one in tensors:
         if sum(tensor.nbytes for tensor in read) + one[1].nbytes > _KEPT:
             forget_weight_files(read)

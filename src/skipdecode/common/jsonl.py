@@ -16,7 +16,11 @@ from skipdecode.errors import DataError
 BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 64 * 2**20
 TO_UTF8 = "convert the file, as with: iconv -f CP1252 -t UTF-8 IN > OUT"
-Row = dict[str, Any] | DataError
+Json = dict[str, Any]
+"""A JSON object. Its values are checked where they are read."""
+Fields = Mapping[str, Any]
+"""A JSON object that is only read, such as the fields of a record."""
+Row = Json | DataError
 """The object of a line, or the error of the line."""
 
 
@@ -62,7 +66,7 @@ def object_of(raw: bytes | None) -> Row:
     return row_of(value)
 
 
-def row_of(value: Any) -> Row:
+def row_of(value: object) -> Row:
     """An object as a row, or the error of another value."""
     return value if isinstance(value, dict) else DataError(f"not a JSON object: {kind_of(value)}")
 
@@ -86,7 +90,7 @@ def is_text(text: str) -> bool:
     return True
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """The kind of a JSON value, in words for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     names |= {int: "a number", float: "a number"}
@@ -103,7 +107,7 @@ def in_one_line(data: bytes) -> bytes:
     return data
 
 
-def json_line(row: Any) -> bytes:
+def json_line(row: object) -> bytes:
     """One line of JSON in UTF-8, with its line end; line ends in texts and half of a surrogate pair are escaped."""
     return in_one_line(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace")) + b"\n"
 
@@ -116,7 +120,7 @@ _FORMAT = 1
 PREPARED_FILE = "prepared.json"
 
 
-def prepared_use(folder: str | Path) -> dict[str, Any]:
+def prepared_use(folder: str | Path) -> Json:
     """Read what a directory of `prepare` recommends: model, schedule, base, quantization; and the directory's name.
 
     Empty for other names.
@@ -129,25 +133,25 @@ def prepared_use(folder: str | Path) -> dict[str, Any]:
     return {"name": directory.name, **use, **inside}
 
 
-def heading(kind: str, benchmark: str | None = None) -> dict[str, Any]:
+def heading(kind: str, benchmark: str | None = None) -> Json:
     """The first entries of a result of this kind; for the kind benchmark, also its name."""
     return {"kind": kind, "format": _FORMAT} | ({} if benchmark is None else {"benchmark": benchmark})
 
 
-def check_kind(path: Path, found: Any, *kinds: str) -> None:
+def check_kind(path: Path, found: object, *kinds: str) -> None:
     """Refuse, with a DataError, a document that has none of these kinds (default: any kind) or another format."""
-    wanted = kinds or KINDS
-    kind = found.get("kind") if isinstance(found, Mapping) else None
+    wanted, document = kinds or KINDS, found if isinstance(found, Mapping) else {}
+    kind = document.get("kind")
     if kind not in wanted:
         said = "has no kind" if kind is None else f"is of kind {kind!r}"
         raise DataError(f'{path} {said}: accepted are files with "kind" {", ".join(wanted)} and "format": {_FORMAT}')
-    if found.get("format") != _FORMAT:
-        raise DataError(f"{path}: this version reads format {_FORMAT}, not {found.get('format')!r}")
+    if document.get("format") != _FORMAT:
+        raise DataError(f"{path}: this version reads format {_FORMAT}, not {document.get('format')!r}")
 
 
-def read_result(path: Path, *kinds: str) -> dict[str, Any]:
+def read_result(path: Path, *kinds: str) -> Json:
     """A JSON result of one of these kinds (default: any kind); raises DataError with the path."""
-    found: dict[str, Any] = read_json(path)
+    found: Json = read_json(path)
     check_kind(path, found, *kinds)
     return found
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from skipdecode.common.files import RunDirectory
-from skipdecode.common.jsonl import is_text
+from skipdecode.common.jsonl import Fields, is_text
 from skipdecode.common.plain import unwrapped
 from skipdecode.errors import OptionError, UsageError
 
@@ -72,24 +72,12 @@ def option(
 ) -> Any:
     """A dataclass field that is also a command-line option.
 
-    Parameters
-    ----------
-    help : str
-        What the option does, with the unit.
-    default : Any, optional
-        An option without a default must be given.
-    choices : sequence of str, optional
-        Accepted values; not needed for a ``Literal`` type.
-    positional : bool
-        Whether the value has no flag; a tuple type takes any number of values.
-    alias : str, optional
-        A second name of the flag.
-    parse : callable, optional
-        Converts text to the value; raises ValueError with a message for users. Default: the type of the field.
-    path : Reads, Writes or RunDirectory, optional
-        How the command uses the path; `skipdecode.cli.arguments` checks paths before any work.
-    least, most, above, below : float, optional
-        Bounds of a number, or of each number of a tuple; `above` and `below` are not accepted themselves.
+    `help`: what the option does, with the unit. `default`: an option without a default must be given. `choices`:
+    accepted values; not needed for a ``Literal`` type. `positional`: whether the value has no flag; a tuple type takes
+    any number of values. `alias`: a second name of the flag. `parse`: converts text to the value; raises ValueError
+    with a message for users. Default: the type of the field. `path`: how the command uses the path;
+    `skipdecode.cli.arguments` checks paths before any work. `least`, `most`, `above`, `below`: bounds of a number, or
+    of each number of a tuple; `above` and `below` are not accepted themselves.
     """
     bounds = {"least": least, "most": most, "above": above, "below": below}
     named = {"help": help, "choices": choices, "positional": positional, "alias": alias, "parse": parse}
@@ -111,15 +99,10 @@ class Options:
 
     A subclass with further checks extends `__post_init__`.
 
-    Attributes
-    ----------
-    given : frozenset of str
-        Names of the values that were given, to the class or on the command line; all others have their default.
-    NEEDS, EXCLUDES : mapping of str to tuple of str
-        For an option that is given on the command line: options of which one must be given too; options that must not
-        be given.
-    ONE_OF : tuple of tuple of str
-        Options of which one must be given on the command line. `skipdecode.cli.arguments.check_together` checks all.
+    Attributes: `given`: names of the values that were given, to the class or on the command line; all others have their
+    default. `NEEDS`, `EXCLUDES`: for an option that is given on the command line: options of which one must be given
+    too; options that must not be given. `ONE_OF`: options of which one must be given on the command line.
+    `skipdecode.cli.arguments.check_together` checks all.
 
     Raises OptionError: the value of a field is not accepted; names the first such field.
     """
@@ -129,7 +112,7 @@ class Options:
     ONE_OF: ClassVar[tuple[tuple[str, ...], ...]] = ()
     given: ClassVar[frozenset[str]]
 
-    def __new__(cls, *_: Any, **values: Any) -> Self:
+    def __new__(cls, *_: object, **values: object) -> Self:
         made = super().__new__(cls)
         object.__setattr__(made, "given", frozenset(values))  # options are frozen
         return made
@@ -149,7 +132,8 @@ class Options:
                 raise OptionError(name, value, "a list of values")
             if kind.named and not isinstance(value, Mapping):
                 raise OptionError(name, value, "names with values")
-            for one in value.values() if kind.named else value if kind.many else (value,):
+            several = value.values() if kind.named else value
+            for one in several if kind.many or kind.named else (value,):
                 if (accepted := kind.refuses(one)) is not None:
                     raise OptionError(name, one, accepted)
 
@@ -162,7 +146,7 @@ class Kind(NamedTuple):
     named: bool
     optional: bool
     choices: tuple[str, ...] | None
-    metadata: Mapping[str, Any]
+    metadata: Fields
 
     def refuses(self, value: Any) -> str | None:
         """The accepted values in words if `value` is not accepted, else None."""
@@ -225,7 +209,7 @@ def kinds(options: type) -> dict[str, Kind]:
     return _KINDS[options]
 
 
-def _kind(hint: Any, metadata: Mapping[str, Any]) -> Kind:
+def _kind(hint: Any, metadata: Fields) -> Kind:
     inner, optional, many, named = hint, False, False, False
     if typing.get_origin(inner) in (typing.Union, types.UnionType):
         optional = True

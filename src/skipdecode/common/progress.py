@@ -15,6 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from skipdecode.common.jsonl import Json
+
 _LINE_SECONDS = 30.0
 _DETAILED = ContextVar("detailed", default=False)
 
@@ -45,7 +47,7 @@ def progress_bar(total: int | None, unit: str, *, name: str | None = None, done:
 
     A bar that is not `shown` prints nothing.
     """
-    options: dict[str, Any] = {"total": total, "initial": done, "unit": unit, "disable": not shown}
+    options: Json = {"total": total, "initial": done, "unit": unit, "disable": not shown}
     if sys.stderr.isatty() or not shown:
         return tqdm(desc=name, mininterval=0.2, file=sys.stderr, **options)
     options |= {"unit": f" {unit}", "mininterval": _LINE_SECONDS, "delay": _LINE_SECONDS, "miniters": 1}
@@ -62,7 +64,7 @@ class _Lines(tqdm):  # type: ignore[type-arg]
             note(" ".join(str(self).split()).replace("s/ ", "s/").replace(", ? left", ""))
 
     @property
-    def format_dict(self) -> dict[str, Any]:
+    def format_dict(self) -> Json:
         """Fields of a line; some bars learn their total on the way, or never, and then show no time that is left."""
         known = self.total is not None
         counted, left = ("{n_fmt} of {total_fmt}", ", {remaining} left") if known else ("{n_fmt}", "")
@@ -71,9 +73,6 @@ class _Lines(tqdm):  # type: ignore[type-arg]
 
     def set_postfix(self, *values: Any, **named: Any) -> None:
         super().set_postfix(*values, **{**named, "refresh": False})
-
-
-# ---------------------------------------------------------------------- other packages
 
 
 @contextmanager

@@ -11,14 +11,14 @@ import json
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import Lock
-from skipdecode.common.jsonl import json_line
+from skipdecode.common.jsonl import Fields, json_line
 from skipdecode.errors import OutputError, WriteError
 
 ANEW = "give `overwrite` to begin anew, or another `out`"
@@ -36,20 +36,10 @@ _VALUE_CHARACTERS = 48
 class ResumeLog:
     """Finished pieces of work on disk, JSON-ready values by key.
 
-    Parameters
-    ----------
-    path : Path
-        The file; it is created if it does not exist, and continued if it does.
-    settings : mapping
-        JSON-ready; all that the entries depend on.
-    what : str
-        The name of the entries in messages, in the plural.
-    remedy : str
-        What else a user can do if the file is refused.
-    restart : bool
-        Drop the entries of a run with other settings, instead of refusing the file.
-    discard : callable
-        With `restart`, called before a log begins, to remove what else is left of other runs.
+    `path`: the file; it is created if it does not exist, and continued if it does. `settings`: JSON-ready; all that the
+    entries depend on. `what`: the name of the entries in messages, in the plural. `remedy`: what else a user can do if
+    the file is refused. `restart`: drop the entries of a run with other settings, instead of refusing the file.
+    `discard`: with `restart`, called before a log begins, to remove what else is left of other runs.
 
     Raises OutputError: the file cannot be written, is of a run with other settings (the message names them), or is
     being written by another process.
@@ -58,7 +48,7 @@ class ResumeLog:
     def __init__(
         self,
         path: Path,
-        settings: Mapping[str, Any],
+        settings: Fields,
         *,
         what: str,
         remedy: str,
@@ -109,7 +99,7 @@ class ResumeLog:
             for key, value in self._database.execute("SELECT key, value FROM entries ORDER BY key"):
                 yield key, json.loads(value)
 
-    def put(self, key: int | str, value: Any) -> None:
+    def put(self, key: int | str, value: object) -> None:
         """Store a value, in place of an earlier one of its key; raises WriteError if it cannot be written.
 
         After this call, a kill of the process does not lose it, and after some seconds a power failure does not either.
@@ -132,8 +122,6 @@ class ResumeLog:
         """Delete the log of a run that is saved. Raises OSError."""
         self._end(delete=True)
 
-    # ------------------------------------------------------------------ inside
-
     def _end(self, *, delete: bool) -> None:
         self._database.close()
         if delete:
@@ -153,7 +141,7 @@ class ResumeLog:
         except sqlite3.DatabaseError as e:
             raise OutputError(f"{self.path} is damaged ({e}): move it away") from None
 
-    def _continues(self, settings: Mapping[str, Any], remedy: str, *, is_old: bool, restart: bool) -> bool:
+    def _continues(self, settings: Fields, remedy: str, *, is_old: bool, restart: bool) -> bool:
         """Whether the file has these settings; False if it is new. Refuses other files, and other settings."""
         try:
             if self._database.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
@@ -169,7 +157,7 @@ class ResumeLog:
             raise OutputError(other_settings(self.path, shown, command, remedy))
         return not differences
 
-    def _begin(self, settings: Mapping[str, Any]) -> None:
+    def _begin(self, settings: Fields) -> None:
         """Write the settings, without entries."""
         with self._database as database:
             database.executescript(_TABLES)
@@ -182,7 +170,7 @@ def other_settings(path: Path, differences: str, command: str, remedy: str) -> s
     return f"{path} was started with other settings ({differences}){begun}: repeat {repeat} to continue, or {remedy}"
 
 
-def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+def _differences(before: object, now: object, name: str = "") -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(k for k in now if k not in before)]:
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
@@ -190,6 +178,6 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
         yield f"{name}: {_short(before)} then, {_short(now)} now"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 1] + "…"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bz2
 import contextlib
-import csv
 import gzip
 import hashlib
 import importlib.util
@@ -30,22 +29,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Self, cast
 
+from skipdecode.common.csv_rows import csv_rows, find_delimiter
 from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import (
-    BOM,
-    MAX_LINE_BYTES,
-    TO_UTF8,
-    Row,
-    decoded,
-    is_text,
-    json_line,
-    object_of,
-    read_lines,
-    row_of,
-)
-from skipdecode.common.plain import plain
+from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, TO_UTF8, Json, Row, json_line, object_of, read_lines
+from skipdecode.common.table_files import TABLES, array_rows, import_pyarrow, load_split, pandas_rows, table_rows
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 
 FORMATS = ("jsonl", "csv", "tsv")
@@ -53,13 +42,9 @@ _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _START_BYTES = 4096
-_MOST_LINES = 5  # of a wrong CSV record: more lines are other records, after a quote that is not closed
-_PARQUET, _ARROW, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
-_TABLES = (_PARQUET, _ARROW, _ARROW_STREAM)
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DATASET = re.compile(r"(?P<id>[^:]+)(:(?P<config>[^:/\[]+))?:(?P<split>[^:/\[]+(\[[^\]]*\])?)")
-_PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 Lines = Iterator[tuple[int, bytes | None]]
 """Lines of a file with their numbers; see `read_lines`."""
 _NOT_READ = {
@@ -79,12 +64,12 @@ def check_streams(paths: Iterable[str]) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1))  # set by accelerate launch and torchrun
     seen: set[str] = set()
     for path in filter(is_stream, paths):
-        place = os.path.realpath("/dev/stdin" if path == "-" else path)
+        target = os.path.realpath("/dev/stdin" if path == "-" else path)
         if processes > 1:
             raise UsageError(f"{path} can be read only once, and {processes} processes would read it: give a file")
-        if place in seen:
+        if target in seen:
             raise UsageError(f"{path} is given twice and can be read only once: give a file")
-        seen.add(place)
+        seen.add(target)
 
 
 class Input:
@@ -104,15 +89,15 @@ class Input:
         """
         name = "standard input" if str(path) == "-" else str(path)
         named = None if os.path.exists(name) else _DATASET.fullmatch(name)
-        asked: dict[str, Any] = named.groupdict() if named else {"id": name}
+        dataset: Json = named.groupdict() if named else {"id": name}
         if os.path.isdir(name) and (parts := _parts(Path(name))):
             data = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
             data.writelines(json_line(row) for part in parts for row in _whole_rows(part))
             return cls(name, data)
-        if os.path.isdir(asked["id"]) or (named and _HUB_ID.fullmatch(asked["id"])):
+        if os.path.isdir(dataset["id"]) or (named and _HUB_ID.fullmatch(dataset["id"])):
             data = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-            table = load_split(**asked).with_format("arrow")[:]
-            _pyarrow(name).parquet.write_table(table, data)
+            table = load_split(**dataset).with_format("arrow")[:]
+            import_pyarrow(name).parquet.write_table(table, data)
             return cls(name, data)
         try:
             if not is_stream(path):
@@ -143,7 +128,7 @@ class Input:
     def check(self) -> None:
         """Refuse, with a DataError that says what to do, other kinds of files, by their first bytes."""
         start = self.start()
-        if start.startswith(_TABLES):
+        if start.startswith(TABLES):
             return
         for magic, what in _NOT_READ.items():
             if start.startswith(magic):
@@ -156,7 +141,7 @@ class Input:
     def is_whole(self, format: str) -> bool:
         """Whether the file is read as a whole: Parquet, Arrow, or in place of JSON lines an array or a table."""
         is_json = format == "jsonl" and (self.begins_with(b"[") or self._table is not None)
-        return is_json or self.start().startswith(_TABLES)
+        return is_json or self.start().startswith(TABLES)
 
     @cached_property
     def _table(self) -> list[Row] | None:
@@ -169,7 +154,7 @@ class Input:
             return None
         self._file.seek(0)
         try:
-            return _pandas_rows(json.loads(self._file.read().removeprefix(BOM)), self.name)
+            return pandas_rows(json.loads(self._file.read().removeprefix(BOM)), self.name)
         except (ValueError, TypeError, RecursionError):  # no JSON, or columns with several names
             return None
 
@@ -183,7 +168,7 @@ class Input:
     def rows(self, format: str, lines: Lines | None = None) -> Iterator[tuple[int, Row]]:
         """The records in one of `FORMATS`; see `read_rows`. JSON lines are read from `lines`, if they are given."""
         if self.is_whole(format):
-            read = _table_rows if self.start().startswith(_TABLES) else _array_rows
+            read = table_rows if self.start().startswith(TABLES) else array_rows
             found = self._table if format == "jsonl" else None
             self._file.seek(0)
             return enumerate(read(self._file, self.name) if found is None else found, 1)
@@ -192,9 +177,9 @@ class Input:
             if first.startswith(b"{") and first.endswith((b"{", b"[")):
                 raise DataError(f"{self.name} is one JSON object in several lines: give an array, or JSON lines")
             return ((line, object_of(raw)) for line, raw in lines or self.lines())
-        delimiter = _delimiter(_DELIMITERS[format], self.start())
+        delimiter = find_delimiter(_DELIMITERS[format], self.start())
         self._file.seek(0)
-        return _csv_rows(self._file, delimiter, self.name)
+        return csv_rows(self._file, delimiter, self.name)
 
     def close(self) -> None:
         """Close the file; a temporary copy is deleted."""
@@ -252,15 +237,11 @@ def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:
     return copy
 
 
-def _unpacked_zstd(file: IO[bytes]) -> IO[bytes]:
-    return cast("IO[bytes]", _pyarrow("a .zst file").CompressedInputStream(file, "zstd"))
-
-
 _PACKERS: dict[bytes, Callable[[IO[bytes]], IO[bytes]]] = {
     b"\x1f\x8b": lambda file: cast("IO[bytes]", gzip.GzipFile(fileobj=file)),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ": lzma.LZMAFile,
-    b"\x28\xb5\x2f\xfd": _unpacked_zstd,
+    b"\x28\xb5\x2f\xfd": lambda file: import_pyarrow("a .zst file").CompressedInputStream(file, "zstd"),
 }
 
 
@@ -273,104 +254,11 @@ def _parts(folder: Path) -> list[Path]:
     return parts if len({re.sub(r"\d+", "", path.name) for path in parts}) == 1 else []
 
 
-def _whole_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _whole_rows(path: Path) -> Iterator[Json]:
     for line, row in read_rows(path):
         if isinstance(row, DataError):
             raise DataError(f"{path}: {row}", line)
         yield row
-
-
-def load_split(id: str, split: str | None = None, config: str | None = None, revision: str | None = None) -> Any:
-    """A split of a dataset of a hub, or of a directory in its layout; see `datasets.load_dataset`.
-
-    The directory of `Dataset.save_to_disk` has no splits, that of a `DatasetDict` a directory for each.
-    Raises DataError: it does not load; MissingExtraError: `datasets` is not installed.
-    """
-    saved, alone = Path(id, split or "", "state.json").is_file(), Path(id, "state.json").is_file()
-    if split is None and not saved:
-        known = Path(id, "dataset_dict.json")
-        splits = json.loads(known.read_bytes()).get("splits", []) if known.is_file() else ["train"]
-        named = " or ".join(f"{id}:{name}" for name in splits)
-        raise DataError(f"{id} is a directory: give a file, or name a split of the dataset in it ({named})")
-    if split is not None and alone:
-        raise DataError(f"the dataset saved in {id} has no splits: give {id}")
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtraError(f"loading {id} from a hub (or give a file of records)", "hub") from None
-    try:
-        if saved:
-            return datasets.load_from_disk(Path(id, split or ""))
-        return datasets.load_dataset(id, config, split=split, revision=revision)
-    except (OSError, ValueError, RuntimeError) as e:
-        reason = " ".join(str(e).split())[:200]
-        raise DataError(f"the dataset {id} does not load ({reason}); give a file of records") from None
-
-
-def _pyarrow(name: str) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingExtraError(f"reading {name}", "hub") from None
-    return pyarrow
-
-
-def _table_rows(file: IO[bytes], name: str) -> Iterator[Row]:
-    """The rows of a Parquet or Arrow file, without the columns in which pandas keeps an index."""
-    arrow, start = _pyarrow(name), file.read(len(_ARROW))
-    file.seek(0)
-    try:
-        if start.startswith(_PARQUET):
-            opened = arrow.parquet.ParquetFile(file)
-            columns, batches = opened.schema_arrow.names, opened.iter_batches(batch_size=1024)
-        else:
-            table = (arrow.ipc.open_file if start == _ARROW else arrow.ipc.open_stream)(file).read_all()
-            columns, batches = table.column_names, table.to_batches(max_chunksize=1024)
-        if len({*columns}) < len(columns):
-            raise DataError(f"{name}: a column is there twice: {', '.join(columns)}")
-        for batch in batches:
-            for row in batch.to_pylist():
-                yield {k: plain(without_nulls(value)) for k, value in row.items() if not _PANDAS_INDEX.fullmatch(k)}
-    except (arrow.ArrowException, OSError) as e:
-        raise DataError(f"{name} is no whole Parquet or Arrow file: {' '.join(str(e).split())[:120]}") from None
-
-
-def without_nulls(value: Any) -> Any:
-    """A value without the null fields of its objects: a table gives each object the fields of all others."""
-    if isinstance(value, dict):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [*map(without_nulls, value)] if isinstance(value, list) else value
-
-
-def _array_rows(file: IO[bytes], name: str) -> Iterator[Row]:
-    try:
-        rows = json.loads(decoded(file.read().removeprefix(BOM)))
-    except (DataError, RecursionError, ValueError) as e:
-        raise DataError(f"{name} is no whole JSON array: {e}") from None
-    yield from map(row_of, rows)
-
-
-def _pandas_rows(table: dict[str, Any], name: str) -> list[Row] | None:
-    """The records of a table by the `orient` with which pandas wrote it; None for another object."""
-    data = table.get("data")
-    if isinstance(data, list) and isinstance(columns := table.get("columns"), list):
-        return [dict(zip(columns, row, strict=True)) for row in data]  # "split"
-    if isinstance(schema := table.get("schema"), dict) and isinstance(data, list):
-        index = schema.get("primaryKey", [])
-        return [{field: value for field, value in row.items() if field not in index} for row in data]  # "table"
-    inner = list(table.values())
-    if not inner or not all(isinstance(each, dict) and each.keys() == inner[0].keys() for each in inner):
-        return None
-    counted, inner_counted = (all(map(str.isdecimal, keys)) for keys in (table, inner[0]))
-    if inner_counted and not counted:
-        return [{field: values[row] for field, values in table.items()} for row in inner[0]]  # "columns"
-    if counted and not inner_counted:
-        return inner  # "index"
-    if len(inner) > 1:
-        raise DataError(
-            f"{name} is a table whose rows and columns cannot be told apart: write it with orient='records'"
-        )
-    return None
 
 
 def _spool(stream: IO[bytes], copy: IO[bytes], name: str) -> None:
@@ -387,76 +275,3 @@ def _spool(stream: IO[bytes], copy: IO[bytes], name: str) -> None:
         if not line:
             return
         copy.write(line)
-
-
-def _delimiter(usual: str, start: bytes) -> str:
-    """The delimiter of a CSV file by its first bytes: the usual one unless only another gives several columns."""
-    lines = start.removeprefix(BOM).decode("utf-8", "replace").lstrip().splitlines()[:1]
-
-    def columns(delimiter: str) -> int:
-        try:
-            return len(next(csv.reader(lines, delimiter=delimiter, strict=True), []))
-        except csv.Error:
-            return 0
-
-    return next((each for each in (usual, *";\t|") if columns(each) > 1), usual)
-
-
-def _csv_rows(lines: Iterable[bytes], delimiter: str, name: str) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(MAX_LINE_BYTES)
-    # Bytes that are not UTF-8 become surrogates: only the records with them have errors.
-    texts = (raw.decode("utf-8", "surrogateescape") for raw in _without_mark(lines))
-    reader = csv.reader(texts, delimiter=delimiter, strict=True)
-    header: list[str] | None = None
-    while True:
-        line = reader.line_num + 1
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as e:
-            if header is None:
-                raise DataError(f"{name}: no header of a {delimiter!r}-separated file: {e}", line) from None
-            row: Row = DataError(f"not CSV: {e}")
-        else:
-            if not fields or (header is None and not any(fields)):
-                continue  # a blank line; where there is a header, empty cells are a record
-            if header is None:
-                header = [field.strip() for field in fields]
-                if not all(map(is_text, header)):
-                    raise DataError(f"{name}: the header is not UTF-8: {TO_UTF8}", line)
-                named = [*itertools.dropwhile(lambda column: not column, header)]  # pandas' index has no name
-                if "" in named or len(set(named)) < len(named):
-                    raise DataError(f"{name}: the header must have each column once, and has {', '.join(header)}", line)
-                continue
-            row = _object(header, fields, delimiter)
-        yield line, _checked_span(row, reader.line_num - line + 1, name, line)
-
-
-def _object(header: list[str], fields: list[str], delimiter: str) -> Row:
-    id = next((field for column, field in zip(header, fields, strict=False) if column == "id"), None)
-    if len(fields) != len(header):
-        return DataError(
-            f"wrong number of fields: {len(fields)}, the header has {len(header)}",
-            id=id if header[0] == "id" else None,  # in another position, the field may be that of another column
-        )
-    if not all(map(is_text, fields)):
-        return DataError(f"not UTF-8: {TO_UTF8}", id=id)
-    if delimiter == "\t" and any("\t" in field and "\n" in field for field in fields):
-        return DataError("a field that begins with a quote has tabs and line ends in it", id=id)
-    return {column: field for column, field in zip(header, fields, strict=True) if column}
-
-
-def _checked_span(row: Row, lines: int, name: str, line: int) -> Row:
-    """The record; an error gets the number of lines; raises DataError if the lines are probably other records."""
-    if not isinstance(row, DataError) or lines == 1:
-        return row
-    told = f"{row}; the record has {lines} lines"
-    if lines > _MOST_LINES:
-        raise DataError(f"{told} of {name}: close its open quote, or double the quote if it is text", line)
-    return DataError(told, id=row.id)
-
-
-def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:
-    for number, raw in enumerate(lines):
-        yield raw if number else raw.removeprefix(BOM)

@@ -8,12 +8,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
+from skipdecode.common.jsonl import Fields
+from skipdecode.common.types import PreTrainedTokenizerBase
 from skipdecode.data.messages import REASONING, Message, checked_text
 from skipdecode.errors import DataError, ModelLoadError, OptionError
 
-Tool = Mapping[str, Any]
+Tool = Fields
+_NOTHING: Fields = MappingProxyType({})
 _CHOICES = (
     'none, auto, required, {"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools", '
     '"allowed_tools": {"mode": "auto" or "required", "tools": [...]}}, with names of `tools`'
@@ -23,7 +27,7 @@ _OF_TOOLS = ("name", "tool_call_id")
 _MARK = "8c1f0e"  # a text that stands nowhere else in a rendered chat
 
 
-def token_ids(tokenizer: Any, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
     """Token ids of texts, with the tokenizer's special tokens where `special`.
 
     A text that begins with the start token gets no second one.
@@ -38,10 +42,7 @@ def token_ids(tokenizer: Any, texts: Sequence[str], *, special: bool = True) -> 
     ]
 
 
-# ---------------------------------------------------------------------- chat templates
-
-
-def chat_fault(tokenizer: Any) -> str | None:
+def chat_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Why a tokenizer renders no chats, None if it does; of several templates, the one named "default" is used.
 
     Raises ModelLoadError if the template is no valid program.
@@ -51,7 +52,7 @@ def chat_fault(tokenizer: Any) -> str | None:
     return fault
 
 
-def template_fault(tokenizer: Any) -> str | None:
+def template_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Why a tokenizer has no chat template to render with, None if it has one; see `chat_fault`."""
     template = getattr(tokenizer, "chat_template", None)
     if template is None:
@@ -61,14 +62,16 @@ def template_fault(tokenizer: Any) -> str | None:
     return None
 
 
-def unread_variable(tokenizer: Any, names: Iterable[str], tools: Any = None) -> str | None:
+def unread_variable(
+    tokenizer: PreTrainedTokenizerBase, names: Iterable[str], tools: Sequence[Tool] | None = None
+) -> str | None:
     """The first of these variables that the chat template does not use; None if it uses all."""
     template = str(tokenizer.get_chat_template(tools=tools))
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     return next((name for name in names if name in own or not re.search(rf"\b{re.escape(name)}\b", template)), None)
 
 
-def checked_variables(tokenizer: Any, variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def checked_variables(tokenizer: PreTrainedTokenizerBase, variables: Fields | None) -> Fields:
     """The variables of every chat, none for None; raises OptionError if the chat template does not use one."""
     if not variables:
         return {}
@@ -83,12 +86,12 @@ def checked_variables(tokenizer: Any, variables: Mapping[str, Any] | None) -> Ma
 
 
 def render_chat(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    tools: Sequence[Any] = (),
+    tools: Sequence[Tool] = (),
     *,
     answer: bool = True,
-    variables: Mapping[str, Any] = {},
+    variables: Fields = _NOTHING,
 ) -> str:
     """The text of a chat, up to where an answer begins if `answer`; `variables` are further ones of the template.
 
@@ -134,7 +137,7 @@ def _names_read(template: str) -> set[str]:
 
 
 def unused_roles(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any], variables: Mapping[str, Any] = {}
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NOTHING
 ) -> set[str]:
     """Roles of which the template leaves out a message; answers do not count, since some are left out by intent."""
     if {message["role"] for message in messages} <= {"user", "assistant"}:
@@ -146,11 +149,11 @@ def unused_roles(
 
 
 def unused_fields(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    tools: Sequence[Any],
+    tools: Sequence[Tool],
     text: str,
-    variables: Mapping[str, Any] = {},
+    variables: Fields = _NOTHING,
 ) -> set[str]:
     """Fields of the messages, and `tools`, without which the template renders the same `text`.
 
@@ -165,7 +168,7 @@ def unused_fields(
 
 
 def _rendered(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any], variables: Mapping[str, Any] = {}
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NOTHING
 ) -> str | None:
     try:
         return render_chat(tokenizer, messages, tools, variables=variables)
@@ -173,10 +176,7 @@ def _rendered(
         return None
 
 
-# ---------------------------------------------------------------------- answers
-
-
-def response_ids(texts: Sequence[str], tokenizer: Any, *, chat: bool = False) -> list[list[int]]:
+def response_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, chat: bool = False) -> list[list[int]]:
     """Token ids of responses, without the prompt; they end with the end token if the tokenizer has one.
 
     With `chat`, a response is what the chat template writes for an answer; if no token that was added to the vocabulary
@@ -197,7 +197,7 @@ def response_ids(texts: Sequence[str], tokenizer: Any, *, chat: bool = False) ->
     return [row if is_ended else [*row, *end] for row, is_ended in zip(rows, ended, strict=True)]
 
 
-def _turn(tokenizer: Any, before: str, text: str) -> str:
+def _turn(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:
     """Render an answer behind the prompt `before` with the template, without white space behind the answer's end.
 
     White space of the answer itself stays, unless the template takes it off.
@@ -212,11 +212,13 @@ def _turn(tokenizer: Any, before: str, text: str) -> str:
     return turn.removesuffix(tail) + tail.rstrip() if turn.endswith(text + tail) else turn.rstrip()
 
 
-def _answered(tokenizer: Any, text: str, more: Mapping[str, Any] = {}, tools: Sequence[Any] = ()) -> str:
+def _answered(
+    tokenizer: PreTrainedTokenizerBase, text: str, more: Fields = _NOTHING, tools: Sequence[Tool] = ()
+) -> str:
     return render_chat(tokenizer, [*_PROBE, {"role": "assistant", "content": text, **more}], tools, answer=False)
 
 
-def turn_text(tokenizer: Any, text: str, more: Mapping[str, Any], tools: Sequence[Any]) -> str:
+def turn_text(tokenizer: PreTrainedTokenizerBase, text: str, more: Fields, tools: Sequence[Tool]) -> str:
     """An answer with its calls of tools and its reasoning (`more`) as the chat template writes it; `text` if it does
     not write them.
 
@@ -234,9 +236,6 @@ def turn_text(tokenizer: Any, text: str, more: Mapping[str, Any], tools: Sequenc
     return turn.removeprefix(head) if turn.startswith(head) else turn.removeprefix(head.rstrip()).lstrip()
 
 
-# ---------------------------------------------------------------------- tools
-
-
 @dataclass(frozen=True)
 class ToolChoice:
     """The tools that the chat template sees, those that may be called, and whether one has to be.
@@ -250,7 +249,7 @@ class ToolChoice:
     several: bool = True
 
     @classmethod
-    def of(cls, tools: Sequence[Tool], choice: Any = "auto", *, several: bool = True) -> ToolChoice:
+    def of(cls, tools: Sequence[Tool], choice: object = "auto", *, several: bool = True) -> ToolChoice:
         """Combine OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`.
 
         Raises OptionError: the choice is not accepted, or names no tool.

@@ -14,6 +14,7 @@ from skipdecode.common.files import is_stream
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.common.rows import read_rows
+from skipdecode.common.types import PreTrainedTokenizerBase
 from skipdecode.data.chats import response_ids, turn_text
 from skipdecode.data.prompts import (
     EncodedPrompt,
@@ -171,9 +172,6 @@ def self_template(options: RecordOptions) -> PromptTemplate | None:
     return make_template(replace(options, prompt_field=prompt, response_field=response))
 
 
-# ---------------------------------------------------------------------- as token ids
-
-
 @dataclass(frozen=True, slots=True)
 class Example:
     """One record as token ids; `response` ends with the end token."""
@@ -186,7 +184,7 @@ class Example:
         return len(self.prompt) + len(self.response)
 
 
-def written_turns(records: Records, template: PromptTemplate, tokenizer: Any) -> Records:
+def written_turns(records: Records, template: PromptTemplate, tokenizer: PreTrainedTokenizerBase) -> Records:
     """The records with calls of tools and reasoning in the text of their responses, as the chat template has them.
 
     What it does not write is left out, and so are responses that have nothing else; a note names both. Records whose
@@ -236,7 +234,7 @@ def encode_source(
 def encode_examples(
     file: Records,
     template: PromptTemplate,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int | None = None,
     vocabulary: int | None = None,
@@ -244,17 +242,9 @@ def encode_examples(
 ) -> tuple[list[Example], list[Reject]]:
     """The records of a file as token ids, and all records that are left out.
 
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer
-        Must have an end token.
-    max_length : int, optional
-        Most tokens of prompt and response together, such as the model's context. The template's field is cut if that
-        is enough; other longer records are rejected.
-    vocabulary : int, optional
-        As for `PromptEncoder`; for responses too.
-    skip_bad : bool
-        As in `read_file`, whose errors this raises too.
+    `tokenizer`: must have an end token. `max_length`: most tokens of prompt and response together, such as the model's
+    context. The template's field is cut if that is enough; other longer records are rejected. `vocabulary`: as for
+    `PromptEncoder`; for responses too. `skip_bad`: as in `read_file`, whose errors this raises too.
     """
     check_end_token(tokenizer)
     encoder = PromptEncoder(tokenizer, None, template, vocabulary=vocabulary)

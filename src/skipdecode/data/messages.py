@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from skipdecode.common.jsonl import is_text, kind_of
-from skipdecode.common.rows import without_nulls
+from skipdecode.common.jsonl import Fields, Json, is_text, kind_of
+from skipdecode.common.table_files import without_nulls
 from skipdecode.errors import DataError
 
-Message = dict[str, Any]
+Message = Json
 """A message of a chat: ``role``, ``content``, and other fields that a chat template may use."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the reasoning before an answer, in its message."""
@@ -33,10 +33,7 @@ _SENDERS = {*_ROLES, "user", "system", "developer", "tool"}
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TEXTS = (*REASONING, "name", "tool_call_id")
 _TYPES = ("text", "message")  # of a message, which say nothing more than its role
-_NOTHING: tuple[Any, ...] = (None, [], {})
-
-
-# ---------------------------------------------------------------------- texts
+_NOTHING: tuple[object, ...] = (None, [], {})
 
 
 def checked_text(where: str, text: str) -> str:
@@ -46,7 +43,7 @@ def checked_text(where: str, text: str) -> str:
     return text
 
 
-def as_text(field: str, value: Any) -> str:
+def as_text(field: str, value: object) -> str:
     """Return the text of a field, which may be a number; raises DataError for another value."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"field is no text: {field!r} is {kind_of(value)}")
@@ -55,10 +52,7 @@ def as_text(field: str, value: Any) -> str:
     return checked_text(f"field is no text: {field!r}", str(value))
 
 
-# ---------------------------------------------------------------------- messages
-
-
-def read_messages(field: str, value: Any) -> list[Message]:
+def read_messages(field: str, value: object) -> list[Message]:
     """Read the messages in a field: a list, or its JSON text. A system message without content is left out.
 
     An answer that is not learned (`weight` 0, `train` false) has the entry `weight` 0.
@@ -72,14 +66,14 @@ def read_messages(field: str, value: Any) -> list[Message]:
     return [message for message in read if message["content"] is not None]
 
 
-def is_message(value: Any) -> bool:
+def is_message(value: object) -> bool:
     """Whether a value is a message of a chat, and not a record."""
     if not isinstance(value, Mapping):
         return False
     return {"from", "value"} <= value.keys() or {"role"} < value.keys() <= MESSAGE_FIELDS
 
 
-def has_answer(value: Any) -> bool:
+def has_answer(value: object) -> bool:
     """Whether one of the messages in a field is an assistant's; a field that cannot be read counts as one that has."""
     messages = _parsed(value)
     if not isinstance(messages, list):
@@ -88,7 +82,7 @@ def has_answer(value: Any) -> bool:
     return any(role in _ASSISTANT for role in roles)
 
 
-def _message(where: str, value: Any) -> Message:
+def _message(where: str, value: object) -> Message:
     fields = without_nulls(dict(value)) if isinstance(value, Mapping) else {}
     role = _role(fields)
     content = fields.pop("content", None)
@@ -117,7 +111,7 @@ def _message(where: str, value: Any) -> Message:
     return message if learned or role != "assistant" else message | {"weight": 0}
 
 
-def _role(fields: dict[str, Any]) -> str | None:
+def _role(fields: Json) -> str | None:
     """Take the role out of the fields of a message; `from` and `value` become role and content."""
     role, sender = fields.pop("role", None), fields.pop("from", None)
     if sender is not None:
@@ -134,7 +128,7 @@ def _known(role: Any) -> str | None:
     return lower if lower in _SENDERS or not lower else role
 
 
-def _text(where: str, content: Any) -> str | None:
+def _text(where: str, content: object) -> str | None:
     """Return the text of a content, which is text or a list of parts; None without content."""
     if content is None or content == []:
         return None
@@ -144,7 +138,7 @@ def _text(where: str, content: Any) -> str | None:
     return checked_text(where, "".join(texts))
 
 
-def _text_of_part(where: str, part: Any) -> str:
+def _text_of_part(where: str, part: object) -> str:
     if not isinstance(part, Mapping):
         raise DataError(f"{where} is not an object with text in 'role' and 'content'")
     kind = part.get("type", "text")
@@ -154,7 +148,7 @@ def _text_of_part(where: str, part: Any) -> str:
     return text
 
 
-def _calls(where: str, fields: dict[str, Any]) -> list[Message]:
+def _calls(where: str, fields: Json) -> list[Message]:
     """Take the calls of tools, also in OpenAI's older form, out of the fields of a message."""
     calls, older = _parsed(fields.pop("tool_calls", [])), fields.pop(_CALL, None)
     if isinstance(calls, Mapping) or older is not None:
@@ -162,7 +156,7 @@ def _calls(where: str, fields: dict[str, Any]) -> list[Message]:
     return [_call(where, call) for call in _objects(f"'tool_calls' of {where}", calls)]
 
 
-def _call(where: str, call: Mapping[str, Any]) -> Message:
+def _call(where: str, call: Fields) -> Message:
     """A call of a tool in OpenAI's form, with its arguments as an object; datasets have name and arguments alone."""
     function = call.get("function", call)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -174,13 +168,13 @@ def _call(where: str, call: Mapping[str, Any]) -> Message:
     return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def chat_fields(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+def chat_fields(row: Fields, *, chat: bool) -> Json:
     """Return the system message and the tools of a record; `chat`: its tools have to be right.
 
     Tools may be JSON's text, as tables have them, together or one by one.
     """
     system, tools = row.get("system"), _parsed(row.get("tools"))
-    fields: dict[str, Any] = {}
+    fields: Json = {}
     if isinstance(system, str) and system.strip():
         fields["system"] = checked_text("field 'system'", system)
     if isinstance(tools, list):
@@ -190,13 +184,13 @@ def chat_fields(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
     return fields
 
 
-def _objects(where: str, value: Any) -> list[Any]:
+def _objects(where: str, value: object) -> list[Json]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise DataError(f"{where} is {kind_of(value)}: give a list of objects")
     return value
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> object:
     """Return the value of JSON's text of an object or a list; another value as it is."""
     parsed = value
     if isinstance(value, str):

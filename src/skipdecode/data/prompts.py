@@ -5,12 +5,13 @@ Every record that cannot be used is reported with its line; the caller refuses t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
+from skipdecode.common.jsonl import Fields
 from skipdecode.common.progress import note
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from skipdecode.data.chats import chat_fault, checked_variables, render_chat, token_ids, unused_fields, unused_roles
 from skipdecode.data.messages import checked_text
 from skipdecode.data.records import Record
@@ -39,19 +40,12 @@ _PLAIN = PromptTemplate()
 class PromptEncoder:
     """Turns records into token ids.
 
-    Parameters
-    ----------
-    context : int or None
-        Tokens of the model's context (`context_length`): a prompt must leave room for one more.
-    template : PromptTemplate
-        Of the records: whether plain prompts are chats (which has been decided), their system message, and which field
-        may be cut. Chats always go through the chat template. Default: plain prompts.
-    vocabulary : int, optional
-        Tokens of the model (`vocabulary_size`): prompts with others are refused. Default: any.
-    told : set of str, optional
-        Fields that a note has named because they are not in the prompts: each is named once. Default: none yet.
-    variables : mapping, optional
-        Of the chat template, for every chat.
+    `context`: tokens of the model's context (`context_length`): a prompt must leave room for one more. `template`: of
+    the records: whether plain prompts are chats (which has been decided), their system message, and which field may be
+    cut. Chats always go through the chat template. Default: plain prompts. `vocabulary`: tokens of the model
+    (`vocabulary_size`): prompts with others are refused. Default: any. `told`: fields that a note has named because
+    they are not in the prompts: each is named once. Default: none yet. `variables`: of the chat template, for every
+    chat.
 
     Raises UsageError: the template is for chats and the tokenizer has no chat template, or it does not use a variable;
     ModelLoadError: the template is for chats and the chat template is no valid program; `encode` raises it at the first
@@ -60,13 +54,13 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         context: int | None,
         template: PromptTemplate = _PLAIN,
         *,
         vocabulary: int | None = None,
         told: set[str] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Fields | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -183,7 +177,7 @@ class PromptEncoder:
         return text, shorter
 
 
-def outside(token_ids: Iterable[int], tokenizer: Any, vocabulary: int | None) -> str | None:
+def outside(token_ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> str | None:
     """The first token that a model of `vocabulary` tokens does not know, in words; None if it knows all."""
     token = next((token for token in token_ids if vocabulary is not None and not 0 <= token < vocabulary), None)
     if token is None:
@@ -192,13 +186,13 @@ def outside(token_ids: Iterable[int], tokenizer: Any, vocabulary: int | None) ->
     return f"token {token} ({word!r}) outside the model's vocabulary of {vocabulary} tokens"
 
 
-def context_length(config: Any) -> int | None:
+def context_length(config: PretrainedConfig) -> int | None:
     """Tokens of the context of a model with this transformers config; None without a limit."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def vocabulary_size(model: Any) -> int:
+def vocabulary_size(model: PreTrainedModel) -> int:
     """Rows of a causal LM's token embedding: tokens have ids below this number."""
     return int(model.get_input_embeddings().weight.shape[0])
 
@@ -214,7 +208,7 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
     return room
 
 
-def check_end_token(tokenizer: Any) -> None:
+def check_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise DataError if the tokenizer has no end token."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end token, so texts would not end: name one in its tokenizer_config.json")

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from skipdecode.common.jsonl import Row, kind_of
+from skipdecode.common.jsonl import Fields, Row, kind_of
 from skipdecode.data.chats import ToolChoice
 from skipdecode.data.messages import Message, checked_text
 from skipdecode.data.stopping import StopStrings
@@ -25,10 +25,10 @@ _REASONS_SHOWN = _LINES_SHOWN = 5
 class OwnSettings:
     """What a record asks for beside its text, as a line of OpenAI's batches does."""
 
-    sampling: Mapping[str, Any]  # fields of `skipdecode.engine.Sampling`
+    sampling: Fields  # fields of `skipdecode.engine.Sampling`
     max_new_tokens: int | None = None
     stop: StopStrings | None = None
-    json_schema: Any = None
+    json_schema: object = None
     calling: ToolChoice = field(default_factory=ToolChoice)
 
 
@@ -46,7 +46,7 @@ class Record:
     # Texts that may follow the prompt, none empty; the first is the response that is learned.
     references: tuple[str, ...] = ()
     # The record's `system` and `tools`, and `turn` (see `shaped`), which only a chat template uses.
-    for_chat: Mapping[str, Any] = field(default_factory=dict)
+    for_chat: Fields = field(default_factory=dict)
     # Fields of the record that are not in the prompt, where the user has not chosen the prompt's field.
     left_out: tuple[str, ...] = ()
     settings: OwnSettings | None = None  # those of the command where it has none
@@ -60,7 +60,7 @@ class Record:
         return bool(self.values) and not any(value.strip() for value in self.values.values())
 
 
-ReadRow = Callable[[Record, Mapping[str, Any]], Record]
+ReadRow = Callable[[Record, Fields], Record]
 """Completes a numbered record from its row; raises DataError if it cannot be used."""
 
 
@@ -80,7 +80,7 @@ def read_records(rows: Iterable[tuple[int, Row]], read: ReadRow) -> Iterator[Rec
         yield record
 
 
-def _id(row: Mapping[str, Any]) -> str | int | None:
+def _id(row: Fields) -> str | int | None:
     """The record's own id, if it has one."""
     found = row.get("id", row.get("custom_id"))
     if found is None or found == "":
@@ -88,9 +88,6 @@ def _id(row: Mapping[str, Any]) -> str | int | None:
     if isinstance(found, bool) or not isinstance(found, str | int):
         raise DataError(f"field 'id' is {kind_of(found)}: give text or a whole number")
     return checked_text("field 'id'", found) if isinstance(found, str) else found
-
-
-# ---------------------------------------------------------------------- records that cannot be used
 
 
 class Reject(NamedTuple):

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from skipdecode.common.jsonl import Row, kind_of
+from skipdecode.common.jsonl import Fields, Json, Row, kind_of
 from skipdecode.data.messages import REASONING, Message, as_text, checked_text, has_answer, read_messages
 from skipdecode.errors import DataError
 
 _MORE = ("tool_calls", *REASONING)  # of an answer, beside its text
 _FIELDS_SHOWN, _CHARACTERS_SHOWN = 20, 80
 _ROWS_SEARCHED = 1000  # of which one has to have a known shape
-NOTHING: tuple[Any, ...] = (None, "", [], {})
+NOTHING: tuple[object, ...] = (None, "", [], {})
 """Values of a field that is as good as absent."""
 Prompt = str | list[Message]
 
@@ -34,7 +34,7 @@ class Shape:
     responses: tuple[str, ...] = ()
     chat: bool = False
 
-    def fits(self, row: Mapping[str, Any]) -> bool:
+    def fits(self, row: Fields) -> bool:
         """Whether a record has a prompt and a response of this shape."""
         if row.get(self.key) is None:
             return False
@@ -42,7 +42,7 @@ class Shape:
             return has_answer(row[self.key])
         return not self.responses or any(row.get(name) is not None for name in self.responses)
 
-    def prompt(self, row: Mapping[str, Any]) -> Prompt:
+    def prompt(self, row: Fields) -> Prompt:
         """Read the whole prompt, as text or as a chat; raises DataError if it is empty or neither."""
         value = row[self.key]
         if self.chat or isinstance(value, list):
@@ -57,7 +57,7 @@ class Shape:
         parts = [row[name] for name in self.fields if isinstance(row.get(name), str) and row[name].strip()]
         return checked_text(f"field {self.key!r}", "\n\n".join(parts))
 
-    def turns(self, row: Mapping[str, Any]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+    def turns(self, row: Fields) -> Iterator[tuple[Prompt, Json]]:
         """Read each prompt with the fields of its response: `response`, and `turn` of one that is more than text."""
         if self.chat:
             yield from _answers(read_messages(self.key, row[self.key]))
@@ -67,12 +67,12 @@ class Shape:
             name = found_field(row, self.responses)
             yield self.prompt(row), _response(name, row[name])
 
-    def unused(self, row: Mapping[str, Any], used: Iterable[str]) -> list[str]:
+    def unused(self, row: Fields, used: Iterable[str]) -> list[str]:
         """List fields of a record with content that are not in the prompt, but for those that are `used` otherwise."""
         known = {"id", *self.fields, *used}
         return [name for name, value in row.items() if name not in known and value not in NOTHING]
 
-    def found_in(self, row: Mapping[str, Any]) -> str:
+    def found_in(self, row: Fields) -> str:
         """The fields of the prompt that a record has, in words; the one that tells the shape is the first."""
         return " and ".join(dict.fromkeys(name for name in (self.key, *self.fields) if name in row))
 
@@ -99,14 +99,14 @@ def shape_of_field(name: str) -> Shape:
     return Shape(name, name, (name,))
 
 
-def fitting_shapes(row: Mapping[str, Any]) -> list[Shape]:
+def fitting_shapes(row: Fields) -> list[Shape]:
     """List the shapes in which a record has prompt and response; those with an empty prompt where there is no other."""
     fitting = [shape for shape in _SHAPES if shape.fits(row)]
     fitting = [shape for shape in fitting if shape is not TEXT] or fitting  # Alpaca's `text` has prompt and response
     return [shape for shape in fitting if row[shape.key] not in NOTHING] or fitting
 
 
-def prompt_shape(row: Mapping[str, Any], fields: Sequence[str] = PROMPT_FIELDS) -> Shape | None:
+def prompt_shape(row: Fields, fields: Sequence[str] = PROMPT_FIELDS) -> Shape | None:
     """The shape of a record to generate from, whose prompt is one of `fields`, None if it has none.
 
     A record with a response has the shape that it is learned in. Raises DataError if two prompts are there.
@@ -125,8 +125,8 @@ def prompt_shape(row: Mapping[str, Any], fields: Sequence[str] = PROMPT_FIELDS) 
 
 
 def shape_of(
-    rows: Iterable[Any], where: str, remedy: str, answers: str, accepts: Callable[[Mapping[str, Any]], bool]
-) -> tuple[Shape | None, Mapping[str, Any]]:
+    rows: Iterable[object], where: str, remedy: str, answers: str, accepts: Callable[[Fields], bool]
+) -> tuple[Shape | None, Fields]:
     """The shape of records to learn from or to score, and the first record that has one.
 
     The shape is None where the caller `accepts` a record as it is. Errors name the records by `where`; `remedy` says
@@ -150,7 +150,7 @@ def shape_of(
     raise DataError(f"{where}: {(*errors, 'no record can be read: there is none')[0]}")
 
 
-def _without_response(row: Mapping[str, Any], answers: str) -> str:
+def _without_response(row: Fields, answers: str) -> str:
     alone = next((shape for shape in _SHAPES if row.get(shape.key) not in NOTHING), None)
     if alone is None:
         return f"have {', '.join(map(repr, row)) or 'no field'}, which is none of: {'; '.join(SHAPES)}"
@@ -181,7 +181,7 @@ def shaped(rows: Iterable[tuple[int, Row]], shape: Shape) -> Iterator[tuple[int,
             yield line, more | {"prompt": prompt, **response} | ({} if id is None else {"id": id})
 
 
-def found_field(row: Mapping[str, Any], names: Sequence[str]) -> str:
+def found_field(row: Fields, names: Sequence[str]) -> str:
     """The first of the names that a record has; raises DataError if it has none."""
     name = next((name for name in names if name in row), None)
     if name is None:
@@ -192,16 +192,13 @@ def found_field(row: Mapping[str, Any], names: Sequence[str]) -> str:
     return name
 
 
-def field_names(row: Mapping[str, Any]) -> str:
+def field_names(row: Fields) -> str:
     """The fields of a row, at most the first eight, for an error."""
     names = [repr(name) for name in row]
     return f"the record has {', '.join(names[:8]) or 'no field'}{', …' if len(names) > 8 else ''}"
 
 
-# ---------------------------------------------------------------------- responses
-
-
-def _answers(messages: list[Message]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+def _answers(messages: list[Message]) -> Iterator[tuple[Prompt, Json]]:
     """Each answer that is learned, of text or calls of tools, with the messages before it."""
     learned = [message.pop("weight", 1) != 0 for message in messages]
     for number, message in enumerate(messages):
@@ -210,7 +207,7 @@ def _answers(messages: list[Message]) -> Iterator[tuple[Prompt, dict[str, Any]]]
             yield messages[:number], _response_of(message)
 
 
-def _halves(text: Any) -> tuple[str, dict[str, Any]]:
+def _halves(text: object) -> tuple[str, Json]:
     """A text to continue: its first half, up to white space, and the rest."""
     if not isinstance(text, str):
         raise DataError(f"field 'text' is {kind_of(text)}: give text")
@@ -221,7 +218,7 @@ def _halves(text: Any) -> tuple[str, dict[str, Any]]:
     return text[:cut], {"response": [text[cut:]]}
 
 
-def _response(field: str, value: Any) -> dict[str, Any]:
+def _response(field: str, value: Any) -> Json:
     """The response in a field: text, several texts, SQuAD's `text` of answers, or a message."""
     if isinstance(value, Mapping) and isinstance(value.get("text"), list):
         value = value["text"]
@@ -234,6 +231,6 @@ def _response(field: str, value: Any) -> dict[str, Any]:
     return {"response": list(dict.fromkeys(as_text(field, text) for text in texts))}
 
 
-def _response_of(message: Message) -> dict[str, Any]:
+def _response_of(message: Message) -> Json:
     turn = {name: message[name] for name in _MORE if message.get(name)}
     return {"response": [message["content"]]} | ({"turn": turn} if turn else {})

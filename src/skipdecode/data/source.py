@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import Row, decoded, json_line, row_of
+from skipdecode.common.jsonl import Fields, Json, Row, decoded, json_line, row_of
 from skipdecode.common.progress import note
-from skipdecode.common.rows import Input, Lines, format_of, load_split, read_rows
+from skipdecode.common.rows import Input, Lines, format_of, read_rows
+from skipdecode.common.table_files import load_split
 from skipdecode.data.records import ReadRow, Record, Reject, read_records, refuse_rejects, reject_summary, usable
 from skipdecode.data.shapes import Shape
 from skipdecode.data.tasks import HubSource, Task
@@ -24,21 +25,14 @@ ARGUMENTS = "the arguments"
 """The name of the source of prompts that are arguments."""
 _PLAIN = PromptTemplate()
 _HELD_OUT = 10
-Source = str | Path | Sequence[Mapping[str, Any]]
+Source = str | Path | Sequence[Fields]
 """A file of records (JSONL, CSV), or a list of records."""
 
 
 class PromptSource:
     """The prompts of one input, which can be read repeatedly in constant memory.
 
-    Parameters
-    ----------
-    opened : Input
-        Closed by `close`.
-    format : {"jsonl", "csv", "tsv", "txt"}
-        How it is read.
-    field : str
-        Of a line of text, as a record.
+    `opened`: closed by `close`. `format`: how it is read. `field`: of a line of text, as a record.
     """
 
     def __init__(self, opened: Input, format: str, field: str = "prompt") -> None:
@@ -50,7 +44,7 @@ class PromptSource:
         self._input.check()
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Json:
         """JSON-ready; equal only for equal input, so that a run is resumed on the same input only."""
         return {"sha256": self._input.sha256, "format": self.format}
 
@@ -135,9 +129,6 @@ class PromptSource:
             return e
 
 
-# ---------------------------------------------------------------------- records to learn from or to score
-
-
 @dataclass(frozen=True)
 class Records:
     """Records to learn from or to score, in the order of the file, and the records that are left out.
@@ -159,7 +150,7 @@ class Records:
 
 def load_records(
     task: Task,
-    data: str | Path | Iterable[Mapping[str, Any]] | None = None,
+    data: str | Path | Iterable[Fields] | None = None,
     *,
     shape: Shape | None = None,
     skip_bad: bool = False,
@@ -202,9 +193,7 @@ def load_records(
     return Records(tuple(items.values()), tuple(skipped), "data")
 
 
-def _named_rows(
-    task: Task, data: str | Path | Iterable[Mapping[str, Any]] | None
-) -> tuple[str, Iterator[tuple[int, Row]]]:
+def _named_rows(task: Task, data: str | Path | Iterable[Fields] | None) -> tuple[str, Iterator[tuple[int, Row]]]:
     if isinstance(data, str | Path):
         return str(data), read_rows(data)
     if data is not None:
@@ -226,11 +215,7 @@ def _hub_rows(source: HubSource) -> Iterator[tuple[int, Row]]:
 
 
 def read_file(
-    path: str | Path | Sequence[Mapping[str, Any]],
-    template: PromptTemplate,
-    *,
-    limit: int | None = None,
-    skip_bad: bool = False,
+    path: str | Path | Sequence[Fields], template: PromptTemplate, *, limit: int | None = None, skip_bad: bool = False
 ) -> Records:
     """The records of a JSONL or CSV file, a pipe or standard input (``-``), or of a list, as text.
 

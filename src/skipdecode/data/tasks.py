@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,11 +116,8 @@ def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = 
         raise DataError(f"{path}: {e}") from None
 
 
-def _presets() -> Any:
+def _presets() -> Traversable:
     return resources.files("skipdecode.data") / "presets"
-
-
-# ---------------------------------------------------------------------- reading with line numbers
 
 
 def _parse(text: str, check_metric: Callable[[str], object]) -> Task:
@@ -145,7 +143,7 @@ def _parse(text: str, check_metric: Callable[[str], object]) -> Task:
     return task
 
 
-def _at_line(line: int | None, check: Callable[..., object], *arguments: Any) -> None:
+def _at_line(line: int | None, check: Callable[..., object], *arguments: object) -> None:
     """Call a check; its UsageError becomes a DataError with the line."""
     try:
         check(*arguments)
@@ -153,7 +151,7 @@ def _at_line(line: int | None, check: Callable[..., object], *arguments: Any) ->
         raise DataError(str(e), line) from None
 
 
-def _filled(kind: type[T], data: Mapping[Any, Any], lines: Mapping[str, int], where: str = "") -> T:
+def _filled(kind: type[T], data: Mapping[str, Any], lines: Mapping[str, int], where: str = "") -> T:
     """Options from the fields of a file; raises DataError with the line of a wrong field."""
     accepted = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     needed = [name for name, of in accepted.items() if of.default is of.default_factory is MISSING]

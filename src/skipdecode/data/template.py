@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
-from skipdecode.common.jsonl import Row
+from skipdecode.common.jsonl import Fields, Json, Row
+from skipdecode.common.types import PreTrainedTokenizerBase
 from skipdecode.data.chats import chat_fault
 from skipdecode.data.messages import Message, as_text, chat_fields, read_messages
 from skipdecode.data.records import Record, read_records
@@ -20,7 +20,7 @@ from skipdecode.data.shapes import PROMPT_FIELDS, Shape, field_names, fitting_sh
 from skipdecode.errors import DataError, UsageError
 
 TOKEN_IDS = "prompt_token_ids"  # vLLM's field, in place of a text
-Prompt = str | list[Message] | list[int] | Mapping[str, Any]
+Prompt = str | list[Message] | list[int] | Fields
 """A text; a chat, as a list of ``{"role": …, "content": …}``; token ids, as a list of numbers or
 ``{"prompt_token_ids": …}``; or a record for the checkpoint's template.
 
@@ -32,26 +32,15 @@ A text goes into the template that the checkpoint was tuned on, else into the ch
 class PromptTemplate:
     """The prompt of a record as text with its fields in braces, and the fields that may hold its response.
 
-    Parameters
-    ----------
-    text : str, optional
-        Text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces. Default: the prompt as it is, in
-        the field that the record's shape has.
-    responses : tuple of str
-        Fields that may hold the response, or a list of references; the first one that a record has is used. Generation
-        needs none.
-    chat : bool, optional
-        Plain prompts go through the tokenizer's chat template as one user message; None: if there is one (`decided`).
-    truncate : str, optional
-        The field that is cut at its end if a prompt is longer than `max_prompt_tokens`.
-    max_prompt_tokens : int, optional
-        Longest prompt in tokens; goes with `truncate`.
-    shape : Shape, optional
-        Of the records. To learn from, `skipdecode.data.shapes.shaped` brings them to the fields `prompt` and
-        `response`: their text is the value of the only field, and their chats stay chats. To generate from, it has the
-        prompt's field; default: the fields of the text, else those of the record's own shape.
-    system : str, optional
-        The system message of every chat that has none.
+    `text`: text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces. Default: the prompt as it is,
+    in the field that the record's shape has. `responses`: fields that may hold the response, or a list of references;
+    the first one that a record has is used. Generation needs none. `chat`: plain prompts go through the tokenizer's
+    chat template as one user message; None: if there is one (`decided`). `truncate`: the field that is cut at its end
+    if a prompt is longer than `max_prompt_tokens`. `max_prompt_tokens`: longest prompt in tokens; goes with `truncate`.
+    `shape`: of the records. To learn from, `skipdecode.data.shapes.shaped` brings them to the fields `prompt` and
+    `response`: their text is the value of the only field, and their chats stay chats. To generate from, it has the
+    prompt's field; default: the fields of the text, else those of the record's own shape. `system`: the system message
+    of every chat that has none.
 
     Raises UsageError if the text names no field or holds more than plain fields, or `truncate` is none of them.
     """
@@ -74,16 +63,16 @@ class PromptTemplate:
         """The fields in braces, each once."""
         return () if self.text is None else _fields_of(self.text)
 
-    def decided(self, tokenizer: Any) -> PromptTemplate:
+    def decided(self, tokenizer: PreTrainedTokenizerBase) -> PromptTemplate:
         """Return the template for a tokenizer: with chats if it renders chats, where nothing else was said."""
         return self if self.chat is not None else replace(self, chat=chat_fault(tokenizer) is None)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """JSON-ready, as recipes keep it."""
         names = ("responses", "chat", "truncate", "max_prompt_tokens")
         return {"template": self.text, **{name: getattr(self, name) for name in names}}
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> Json:
         """JSON-ready, for clients of a server."""
         return {"prompt": self.text, "fields": self.fields, "chat": self.chat}
 
@@ -91,7 +80,7 @@ class PromptTemplate:
         """The text with these values in the braces."""
         return str(self.text).format_map(values)
 
-    def values(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def values(self, row: Fields) -> dict[str, str]:
         """The fields of the template as text; DataError if one is missing or not text."""
         return {name: as_text(name, row[found_field(row, (name,))]) for name in self.fields}
 
@@ -112,9 +101,7 @@ class PromptTemplate:
             text = text[len(before) : len(text) - len(after)]
         return {name: text}
 
-    # ------------------------------------------------------------------ records to learn from or to score
-
-    def example(self, record: Record, row: Mapping[str, Any]) -> Record:
+    def example(self, record: Record, row: Fields) -> Record:
         """The record with a row's prompt and its responses that are not empty.
 
         DataError if a field is missing or not text.
@@ -133,7 +120,7 @@ class PromptTemplate:
         rows = rows if self.shape is None else shaped(rows, self.shape)
         return read_records(islice(rows, limit), self.example)
 
-    def fits(self, row: Mapping[str, Any]) -> bool:
+    def fits(self, row: Fields) -> bool:
         """Whether a record has what the template needs, and a response."""
         try:
             self.example(Record(0, 0, 0, ""), row)
@@ -141,7 +128,7 @@ class PromptTemplate:
             return False
         return True
 
-    def _whole(self, row: Mapping[str, Any]) -> tuple[str | list[Message], dict[str, str]]:
+    def _whole(self, row: Fields) -> tuple[str | list[Message], dict[str, str]]:
         """The prompt, and the values of its fields; a chat, which has none, may be all that a prompt is."""
         name = "prompt" if self.shape is not None else self.fields[0]
         if isinstance(row.get(name), list) and (self.shape is not None or self.text == f"{{{name}}}"):
@@ -149,9 +136,7 @@ class PromptTemplate:
         values = self.values(row) if self.shape is None else self.values_of_text(row["prompt"])
         return self.render(values), values
 
-    # ------------------------------------------------------------------ records to generate from
-
-    def row(self, prompt: Prompt) -> dict[str, Any]:
+    def row(self, prompt: Prompt) -> Json:
         """A text, a chat or token ids as a row of a file."""
         if isinstance(prompt, Mapping):
             return dict(prompt)
@@ -159,7 +144,7 @@ class PromptTemplate:
         field = TOKEN_IDS if are_token_ids(prompt) else field
         return {field if self.shape is None else self.shape.key: prompt}
 
-    def prompt(self, record: Record, row: Mapping[str, Any]) -> Record:
+    def prompt(self, record: Record, row: Fields) -> Record:
         """The record with a row's prompt: its fields in the template, or the text or chat of its shape.
 
         A chat loses the answer at its end. A plain text is the value of the template's only field.
@@ -185,14 +170,14 @@ class PromptTemplate:
             values = self.values_of_text(prompt)
             prompt = self.render(values)
         guessed = shape.found_in(row) if self.shape is None and self.text is None else ""
-        found: dict[str, Any] = {"for_chat": extra, "left_out": left_out, "guessed": guessed}
+        found: Json = {"for_chat": extra, "left_out": left_out, "guessed": guessed}
         return replace(record, prompt=prompt, values=values, **found)
 
     def record(self, prompt: Prompt) -> Record:
         """A single record to generate from; it has an `error` if it cannot be used."""
         return next(read_records([(1, self.row(prompt))], self.prompt))
 
-    def _fills(self, row: Mapping[str, Any]) -> bool:
+    def _fills(self, row: Fields) -> bool:
         """Whether the template renders a row: the row has fields of it that are not chats.
 
         A template that is the prompt alone adds nothing to it, so a shape says what the prompt is.
@@ -201,7 +186,7 @@ class PromptTemplate:
             return False
         return any(field in row and not isinstance(row[field], list) for field in self.fields)
 
-    def _shape_of(self, row: Mapping[str, Any]) -> Shape:
+    def _shape_of(self, row: Fields) -> Shape:
         """The shape of a row's prompt."""
         if self.shape is not None:
             if self.shape.key not in row:
@@ -216,7 +201,7 @@ class PromptTemplate:
         return shape
 
 
-def are_token_ids(value: Any) -> bool:
+def are_token_ids(value: object) -> bool:
     """Whether a value is a list of whole numbers, and not empty."""
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 

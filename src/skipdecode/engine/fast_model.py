@@ -34,7 +34,8 @@ from skipdecode.engine.prefix import PrefixKV
 from skipdecode.engine.scheduler import TokenRows
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import check_schedule
-from skipdecode.models.fit import EPSILON, Fit, fit_of
+from skipdecode.models.fit import Fit, fit_of
+from skipdecode.models.fit_maps import EPSILON
 from skipdecode.schedule import Schedule
 
 

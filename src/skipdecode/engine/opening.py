@@ -24,13 +24,13 @@ from skipdecode.engine.requests import Sampling
 from skipdecode.engine.rules import rules_line, rules_of, stop_strings
 from skipdecode.engine.scheduler import PROMPT_TOKENS, REFILL_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
-from skipdecode.models.carried import ran_in_bf16
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, open_checkpoint
 from skipdecode.models.loading.hub import choose_device, configured_ends, load_model
 from skipdecode.models.loading.stored import one_line
+from skipdecode.models.recipe import ran_in_bf16
 from skipdecode.schedule import Schedule
 
 

@@ -39,8 +39,9 @@ from skipdecode.evaluation.run import TaskEvaluation, note_left_out, with_w8a8
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, method_name
-from skipdecode.models.carried import schedule_file, tuned_template
+from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, open_checkpoint
+from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
 _REMEDY = "give a `task`, which names their fields"

@@ -26,7 +26,7 @@ from skipdecode.common.options import Options, check_name, option
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.data.records import Record
 from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
-from skipdecode.models.loading.beside import ask_hub, snapshot
+from skipdecode.models.loading.hub_files import ask_hub, snapshot
 
 NEAR_ZERO = 4
 """A score below it, of 100, is that of a model that does not do the task: it is no measure of what a schedule keeps."""

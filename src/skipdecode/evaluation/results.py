@@ -28,7 +28,7 @@ from skipdecode.engine.requests import BATCH
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, MetricOptions
 from skipdecode.generation.self_generated import LOG_FILE
-from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.identity import checkpoint_digest
 
 if TYPE_CHECKING:
     from skipdecode.generation.llm import LLM

@@ -50,8 +50,8 @@ from skipdecode.generation.self_generated import (
     forget_prompts,
 )
 from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
-from skipdecode.models.carried import tuned_template
-from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.identity import checkpoint_digest
+from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
 _BATCHES = 4  # decoded and kept together

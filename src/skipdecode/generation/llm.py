@@ -44,9 +44,9 @@ from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import Grammars
 from skipdecode.generation.loop import Generated, TextLoop, TextStream
 from skipdecode.generation.stats import RunStats
-from skipdecode.models.carried import tuned_template
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
+from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
 _LOCKS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

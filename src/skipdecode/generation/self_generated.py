@@ -37,8 +37,8 @@ from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.decoding import Decoding, prompt_reader
 from skipdecode.generation.records import WINDOW_BATCHES
-from skipdecode.models.carried import tuned_template
-from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.identity import checkpoint_digest
+from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:

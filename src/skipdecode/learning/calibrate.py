@@ -32,11 +32,11 @@ from skipdecode.learning.goal import set_goal, suited
 from skipdecode.learning.search import search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
 from skipdecode.learning.tune import in_hardware_type
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.families import lenders
 from skipdecode.models.fit import Fit, another_fit
-from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.checkpoint import LoadedModel, Model, loaded_of, open_checkpoint
+from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"

@@ -27,8 +27,8 @@ from skipdecode.common.resume import ANEW, other_settings
 from skipdecode.data.source import Records
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import OutputError, UsageError
-from skipdecode.models.carried import RECIPE_FILE, RECIPE_FORMAT, RECIPE_KIND
 from skipdecode.models.fit import fit_of, fit_state
+from skipdecode.models.recipe import RECIPE_FILE, RECIPE_FORMAT, RECIPE_KIND
 from skipdecode.schedule import Schedule
 
 _KEEP = 2
@@ -222,8 +222,8 @@ def make_recipe(
     """A recipe without result; JSON-ready.
 
     `template`: what the options made prompts of, in full. `checkpoint`: of
-    `skipdecode.models.loading.base_weights.checkpoint_digest`. `base`: of
-    `skipdecode.models.loading.base_weights.base_entry`.
+    `skipdecode.models.loading.identity.checkpoint_digest`. `base`: of
+    `skipdecode.models.loading.weights_sample.base_entry`.
     """
     recipe = {
         "kind": RECIPE_KIND,

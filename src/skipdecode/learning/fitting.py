@@ -30,7 +30,8 @@ from skipdecode.learning.settings import FitOptions
 from skipdecode.models.attach import at_full_depth
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, projection, unwrap
-from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, prompt_features
+from skipdecode.models.fit import Fit
+from skipdecode.models.fit_maps import Bridge, PromptMap, normed, prompt_features
 from skipdecode.models.gate import GateState, calling, gate_layer, gate_of, ungate_layer
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule

@@ -31,8 +31,8 @@ from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.fit import Fit
-from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.checkpoint import LoadedModel
+from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 

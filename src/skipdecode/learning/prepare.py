@@ -59,12 +59,13 @@ from skipdecode.learning.stages import (
     TuningPlan,
 )
 from skipdecode.learning.tune import Tuned, tune
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import another_fit, fit_of
 from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.base_weights import FitFile, checkpoint_digest
 from skipdecode.models.loading.card import PICTURE_FILE
 from skipdecode.models.loading.checkpoint import Model, loaded_of, open_checkpoint
+from skipdecode.models.loading.fit_file import FitFile
+from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import Schedule
 
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")

@@ -29,11 +29,11 @@ from skipdecode.generation.speed import HOW
 from skipdecode.generation.stats import depth_words
 from skipdecode.learning.calibrate import SCHEDULE_FILE
 from skipdecode.learning.stages import Evaluation, TuningPlan
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit, keep_fit
-from skipdecode.models.loading.base_weights import FitFile
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, push_to_hub, write_card
 from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
+from skipdecode.models.loading.fit_file import FitFile
 from skipdecode.schedule import Schedule
 
 FULL = "full"

@@ -17,7 +17,7 @@ from skipdecode.engine.requests import BATCH
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.metrics import MetricOptions
 from skipdecode.generation.self_generated import ABOUT_FILE, SelfGeneratedOptions
-from skipdecode.models.carried import sampled_schedules
+from skipdecode.models.recipe import sampled_schedules
 from skipdecode.schedule import Schedule
 
 STORE_FILE, PREPARE_LOG, PROMPTS_FILE = "measured.sqlite", "prepare.sqlite", "prompts.jsonl"

@@ -40,8 +40,8 @@ from skipdecode.generation.self_generated import (
 from skipdecode.generation.speed import Method
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.stages import Answers
-from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.checkpoint import LoadedModel
+from skipdecode.models.loading.identity import checkpoint_digest
 
 _ANSWERS_LOG = "answers.sqlite"
 _HELD_OUT = 256  # of the model's own answers, at most

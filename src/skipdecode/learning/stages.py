@@ -30,9 +30,9 @@ from skipdecode.data.source import Source
 from skipdecode.errors import SkipDecodeError
 from skipdecode.learning.settings import CLOCK_FILE, PREPARE_LOG, SHORT, WHOLE, EvaluationSize, SearchSize
 from skipdecode.learning.tune import in_hardware_type
-from skipdecode.models.carried import RECIPE_FILE
 from skipdecode.models.forward import response_logits
 from skipdecode.models.loading.card import PICTURE_FILE
+from skipdecode.models.recipe import RECIPE_FILE
 
 TUNED_SHARE = 1 / 2
 """Of the minutes, at least, at full depth and under the schedule; the other stages shrink first."""

@@ -37,13 +37,16 @@ from skipdecode.learning.checkpoint import (
     write_recipe,
 )
 from skipdecode.learning.settings import TuneOptions
-from skipdecode.models.carried import FIT_FILE, RECIPE_FILE, read_recipe
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.base_weights import FitFile, base_entry, checkpoint_digest
 from skipdecode.models.loading.card import write_card
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, loaded_of, open_checkpoint
+from skipdecode.models.loading.fit_file import FitFile
 from skipdecode.models.loading.hub import name_ends
+from skipdecode.models.loading.identity import checkpoint_digest
+from skipdecode.models.loading.weights_sample import base_entry
+from skipdecode.models.recipe import RECIPE_FILE, read_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import is_speedup
 

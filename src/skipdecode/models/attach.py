@@ -7,10 +7,12 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from skipdecode.common.environment import isolated_torch
 from skipdecode.errors import (
@@ -22,7 +24,7 @@ from skipdecode.errors import (
     UntunedScheduleWarning,
 )
 from skipdecode.models.cache import SkipCache, bounded_steps, check_states
-from skipdecode.models.carried import named_schedule, of_model, tuned_under, untuned_line
+from skipdecode.models.checkpoint_schedule import named_schedule, schedule_of_model, tuned_under, untuned_line
 from skipdecode.models.families import check_schedule, decoder_layers, find_family, lenders, unwrap
 from skipdecode.models.fit import Fit
 from skipdecode.models.forward import (
@@ -36,15 +38,15 @@ from skipdecode.models.forward import (
     foreign_cache,
 )
 from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
-from skipdecode.models.loading.base_weights import carried_fit
+from skipdecode.models.loading.fit_file import fit_of_checkpoint
 from skipdecode.models.plan import AFTER, PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
-from skipdecode.models.release import renamed_cache
+from skipdecode.models.release import Arguments, Forward, renamed_cache
 from skipdecode.schedule import Schedule
 
 _MARK = "_skipdecode_attachment"
 
 
-def attach(model: Any, schedule: Schedule | str | None = None, fit: Fit | None = None) -> Attachment:
+def attach(model: PreTrainedModel, schedule: Schedule | str | None = None, fit: Fit | None = None) -> Attachment:
     """Put a schedule on a model: its `generate` and `forward` then skip layers.
 
     Works with and without `with`. On exit (also after an exception), or after `detach`, the model is as before.
@@ -94,14 +96,14 @@ def attach(model: Any, schedule: Schedule | str | None = None, fit: Fit | None =
     return attachment
 
 
-def detach(model: Any) -> None:
+def detach(model: PreTrainedModel) -> None:
     """Remove the schedule from a model; does nothing if there is none."""
     attachment = unwrap(model).__dict__.get(_MARK)
     if attachment is not None:
         attachment.detach()
 
 
-def at_full_depth(model: Any) -> AbstractContextManager[None]:
+def at_full_depth(model: PreTrainedModel) -> AbstractContextManager[None]:
     """A context in which a model and its parts run at full depth, whether a schedule is attached or not."""
     attachment = unwrap(model).__dict__.get(_MARK)
     return contextlib.nullcontext() if attachment is None else attachment.paused()
@@ -130,7 +132,7 @@ class Attachment:
     """
 
     @isolated_torch()
-    def __init__(self, model: Any, schedule: Schedule | str | None = None, fit: Fit | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, schedule: Schedule | str | None = None, fit: Fit | None = None) -> None:
         self._model = unwrap(model)
         self._family = find_family(self._model)
         self._layers = list(decoder_layers(self._model))
@@ -142,12 +144,12 @@ class Attachment:
         self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts)
         self._gate_state.lenders = lenders(self._model.config)
         self._schedule = Schedule.full(len(self._layers))
-        self._find_fit: Callable[[], Fit | None] | None = functools.partial(carried_fit, model) if fit is None else None
+        self._find_fit: Callable[[], Fit | None] | None = functools.partial(fit_of_checkpoint, model)
         self._fit: Fit | None = None
         if fit is not None:
             self.fit = fit
         schedule = named_schedule(model, schedule) if isinstance(schedule, str) else schedule
-        self.schedule = of_model(model) if schedule is None else schedule
+        self.schedule = schedule_of_model(model) if schedule is None else schedule
         self._arguments = CallArguments(self._model)
         self._prompt_columns: int | None = None  # within generate
         self._latest: SkipCache | None = None
@@ -161,10 +163,8 @@ class Attachment:
     def __exit__(self, *exception: object) -> None:
         self.detach()
 
-    # ------------------------------------------------------------------ public
-
     @property
-    def model(self) -> Any:
+    def model(self) -> PreTrainedModel:
         """The transformers model that is gated (inside a PEFT wrapper, its base model)."""
         return self._model
 
@@ -224,8 +224,6 @@ class Attachment:
         for name in ("generate", "generate_batch"):
             self._model.__dict__.pop(name, None)
 
-    # ------------------------------------------------------------------ installation
-
     def _install(self) -> None:
         for name in ("generate", "generate_batch"):
             if name in self._model.__dict__:
@@ -240,14 +238,12 @@ class Attachment:
         self._model.__dict__["generate"] = self._generate
         self._model.__dict__["generate_batch"] = self._refuse_generate_batch
 
-    # ------------------------------------------------------------------ forward
-
-    def _run_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_forward(self, forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> ModelOutput:
         """Run the model's own forward under a plan, on a `SkipCache`."""
         call = self._arguments.named(args, kwargs)
         prompt_length = call.pop("prompt_length", None)
         if self._rotary.active:
-            self._rotary.place(call, self._arguments.columns(call))
+            self._rotary.set_positions(call, self._arguments.columns(call))
         if self._paused:
             return forward(**call)
         try:
@@ -260,7 +256,7 @@ class Attachment:
             cache.advance(positions)
         return output
 
-    def _plan(self, call: dict[str, Any], prompt_length: int | Tensor | None) -> tuple[SkipCache, list[int]] | None:
+    def _plan(self, call: Arguments, prompt_length: int | Tensor | None) -> tuple[SkipCache, list[int]] | None:
         """Set the plan of a forward; returns the cache to fill, and the positions of the columns."""
         columns = self._arguments.columns(call)
         if not self._schedule.is_full:
@@ -299,7 +295,7 @@ class Attachment:
             self._warned.add(line)
             warnings.warn(line, DepthWarning, stacklevel=2)
 
-    def _plan_teacher_forced(self, call: dict[str, Any], prompt_length: int | Tensor | None, columns: int) -> None:
+    def _plan_teacher_forced(self, call: Arguments, prompt_length: int | Tensor | None, columns: int) -> None:
         call["use_cache"] = False
         if prompt_length is None:
             positions = label_positions(call["labels"])
@@ -309,7 +305,7 @@ class Attachment:
         self._gate_state.plan = StepPlan.of_rows(self._schedule, positions)
 
     def _plan_cached(
-        self, call: dict[str, Any], prompt_length: int | Tensor | None, columns: int
+        self, call: Arguments, prompt_length: int | Tensor | None, columns: int
     ) -> tuple[SkipCache, list[int]] | None:
         name = self._arguments.cache_name
         cache = call.get(name)
@@ -348,9 +344,9 @@ class Attachment:
                 self._step_plans[key] = plan
         self._gate_state.plan = plan
 
-    # ------------------------------------------------------------------ generate
-
-    def _generate(self, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """transformers' `generate` under the schedule; refuses options that cannot work with skipped layers."""
         plain = functools.partial(type(self._model).generate, self._model, inputs, generation_config, *args)
         if self._paused:
@@ -394,7 +390,7 @@ class Attachment:
         finally:
             self._prompt_columns = None
 
-    def _refuse_generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse_generate_batch(self, *args: object, **kwargs: object) -> NoReturn:
         raise UnsupportedFeatureError(
             "generate_batch (continuous batching) is not supported while attached: its rows have different ages in one "
             "paged cache; use generate, or detach first"

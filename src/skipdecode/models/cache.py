@@ -12,8 +12,9 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -41,11 +42,11 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     token is fed to a filled cache.
     """
 
-    def __init__(self, config: Any, prompt_length: int | None = None) -> None:
+    def __init__(self, config: PretrainedConfig, prompt_length: int | None = None) -> None:
         super().__init__()
         text_config = config.get_text_config(decoder=True)
         # A function, for copies of the cache are to share the config.
-        self._new_layers: Callable[[], list[Any]] = lambda: _new_layers(text_config)
+        self._new_layers: Callable[[], list[CacheLayerMixin]] = lambda: _new_layers(text_config)
         self.layers, borrowers = self._new_layers(), lenders(text_config)
         self.keyless = tuple(  # layers without keys and values
             n for n, layer in enumerate(self.layers) if n in borrowers or not isinstance(layer, CacheLayerMixin)
@@ -91,14 +92,16 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         """Mark all later columns as coming after the prompt, even if no generated token has been fed yet."""
         self.fed = self.fed or 0
 
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values, and return all keys and values of the layer.
 
         Raises UnsupportedFeatureError if the layer lacks earlier columns, because the schedule changed or was detached
         in the middle of a text.
         """
         self._check(layer_idx, self.layers[layer_idx].get_seq_length())
-        stored = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        stored: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._projecting:
             raise _StoredError
         return stored
@@ -110,7 +113,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
                 "schedule was changed, paused or detached in the middle of a text; start with a new cache"
             )
 
-    def project(self, layer: Callable[[], Any], columns: int) -> None:
+    def project(self, layer: Callable[[], object], columns: int) -> None:
         """Call `layer` on `columns` columns until it has stored their keys and values, and end the call there.
 
         This works because every attention passes its keys and values to the cache before it reads them.
@@ -131,7 +134,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         """Number of columns fed so far, for any `layer_idx`."""
         return self.length
 
-    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+    def has_previous_state(self, layer_idx: int | None = None, *args: object, **kwargs: object) -> bool:
         """Whether a recurrent layer has a state; of the model (None), whether columns were fed."""
         return self.length > 0 if layer_idx is None else super().has_previous_state(layer_idx, *args, **kwargs)
 
@@ -160,8 +163,6 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
             "crop (rollback of the cache) is not supported under a schedule: copy the cache before you go on, or start "
             "afresh"
         )
-
-    # ------------------------------------------------------------------ bytes
 
     def tokens_held(self, layer: int) -> int:
         """Number of columns whose keys and values `layer` holds."""
@@ -213,25 +214,25 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         return int(held.sliding_window) if getattr(held, "is_sliding", False) else None
 
 
-def _new_layers(config: Any) -> list[Any]:
+def _new_layers(config: PretrainedConfig) -> list[CacheLayerMixin]:
     """Empty layers of a cache for a model's text config."""
     windows = layer_windows(config)
     if family_of(config.model_type).windows == "cache":
-        layers: list[Any] = DynamicCache(config=config).layers
+        layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
         return layers
     # A layer of transformers with a window of 1 keeps all tokens and says that it keeps none: it is one that grows.
     windows = [window if window != 1 else None for window in windows]
     return [DynamicLayer() if n is None else DynamicSlidingWindowLayer(sliding_window=n) for n in windows]
 
 
-def state_bytes(layer: Any, dtype_bytes: float = 2) -> int:
+def state_bytes(layer: CacheLayerMixin, dtype_bytes: float = 2) -> int:
     """Bytes of the recurrent states of a layer of a cache, where a 16-bit number takes `dtype_bytes`."""
     stored = [one for each in vars(layer).values() if isinstance(each, dict) for one in each.values()]  # by number
     sizes = [(each.numel(), each.element_size()) for each in stored if isinstance(each, Tensor)]
     return round(sum(count * (size if size > 2 else dtype_bytes) for count, size in sizes))
 
 
-def bounded_steps(model: Any, family: Family) -> list[Any]:
+def bounded_steps(model: PreTrainedModel, family: Family) -> list[RemovableHandle]:
     """Hooks that bound dt in steps of one token as longer forwards do; none for most models.
 
     Mixers of Mamba 2 bound dt (`time_step_limit`) in forwards of several tokens alone. dt is the softplus of the last
@@ -242,7 +243,7 @@ def bounded_steps(model: Any, family: Family) -> list[Any]:
     return [each.in_proj.register_forward_hook(partial(_bounded, each)) for each in limited]
 
 
-def _bounded(mixer: Any, module: Any, args: Any, out: Tensor) -> Tensor | None:
+def _bounded(mixer: Any, module: nn.Module, args: object, out: Tensor) -> Tensor | None:
     if out.shape[1] != 1:
         return None
     heads, bounds = mixer.num_heads, torch.tensor(mixer.time_step_limit, device=out.device)

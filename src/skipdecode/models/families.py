@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from skipdecode.common.types import PeftConfig, PeftModel, PretrainedConfig, PreTrainedModel
 from skipdecode.errors import AttachError, ScheduleError, UnsupportedModelError
 from skipdecode.models.release import before
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import lent_order
+
+if TYPE_CHECKING:
+    from torch.nn import Module, ModuleList
 
 # Types of PEFT adapters, and entries of the configs of other types, with which an adapter is no change of weights.
 _NOT_OF_WEIGHTS = ("ADAPTION_PROMPT", "LILY", "POLY", "SHADOW", "XLORA")
@@ -104,7 +108,7 @@ _REFUSED = {
 }
 
 
-def unwrap(model: Any) -> Any:
+def unwrap(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The transformers causal LM: `model` itself, or the base model of a PEFT wrapper.
 
     Raises AttachError if the adapter is not one of weights (`check_adapter`).
@@ -115,7 +119,7 @@ def unwrap(model: Any) -> Any:
     return model.get_base_model()
 
 
-def check_adapter(config: Any) -> None:
+def check_adapter(config: PeftConfig) -> None:
     """Refuse an adapter, by its PEFT config, that is not a fixed change of the base model's own weights.
 
     Virtual tokens bring their own cache, and routers, repeated layers and samples are not in any weight of the model.
@@ -131,7 +135,7 @@ def check_adapter(config: Any) -> None:
         )
 
 
-def find_family(model: Any) -> Family:
+def find_family(model: PreTrainedModel) -> Family:
     """The table's entry for a transformers causal LM.
 
     Raises UnsupportedModelError if `model` is not a transformers causal LM, or its type is not in the table; the
@@ -162,7 +166,7 @@ def family_of(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
-def check_schedule(config: Any, schedule: Schedule) -> None:
+def check_schedule(config: PretrainedConfig, schedule: Schedule) -> None:
     """Raise ScheduleError if a model with this transformers config cannot run the schedule; errors as `family_of`."""
     family_of(config.get_text_config(decoder=True).model_type)
     schedule.check_fits(layers_in(config))
@@ -183,12 +187,12 @@ def check_schedule(config: Any, schedule: Schedule) -> None:
         )
 
 
-def projects(config: Any) -> bool:
+def projects(config: PretrainedConfig) -> bool:
     """Whether prompts of a model with this transformers config may run layers of their own."""
     return not (lenders(config) or family_of(config.get_text_config(decoder=True).model_type).recurrent)
 
 
-def lenders(config: Any) -> dict[int, int]:
+def lenders(config: PretrainedConfig) -> dict[int, int]:
     """Map each layer that shares keys and values to the layer that computes them, by a transformers config."""
     config = config.get_text_config(decoder=True)
     kinds: Any = getattr(config, "layer_types", None)
@@ -202,7 +206,7 @@ def lenders(config: Any) -> dict[int, int]:
     return {one: max(n for n in range(own) if kinds[n] == kinds[one]) for one in range(own, own + count)}
 
 
-def lent_last(config: Any, schedule: Schedule) -> Schedule:
+def lent_last(config: PretrainedConfig, schedule: Schedule) -> Schedule:
     """A schedule of the same budgets that drops layers that lend keys and values after those that read them.
 
     Layers whose reader never goes stay too, so the fewest layers may be out of reach: ScheduleError.
@@ -215,17 +219,18 @@ def _works() -> str:
     return f"supported model types: {', '.join(sorted(FAMILIES))}"
 
 
-def layers_in(config: Any) -> int:
+def layers_in(config: PretrainedConfig) -> int:
     """The number of decoder layers of a model with this transformers config."""
     return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
-def decoder_layers(model: Any) -> Any:
+def decoder_layers(model: PreTrainedModel) -> ModuleList:
     """The list of decoder layers (a ModuleList, first to last) of a supported causal LM."""
-    return attrgetter(find_family(model).layers)(model)
+    layers: ModuleList = attrgetter(find_family(model).layers)(model)
+    return layers
 
 
-def projection(layer: Any, name: str) -> Any:
+def projection(layer: Module, name: str) -> Any:
     """The module of a layer whose path ends in `name`, such as "q_proj"; None if there is none.
 
     There is none if one module computes queries, keys and values.
@@ -233,7 +238,7 @@ def projection(layer: Any, name: str) -> Any:
     return next((module for path, module in layer.named_modules() if path.endswith(name)), None)
 
 
-def keys_and_values(layer: Any) -> int | None:
+def keys_and_values(layer: Module) -> int | None:
     """Columns of a token's keys and values together in a layer; None if it makes them and queries in one product."""
     found = [projection(layer, name) for name in ("k_proj", "v_proj")]
     return None if None in found else sum(int(module.out_features) for module in found)
@@ -245,7 +250,7 @@ _KNOWN = (_SLIDING, "full_attention")
 _SETTINGS = ("sliding_window", "layer_types", "attention_chunk_size", "kv_sharing_modes")
 
 
-def layer_windows(config: Any) -> list[int | None]:
+def layer_windows(config: PretrainedConfig) -> list[int | None]:
     """Number of latest tokens that a token attends to in each layer of a causal LM, itself included; None: all.
 
     Raises UnsupportedModelError: a layer has a window below 1 or a type that the family does not compute, or there is
@@ -267,17 +272,17 @@ def layer_windows(config: Any) -> list[int | None]:
     slides = [True] * layers if types is None else [kind == _SLIDING for kind in types]
     if unknown := sorted({kind for kind in types or () if kind not in _KNOWN}):
         raise _refused(config, f"layer_types names {', '.join(unknown)}", f"accepted are {' and '.join(_KNOWN)}")
-    told = f"sliding_window is {'null' if window is None else window}"
+    setting = f"sliding_window is {'null' if window is None else window}"
     if getattr(config, "use_sliding_window", True) is False:
-        told += ", because use_sliding_window is false"
+        setting += ", because use_sliding_window is false"
     if types is not None and window is None and (any(slides) or family.needs_window):
-        raise _refused(config, told, "its class needs a number of tokens, 1 or more")
+        raise _refused(config, setting, "its class needs a number of tokens, 1 or more")
     if window is not None and window < 1 and any(slides):
-        raise _refused(config, told, "layers that slide need 1 or more tokens")
+        raise _refused(config, setting, "layers that slide need 1 or more tokens")
     return [window if slide else None for slide in slides]
 
 
-def drop_unread(config: Any) -> None:
+def drop_unread(config: PretrainedConfig) -> None:
     """Remove from a config what names windows and types of layers and is not read by the class of the model.
 
     With these entries other readers, such as the caches of transformers, would compute another model.
@@ -288,7 +293,7 @@ def drop_unread(config: Any) -> None:
         vars(config).pop(name, None)
 
 
-def _window(config: Any) -> int | None:
+def _window(config: PretrainedConfig) -> int | None:
     try:
         window: int | None = config.sliding_window
     except (AttributeError, RuntimeError) as e:  # of transformers, if each layer has a value
@@ -296,5 +301,5 @@ def _window(config: Any) -> int | None:
     return window
 
 
-def _refused(config: Any, what: str, accepted: str) -> UnsupportedModelError:
+def _refused(config: PretrainedConfig, what: str, accepted: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"the config of this {config.model_type} model: {what}; {accepted}")

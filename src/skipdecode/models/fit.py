@@ -1,7 +1,5 @@
-"""Fitted linear maps for skipped work: bridges over skipped layers, and prompt maps for keys and values.
+"""The fit of a model: bridges over skipped layers, and maps for prompts' keys and values, in one file.
 
-Both are maps of one token's state, divided by its root mean square. A prompt map may also take the states of the tokens
-just before, the *taps*. So layer sets stay nested, the cache does not grow, and results do not depend on the batch.
 `skipdecode.learning.fitting` finds the maps by least squares; docs/theory.md has the derivation.
 """
 
@@ -14,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,13 +20,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import Fields, Json
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.errors import FitError
 from skipdecode.models.families import decoder_layers, keys_and_values, unwrap
+from skipdecode.models.fit_maps import Bridge, PromptMap
 from skipdecode.schedule import Schedule
 
 FIT_FORMAT = 1
 MOST_TAPS = 2
-EPSILON = 1e-6
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUMBER = r"(0|[1-9]\d{0,5})"
 _NAMES = re.compile(rf"(?:bridges|maps\.{_NUMBER})\.{_NUMBER}\.(\w+)", re.ASCII)
@@ -36,89 +36,16 @@ _KEPT = "_skipdecode_fit"
 _TRAINED = "skipdecode_fit"  # its name among a model's modules while it is trained
 
 
-def normed(hidden: Tensor) -> Tensor:
-    """States (…, hidden_size) divided by their root mean square, in fp32 (fp64 stays)."""
-    hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
-    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + EPSILON)
-
-
-def prompt_features(hidden: Tensor, text: Tensor | None, before: Tensor | None, taps: int) -> tuple[Tensor, Tensor]:
-    """The inputs of a `PromptMap`: normed states, each with those of the `taps` columns before it.
-
-    `hidden`: (rows, columns, hidden_size). `text`: (rows, columns), bool; False marks padding, which counts as zeros.
-    None: all columns are text. `before`: (rows, taps, hidden_size), normed states in front of the first column; None:
-    zeros.
-
-    Returns
-    -------
-    (Tensor, Tensor)
-        The features (rows, columns, (taps + 1) * hidden_size), and `before` for the next columns.
-    """
-    states = normed(hidden)
-    if text is not None:
-        states = states * text.unsqueeze(-1)
-    if before is None:
-        before = states.new_zeros(states.shape[0], taps, states.shape[2])
-    longer, columns = torch.cat((before, states), 1), states.shape[1]
-    shifted = [longer[:, taps - tap : taps - tap + columns] for tap in range(taps + 1)]
-    return torch.cat(shifted, -1), longer[:, columns:]
-
-
-class Bridge(nn.Module):
-    """The map that replaces a skipped layer: it adds ``up @ down @ normed(h) + bias`` to a token's state h.
-
-    `down` and `up`: (rank, hidden_size) and (hidden_size, rank); with rank 0 the bias is all. `bias`: (hidden_size,).
-    """
-
-    def __init__(self, down: Tensor, up: Tensor, bias: Tensor) -> None:
-        super().__init__()
-        self.down, self.up, self.bias = (nn.Parameter(t, requires_grad=False) for t in (down, up, bias))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The states (…, hidden_size) after the bridge, in their own dtype."""
-        added = normed(hidden) @ self.down.float().T @ self.up.float().T + self.bias.float()
-        return (hidden.float() + added).to(hidden.dtype)
-
-
-class PromptMap(nn.Module):
-    """Maps prompt tokens to keys and values of a layer that they skip, before rotary positions and a norm of keys.
-
-    `weight`: (keys + values, (taps + 1) * hidden_size): columns of the token's own normed state first, then of the
-    taps. `bias` and `first`: (keys + values,); `first` replaces the map at the first token of a text, whose state is an
-    outlier.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor, first: Tensor) -> None:
-        super().__init__()
-        self.weight, self.bias, self.first = (nn.Parameter(t, requires_grad=False) for t in (weight, bias, first))
-
-    def forward(self, features: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, each (rows, columns, width), from `prompt_features`.
-
-        `is_first` (rows, columns) marks the first tokens of texts.
-        """
-        made = features @ self.weight.float().T + self.bias.float()
-        made = torch.where(is_first[..., None], self.first.float(), made)
-        keys, values = made.chunk(2, -1)
-        return keys, values
-
-
-_PARTS = {Bridge: ("down", "up", "bias"), PromptMap: ("weight", "bias", "first")}
+Map = TypeVar("Map", Bridge, PromptMap)
+_PARTS: dict[type, tuple[str, ...]] = {Bridge: ("down", "up", "bias"), PromptMap: ("weight", "bias", "first")}
 
 
 class Fit(nn.Module):
     """The bridges of a model's layers, and its prompt maps for one or more prompt sets.
 
-    Parameters
-    ----------
-    bridges : mapping of int to Bridge
-        By layer.
-    prompts : mapping of tuple of int to mapping of int to PromptMap
-        For each prompt set (`Schedule.prompt_layers`), the maps by layer.
-    taps : int
-        Number of preceding tokens that a prompt map takes as input.
-    about : dict
-        JSON-ready: a sample of the model's weights ("base"), and the settings of the fit.
+    `bridges`: by layer. `prompts`: for each prompt set (`Schedule.prompt_layers`), the maps by layer. `taps`: number of
+    preceding tokens that a prompt map takes as input. `about`: JSON-ready: a sample of the model's weights ("base"),
+    and the settings of the fit.
 
     Raises FitError: a number of layers, columns or taps, a prompt set, or a tensor's place, shape or values are not
     accepted.
@@ -131,7 +58,7 @@ class Fit(nn.Module):
         bridges: Mapping[int, Bridge],
         prompts: Mapping[tuple[int, ...], Mapping[int, PromptMap]],
         taps: int = 0,
-        about: Mapping[str, Any] | None = None,
+        about: Fields | None = None,
     ) -> None:
         super().__init__()
         self.num_layers, self.hidden_size, self.taps, self.about = num_layers, hidden_size, taps, dict(about or {})
@@ -168,9 +95,9 @@ class Fit(nn.Module):
 
     def serves(self, schedule: Schedule) -> bool:
         """Whether each layer that a schedule skips has a bridge, and its prompts have maps where they need some."""
-        asked = schedule.prompt_layers()
+        prompt = schedule.prompt_layers()
         return all(self.bridge(layer) is not None for layer in schedule.dropped) and not (
-            schedule.projected and asked not in self.prompt_sets
+            schedule.projected and prompt not in self.prompt_sets
         )
 
     def describe(self) -> str:
@@ -179,7 +106,7 @@ class Fit(nn.Module):
         parts += [f"keys and values of prompts that run {len(layers)} layers" for layers in self.prompt_sets]
         return ", ".join(parts)
 
-    def check_fits(self, model: Any, name: object = "the fit") -> None:
+    def check_fits(self, model: PreTrainedModel, name: object = "the fit") -> None:
         """Raise FitError unless the fit has the model's layers and widths."""
         plain = unwrap(model)
         width = plain.config.get_text_config(decoder=True).hidden_size
@@ -219,12 +146,12 @@ class Fit(nn.Module):
 
     def check_prompts(self, schedule: Schedule, name: object = "the fit") -> None:
         """Raise FitError if prompts of this schedule need maps, and the fit has maps for other prompt sets only."""
-        asked = schedule.prompt_layers()
-        if schedule.projected and self.prompt_sets and asked not in self.prompt_sets:
+        prompt = schedule.prompt_layers()
+        if schedule.projected and self.prompt_sets and prompt not in self.prompt_sets:
             made = " or ".join(str(list(layers)) for layers in self.prompt_sets)
             raise FitError(
                 f"{name} has keys and values of prompts that run layers {made}, but under schedule "
-                f"{schedule.name!r} they run {list(asked)}: fit it with skipdecode prepare"
+                f"{schedule.name!r} they run {list(prompt)}: fit it with skipdecode prepare"
             )
 
     def digest(self) -> str:
@@ -269,11 +196,11 @@ class Fit(nn.Module):
             raise FitError(f"fit {path}: {_short(e)}; make it again with skipdecode prepare") from None
 
     @classmethod
-    def _of_tensors(cls, about: Any, tensors: Mapping[str, Tensor]) -> Fit:
+    def _of_tensors(cls, about: object, tensors: Mapping[str, Tensor]) -> Fit:
         if not isinstance(about, dict) or about.get("format") != FIT_FORMAT:
             raise FitError(f"is no fit of format {FIT_FORMAT}, the one that is accepted")
-        own: dict[str, Any] = {name: about.get(name) for name in ("num_layers", "hidden_size", "taps")}
-        sets: Any = about.get("prompts")
+        own: Json = {name: about.get(name) for name in ("num_layers", "hidden_size", "taps")}
+        sets = about.get("prompts")
         if not _are_lists_of_integers(sets):
             raise FitError("'prompts' is no list of lists of whole numbers")
         bridges: dict[int, dict[str, Tensor]] = {}
@@ -321,7 +248,7 @@ class Fit(nn.Module):
                 if not rows or rows % 2:
                     raise FitError(f"maps.{number}.{layer} gives {rows} columns: keys, and as many values, are needed")
 
-    def _check_tensors(self, name: str, module: Any, **shapes: tuple[int, ...]) -> None:
+    def _check_tensors(self, name: str, module: nn.Module, **shapes: tuple[int, ...]) -> None:
         layer = int(name.rpartition(".")[2])
         if not 0 <= layer < self.num_layers:
             raise FitError(f"{name!r} is of layer {layer}, but the model has {self.num_layers}")
@@ -333,7 +260,7 @@ class Fit(nn.Module):
                 raise FitError(f"tensor '{name}.{part}' has numbers that are not finite")
 
 
-def keep_fit(model: Any, fit: Fit | None) -> None:
+def keep_fit(model: PreTrainedModel, fit: Fit | None) -> None:
     """Store a fit in a loaded model; None: it has none, even if its checkpoint has one.
 
     Raises FitError if the fit is for another model.
@@ -345,7 +272,7 @@ def keep_fit(model: Any, fit: Fit | None) -> None:
 
 
 @contextlib.contextmanager
-def another_fit(model: Any, fit: Fit | None) -> Iterator[None]:
+def another_fit(model: PreTrainedModel, fit: Fit | None) -> Iterator[None]:
     """A context in which a loaded model has this fit, or none."""
     before = fit_of(model)
     keep_fit(model, fit)
@@ -355,19 +282,19 @@ def another_fit(model: Any, fit: Fit | None) -> Iterator[None]:
         keep_fit(model, before)
 
 
-def fit_of(model: Any) -> Fit | None:
+def fit_of(model: PreTrainedModel) -> Fit | None:
     """The fit of a loaded model; None if it has none."""
     found: Fit | None = unwrap(model).__dict__.get(_KEPT)
     return found
 
 
-def knows_fit(model: Any) -> bool:
+def knows_fit(model: PreTrainedModel) -> bool:
     """Whether `keep_fit` has said which fit a model has, or that it has none."""
     return _KEPT in unwrap(model).__dict__
 
 
 @contextlib.contextmanager
-def trainable_fit(model: Any) -> Iterator[None]:
+def trainable_fit(model: PreTrainedModel) -> Iterator[None]:
     """A context in which the fit of a model is one of its modules and is trained with the weights."""
     plain, fit = unwrap(model), fit_of(model)
     if fit is not None:
@@ -397,7 +324,7 @@ def _narrow(tensor: Tensor) -> Tensor:
     return half if bool(torch.isfinite(half).all()) else tensor.bfloat16()
 
 
-def _made(kind: Any, name: str, parts: Mapping[str, Tensor]) -> Any:
+def _made(kind: type[Map], name: str, parts: Mapping[str, Tensor]) -> Map:
     """A map of a fit from its tensors."""
     if parts.keys() != set(_PARTS[kind]):
         raise FitError(f"{name!r} has the tensors {', '.join(sorted(parts))}: {', '.join(_PARTS[kind])} are needed")
@@ -408,9 +335,10 @@ def _rows(tensor: Any) -> int:
     return int(tensor.shape[0]) if tensor.dim() else 0
 
 
-def _are_lists_of_integers(value: Any) -> bool:
-    lists = isinstance(value, list) and all(isinstance(each, list) for each in value)
-    return lists and all(type(number) is int for each in value for number in each)
+def _are_lists_of_integers(value: object) -> TypeGuard[list[list[int]]]:
+    if not isinstance(value, list) or not all(isinstance(each, list) for each in value):
+        return False
+    return all(type(number) is int for each in value for number in each)
 
 
 def _is_number(value: Any) -> bool:

@@ -9,18 +9,19 @@ alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from skipdecode.data.batches import Batch
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import find_family, unwrap
-from skipdecode.models.release import before, model_cache_name, renamed_cache
+from skipdecode.models.release import Arguments, Forward, before, model_cache_name, renamed_cache
 
 ALL_PROMPT = (
     "this forward runs full depth, because all tokens are prompt: give prompt_length=… or labels so that a response "
@@ -60,15 +61,15 @@ class ForwardSlot:
     object and not a closure, so that a deep copy of the model calls the copy.
     """
 
-    def __init__(self, model: Any, run: Callable[..., Any]) -> None:
+    def __init__(self, model: PreTrainedModel, run: Forward) -> None:
         self._model = model
-        self._run: Callable[..., Any] | None = run
+        self._run: Forward | None = run
         self._before = model.__dict__.get("forward")
         self._forward = model.forward
         self.__signature__ = inspect.signature(model.forward)
         model.__dict__["forward"] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput:
         if self._run is None:
             return self._forward(*args, **kwargs)
         return self._run(self._forward, args, kwargs)
@@ -85,13 +86,13 @@ class ForwardSlot:
 class CallArguments:
     """Reads the arguments of one model's forward."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._config = model.config
         parameters = inspect.signature(type(model).forward).parameters.values()
         self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
         self.cache_name = model_cache_name(model)
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def named(self, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
         """All arguments by name, in a new dictionary, the KV cache under `cache_name`.
 
         Raises TypeError if there are too many arguments, or two caches.
@@ -100,29 +101,29 @@ class CallArguments:
             raise TypeError(f"forward takes at most {len(self._names)} positional arguments, {len(args)} were given")
         return renamed_cache(dict(zip(self._names, args, strict=False)) | kwargs, self.cache_name)
 
-    def batch(self, call: dict[str, Any]) -> tuple[int, torch.device]:
+    def batch(self, call: Arguments) -> tuple[int, torch.device]:
         """Number of rows of the input, and its device."""
         tokens = self._tokens(call)
         return int(tokens.shape[0]), tokens.device
 
-    def columns(self, call: dict[str, Any]) -> int:
+    def columns(self, call: Arguments) -> int:
         """Number of columns (tokens of a row) of the input."""
         return int(self._tokens(call).shape[1])
 
-    def wants_cache(self, call: dict[str, Any]) -> bool:
+    def wants_cache(self, call: Arguments) -> bool:
         """Whether the forward would create a cache."""
         use = call.get("use_cache")
         return bool(getattr(self._config, "use_cache", True) if use is None else use)
 
-    def check(self, call: dict[str, Any]) -> None:
+    def check(self, call: Arguments) -> None:
         """Refuse arguments that a forward with skipped layers does not support.
 
         Raises UnsupportedFeatureError: hidden states, attentions, router logits, packed rows, labels together with a
         cache.
         """
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-            asked = call.get(name)
-            if getattr(self._config, name, False) if asked is None else asked:
+            requested = call.get(name)
+            if getattr(self._config, name, False) if requested is None else requested:
                 raise UnsupportedFeatureError(f"{name} is not supported under a schedule: {_NO_STATES}")
         if any(call.get(name) is not None for name in _PACKED) or self._packed(call):
             raise UnsupportedFeatureError(
@@ -133,14 +134,14 @@ class CallArguments:
                 f"labels with a KV cache are not supported under a schedule: leave out {self.cache_name} and use_cache"
             )
 
-    def _packed(self, call: dict[str, Any]) -> bool:
+    def _packed(self, call: Arguments) -> bool:
         """Whether position ids start again in the middle of an unmasked row."""
         ids = call.get("position_ids")
         if not isinstance(ids, Tensor) or call.get("attention_mask") is not None or ids.shape[-1] < 2:
             return False
         return bool((ids.diff(dim=-1) < 0).any())
 
-    def _tokens(self, call: dict[str, Any]) -> Tensor:
+    def _tokens(self, call: Arguments) -> Tensor:
         for name in ("input_ids", "inputs_embeds"):
             value = call.get(name)
             if isinstance(value, Tensor):
@@ -155,7 +156,7 @@ class GenerationOptions:
     call. `model`: its generation config has the options that the call leaves open.
     """
 
-    def __init__(self, given: dict[str, Any], config: Any, model: Any) -> None:
+    def __init__(self, given: Arguments, config: GenerationConfig | None, model: PreTrainedModel) -> None:
         self._given = given
         self._sources = [config, model.generation_config]
         self._cache_name = model_cache_name(model)
@@ -169,7 +170,7 @@ class GenerationOptions:
         """Whether keys and values are cached. Input embeddings are always cached, because they cannot be fed again."""
         return self.value("use_cache") is not False or self._given.get("inputs_embeds") is not None
 
-    def prompt_columns(self, inputs: Any) -> int | None:
+    def prompt_columns(self, inputs: Tensor | None) -> int | None:
         """Number of prompt columns; None if the text starts from the model's own begin token."""
         for candidate in (self._given.get("inputs_embeds"), inputs, self._given.get("input_ids")):
             if isinstance(candidate, Tensor):
@@ -195,7 +196,7 @@ class GenerationOptions:
         return None if past is None or isinstance(past, SkipCache) else foreign_cache(past)
 
 
-def foreign_cache(past: Any) -> str:
+def foreign_cache(past: object) -> str:
     """The error for a cache that is not a `SkipCache`."""
     return (
         f"a KV cache of type {type(past).__name__} is not supported: pass a cache that an attached model "
@@ -206,7 +207,7 @@ def foreign_cache(past: Any) -> str:
 class RowRotary:
     """Replaces the forward of a model's rotary embedding until `restore`; without effect on other rope types."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._limit = switch_length(model)
         self._module = _rotary(model)
         self._kinds = _kinds(self._module)
@@ -232,7 +233,7 @@ class RowRotary:
                 if "dynamic" in kind:
                     self._start_anew(layer_type, next(self._module.buffers()).device)
 
-    def place(self, call: dict[str, Any], columns: int) -> None:
+    def set_positions(self, call: Arguments, columns: int) -> None:
         """Set each token's position in its text, and 0 for padding, in the arguments of a forward."""
         mask = call.get("attention_mask")
         if not self.active or not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -242,7 +243,7 @@ class RowRotary:
         positions = (text.cumsum(1) - 1)[:, -columns:] if given is None else given
         call["position_ids"] = (positions * text[:, -columns:]).clamp(min=0)
 
-    def check_growth(self, call: dict[str, Any], past: int, columns: int) -> None:
+    def check_growth(self, call: Arguments, past: int, columns: int) -> None:
         """Refuse a forward after `past` cached columns in which a text grows beyond the keys that the cache holds.
 
         Raises UnsupportedFeatureError: the keys of the earlier tokens were made for a text of at most `switch_length`
@@ -279,7 +280,7 @@ class RowRotary:
         module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
 
 
-def switch_length(model: Any) -> int | None:
+def switch_length(model: PreTrainedModel) -> int | None:
     """The number of tokens beyond which `generate` of this model makes all keys anew, with long factors; None: never.
 
     Other classes with "longrope" keep the keys that were made with short factors.
@@ -289,18 +290,18 @@ def switch_length(model: Any) -> int | None:
     return int(model.config.original_max_position_embeddings)
 
 
-def _rotary(model: Any) -> Any:
+def _rotary(model: PreTrainedModel) -> Any:
     path = find_family(model).layers.rpartition(".")[0]
     return getattr(attrgetter(path)(model), "rotary_emb", None)
 
 
-def _kinds(rotary: Any) -> dict[str | None, str]:
+def _kinds(rotary: object) -> dict[str | None, str]:
     """The rope types of a rotary embedding by layer type; the key is None if all layers rotate alike."""
     found = getattr(rotary, "rope_type", "default")
     return dict(found) if isinstance(found, dict) else {None: found}
 
 
-def response_logits(model: Any, batch: Batch, *, attached: bool = True) -> Tensor:
+def response_logits(model: PreTrainedModel, batch: Batch, *, attached: bool = True) -> Tensor:
     """Logits that predict the response columns, (rows, response columns, vocabulary).
 
     With `attached` the teacher-forced parallel form under the model's schedule. The last prompt token predicts response
@@ -309,7 +310,7 @@ def response_logits(model: Any, batch: Batch, *, attached: bool = True) -> Tenso
     """
     columns = batch.targets.shape[1]
     accepted = _forward_parameters(model)
-    extra: dict[str, Any] = {"prompt_length": batch.prompt_length} if attached else {}
+    extra: Arguments = {"prompt_length": batch.prompt_length} if attached else {}
     if "position_ids" in accepted:
         extra["position_ids"] = batch.position_ids[:, :-1]
     if "logits_to_keep" in accepted:
@@ -322,7 +323,7 @@ def response_logits(model: Any, batch: Batch, *, attached: bool = True) -> Tenso
     return logits[:, -columns:]
 
 
-def _forward_parameters(model: Any) -> frozenset[str]:
+def _forward_parameters(model: PreTrainedModel) -> frozenset[str]:
     while hasattr(model, "module"):
         model = model.module
     return frozenset(inspect.signature(type(unwrap(model)).forward).parameters)

@@ -19,10 +19,14 @@ from torch import Tensor, nn
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import projection
-from skipdecode.models.fit import Bridge, Fit, PromptMap, prompt_features
+from skipdecode.models.fit import Fit
+from skipdecode.models.fit_maps import Bridge, PromptMap, prompt_features
 from skipdecode.models.plan import LayerPlan, StepPlan
-from skipdecode.models.release import cache_name
+from skipdecode.models.release import Arguments, Forward, cache_name
 from skipdecode.schedule import Schedule
+
+SharedKeys = dict[str, tuple[Tensor, ...]]
+"""Keys and values that layers share, by the kind of layer."""
 
 
 class GateState:
@@ -112,7 +116,7 @@ class _Gated:
             return _merge(out, passed, plan)
         return (_merge(out[0], passed, plan), *out[1:])
 
-    def _run_steps(self, run: Callable[..., Any], state: GateState, hidden: Tensor, named: dict[str, Any]) -> Tensor:
+    def _run_steps(self, run: Forward, state: GateState, hidden: Tensor, named: Arguments) -> Tensor:
         """Run the columns one by one, for a layer that goes on from its state in no other way."""
         index, _ = self._skipdecode
         plan, cache, outputs = state.plan.layers[index], state.cache, []  # type: ignore[union-attr]
@@ -124,7 +128,7 @@ class _Gated:
         cache.note_columns(0)  # type: ignore[union-attr]
         return _merge(torch.cat(outputs, -2), state.passed(index, hidden), plan)
 
-    def _run_late(self, run: Callable[..., Any], state: GateState, hidden: Tensor, named: dict[str, Any]) -> Tensor:
+    def _run_late(self, run: Forward, state: GateState, hidden: Tensor, named: Arguments) -> Tensor:
         """Project the columns before the plan's start, then run the other columns, which attend to them."""
         index, _ = self._skipdecode
         plan, columns = state.plan.layers[index], hidden.shape[-2]  # type: ignore[union-attr]
@@ -183,7 +187,7 @@ def text_columns(mask: Tensor | None, columns: int) -> tuple[Tensor, Tensor] | N
 def gate_layer(layer: nn.Module, index: int, state: GateState) -> None:
     """Gate a decoder layer, number `index` of its model."""
     layer.__dict__["_skipdecode"] = (index, state)
-    base: Any = type(layer)
+    base: Any = type(layer)  # for mypy, not hashable
     layer.__class__ = with_mixin(_Gated, base)
 
 
@@ -194,7 +198,7 @@ def gate_of(layer: nn.Module) -> GateState | None:
 
 
 @functools.cache
-def with_mixin(mixin: Any, base: Any) -> Any:
+def with_mixin(mixin: type, base: type) -> Any:
     """A subclass of `base` with the same name, in which the methods of `mixin` come first."""
     # The name stays the same, because FSDP and device maps find decoder layers by it.
     body = {"_skipdecode_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
@@ -215,7 +219,7 @@ def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
 
 
 @contextlib.contextmanager
-def calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def calling(module: nn.Module, forward: Forward) -> Iterator[None]:
     """A context in which calls of the module call `forward`."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
@@ -234,8 +238,7 @@ def _without_queries(layer: nn.Module) -> Iterator[None]:
     if found is None:
         yield
         return
-    width: Any = found.out_features
-    with calling(found, lambda x: x.new_zeros(*x.shape[:-1], width)):
+    with calling(found, lambda x: x.new_zeros(*x.shape[:-1], found.out_features)):
         yield
 
 
@@ -252,7 +255,7 @@ def _given_keys(
             module = projection(layer, name)
             own, wanted = module.forward, given[:, columns]
 
-            def forward(x: Tensor, own: Any = own, wanted: Tensor = wanted) -> Tensor:
+            def forward(x: Tensor, own: Forward = own, wanted: Tensor = wanted) -> Tensor:
                 made = wanted.to(x.dtype)
                 return made if keep is None else torch.where(keep.to(x.device).unsqueeze(-1), own(x), made)
 
@@ -260,7 +263,7 @@ def _given_keys(
         yield
 
 
-def _first_keys(shared: Any, gone: int) -> Any:
+def _first_keys(shared: SharedKeys, gone: int) -> SharedKeys:
     """Lent keys and values by kind of layer, without the last `gone` columns, which the reading layer skips."""
     kinds = shared.items() if gone else ()
     return {kind: tuple(each[..., : each.shape[-2] - gone, :] for each in pair) for kind, pair in kinds} or shared
@@ -282,9 +285,6 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
     return keys, values
 
 
-# ---------------------------------------------------------------------- some columns of a layer's inputs
-
-
 @functools.cache
 def _positional_names(layer_class: Any) -> tuple[str, ...]:
     parameters = inspect.signature(layer_class.forward).parameters.values()
@@ -292,20 +292,20 @@ def _positional_names(layer_class: Any) -> tuple[str, ...]:
 
 
 def _leading(
-    layer_class: type, count: int, columns: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    layer_class: Any, count: int, columns: int, args: tuple[Any, ...], kwargs: Arguments
+) -> tuple[tuple[Any, ...], Arguments]:
     """The arguments of a layer, cut to the first `count` of `columns` columns."""
     names = _positional_names(layer_class)
     short = tuple(_cut(n, v, 0, count, columns) for n, v in zip(names, args, strict=False))
     return short, _columns(kwargs, 0, count, columns)
 
 
-def _columns(named: dict[str, Any], start: int, count: int, columns: int) -> dict[str, Any]:
+def _columns(named: Arguments, start: int, count: int, columns: int) -> Arguments:
     """The arguments of a layer for the columns from `start` up to `count`, which attend to all earlier columns."""
     return {name: _cut(name, value, start, count, columns) for name, value in named.items()}
 
 
-def _of_one_token(named: dict[str, Any]) -> dict[str, Any]:
+def _of_one_token(named: Arguments) -> Arguments:
     """The arguments of a recurrent layer for one token, without a mask of padding, which `check_states` has refused.
 
     Some layers would multiply the token by the mask of the whole text, and run it once for each column.
@@ -337,7 +337,7 @@ def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
     return value
 
 
-def _cut_mask(mask: Any, start: int, count: int, columns: int) -> Any:
+def _cut_mask(mask: object, start: int, count: int, columns: int) -> Tensor:
     if not isinstance(mask, Tensor):
         raise UnsupportedFeatureError(
             f"attention masks of type {type(mask).__name__} cannot be cut to a layer's tokens: load the model with "

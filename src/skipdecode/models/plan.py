@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,9 +91,13 @@ def layer_bounds(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
     first = [LAST_PROMPT if layer in at_last - on_prompt else PROMPT for layer in range(schedule.num_layers)]
     end, skipped = [], []
     for layer in range(schedule.num_layers):
-        drop = schedule.drop_position(layer)
-        end.append((AFTER + 1 if drop is None else drop) if layer in at_last else PROMPT)
-        skipped.append(end[-1] if layer in at_last else PROMPT if schedule.prompt == "max_exit" else LAST_PROMPT)
+        if layer in at_last:
+            drop = schedule.drop_position(layer)
+            end.append(AFTER + 1 if drop is None else drop)
+            skipped.append(end[-1])
+        else:
+            end.append(PROMPT)
+            skipped.append(PROMPT if schedule.prompt == "max_exit" else LAST_PROMPT)
     return first, end, skipped
 
 
@@ -122,7 +125,7 @@ def label_positions(labels: Tensor) -> Tensor:
     return torch.where(gap, AFTER, torch.where(count == 0, before, count - 1))
 
 
-def check_prompt_length(value: Any, columns: int, past: Any) -> None:
+def check_prompt_length(value: object, columns: int, past: object) -> None:
     """Raise UnsupportedFeatureError unless `value` is a number of prompt columns: whole, 0 or more, one if cached."""
     numbers = unwrapped(value)
     numbers = numbers if isinstance(numbers, list) else [numbers]

@@ -17,13 +17,18 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from skipdecode.common.environment import package_version
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.errors import UnsupportedFeatureError, UntestedVersionWarning
 
+Arguments = dict[str, Any]
+"""Arguments of a call by name."""
+Forward = Callable[..., Any]
+"""The forward of a model or a layer."""
 _CACHE_NAMES = ("cache", "past_key_values", "layer_past", "cache_params")
 
 
 @functools.cache
-def cache_name(forward: Callable[..., Any]) -> str:
+def cache_name(forward: Forward) -> str:
     """The name of the argument with which a model's or a layer's `forward` takes a KV cache.
 
     Raises UnsupportedFeatureError if no argument has a known name.
@@ -38,12 +43,12 @@ def cache_name(forward: Callable[..., Any]) -> str:
     return found
 
 
-def model_cache_name(model: Any) -> str:
+def model_cache_name(model: PreTrainedModel) -> str:
     """The name of the KV cache in the arguments and outputs of a model, and in its `generate`."""
     return cache_name(type(model).forward)
 
 
-def renamed_cache(call: dict[str, Any], name: str) -> dict[str, Any]:
+def renamed_cache(call: Arguments, name: str) -> Arguments:
     """Arguments by name in which the KV cache has this name, whichever release's name the caller used.
 
     Raises TypeError if the cache is given under two names.
@@ -63,10 +68,7 @@ def before(release: str) -> bool:
 def warn_if_untested() -> None:
     """Warn once for each installed package whose version is outside the range that was tested.
 
-    Warns
-    -----
-    UntestedVersionWarning
-        One sentence: the package, its version, the tested versions, and what to install.
+    Warns UntestedVersionWarning: one sentence: the package, its version, the tested versions, and what to install.
     """
     for requirement in _requirements():
         version = package_version(requirement.name)

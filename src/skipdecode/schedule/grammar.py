@@ -44,19 +44,13 @@ def parse_schedule(
     num_layers: int,
     *,
     seq_len: int,
-    carried: Schedule | None = None,
+    checkpoint_schedule: Schedule | None = None,
     named: Mapping[str, Schedule] = MappingProxyType({}),
 ) -> Schedule:
     """The schedule of a text (see the module) for a model of `num_layers` layers.
 
-    Parameters
-    ----------
-    seq_len : int
-        Positions over which the budgets of a speed-up fall, unless `carried` has a drop order.
-    carried : Schedule, optional
-        The schedule of the checkpoint.
-    named : mapping of str to Schedule
-        Schedules that the text can name.
+    `seq_len`: positions over which the budgets of a speed-up fall, unless `checkpoint_schedule` has a drop order.
+    `checkpoint_schedule`: the schedule of the checkpoint. `named`: schedules that the text can name.
 
     Raises ScheduleError if the text has no such form, if the file cannot be read, or if the schedule does not fit the
     model.
@@ -64,9 +58,9 @@ def parse_schedule(
     known = {"full": Schedule.full(num_layers)} | dict(named)
     base, endings = (text, []) if text in known or os.path.isfile(text) else _parts(text)
     if endings and not base:
-        schedule = carried or known["full"]
+        schedule = checkpoint_schedule or known["full"]
     else:
-        schedule = _base(base, known, num_layers, seq_len, carried)
+        schedule = _base(base, known, num_layers, seq_len, checkpoint_schedule)
     schedule.check_fits(num_layers)
     for ending in endings:
         if ending != "flat":
@@ -77,13 +71,13 @@ def parse_schedule(
 
 
 def _base(
-    text: str, known: Mapping[str, Schedule], num_layers: int, seq_len: int, carried: Schedule | None
+    text: str, known: Mapping[str, Schedule], num_layers: int, seq_len: int, checkpoint_schedule: Schedule | None
 ) -> Schedule:
     if text in known:
         return known[text]
     if (found := _SPEEDUP.fullmatch(text)) is not None:
-        if carried is not None and carried.drop_order:
-            return carried.with_speedup(float(found[1]))
+        if checkpoint_schedule is not None and checkpoint_schedule.drop_order:
+            return checkpoint_schedule.with_speedup(float(found[1]))
         return Schedule.from_speedup(num_layers, float(found[1]), seq_len)
     if not text or not (text.endswith(".json") or os.path.exists(text)):
         raise ScheduleError(f"unknown schedule {text[:80]!r}: accepted are {', '.join(known)} by name; {FORMS}")

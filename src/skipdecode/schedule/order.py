@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 from skipdecode.common.plain import unwrapped
 from skipdecode.errors import ScheduleError
@@ -19,29 +19,26 @@ PromptDepth = Literal["full", "max_exit"] | tuple[int, ...]
 _MOST_POSITIONS = 1_000_000
 
 
-# ---------------------------------------------------------------------- plain values
-
-
-def require_int(field: str, value: Any) -> None:
+def require_int(field: str, value: object) -> None:
     """Raise ScheduleError unless `value` is a whole number."""
     if type(unwrapped(value)) is not int:
         raise ScheduleError(f"{field}={value!r} is not accepted: give a whole number")
 
 
-def require_positive(field: str, value: Any) -> None:
+def require_positive(field: str, value: int) -> None:
     """Raise ScheduleError unless `value` is a whole number of 1 or more."""
     require_int(field, value)
     if value < 1:
         raise ScheduleError(f"{field}={value} is not accepted: give 1 or more")
 
 
-def require_speedup(value: Any) -> None:
+def require_speedup(value: float) -> None:
     """Raise ScheduleError unless `value` is a number of 1 or more."""
     if type(unwrapped(value)) not in (int, float) or not 1 <= value < math.inf:
         raise ScheduleError(f"a nominal speed-up of {value!r} is not accepted: give 1 or more, such as 2")
 
 
-def int_tuple(field: str, values: Any, *, ordered: bool = True) -> tuple[int, ...]:
+def int_tuple(field: str, values: object, *, ordered: bool = True) -> tuple[int, ...]:
     """The values of an iterable as a tuple; raises ScheduleError unless all are whole numbers."""
     unsuitable = str | bytes | Set if ordered else str | bytes
     if isinstance(values, unsuitable) or not isinstance(values, Iterable):
@@ -50,9 +47,6 @@ def int_tuple(field: str, values: Any, *, ordered: bool = True) -> tuple[int, ..
     for value in result:
         require_int(field, value)
     return result
-
-
-# ---------------------------------------------------------------------- orders
 
 
 def bottom_up(num_layers: int, warmup_layers: int) -> tuple[int, ...]:
@@ -139,7 +133,7 @@ def check_order(drop_order: tuple[int, ...], num_layers: int, warmup_layers: int
         )
 
 
-def check_layers(layers: Any, num_layers: int, warmup_layers: int) -> tuple[int, ...]:
+def check_layers(layers: object, num_layers: int, warmup_layers: int) -> tuple[int, ...]:
     """A prompt set, ascending; raises ScheduleError if a layer is out of range, or one that must run is not in it."""
     chosen = set(int_tuple("prompt", layers, ordered=False))
     if outside := sorted(chosen - set(range(num_layers))):
@@ -172,9 +166,6 @@ def prompt_set(text: str, num_layers: int) -> PromptDepth:
         )
     layers = {layer for first, last in ranges for layer in range(first, last + 1)}
     return "full" if len(layers) == num_layers else tuple(sorted(layers))
-
-
-# ---------------------------------------------------------------------- budgets
 
 
 def linear(most: float, least: float, seq_len: int) -> tuple[int, ...]:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import Json
 from skipdecode.common.plain import unwrapped
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import order as layer_order
@@ -225,8 +226,6 @@ class Schedule:
                 f"give one for {num_layers} layers"
             )
 
-    # ------------------------------------------------------------------ others from it
-
     def flattened(self) -> Self:
         """The constant schedule of the same mean budget (rounded) and drop order."""
         budgets = (max(self.budgets[-1], round(self.mean_budget())),)
@@ -281,8 +280,6 @@ class Schedule:
         else:
             budgets = layer_order.paper_budgets(self.num_layers, nominal_speedup, self.seq_len, self.warmup_layers)
         return replace(self, budgets=budgets, speedup=nominal_speedup, name="")
-
-    # ------------------------------------------------------------------ the known kinds
 
     @classmethod
     def full(cls, num_layers: int) -> Self:
@@ -339,7 +336,7 @@ class Schedule:
         """
         budgets = layer_order.paper_budgets(num_layers, nominal_speedup, seq_len, warmup_layers, spread)
         order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
-        labels: dict[str, Any] = {"name": name, "family": name or family, "speedup": nominal_speedup}
+        labels: Json = {"name": name, "family": name or family, "speedup": nominal_speedup}
         return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, **labels)
 
     @classmethod
@@ -403,9 +400,7 @@ class Schedule:
             name,
         )
 
-    # ------------------------------------------------------------------ JSON
-
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """A JSON-ready dictionary, also the value of `skipdecode` in a model's config.json."""
         labels = [name for name in _LABELS if getattr(self, name) not in ("", None, self.name)]
         values = ((name, getattr(self, name)) for name in (*_FIELDS, *labels))
@@ -416,7 +411,7 @@ class Schedule:
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """A schedule from `to_dict`'s dictionary; refuses unknown, missing and wrongly typed fields by name."""
         if not isinstance(data, dict):
             raise ScheduleError(f"a schedule is a JSON object, not {type(data).__name__}")

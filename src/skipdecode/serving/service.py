@@ -16,8 +16,8 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.generation.detokenizer import TokenTexts
-from skipdecode.models.carried import Recipe, tuned_template
 from skipdecode.models.families import check_schedule, decoder_layers, unwrap
+from skipdecode.models.recipe import Recipe, tuned_template
 from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import invalid
 from skipdecode.serving.limits import ServerLimits

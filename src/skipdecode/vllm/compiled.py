@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from skipdecode.models.release import Arguments, Forward
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 BLOCK = 4
 """Layers of a block."""
@@ -34,7 +39,10 @@ _SCOPE = ("layer", "arguments")
 
 _log = logging.getLogger("vllm.skipdecode")  # Below vLLM's own logger, whose handler and level it takes.
 
-Piece = Callable[[Any, dict[str, Any]], Any]  # of a layer, or several
+Layers = nn.Module | tuple[nn.Module, ...]
+States = list[Any]
+"""Hidden states, and the residual where the family has one; it is None before the first layer."""
+Piece = Callable[[Any, Arguments], Any]  # of a layer, or several
 Fact = tuple[str, str, Any]
 """A guard: an expression over `layer` and `arguments`, its kind, and what it gave."""
 
@@ -49,9 +57,10 @@ class LayerPieces:
     which there is no piece yet is compiled.
     """
 
-    def __init__(self, vllm_config: Any, axis: int) -> None:
-        self._config, self._axis = vllm_config, axis
-        self._of: dict[tuple[Any, Piece, tuple[str, ...]], Piece | None] = {}
+    def __init__(self, vllm_config: VllmConfig | None, axis: int) -> None:
+        self._config: VllmConfig = vllm_config  # None if nothing is compiled
+        self._axis = axis
+        self._of: dict[tuple[Layers, Piece, tuple[str, ...]], Piece | None] = {}
         self._made: dict[tuple[Piece, tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
         self.makes_blocks = False
         settings = vllm_config and vllm_config.compilation_config
@@ -62,17 +71,17 @@ class LayerPieces:
         """Pieces made so far."""
         return sum(map(len, self._made.values()))
 
-    def __call__(self, function: Callable[..., Any], layer: nn.Module, arguments: dict[str, Any]) -> Any:
+    def __call__(self, function: Forward, layer: nn.Module, arguments: Arguments) -> Any:
         """Call `function(layer, **arguments)`; the first call for a layer may compile."""
         piece = self._piece(_alone(function), layer, arguments, compiles=not self.eager)
         return function(layer, **arguments) if piece is None else piece(layer, arguments)
 
-    def block(self, forward: Callable[..., Any], layers: tuple[nn.Module, ...], arguments: dict[str, Any]) -> Any:
+    def block(self, forward: Forward, layers: tuple[nn.Module, ...], arguments: Arguments) -> Any:
         """Run layers of one class one after the other; None, and nothing done, where no piece serves them."""
         piece = self._piece(_in_turn(forward), layers, arguments, compiles=self.makes_blocks and not self.eager)
         return None if piece is None else piece(layers, arguments)
 
-    def _piece(self, function: Piece, layer: Any, arguments: dict[str, Any], *, compiles: bool) -> Piece | None:
+    def _piece(self, function: Piece, layer: Layers, arguments: Arguments, *, compiles: bool) -> Piece | None:
         """The piece that serves a layer, or a block; None if there is none."""
         nones = tuple([name for name, value in arguments.items() if value is None])
         key = layer, function, nones
@@ -96,20 +105,20 @@ class LayerPieces:
             self._of[key] = found
         return found
 
-    def _run_eagerly(self, layer: Any, reason: str) -> None:
+    def _run_eagerly(self, layer: Layers, reason: str) -> None:
         if isinstance(layer, tuple):  # Single layers do for a block.
             _log.info("skipdecode: no blocks of layers: %s", reason)
             return
         _log.warning("skipdecode: decoder layers run eagerly in steps that skip, which is slower: %s", reason)
         self.eager = True
 
-    def _compile(self, forward: Piece, layer: Any, arguments: dict[str, Any], rows: int) -> tuple[Piece, list[Fact]]:
+    def _compile(self, forward: Piece, layer: Layers, arguments: Arguments, rows: int) -> tuple[Piece, list[Fact]]:
         settings = self._config.compilation_config
         backend = settings.init_backend(self._config, prefix=f"skipdecode_{self.count}")
         options = dict(settings.inductor_compile_config) if backend == "inductor" else {}
         facts: list[Fact] = []
 
-        def record(entries: Any) -> list[bool]:
+        def record(entries: Sequence[Any]) -> list[bool]:
             # Of the arguments not the tensors: in other steps they have other rows.
             known = [e for e in entries if e.has_value and e.guard_type in _KINDS and e.name.startswith(_SCOPE)]
             lasting = [e for e in known if e.name.startswith("layer") or not isinstance(e.value, Tensor)]
@@ -125,7 +134,7 @@ class LayerPieces:
             raise RuntimeError("this torch does not say what a trace relied on")
         return ahead.fn, facts
 
-    def _mark(self, value: Any, rows: int) -> None:
+    def _mark(self, value: object, rows: int) -> None:
         """Tell Dynamo which axis may have another length next time."""
         if isinstance(value, Tensor) and value.dim() > self._axis and value.shape[self._axis] == rows:
             torch._dynamo.mark_dynamic(value, self._axis)
@@ -135,22 +144,22 @@ class LayerPieces:
 
 
 @functools.cache
-def _alone(function: Callable[..., Any]) -> Piece:
+def _alone(function: Forward) -> Piece:
     """Make a piece of one layer."""
 
-    def run(layer: Any, arguments: dict[str, Any]) -> Any:
+    def run(layer: Layers, arguments: Arguments) -> Any:
         return function(layer, **arguments)
 
     return run
 
 
 @functools.cache
-def _in_turn(forward: Callable[..., Any]) -> Piece:
+def _in_turn(forward: Forward) -> Piece:
     """Make a piece of several layers, each on the output of the layer before."""
 
-    def run(layer: Any, arguments: dict[str, Any]) -> Any:  # Named as in `_SCOPE`: here it is several.
+    def run(layer: Any, arguments: Arguments) -> Any:  # Named as in `_SCOPE`: here it is several.
         names = [name for name in STATES if name in arguments]
-        states: list[Any] = []
+        states: States = []
         for each in layer:
             states = listed(forward(each, **arguments))
             arguments = arguments | dict(zip(names, states, strict=True))
@@ -159,22 +168,22 @@ def _in_turn(forward: Callable[..., Any]) -> Piece:
     return run
 
 
-def listed(output: Any) -> list[Any]:
+def listed(output: object) -> States:
     """The states that a layer gave, one or several."""
     return list(output) if isinstance(output, tuple) else [output]
 
 
-def _described(kind: str, value: Any) -> Any:
+def _described(kind: str, value: Any) -> object:
     """A value as far as a guard of this kind looks at it."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.stride(), value.device
     if kind == "CLOSURE_MATCH":
         return getattr(value, "__code__", value)
-    seen: dict[str, Callable[[Any], Any]] = {"TYPE_MATCH": type, "SEQUENCE_LENGTH": len}
+    seen: dict[str, Callable[[Any], object]] = {"TYPE_MATCH": type, "SEQUENCE_LENGTH": len}
     return seen[kind](value) if kind in seen else value
 
 
-def _all_hold(facts: list[Fact], scope: dict[str, Any]) -> bool:
+def _all_hold(facts: list[Fact], scope: Arguments) -> bool:
     try:
         return all(_described(kind, eval(name, {}, scope)) == value for name, kind, value in facts)
     except (AttributeError, LookupError, TypeError, NameError):

@@ -13,18 +13,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import ModuleList
 
 from skipdecode.errors import ScheduleError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
+from skipdecode.models.release import Arguments
 from skipdecode.schedule import Schedule
-from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, listed
+from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, States, listed
 from skipdecode.vllm.projection import KeyProjection, LayerBridge, TapMemory, TapRows
-from skipdecode.vllm.step_rows import ALL, NONE, StepRows
+from skipdecode.vllm.step_rows import ALL, NONE, Selection, StepRows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 # Each is tested against the transformers path (tests/vllm/plugin/test_oracle.py). False: schedules that project
 # prompts are refused, for keys and values are not one product of the normed state, rotated alike in every layer, or
@@ -44,6 +48,8 @@ _WRONG = {  # at full depth, without this plugin
     "PhiMoEForCausalLM": ", which leaves out the bias of its head",
 }
 _LAST = ("norm", "final_layernorm", "final_layer_norm", "ln_f")  # how decoders name the norm after the last layer
+Rows = slice | Tensor
+Layers = dict[int, nn.Module]  # by number
 _NORM = -1  # in the place of a layer's number
 
 
@@ -72,7 +78,7 @@ def check_projects(schedules: Iterable[Schedule], architecture: str, quantizatio
             )
 
 
-def find_layers(model: Any, architecture: str, count: int) -> tuple[dict[int, Any], int, Any]:
+def find_layers(model: nn.Module, architecture: str, count: int) -> tuple[Layers, int, nn.Module | None]:
     """The decoder layers that this process holds, by number; the axis that counts rows; and the norm after the last.
 
     Raises UnsupportedModelError if the model has no list of `count` decoder layers.
@@ -96,34 +102,19 @@ def find_layers(model: Any, architecture: str, count: int) -> tuple[dict[int, An
 class LayerGates:
     """The gates of one model.
 
-    Parameters
-    ----------
-    layers : dict of int to Module
-        The decoder layers of this process by their numbers in the model.
-    axis : int
-        Axis of a layer's inputs that counts rows: 0, or 1 for models that run through transformers' own code.
-    vllm_config : VllmConfig or None
-        Says how layers are compiled; None: not at all.
-    norm : Module or None
-        Compiled with them: it follows the last layer.
+    `layers`: the decoder layers of this process by their numbers in the model. `axis`: axis of a layer's inputs that
+    counts rows: 0, or 1 for models that run through transformers' own code. `vllm_config`: says how layers are
+    compiled; None: not at all. `norm`: compiled with them: it follows the last layer.
 
-    Attributes
-    ----------
-    pieces : LayerPieces
-        Runs layers in a step that skips.
-    projections : dict of int to KeyProjection
-        For the layers that some schedule projects.
-    bridges : dict of int to LayerBridge
-        For the layers that have one.
-    memory : TapMemory or None
-        For a fit whose maps of prompts take taps.
-    forward : _Forward or None
-        The step under way; None lets every layer run on everything.
-    finished : bool
-        Whether the last layer's gate was passed since the step began.
+    Attributes: `pieces`: runs layers in a step that skips. `projections`: for the layers that some schedule projects.
+    `bridges`: for the layers that have one. `memory`: for a fit whose maps of prompts take taps. `forward`: the step
+    under way; None lets every layer run on everything. `finished`: whether the last layer's gate was passed since the
+    step began.
     """
 
-    def __init__(self, layers: dict[int, Any], axis: int = 0, vllm_config: Any = None, norm: Any = None) -> None:
+    def __init__(
+        self, layers: Layers, axis: int = 0, vllm_config: VllmConfig | None = None, norm: nn.Module | None = None
+    ) -> None:
         self.layers, self.axis = layers, axis
         self.pieces = LayerPieces(vllm_config, axis)
         self.projections: dict[int, KeyProjection] = {}
@@ -132,8 +123,10 @@ class LayerGates:
         self.forward: _Forward | None = None
         self.finished = False
         # Where vLLM compiles, its norms are many small operations for whoever calls them one by one.
-        alone = norm is None or axis or self.pieces.eager or next(norm.parameters(), None) is None
-        for index, layer in (layers if alone else layers | {_NORM: norm}).items():
+        gated = dict(layers)
+        if norm is not None and not (axis or self.pieces.eager) and next(norm.parameters(), None) is not None:
+            gated[_NORM] = norm
+        for index, layer in gated.items():
             names = _names(layer)
             if index != _NORM and "hidden_states" not in names:
                 raise UnsupportedModelError(
@@ -141,7 +134,7 @@ class LayerGates:
                     "builds the model in a way that the plugin does not know"
                 )
             layer.__dict__["_skipdecode"] = (index, self, names)
-            base: Any = type(layer)
+            base: Any = type(layer)  # for mypy, not hashable
             layer.__class__ = with_mixin(_Gated, base)
 
     def begin(
@@ -175,10 +168,10 @@ class _Forward:
         self._blocks = _blocks_of(step, gates.layers) if gates.axis == 0 and not gates.pieces.eager else {}
         self._done: set[int] = set()  # layers that ran as part of a block
         self._holds = ALL
-        self._waiting: list[Any] = []  # states of all rows, where the loop holds some
+        self._waiting: States = []  # states of all rows, where the loop holds some
         self._passing: tuple[int, list[Tensor]] | None = None  # states of rows that layers project, and which rows
 
-    def run(self, index: int, layer: Any, arguments: dict[str, Any]) -> Any:
+    def run(self, index: int, layer: Any, arguments: Arguments) -> Any:
         """Run one layer, or the norm after the last."""
         if index == _NORM:
             return self._gates.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
@@ -189,7 +182,7 @@ class _Forward:
             states, self._gates.finished = self._change_rows(states, ALL), True
         return tuple(states) if len(states) > 1 else states[0]
 
-    def _layer(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+    def _layer(self, index: int, layer: Any, arguments: Arguments, states: States) -> States:
         step = self._step
         if step.projects[index] != NONE:
             # First, for a text's rows may attend to those that another leaves in this step.
@@ -202,7 +195,7 @@ class _Forward:
             states[1] = torch.zeros_like(states[0])
         return self._across(index, states)
 
-    def _call(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+    def _call(self, index: int, layer: Any, arguments: Arguments, states: States) -> States:
         """The layer on the rows that `states` holds; where it begins a block, all of that."""
         forward, pieces = type(layer)._skipdecode_base.forward, self._gates.pieces
         given = dict(zip((n for n in STATES if n in arguments), states, strict=True))
@@ -218,9 +211,7 @@ class _Forward:
                 return listed(done)
         return listed(pieces(forward, layer, arguments | given))
 
-    # ------------------------------------------------------------------ rows that sit a layer out
-
-    def _project(self, index: int, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+    def _project(self, index: int, arguments: Arguments, states: States) -> States:
         """Store keys and values of the rows that a layer projects; returns the states of those that run it."""
         step, gates = self._step, self._gates
         states = self._change_rows(states, ALL if step.layers[index] == NONE else step.layers[index])
@@ -229,10 +220,10 @@ class _Forward:
         whole = states if self._holds == ALL else self._waiting
         if self._passing is None or self._passing[0] != kind:
             self._passing = kind, [self._take(s, rows) for s in whole]
-        given: dict[str, Any] = dict(zip(STATES, self._passing[1], strict=False))
+        given: Arguments = dict(zip(STATES, self._passing[1], strict=False))
         given["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
         projection = gates.projections[index]
-        if self._texts and projection.given is not None:
+        if self._texts and projection.maps is not None:
             given |= {name: of[rows] for name, of in self._texts.items()}
             if gates.memory is not None:
                 given["before"] = gates.memory.before(index, partial(_summed, whole))[rows]
@@ -241,7 +232,7 @@ class _Forward:
             projection.store(keys, values, self._slots[index])
         return states
 
-    def _across(self, index: int, states: list[Any]) -> list[Any]:
+    def _across(self, index: int, states: States) -> States:
         """States in which the rows that take a layer's bridge have taken it, and the others are as they were."""
         kind = self._step.bridge(index)
         if kind == NONE or index not in self._gates.bridges:
@@ -253,14 +244,14 @@ class _Forward:
         self._bridge_rows(index, states, kind)
         return states
 
-    def _bridge_rows(self, index: int, states: list[Any], kind: int) -> None:
+    def _bridge_rows(self, index: int, states: States, kind: int) -> None:
         """Have some of the rows in states of all rows take a layer's bridge."""
         if kind != NONE and index in self._gates.bridges:
             rows = self._rows[kind]
             taken = [None if s is None else self._take(s, rows) for s in states]
             self._view(states[0])[rows] = self._view(self._bridged(index, taken))
 
-    def _bridged(self, index: int, states: list[Any]) -> Tensor:
+    def _bridged(self, index: int, states: States) -> Tensor:
         """The first of the two states behind a layer's bridge, which leaves the second as it is."""
         given = dict(zip(STATES, states, strict=False))
         if "residual" in given and given["residual"] is None:  # before the first layer
@@ -269,9 +260,7 @@ class _Forward:
         made: Tensor = self._gates.pieces(type(bridge).forward, bridge, given)
         return made
 
-    # ------------------------------------------------------------------ rows
-
-    def _change_rows(self, states: list[Any], kind: int) -> list[Any]:
+    def _change_rows(self, states: States, kind: int) -> States:
         """Other rows than those at hand: first all of them, then those that are asked for."""
         if kind == self._holds:
             return states
@@ -301,10 +290,10 @@ class _Forward:
     def _view(self, state: Tensor) -> Tensor:
         return state if self._gates.axis == 0 else state.transpose(0, self._gates.axis)
 
-    def _take(self, state: Tensor, rows: Any) -> Tensor:
+    def _take(self, state: Tensor, rows: Rows) -> Tensor:
         return state[rows] if self._gates.axis == 0 else state[:, rows]
 
-    def _cut(self, value: Any, total: int, rows: Any) -> Any:
+    def _cut(self, value: Any, total: int, rows: Rows) -> Any:
         """Positions and the like, cut to some rows."""
         if isinstance(value, tuple):
             return tuple(self._cut(v, total, rows) for v in value)
@@ -318,7 +307,7 @@ class _Gated:
 
     _skipdecode: tuple[int, LayerGates, tuple[str, ...]]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         index, gates, names = self._skipdecode
         if gates.forward is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # Traced into vLLM's own graph.
@@ -339,18 +328,18 @@ def _blocks_of(step: StepRows, layers: Iterable[int]) -> dict[int, tuple[int, ..
     return found
 
 
-def _names(layer: Any) -> tuple[str, ...]:
+def _names(layer: nn.Module) -> tuple[str, ...]:
     """Names of a layer's arguments, in order. vLLM's own operations say it in `forward_native`."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(getattr(layer, "forward_native", layer.forward)).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)
 
 
-def _summed(states: list[Any]) -> Tensor:
+def _summed(states: States) -> Tensor:
     """The text's states (rows, width) of a layer's two."""
     hidden = states[0] if len(states) < 2 or states[1] is None else states[0] + states[1]
     return hidden.view(-1, hidden.shape[-1])  # type: ignore[no-any-return]
 
 
-def _selection(rows: Any, device: torch.device) -> Any:
+def _selection(rows: Selection, device: torch.device) -> Rows:
     return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)

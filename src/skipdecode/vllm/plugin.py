@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
@@ -19,14 +19,17 @@ from skipdecode.vllm.gates import check_architecture, check_projects
 from skipdecode.vllm.projection import checkpoint_fit
 from skipdecode.vllm.settings import KEY, PluginSettings
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models.config import VerifyAndUpdateConfig
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+
 _OLDEST, _UP_TO = Version("0.27"), Version("0.33")
 """vLLM versions whose interfaces the plugin was written against: from the first up to before the second."""
 
 _WORKER = "skipdecode.vllm.runner.SkipWorker"
-_SCHEDULERS = {
-    False: "skipdecode.vllm.scheduler.SkipScheduler",
-    True: "skipdecode.vllm.scheduler.SkipAsyncScheduler",
-}
+_SCHEDULERS = {False: "skipdecode.vllm.scheduler.SkipScheduler", True: "skipdecode.vllm.scheduler.SkipAsyncScheduler"}
 _set_by_us: dict[str, str] = {}
 
 
@@ -36,16 +39,16 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
     for architecture in ModelRegistry.get_supported_archs():
-        known: Any = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+        known = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
         MODELS_CONFIG_MAP[architecture] = _looking_for_schedule(known)
 
 
 @functools.cache
-def _looking_for_schedule(base: Any) -> Any:
+def _looking_for_schedule(base: type[VerifyAndUpdateConfig]) -> type[VerifyAndUpdateConfig]:
     if "looks_for_schedule" in base.__dict__:
         return base
 
-    def verify_and_update_config(vllm_config: Any) -> None:
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
         base.verify_and_update_config(vllm_config)
         _activate_or_refuse(vllm_config)
 
@@ -53,7 +56,7 @@ def _looking_for_schedule(base: Any) -> Any:
     return type(base.__name__, (base,), body)
 
 
-def _activate_or_refuse(vllm_config: Any) -> None:
+def _activate_or_refuse(vllm_config: VllmConfig) -> None:
     """Change an engine's config so that layers are skipped; leaves it alone where there is no schedule.
 
     Raises RefusedEngineError if the schedule does not fit, or the engine is asked for something that would give wrong
@@ -67,7 +70,7 @@ def _activate_or_refuse(vllm_config: Any) -> None:
         raise RefusedEngineError(f"skipdecode: {e}") from None
 
 
-def _activate(vllm_config: Any) -> None:
+def _activate(vllm_config: VllmConfig) -> None:
     model, extra = vllm_config.model_config, vllm_config.additional_config
     options = extra.get(KEY) if isinstance(extra, dict) else None
     carried = getattr(model.hf_config, KEY, None)
@@ -90,7 +93,7 @@ def _activate(vllm_config: Any) -> None:
     _change(vllm_config, settings)
 
 
-def _refusal(config: Any) -> str | None:
+def _refusal(config: VllmConfig) -> str | None:
     """The first thing that the engine is asked for and that cannot be right with skipped layers."""
     parallel, cache, scheduling = config.parallel_config, config.cache_config, config.scheduler_config
     speculation = config.speculative_config
@@ -115,13 +118,13 @@ def _refusal(config: Any) -> str | None:
         not in (None, *_SCHEDULERS.values()),
         "model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
     }
-    for what, asked in refused.items():
-        if asked:
+    for what, is_requested in refused.items():
+        if is_requested:
             return f"{what} does not work with skipped layers: start vLLM without it"
     return None
 
 
-def _change(config: Any, settings: PluginSettings) -> None:
+def _change(config: VllmConfig, settings: PluginSettings) -> None:
     from vllm.platforms import current_platform
 
     parallel, scheduling = config.parallel_config, config.scheduler_config
@@ -156,9 +159,6 @@ def _undo_environment() -> None:
     _set_by_us.clear()
 
 
-# ---------------------------------------------------------------------- requests
-
-
 def _check_requests() -> None:
     """Have vLLM's input processor check requests for engines that skip; may be called again."""
     from vllm.exceptions import VLLMValidationError
@@ -169,7 +169,7 @@ def _check_requests() -> None:
         return
 
     @functools.wraps(process)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: InputProcessor, *args: object, **kwargs: object) -> EngineCoreRequest:
         request = process(self, *args, **kwargs)
         if (settings := _settings_of(self)) is not None:
             try:
@@ -183,14 +183,14 @@ def _check_requests() -> None:
     InputProcessor.process_inputs = checked
 
 
-def _settings_of(processor: Any) -> PluginSettings | None:
+def _settings_of(processor: InputProcessor) -> PluginSettings | None:
     if "skipdecode_settings" not in processor.__dict__:
         processor.skipdecode_settings = PluginSettings.of_engine(processor.vllm_config)
     found: PluginSettings | None = processor.skipdecode_settings
     return found
 
 
-def _admit(request: Any, settings: PluginSettings) -> None:
+def _admit(request: EngineCoreRequest, settings: PluginSettings) -> None:
     """Refuse what cannot be right; keep prompts of different depth apart in the prefix cache.
 
     Raises ScheduleError: an unknown schedule; UnsupportedFeatureError: a request whose prompt goes on after its answer.

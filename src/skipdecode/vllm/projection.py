@@ -2,7 +2,7 @@
 
 A prompt under a split schedule runs some layers only; of the others that its answer will run, keys and values are
 stored. They are the layer's own projection of the state that passes by, or what a fit's map makes of it
-(`skipdecode.models.fit.PromptMap`). Where a fit has a bridge over a layer, rows that skip the layer take the bridge.
+(`skipdecode.models.fit_maps.PromptMap`). Where a fit has a bridge over a layer, rows that skip it take the bridge.
 
 Maps of prompts may take *taps*, the states of the prompt tokens before a row. These are rows of the same step, of an
 earlier step where a prompt comes in chunks, or of another request where requests share a prefix. So states are kept for
@@ -13,9 +13,9 @@ shared by whole blocks.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,16 +23,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from skipdecode.errors import UnsupportedFeatureError
-from skipdecode.models.carried import digest_in
-from skipdecode.models.fit import Bridge, Fit, PromptMap, normed
-from skipdecode.models.loading.base_weights import choose_fit
+from skipdecode.models.checkpoint_schedule import digest_in
+from skipdecode.models.fit import Fit
+from skipdecode.models.fit_maps import Bridge, PromptMap, normed
+from skipdecode.models.loading.fit_file import choose_fit
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.step_rows import StepBatch
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.linear import LinearBase
 
 _NORMS = ("input_layernorm", "self_attn_layer_norm", "attention_layernorm", "ln_1")  # in front of attention
 
 
-def checkpoint_fit(model: Any) -> Fit | None:
+def checkpoint_fit(model: ModelConfig) -> Fit | None:
     """The fit of a checkpoint (vLLM's `model_config`), in a directory or on the hub; None where there is none.
 
     Raises FitError: the fit is broken, missing, another one, or for another model.
@@ -49,7 +54,7 @@ def checkpoint_fit(model: Any) -> Fit | None:
 
 
 @dataclass(frozen=True)
-class GivenKeys:
+class PromptMaps:
     """A fit's maps of prompts' keys and values in one layer.
 
     `maps`: one for each prompt set that some schedule has; None where the layer has none for it. `which`: for each
@@ -62,7 +67,7 @@ class GivenKeys:
     own: bool
 
 
-def given_keys(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, GivenKeys]:
+def prompt_maps(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, PromptMaps]:
     """Maps of a fit for the prompts of schedules, by layer; empty where it has none."""
     sets = () if fit is None else [p for p in fit.prompt_sets if any(s.prompt_layers() == p for s in schedules)]
     found = {}
@@ -73,23 +78,23 @@ def given_keys(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, Give
     own = any(
         which[n] < 0 for layer, (_, which) in found.items() for n, s in enumerate(schedules) if layer in s.projected
     )
-    return {layer: GivenKeys(maps, which, own) for layer, (maps, which) in found.items() if any(maps)}
+    return {layer: PromptMaps(maps, which, own) for layer, (maps, which) in found.items() if any(maps)}
 
 
 class KeyProjection(nn.Module):
     """A decoder layer's way to keys and values; shares the layer's modules.
 
-    `layer`: a decoder layer with its weights loaded. `given`: maps of a fit, which stand in for the layer's own
+    `layer`: a decoder layer with its weights loaded. `maps`: those of a fit, which stand in for the layer's own
     projection of some schedules' prompts. `shard`: number of this process among those that share the heads, and how
     many these are.
 
     Raises UnsupportedFeatureError if the attention backend stores keys and values within attention only.
     """
 
-    def __init__(self, layer: Any, given: GivenKeys | None = None, shard: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, layer: nn.Module, maps: PromptMaps | None = None, shard: tuple[int, int] = (0, 1)) -> None:
         super().__init__()
-        place, target = next((name, part) for name, part in layer.named_modules() if hasattr(part, "kv_cache"))
-        attention = layer.get_submodule(place.rpartition(".")[0])
+        path, target = next((name, part) for name, part in layer.named_modules() if hasattr(part, "kv_cache"))
+        attention = layer.get_submodule(path.rpartition(".")[0])
         if getattr(target.attn_backend, "forward_includes_kv_cache_update", True):
             raise UnsupportedFeatureError(
                 f"schedules that project a prompt's keys and values do not work with the attention backend "
@@ -104,17 +109,17 @@ class KeyProjection(nn.Module):
         fused = next(part for part in attention.children() if type(part).__name__.startswith("QKV"))
         self.weight, self.bias = _last_rows(fused, 2 * self.width)
         self._target = [target]  # A list, for its weights are not this module's.
-        self.given = None if given is None else _KeyMaps(given, self.shape, shard, self.weight)
+        self.maps = None if maps is None else _KeyMaps(maps, self.shape, shard, self.weight)
 
     def forward(
         self,
         hidden_states: Tensor,
-        residual: Any = None,
+        residual: Tensor | None = None,
         positions: Tensor | None = None,
         schedules: Tensor | None = None,
         starts: Tensor | None = None,
         before: Tensor | None = None,
-    ) -> Any:
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values (rows, heads, head size) of states (rows, width); the states stay as they are.
 
         Where there are maps, `schedules` and `starts` (rows,) say which row has which, as `StepRows` has them, and
@@ -122,11 +127,11 @@ class KeyProjection(nn.Module):
         """
         states = hidden_states if residual is None else hidden_states + residual
         made = None
-        if self.given is None or self.given.own:
+        if self.maps is None or self.maps.own:
             made = states if self.norm is None else self.norm(states)
             made = nn.functional.linear(made, self.weight, self.bias)
-        if self.given is not None:
-            made = self.given(states, schedules, starts, made, before)
+        if self.maps is not None:
+            made = self.maps(states, schedules, starts, made, before)
         keys, values = made.chunk(2, -1)  # type: ignore[union-attr]
         keys = keys.contiguous()
         if self.key_norm is not None:
@@ -149,23 +154,25 @@ class _KeyMaps(nn.Module):
     A layer that has no map for some prompts has zeros there, and never uses them.
     """
 
-    def __init__(self, given: GivenKeys, shape: tuple[int, int, int], shard: tuple[int, int], like: Tensor) -> None:
+    def __init__(self, maps: PromptMaps, shape: tuple[int, int, int], shard: tuple[int, int], like: Tensor) -> None:
         super().__init__()
         (_, heads, size), (number, shards) = shape, shard
-        known = next(made for made in given.maps if made is not None)
+        known = next(made for made in maps.maps if made is not None)
         total = len(known.bias) // (2 * size)
         # With more processes than heads, several have the same.
         first = number * heads if heads * shards == total else number * total // shards
         for name in ("weight", "bias", "first"):
             empty = torch.zeros_like(getattr(known, name))
-            stacked = torch.stack([empty if made is None else getattr(made, name).data for made in given.maps])
+            stacked = torch.stack([empty if made is None else getattr(made, name).data for made in maps.maps])
             mine = stacked.view(len(stacked), 2, total, size, *stacked.shape[2:])[:, :, first : first + heads]
             mine = mine.flatten(1, 3)
             self.register_buffer(name, mine.to(like.device, like.dtype).contiguous())
-        self.own = given.own
-        self.register_buffer("which", torch.tensor(given.which, device=like.device))
+        self.own = maps.own
+        self.register_buffer("which", torch.tensor(maps.which, device=like.device))
 
-    def forward(self, states: Tensor, schedules: Any, starts: Any, own: Tensor | None, before: Tensor | None) -> Tensor:
+    def forward(
+        self, states: Tensor, schedules: Tensor, starts: Tensor, own: Tensor | None, before: Tensor | None
+    ) -> Tensor:
         """Keys and values side by side, (rows, width), of states; `own` is what the layer itself makes of them.
 
         `before` has the states before each row, for maps with taps.
@@ -181,7 +188,7 @@ class _KeyMaps(nn.Module):
         return chosen if own is None else torch.where(which[:, None] < 0, own, chosen)
 
 
-def _last_rows(linear: Any, rows: int) -> tuple[Tensor, Tensor | None]:
+def _last_rows(linear: LinearBase, rows: int) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a linear layer's last outputs."""
     weight = linear.weight.data
     if not weight.numel():
@@ -210,7 +217,9 @@ class LayerBridge(nn.Module):
         return hidden_states + nn.functional.linear(inside, self.up, self.bias)  # type: ignore[arg-type]
 
 
-def layer_bridges(fit: Fit | None, layers: Any, dtype: torch.dtype, device: torch.device) -> dict[int, LayerBridge]:
+def layer_bridges(
+    fit: Fit | None, layers: Iterable[int], dtype: torch.dtype, device: torch.device
+) -> dict[int, LayerBridge]:
     """The bridges over `layers`, by the layer's number, where there is one."""
     found = {} if fit is None else {n: bridge for n in layers if (bridge := fit.bridge(n)) is not None}
     rank = max((int(bridge.down.shape[0]) for bridge in found.values()), default=0)
@@ -237,20 +246,20 @@ def tap_rows(batch: StepBatch, taps: int, blocks: NDArray[np.int32], block_size:
     within = np.arange(batch.num_rows) - np.repeat(np.cumsum(batch.rows) - batch.rows, batch.rows)
     position = batch.start[request] + within
 
-    def place(at: NDArray[np.int64]) -> NDArray[np.int64]:
+    def memory_index(at: NDArray[np.int64]) -> NDArray[np.int64]:
         known: NDArray[np.int64] = blocks[request, np.maximum(at, 0) // block_size].astype(np.int64) * taps + at % taps
         return known
 
     back = np.arange(1, taps + 1)[:, None]
     here = within >= back
     rows = np.where(here, np.arange(batch.num_rows) - back, -1)
-    earlier = np.stack([place(position - tap) for tap in range(1, taps + 1)])
+    earlier = np.stack([memory_index(position - tap) for tap in range(1, taps + 1)])
     places = np.where(~here & (position >= back), earlier, -1)
     # The last prompt token runs the layers, so it is no tap of a token that does not.
     end = np.minimum(batch.start + batch.rows, batch.prompt - 1)[request]
     next_block = (position // block_size + 1) * block_size
     kept = np.flatnonzero((position < end) & (position + taps >= np.minimum(end, next_block)))
-    kept_at = place(position)[kept]
+    kept_at = memory_index(position)[kept]
     # vLLM shares a block from the step on that fills it.
     filled = {(at, position[row]): row for at, row in zip(kept_at.tolist(), kept.tolist(), strict=True)}
     for tap, row in zip(*np.nonzero(places >= 0), strict=True):

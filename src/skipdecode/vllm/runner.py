@@ -14,31 +14,42 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import CUDAGraphMode
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.gate import with_mixin
+from skipdecode.models.release import Forward
 from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.projection import (
     KeyProjection,
     TapMemory,
     TapRows,
     checkpoint_fit,
-    given_keys,
     layer_bridges,
+    prompt_maps,
     stops_of,
     tap_rows,
 )
 from skipdecode.vllm.settings import PluginSettings
-from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, RowSubset, StepBatch, StepRows
+from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, RowSubset, Selection, StepBatch, StepRows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import AttentionGroup
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -49,13 +60,13 @@ else:
 class SkipWorker(Worker):  # type: ignore[misc]
     """The worker of this platform."""
 
-    def init_device(self, *args: Any, **kwargs: Any) -> None:
+    def init_device(self, *args: object, **kwargs: object) -> None:
         super().init_device(*args, **kwargs)
         settings = PluginSettings.of_engine(self.vllm_config)
         if settings is not None:
             runner = self.model_runner
-            base: Any = type(runner)
             runner.skipping = Skipping(settings, self.vllm_config, runner.device)
+            base: Any = type(runner)  # for mypy, not hashable
             runner.__class__ = with_mixin(SkipRunner, base)
 
 
@@ -64,29 +75,29 @@ class SkipRunner:
 
     skipping: Skipping
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
+    def load_model(self, *args: object, **kwargs: object) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.skipping.gate(self.get_model())  # type: ignore[attr-defined]
 
-    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+    def profile_run(self, *args: object, **kwargs: object) -> None:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
         self.skipping.compile_layers(self)
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(self, *args: object, **kwargs: object) -> None:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         self.skipping.watch(self.attn_groups)  # type: ignore[attr-defined]
         _make_stage_input(self)
 
-    def _may_reorder_batch(self, scheduler_output: Any) -> None:
+    def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
         super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
         self.skipping.order(self.input_batch, self.requests, scheduler_output)  # type: ignore[attr-defined]
 
-    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+    def _determine_batch_execution_and_padding(self, *args: object, **kwargs: object) -> Any:
         if self.skipping.step is not None:  # Without padding, for a CUDA graph would run every layer.
             kwargs["force_eager"] = True
         return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
 
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _model_forward(self, *args: object, **kwargs: object) -> Any:
         run = super()._model_forward  # type: ignore[misc]
         if not self.skipping.begin(get_forward_context()):
             return run(*args, **kwargs)
@@ -101,10 +112,8 @@ class SkipRunner:
         return output
 
 
-def _make_stage_input(runner: Any) -> None:
+def _make_stage_input(runner: GPUModelRunner) -> None:
     """Make the buffers of a later pipeline stage; vLLM leaves out the warm-up that does, in eager mode on a CPU."""
-    from vllm.distributed import get_pp_group
-
     if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -114,7 +123,7 @@ def _make_stage_input(runner: Any) -> None:
 class Skipping:
     """State of a runner that skips layers: `step`, the rows of the step to come, the gates, and metadata."""
 
-    def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, settings: PluginSettings, vllm_config: VllmConfig, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
         self._fit = checkpoint_fit(vllm_config.model_config)
         bridged = frozenset(map(int, () if self._fit is None else self._fit.bridges))
@@ -122,7 +131,7 @@ class Skipping:
         self.step: StepRows | None = None
         self._taps: TapRows | None = None
 
-    def gate(self, model: Any) -> None:
+    def gate(self, model: nn.Module) -> None:
         """Gate the decoder layers of a loaded model."""
         architecture = self._config.model_config.architecture
         layers, axis, norm = find_layers(model, architecture, self._settings.num_layers)
@@ -134,15 +143,15 @@ class Skipping:
         compiles = None if self._config.model_config.is_hybrid else self._config
         self.gates = LayerGates(layers, axis, compiles, norm)
         projected = {layer for s in self._settings.schedules for layer in s.projected}
-        given = given_keys(self._fit, self._settings.schedules)
-        self.gates.projections = {i: KeyProjection(layers[i], given.get(i), _shard()) for i in projected & set(layers)}
-        if self._fit is not None and self._fit.taps and given:
-            self.gates.memory = TapMemory(self._fit.taps, stops_of(self._settings.schedules, list(given)))
+        maps = prompt_maps(self._fit, self._settings.schedules)
+        self.gates.projections = {i: KeyProjection(layers[i], maps.get(i), _shard()) for i in projected & set(layers)}
+        if self._fit is not None and self._fit.taps and maps:
+            self.gates.memory = TapMemory(self._fit.taps, stops_of(self._settings.schedules, list(maps)))
         self.gates.bridges = layer_bridges(self._fit, layers, self._config.model_config.dtype, self._device)
         # Those that vLLM compiles.
-        self._graphs = [module for module in model.modules() if "do_not_compile" in module.__dict__]
+        self._graphs: list[Any] = [module for module in model.modules() if "do_not_compile" in module.__dict__]
 
-    def compile_layers(self, runner: Any) -> None:
+    def compile_layers(self, runner: GPUModelRunner) -> None:
         """Make the pieces that steps which skip will call, by steps without attention that call every layer."""
         if self.gates.pieces.eager:
             return
@@ -172,11 +181,13 @@ class Skipping:
             for module, was in zip(self._graphs, before, strict=True):
                 module.do_not_compile = was
 
-    def watch(self, groups: Any) -> None:
+    def watch(self, groups: list[list[AttentionGroup]]) -> None:
         """The KV cache is there, and with it the builders of attention metadata."""
         self._metadata = StepMetadata(groups, self._layer_names)
 
-    def order(self, input_batch: Any, requests: Any, scheduler_output: Any) -> None:
+    def order(
+        self, input_batch: InputBatch, requests: dict[str, CachedRequestState], scheduler_output: SchedulerOutput
+    ) -> None:
         """Sort the batch from shallow to deep, prompts last, and work out which rows run which layer."""
         batch = self._batch(input_batch, requests, scheduler_output.num_scheduled_tokens)
         if not len(batch.rows):
@@ -191,7 +202,7 @@ class Skipping:
             table = input_batch.block_table[0]
             self._taps = tap_rows(batch, memory.taps, table.block_table.np, table.block_size)
 
-    def begin(self, context: Any) -> bool:
+    def begin(self, context: ForwardContext) -> bool:
         """Get ready for the forward to come; returns whether it calls layers by the gates."""
         (step, self.step), (taps, self._taps) = (self.step, None), (self._taps, None)
         # Without metadata it is a dummy run, of which `order` knows nothing.
@@ -207,7 +218,9 @@ class Skipping:
         context.skip_compiled = True  # vLLM's own switch: the loop over the layers runs in Python.
         return True
 
-    def _batch(self, input_batch: Any, requests: Any, scheduled: dict[str, int]) -> StepBatch:
+    def _batch(
+        self, input_batch: InputBatch, requests: dict[str, CachedRequestState], scheduled: dict[str, int]
+    ) -> StepBatch:
         ids = input_batch.req_ids
         count = len(ids)
         return StepBatch(
@@ -220,31 +233,25 @@ class Skipping:
 
 def _shard() -> tuple[int, int]:
     """Number of this process among those that share a layer's heads, and how many these are."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
-def _permute(input_batch: Any, order: Any) -> None:
+def _permute(input_batch: InputBatch, order: NDArray[np.int64]) -> None:
     """Bring the batch into an order by vLLM's own swaps."""
-    place = list(range(len(order)))  # where each request is that was first here
+    index_of = list(range(len(order)))  # where each request is that was first here
     holds = list(range(len(order)))
     for target, wanted in enumerate(order.tolist()):
-        source = place[wanted]
+        source = index_of[wanted]
         if source != target:
             input_batch.swap_states(target, source)
             other = holds[target]
             holds[target], holds[source] = wanted, other
-            place[wanted], place[other] = target, source
+            index_of[wanted], index_of[other] = target, source
 
 
 _PER_REQUEST = (
-    "block_table_tensor",
-    "is_prefilling",
-    "encoder_seq_lens",
-    "encoder_seq_lens_cpu",
-    "rswa_prefix_lens",
-    "req_idx",
+    *("block_table_tensor", "is_prefilling", "encoder_seq_lens", "encoder_seq_lens_cpu"),
+    *("rswa_prefix_lens", "req_idx"),
 )
 _LENGTHS = ("seq_lens", "seq_lens_cpu_upper_bound", "_seq_lens_cpu")
 _PER_ROW = ("slot_mapping", "positions")
@@ -268,9 +275,9 @@ class StepMetadata:
     Raises UnsupportedFeatureError if the attention backend cannot build metadata for parts of a step.
     """
 
-    def __init__(self, groups: Any, layer_names: dict[int, list[str]]) -> None:
-        self._given: dict[int, Any] = {}
-        self._builders: list[Any] = []
+    def __init__(self, groups: list[list[AttentionGroup]], layer_names: dict[int, list[str]]) -> None:
+        self._given: dict[int, CommonAttentionMetadata] = {}
+        self._builders: list[Forward] = []
         builder_of: dict[str, int] = {}
         for group in (g for groups_of_cache in groups for g in groups_of_cache):
             builder_of |= dict.fromkeys(group.layer_names, len(self._builders))
@@ -301,7 +308,7 @@ class StepMetadata:
             if (kind := step.projects[layer]) != NONE
         }
 
-    def _watch(self, builder: Any) -> None:
+    def _watch(self, builder: AttentionMetadataBuilder) -> None:
         number, build = len(self._builders), builder.build
         name = type(builder).__name__
         if name not in _REPEATABLE:
@@ -311,7 +318,7 @@ class StepMetadata:
             )
         builder.supports_update_block_table = False  # It would copy another group's metadata, past `build`.
 
-        def watched(common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(common_prefix_len: int, common_attn_metadata: Any, *args: object, **kwargs: object) -> Any:
             self._given[number] = common_attn_metadata
             return build(common_prefix_len, common_attn_metadata, *args, **kwargs)
 
@@ -319,7 +326,7 @@ class StepMetadata:
         builder.build = watched
 
 
-def cut_metadata(given: Any, part: RowSubset) -> Any:
+def cut_metadata(given: CommonAttentionMetadata, part: RowSubset) -> CommonAttentionMetadata:
     """vLLM's metadata common to all backends, for a part of the rows.
 
     Raises UnsupportedFeatureError if it holds something that is not known here.
@@ -360,13 +367,13 @@ def cut_metadata(given: Any, part: RowSubset) -> Any:
     )
 
 
-def _take(value: Any, chosen: Any) -> Any:
+def _take(value: Any, chosen: Selection) -> Any:
     if isinstance(chosen, slice) or isinstance(value, np.ndarray):
         return value[chosen]
     return value[torch.from_numpy(chosen).to(value.device)]
 
 
-def _plus(lengths: Any, more: NDArray[np.int64]) -> Any:
+def _plus(lengths: Tensor, more: NDArray[np.int64]) -> Tensor:
     """Lengths of texts with so many tokens more."""
     if not more.any():
         return lengths

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import prometheus_client as prometheus
@@ -20,6 +20,12 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from skipdecode.errors import ScheduleError
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import LayerLimits, StepBatch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.request import Request
 
 _PREFIX = "skipdecode:"  # of the names of counts on their way to the front end
 # Followed by a number of layers: finished requests whose tokens ran that many layers on average, rounded.
@@ -42,7 +48,7 @@ class DepthMeter:
         self._settings, self._limits = settings, limits
         self._counts: Counter[str] = Counter()
 
-    def batch(self, requests: list[Any], rows: list[int], already_counted: bool) -> StepBatch:
+    def batch(self, requests: list[Request], rows: list[int], already_counted: bool) -> StepBatch:
         """Requests as a `StepBatch`; `already_counted`: their computed tokens include `rows`."""
         width = np.array(rows, np.int64)
         start = np.array([r.num_computed_tokens for r in requests], np.int64)
@@ -53,7 +59,7 @@ class DepthMeter:
             schedule=np.array([self._settings.index_of(r) for r in requests], np.int64),
         )
 
-    def count_step(self, requests: dict[str, Any], scheduled: dict[str, int]) -> None:
+    def count_step(self, requests: dict[str, Request], scheduled: dict[str, int]) -> None:
         """Count a scheduled step."""
         if not scheduled:
             return
@@ -65,7 +71,7 @@ class DepthMeter:
         self._counts["decode_tokens"] += int(batch.rows[decodes].sum())
         self._counts["decode_token_layers"] += int(ran[decodes].sum())
 
-    def count_finished(self, request: Any) -> None:
+    def count_finished(self, request: Request) -> None:
         """Count a finished request."""
         fed = request.num_tokens - request.num_prompt_tokens - 1
         if fed > 0:
@@ -85,13 +91,13 @@ class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
     vLLM loads this class by `vllm.stat_logger_plugins`.
     """
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         settings = PluginSettings.of_engine(vllm_config)
         made = {} if settings is None else _metrics(settings.num_layers)
         labels = (vllm_config.model_config.served_model_name, str(engine_index))
         self._metrics = {name: metric.labels(*labels) for name, metric in made.items()}
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+    def record(self, scheduler_stats: SchedulerStats | None, *args: object, **kwargs: object) -> None:
         """Called by vLLM after every step."""
         if self._metrics and scheduler_stats is not None:
             for name, count in scheduler_stats.running_lora_adapters.items():
@@ -123,7 +129,7 @@ def _metrics(layers: int) -> dict[str, Any]:
 class _Skipping:
     """Mixed into vLLM's schedulers."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         settings = PluginSettings.of_engine(self.vllm_config)  # type: ignore[attr-defined]
         if settings is None:
@@ -134,7 +140,7 @@ class _Skipping:
         self._slots = next(name for name in _SLOTS if hasattr(self, name))
         _cache_prompts_only(self.kv_cache_manager, settings)  # type: ignore[attr-defined]
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+    def schedule(self, *args: object, **kwargs: object) -> Any:
         slots = getattr(self, self._slots)
         if self._settings.policy == "refill" and not self._may_join():
             setattr(self, self._slots, min(slots, len(self.running)))  # type: ignore[attr-defined]
@@ -146,14 +152,14 @@ class _Skipping:
             self._meter.count_step(self.requests, output.num_scheduled_tokens)  # type: ignore[attr-defined]
         return output
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+    def make_stats(self, *args: object, **kwargs: object) -> Any:
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         if stats is not None:
             # The only field that takes any names and numbers to the front end. LoRA, whose it is, is refused.
             stats.running_lora_adapters = stats.running_lora_adapters | self._meter.report()
         return stats
 
-    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _free_request(self, request: Request, *args: object, **kwargs: object) -> Any:
         if self.log_stats:  # type: ignore[attr-defined]
             self._meter.count_finished(request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -178,25 +184,25 @@ class SkipAsyncScheduler(_Skipping, AsyncScheduler):  # type: ignore[misc]
     """Schedules a step ahead."""
 
 
-def _cache_prompts_only(manager: Any, settings: PluginSettings) -> None:
+def _cache_prompts_only(manager: KVCacheManager, settings: PluginSettings) -> None:
     """Keep generated tokens out of the prefix cache, and out of what a request looks up there."""
     coordinator = manager.coordinator
     publish, find, look_up = coordinator.cache_blocks, coordinator.find_longest_cache_hit, manager.get_computed_blocks
     longest: list[int] = []
 
-    def shared(request: Any) -> int:
+    def shared(request: Request) -> int:
         # Where prompts have layers of their own, the last token of one runs layers, or takes bridges, that the same
         # token of a longer one does not.
         own = not isinstance(settings.schedules[settings.index_of(request)].prompt, str)
         return int(request.num_prompt_tokens) - own
 
-    def publish_prompt(request: Any, num_computed_tokens: int) -> None:
+    def publish_prompt(request: Request, num_computed_tokens: int) -> None:
         publish(request, min(num_computed_tokens, shared(request)))
 
-    def find_in_prompt(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+    def find_in_prompt(block_hashes: object, max_cache_hit_length: int, *args: object, **kwargs: object) -> Any:
         return find(block_hashes, min([max_cache_hit_length, *longest]), *args, **kwargs)
 
-    def look_up_prompt(request: Any, *args: Any, **kwargs: Any) -> Any:
+    def look_up_prompt(request: Request, *args: object, **kwargs: object) -> Any:
         # A text preempted in its answer may meet its own tokens as part of another's prompt, at another depth.
         longest.append(shared(request))
         try:

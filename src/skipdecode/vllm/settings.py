@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
+from skipdecode.common.jsonl import Json
 from skipdecode.common.options import Options, check_name, option
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.request import Request
 
 KEY = "skipdecode"
 """The plugin's key in config.json, in `additional_config`, and in the extra arguments of a request."""
@@ -68,21 +74,21 @@ class PluginSettings(Options):
             raise ScheduleError(f"unknown schedule {name!r}: this server has {', '.join(map(repr, self._names))}")
         return 0 if name is None else self._names.index(name)
 
-    def index_of(self, request: Any) -> int:
+    def index_of(self, request: Request | EngineCoreRequest) -> int:
         """The number of the schedule of a vLLM request; raises as `index`."""
-        asked = (request.sampling_params and request.sampling_params.extra_args) or {}
-        if "exact" in asked:
+        arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
+        if "exact" in arguments:
             raise ScheduleError("exact is not vLLM's: skipdecode serve has it, and vLLM its speculative_config")
-        return self.index(asked.get(KEY))
+        return self.index(arguments.get(KEY))
 
     @classmethod
-    def of_engine(cls, vllm_config: Any) -> Self | None:
+    def of_engine(cls, vllm_config: VllmConfig) -> Self | None:
         """The settings of an engine; None if it skips no layers."""
         extra = vllm_config.additional_config
         return cls.from_config(None, extra.get(KEY) if isinstance(extra, dict) else None)
 
     @classmethod
-    def from_config(cls, carried: Any, options: Any) -> Self | None:
+    def from_config(cls, carried: object, options: object) -> Self | None:
         """Settings from the checkpoint's schedule and the user's options; None if neither has a schedule.
 
         `carried`: value of `skipdecode` in the model's config. `options`: value of `skipdecode` in `additional_config`:
@@ -106,7 +112,7 @@ class PluginSettings(Options):
             schedules.append(Schedule.full(schedules[0].num_layers))
         return cls(tuple(schedules), **options)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """A JSON-ready dictionary: options for `from_config`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return values | {"schedules": [s.to_dict() for s in self.schedules]}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +85,7 @@ class LayerLimits:
         self._full = np.array([s.is_full for s in schedules])
         # From here on no schedule changes: a step like the last one needs no new plan.
         self._settled = max([0, *self._end[self._end < _NEVER].tolist()])
-        self._last: tuple[Any, StepRows | None] = None, None
+        self._last: tuple[tuple[bytes, ...], StepRows | None] = (), None
 
     def counts(self, batch: StepBatch) -> NDArray[np.int64]:
         """Rows of each request (first axis) that run each layer (second axis)."""
@@ -120,11 +119,14 @@ class LayerLimits:
         parts: list[RowSubset] = []
 
         def kind(first: NDArray[np.int64], count: NDArray[np.int64]) -> int:
+            if not count.any():
+                return NONE
+            if (count == batch.rows).all():
+                return ALL
             key = (first.tobytes(), count.tobytes())
             if key not in known:
-                known[key] = NONE if not count.any() else ALL if (count == batch.rows).all() else len(parts)
-                if known[key] >= 0:
-                    parts.append(_part(first, count, batch.rows, offsets))
+                known[key] = len(parts)
+                parts.append(_part(first, count, batch.rows, offsets))
             return known[key]
 
         leads = np.ascontiguousarray(lead.T)

@@ -20,7 +20,7 @@ from engines import (
 )
 from fits import random_fit
 from skipdecode import Schedule
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit, keep_fit
 from tiny import LAYERS
 

@@ -7,19 +7,19 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from skipdecode.common.progress import without_foreign_bars
+from skipdecode.common.types import Device, PeftConfig, PeftModel, PretrainedConfig, PreTrainedModel, Tensor
 from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.models.checkpoint_schedule import ADAPTER_FILE
 from skipdecode.models.families import check_adapter, unwrap
-from skipdecode.models.loading.checkpoint import ADAPTER_FILE
 from skipdecode.models.loading.stored import (
     StoredTensor,
     check_stored,
     check_tensors,
     header,
+    library_errors,
     one_line,
-    told,
     without_numbers,
 )
 
@@ -30,7 +30,7 @@ _MERGE = "add `merge`, which merges it and tunes a fresh one"
 _EQUAL = 0.02  # of the standard deviation of logits; in fp32, merges of all types differ by 4e-5 at most
 
 
-def check_mergeable(adapter: Path, config: Any) -> None:
+def check_mergeable(adapter: Path, config: PretrainedConfig) -> None:
     """Refuse an adapter in a directory that cannot be merged into a base model of this config; reads no weights.
 
     Raises AttachError, ModelLoadError: the message names the adapter's type.
@@ -38,7 +38,10 @@ def check_mergeable(adapter: Path, config: Any) -> None:
     import peft
     import torch
 
-    with told(str(adapter), f"its {ADAPTER_FILE} is none that peft {peft.__version__} reads"), _without_warnings():
+    with (
+        library_errors(str(adapter), f"its {ADAPTER_FILE} is none that peft {peft.__version__} reads"),
+        _without_warnings(),
+    ):
         settings = peft.PeftConfig.from_pretrained(str(adapter))
     check_adapter(settings)
     initial = str(getattr(settings, "init_lora_weights", ""))
@@ -48,20 +51,27 @@ def check_mergeable(adapter: Path, config: Any) -> None:
             "adapter as an ordinary LoRA (path_initial_model_for_weight_conversion of peft's save_pretrained)"
         )
     if getattr(settings, "lora_bias", False) or settings.peft_type == "BEFT":  # the base must have a bias to add to
-        with torch.device("meta"), told(str(adapter), _not_merged(settings)), _without_warnings():
+        with torch.device("meta"), library_errors(str(adapter), _not_merged(settings)), _without_warnings():
             peft.PeftModel(without_numbers(config), settings).merge_and_unload()
 
 
-def put_adapter(model: Any, adapter: Path, device: Any) -> Any:
+def put_adapter(model: PreTrainedModel, adapter: Path, device: Device) -> PeftModel:
     """A PeftModel of the model and an adapter in a directory, in eval mode; raises ModelLoadError if they differ."""
     import peft
 
-    # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
-    options: dict[str, Any] = {"torch_device": str(device), "autocast_adapter_dtype": False}
-    with told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars(), _without_warnings():
-        adapted = peft.PeftModel.from_pretrained(model, str(adapter), **options)
-        # Again, as only this returns which tensors did not fit.
-        found = adapted.load_adapter(str(adapter), adapted.active_adapter, **options)
+    with (
+        library_errors(str(adapter), "the adapter does not go on its base model"),
+        without_foreign_bars(),
+        _without_warnings(),
+    ):
+        settings = peft.PeftConfig.from_pretrained(str(adapter))
+        settings.inference_mode = True
+        kind = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(settings.task_type, peft.PeftModel)
+        # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
+        in_dtype_of_base = {"autocast_adapter_dtype": False}
+        adapted = kind(model, settings, **in_dtype_of_base)
+        # Not by PeftModel.from_pretrained, which does not return the tensors that did not fit.
+        found = adapted.load_adapter(str(adapter), adapted.active_adapter, torch_device=str(device), **in_dtype_of_base)
         tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         stored = _stored(adapter)
     # With a grown vocabulary PEFT saves a trained copy of a module twice, and loads it by the shorter name.
@@ -75,7 +85,7 @@ def put_adapter(model: Any, adapter: Path, device: Any) -> Any:
     return adapted.eval()
 
 
-def _is_number(tensor: Any) -> bool:
+def _is_number(tensor: Tensor | None) -> bool:
     """Whether the adapter has plain numbers in this tensor, not indices; None is a tensor that it does not have."""
     return tensor is None or bool(tensor.is_floating_point())
 
@@ -86,20 +96,20 @@ def _stored(adapter: Path) -> dict[str, StoredTensor]:
     return {} if file is None else header(file)
 
 
-def add_tokens(model: Any, adapter: Path) -> None:
+def add_tokens(model: PreTrainedModel, adapter: Path) -> None:
     """Give a base model as many rows of embeddings as an adapter in a directory was made with.
 
     Raises ModelLoadError: the adapter's file does not hold all rows, so that the added ones are unknown.
     """
-    with told(str(adapter), "the adapter's weights do not load"):
+    with library_errors(str(adapter), "the adapter's weights do not load"):
         stored = _stored(adapter)
         settings = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: f"base_model.model.{name}" for name, module in model.named_modules()}
     whole = {
-        (place, tensor.shape[0])
-        for place in (names[table], names[head])
-        for name in (f"{place}.weight", f"{place}.base_layer.weight")
+        (module, tensor.shape[0])
+        for module in (names[table], names[head])
+        for name in (f"{module}.weight", f"{module}.base_layer.weight")
         if (tensor := stored.get(name)) is not None
     }
     parts = {(f"{names[table]}.lora_embedding_A", 1), (f"{names[head]}.lora_B.weight", 0)}
@@ -107,7 +117,7 @@ def add_tokens(model: Any, adapter: Path) -> None:
     own = table.weight.shape[0]
     if found <= {own}:
         return
-    held = {place for place, _ in whole}
+    held = {module for module, _ in whole}
     # With one tensor for both, the head has the table's rows, unless PEFT trained a copy of the table.
     copied = any(names[table].endswith(name) for name in settings.get("modules_to_save") or ())
     follows = head.weight is table.weight and (not copied or settings.get("ensure_weight_tying"))
@@ -120,7 +130,9 @@ def add_tokens(model: Any, adapter: Path) -> None:
     model.resize_token_embeddings(found.pop(), mean_resizing=False)
 
 
-def with_lora(model: Any, rank: int, alpha: float | None, dropout: float, targets: Sequence[str]) -> Any:
+def with_lora(
+    model: PreTrainedModel, rank: int, alpha: float | None, dropout: float, targets: Sequence[str]
+) -> PeftModel:
     """Wrap the model with a LoRA adapter of PEFT, the model's or a fresh one; only the adapter is trainable.
 
     `rank` to `targets` are PEFT's, for a fresh adapter; `alpha` None is twice the rank.
@@ -149,7 +161,7 @@ def with_lora(model: Any, rank: int, alpha: float | None, dropout: float, target
         raise UsageError(f"lora_targets {' '.join(targets)}: {error}") from None
 
 
-def _own_lora(model: Any, adapter: Collection[str]) -> Any:
+def _own_lora(model: PeftModel, adapter: Collection[str]) -> PeftModel:
     """A PeftModel whose adapter, tensors of these names, is made trainable, in fp32 as a fresh one."""
     if foreign := sorted(name for name in adapter if "lora_" not in name):
         raise UsageError(
@@ -162,7 +174,7 @@ def _own_lora(model: Any, adapter: Collection[str]) -> Any:
     return model
 
 
-def merge_adapter(model: Any) -> Any:
+def merge_adapter(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The transformers model with the adapter of a PeftModel added to its weights; a plain model as it is.
 
     A head that shares its tensor with the token embedding gets a tensor of its own if the adapter changes one of the
@@ -192,17 +204,17 @@ def merge_adapter(model: Any) -> Any:
     return base
 
 
-def _not_merged(settings: Any) -> str:
+def _not_merged(settings: PeftConfig) -> str:
     return f"its adapter, of PEFT's type {settings.peft_type.value}, cannot be merged into the weights"
 
 
-def _some_logits(model: Any) -> Any:
+def _some_logits(model: PreTrainedModel) -> Tensor:
     """The logits of a few tokens, without dropout."""
     import torch
 
     was_training = model.training
     with torch.inference_mode():
-        logits = model.eval()(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
+        logits: Tensor = model.eval()(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
     model.train(was_training)
     return logits
 
@@ -215,7 +227,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def _split_head(base: Any) -> bool:
+def _split_head(base: PreTrainedModel) -> bool:
     """Give the head a tensor of its own if it shares it with the embedding and PEFT wraps one of the two."""
     from torch.nn import Parameter
 

@@ -11,18 +11,23 @@ import re
 import shlex
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import Json
 from skipdecode.common.progress import note
 from skipdecode.errors import UsageError, WriteError
-from skipdecode.models.carried import FIT_FILE, stored_recipe
+from skipdecode.models.checkpoint_schedule import ADAPTER_FILE, FIT_FILE
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.beside import beside
-from skipdecode.models.loading.checkpoint import ADAPTER_FILE, Checkpoint, base_of_adapter, open_checkpoint
-from skipdecode.models.loading.stored import told
+from skipdecode.models.loading.checkpoint import Checkpoint, base_of_adapter, open_checkpoint
+from skipdecode.models.loading.hub_files import find_file
+from skipdecode.models.loading.stored import library_errors
+from skipdecode.models.recipe import stored_recipe
 from skipdecode.schedule import Schedule
+
+if TYPE_CHECKING:
+    from huggingface_hub import RepoUrl
 
 CARD_FILE, EVALUATION_FILE, PICTURE_FILE = "README.md", "evaluation.json", "kept.png"
 _MARK = "\n<!-- card of skipdecode "
@@ -57,7 +62,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, schedule: Schedule, maker: 
         metrics=[*dict.fromkeys(_METRICS.get(name, name) for name in evaluation.get("scores", ()))] or None,
     )
     base = Path(str(data.base_model or checkpoint.base)).name
-    shown: dict[str, Any] = {"base": base, "kind": kind, "schedule": schedule}
+    shown: Json = {"base": base, "kind": kind, "schedule": schedule}
     shown |= {"files": {each.name for each in folder.iterdir()}, "recipe": recipe, "evaluation": evaluation}
     # A card may be public: of absolute paths it has the last part only.
     words = (word.rpartition("=") for word in shlex.split(COMMAND.get()))
@@ -68,15 +73,15 @@ def write_card(folder: Path, checkpoint: Checkpoint, schedule: Schedule, maker: 
     return None
 
 
-def _base_data(checkpoint: Checkpoint) -> dict[str, Any]:
+def _base_data(checkpoint: Checkpoint) -> Json:
     """The base model's hub id, with licence and language of its card, as far as they are known."""
     from huggingface_hub import ModelCard
 
     if checkpoint.base == smollm2.NAME:
         return {"base_model": smollm2.HUB_ID, "license": "apache-2.0"}
-    found: dict[str, Any] = {}
+    found: Json = {}
     with suppress(Exception):  # of YAML, of the hub's client: a card is written without
-        if (card := beside(checkpoint.folder, CARD_FILE)) is not None:
+        if (card := find_file(checkpoint.folder, CARD_FILE)) is not None:
             found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     known = {name: found[name] for name in _OF_BASE if name in found}
     is_here = Path(checkpoint.base).expanduser().exists()
@@ -89,9 +94,6 @@ def _signed(text: str) -> str:
 
 def _is_own(card: bytes) -> bool:
     return _signed(card.decode(errors="replace").rpartition(_MARK)[0]).encode() == card
-
-
-# ---------------------------------------------------------------------- to a hub
 
 
 def push_to_hub(folder: str | Path, repo: str, *, private: bool = True) -> str:
@@ -116,15 +118,15 @@ def push_to_hub(folder: str | Path, repo: str, *, private: bool = True) -> str:
     url = make_repo(repo, private=private)
     if (card := folder / CARD_FILE).is_file() and _is_own(written := card.read_bytes()):
         write_whole(card, _signed(re.sub(r"\bMODEL\b", url.repo_id, written.decode().rpartition(_MARK)[0])))
-    chosen: dict[str, Any] = {"allow_patterns": _PUSHED, "ignore_patterns": "*/*"}
-    with told(repo, _NOT_PUSHED, WriteError):
+    chosen: Json = {"allow_patterns": _PUSHED, "ignore_patterns": "*/*"}
+    with library_errors(repo, _NOT_PUSHED, WriteError):
         HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload by skipdecode", **chosen)
     return str(url)
 
 
-def make_repo(repo: str, *, private: bool = True) -> Any:
+def make_repo(repo: str, *, private: bool = True) -> RepoUrl:
     """The address of a repository on the hub, which is made if it is not there; raises WriteError."""
     from huggingface_hub import HfApi
 
-    with told(repo, _NOT_PUSHED, WriteError):
+    with library_errors(repo, _NOT_PUSHED, WriteError):
         return HfApi().create_repo(repo, private=private, exist_ok=True)

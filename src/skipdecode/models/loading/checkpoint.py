@@ -6,43 +6,44 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
+from skipdecode.common.types import PeftModel, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from skipdecode.errors import ModelLoadError, UsageError
-from skipdecode.models.carried import (
+from skipdecode.models.checkpoint_schedule import (
+    ADAPTER_FILE,
     FIT_FILE,
     SCHEDULE_FILE,
-    Recipe,
-    checkpoint_recipe,
     digest_in,
-    of_adapter,
-    of_config,
     schedule_file,
-    stored_recipe,
+    schedule_in_config,
+    schedule_of_adapter,
     untuned_line,
 )
 from skipdecode.models.families import check_schedule, layers_in, lent_last
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.base_weights import FitFile, choose_fit
-from skipdecode.models.loading.beside import HubAnswer, add_model, ask_hub, snapshot, stored_model
-from skipdecode.models.loading.stored import LAYER_COUNTS, check_values, read_config, told
+from skipdecode.models.loading.fit_file import FitFile, choose_fit
+from skipdecode.models.loading.hub_files import HubAnswer, ask_hub, snapshot
+from skipdecode.models.loading.store import add_model, stored_model
+from skipdecode.models.loading.stored import LAYER_COUNTS, check_values, library_errors, read_config
+from skipdecode.models.recipe import Recipe, checkpoint_recipe, stored_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup, parse_schedule
 
-ADAPTER_FILE = "adapter_config.json"
 _BUNDLED = Path(__file__).parents[1] / "adapters"
 _NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{ADAPTER_FILE}")))
 _ACCEPTED = f"accepted are a local directory, a GGUF file, a hub id (owner/name), {', '.join(_NAMES)}"
 _LONGEST_NAME = 4096
 # All that is small, and an adapter's weights; `Checkpoint.fetch` fetches those of a whole model.
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "adapter_model.*", FIT_FILE, "README.md", "kept.png")
-_told_of_cache: set[str] = set()  # a command may resolve a name several times
+_noted_names: set[str] = set()  # a command may resolve a name several times
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Checkpoint:
     base: str
     adapter: Path | None
     folder: Path
-    entries: Mapping[str, Any] = field(repr=False)
+    entries: Fields = field(repr=False)
     num_layers: int
     schedule: Schedule | None
-    document: Mapping[str, Any] | None = field(repr=False)
+    document: Fields | None = field(repr=False)
     recipe: Recipe | None
     fit: FitFile | None
     given_base: str | None = None
@@ -89,8 +90,10 @@ class Checkpoint:
 
     def read_schedule(self, text: str, seq_len: int, default: Schedule | None = None) -> Schedule:
         """Parse a schedule (`parse_schedule`) without a look at the config's layers, which needs transformers."""
-        known: dict[str, Any] = {"carried": default or self.schedule, "named": self.schedules}
-        return parse_schedule(schedule_file(text), self.num_layers, seq_len=seq_len, **known)
+        own = default or self.schedule
+        return parse_schedule(
+            schedule_file(text), self.num_layers, seq_len=seq_len, checkpoint_schedule=own, named=self.schedules
+        )
 
     def parse(self, requested: Schedule | str | Path | None, seq_len: int, default: Schedule | None = None) -> Schedule:
         """Check a schedule, or parse its text, for this model; None: `default`, else the checkpoint's own, else full.
@@ -109,12 +112,13 @@ class Checkpoint:
         return schedule
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PretrainedConfig:
         """A copy of the base model's transformers config; the packaged model's needs no download."""
         return copy.deepcopy(self._config)
 
     @cached_property
-    def _config(self) -> Any:
+    def _config(self) -> PretrainedConfig:
+        # Read at its first use: AutoConfig imports transformers, which a command with wrong options does without.
         return read_config(self.base, _config_file(self.base, self.folder))
 
     def fetch(self, files: list[str]) -> None:
@@ -131,8 +135,8 @@ class LoadedModel:
     None, pads on the left; its pad token is the end token if the checkpoint names none.
     """
 
-    model: Any
-    tokenizer: Any | None
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase | None
     checkpoint: Checkpoint
 
     def untuned_line(self, schedules: Iterable[Schedule]) -> str | None:
@@ -190,20 +194,32 @@ def open_checkpoint(
     elif given_base is not None:
         raise UsageError(f"{name} is no adapter, so it takes no base model: leave out {given_base}")
     file = _config_file(base_name, folder)
-    with told(base_name, "its config does not load"):
+    with library_errors(base_name, "its config does not load"):
         stored = json.loads(file.read_text(encoding="utf-8"))
         check_values(base_name, stored)
     entries = stored | (stored.get("text_config") or {})
     counts = (entries[key] for key in LAYER_COUNTS if isinstance(entries.get(key), int))
     num_layers = next(counts, None) or layers_in(read_config(base_name, file))
-    schedule = None if adapter is None else of_adapter(adapter, num_layers)
-    schedule = schedule or of_config(entries, num_layers, base_name)
+    schedule = None if adapter is None else schedule_of_adapter(adapter, num_layers)
+    schedule = schedule or schedule_in_config(entries, num_layers, base_name)
     own = adapter or folder
     document = stored_recipe(own)
-    recipe = checkpoint_recipe(own, document, schedule, num_layers)
-    fit = choose_fit(*_fit_folder(base_name, adapter, folder, entries), files)
-    resolved = adapter, folder, entries, num_layers, schedule, document, recipe, fit
-    return Checkpoint(name, base_name, *resolved, given_base, files, dtype, hub)
+    return Checkpoint(
+        name=name,
+        base=base_name,
+        adapter=adapter,
+        folder=folder,
+        entries=entries,
+        num_layers=num_layers,
+        schedule=schedule,
+        document=document,
+        recipe=checkpoint_recipe(own, document, schedule, num_layers),
+        fit=choose_fit(*_fit_folder(base_name, adapter, folder, entries), files),
+        given_base=given_base,
+        schedule_files=files,
+        dtype=dtype,
+        hub=hub,
+    )
 
 
 def _files_among(schedules: Iterable[object]) -> tuple[str, ...]:
@@ -212,7 +228,7 @@ def _files_among(schedules: Iterable[object]) -> tuple[str, ...]:
     return tuple(filter(os.path.isfile, bases))
 
 
-def _checked_name(name: Any) -> str:
+def _checked_name(name: object) -> str:
     """The name of a model as text; raises UsageError for other objects, and ModelLoadError for a name that is none."""
     if not isinstance(name, str | os.PathLike):
         kind = type(name).__name__
@@ -239,9 +255,7 @@ def _config_file(name: str, folder: Path) -> Path:
     return smollm2.CONFIG if name == smollm2.NAME and not folder.is_dir() else folder / "config.json"
 
 
-def _fit_folder(
-    base: str, adapter: Path | None, folder: Path, entries: Mapping[str, Any]
-) -> tuple[Path | None, str | None]:
+def _fit_folder(base: str, adapter: Path | None, folder: Path, entries: Fields) -> tuple[Path | None, str | None]:
     """The directory of the checkpoint's own fit, and its digest: the adapter if it has a schedule, else the base."""
     if adapter is not None and any((adapter / name).exists() for name in (SCHEDULE_FILE, FIT_FILE)):
         found = _adapter_settings(adapter).get("auto_mapping")
@@ -263,7 +277,7 @@ def model_files(name: str) -> list[Path]:
         return [path]
     try:
         return [path, *model_files(base_of_adapter(path))]
-    except (ModelLoadError, OSError):  # told when it is loaded
+    except (ModelLoadError, OSError):  # refused when it is loaded
         return [path]
 
 
@@ -284,7 +298,7 @@ def _no_adapter(base: str, where: str) -> str:
     return base
 
 
-def _adapter_settings(adapter: Path) -> dict[str, Any]:
+def _adapter_settings(adapter: Path) -> Json:
     """The content of an adapter's config."""
     file = adapter / ADAPTER_FILE
     try:
@@ -329,7 +343,7 @@ def _from_gguf(name: str, dtype: str) -> Path:
     if repo and not file.exists():
         from huggingface_hub import hf_hub_download
 
-        with told(name, "it cannot be fetched"):
+        with library_errors(name, "it cannot be fetched"):
             file = Path(hf_hub_download(repo, inside))
     if not file.is_file():
         raise ModelLoadError(f"{name} is no file; of a hub, give owner/name:file.gguf")
@@ -341,7 +355,7 @@ def _from_gguf(name: str, dtype: str) -> Path:
     stored = {"auto": None, "float64": torch.float32}.get(dtype, getattr(torch, dtype, None))
     known = f"{file} {state.st_size} {state.st_mtime_ns} {stored} {VERSION}"
     folder = f"{file.stem}-{hashlib.sha256(known.encode()).hexdigest()[:12]}"
-    with told(str(file), "it is not read here, give its safetensors"):
+    with library_errors(str(file), "it is not read here, give its safetensors"):
         return add_model(folder, lambda target: convert(file, target, stored))
 
 
@@ -354,8 +368,8 @@ def _on_hub(name: str, answer: HubAnswer) -> Path:
             f"model {name!r}{meant} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"
         )
     if (found := snapshot(name, _SMALL, answer)) is not None:
-        if answer.state == "unreachable" and name not in _told_of_cache:
-            _told_of_cache.add(name)
+        if answer.state == "unreachable" and name not in _noted_names:
+            _noted_names.add(name)
             note(f"{answer.reason}: {name} is read from the hub's local cache")
         return found
     raise ModelLoadError(

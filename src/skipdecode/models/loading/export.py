@@ -22,8 +22,9 @@ from torch import nn
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import PARTIAL, RunDirectory, write_whole, writing
 from skipdecode.common.progress import note
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel
 from skipdecode.errors import OptionError, ScheduleError, UsageError
-from skipdecode.models.carried import RECIPE_FILE, drop_schedule
+from skipdecode.models.checkpoint_schedule import drop_schedule
 from skipdecode.models.families import decoder_layers, find_family
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.adapter import merge_adapter
@@ -32,20 +33,15 @@ from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model,
 from skipdecode.models.loading.gguf_file import KINDS, check_architecture, write_gguf
 from skipdecode.models.loading.hub import DTYPES, load_model
 from skipdecode.models.loading.saving import save_model, save_tuned
+from skipdecode.models.recipe import RECIPE_FILE
 from skipdecode.schedule import Schedule
 
 _DIRECTORY = RunDirectory("run of skipdecode export", {})
 FORMATS = ("auto", "hf", "gguf", "merged")
 _SOME_POSITIONS = 64  # of a speed-up; a flat schedule has no use for them
 _ONE_VALUE_A_LAYER = (
-    "layer_types",
-    "mlp_layer_types",
-    "attention_layers",
-    "no_rope_layers",
-    "layer_rope_theta",
-    "num_attention_heads_per_layer",
-    "intermediate_size",
-    "activation_sparsity_pattern",
+    *("layer_types", "mlp_layer_types", "attention_layers", "no_rope_layers", "layer_rope_theta"),
+    *("num_attention_heads_per_layer", "intermediate_size", "activation_sparsity_pattern"),
 )
 _COUNTS_FROM_BELOW = ("max_window_layers", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _LISTS_OF_NUMBERS = ("moe_layers", "attn_layer_indices")
@@ -176,9 +172,6 @@ def _loaded(checkpoint: Checkpoint, dtype: str, *, require_tokenizer: bool) -> L
     return replace(loaded, model=merge_adapter(loaded.model).to(wanted))
 
 
-# ---------------------------------------------------------------------- parts
-
-
 def check_exportable(schedule: Schedule, checkpoint: Checkpoint) -> tuple[int, ...]:
     """The layers of the smaller model. Reads no weights.
 
@@ -204,7 +197,7 @@ def check_exportable(schedule: Schedule, checkpoint: Checkpoint) -> tuple[int, .
     return layers
 
 
-def cut_model(model: Any, layers: tuple[int, ...]) -> None:
+def cut_model(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
     """Leave only some layers in a transformers causal LM, and correct its config. The result is to be saved, not run.
 
     Modules keep the layer numbers that they were made with; loading the saved model gives them new ones.
@@ -271,7 +264,7 @@ def _whole(directory: Path) -> Iterator[Path]:
             os.replace(file, directory / file.name)
 
 
-def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
+def _cut_config(config: PretrainedConfig, layers: tuple[int, ...]) -> None:
     """Correct every entry of a config that counts or lists layers."""
     if (scale := getattr(config, "scale_depth", None)) is not None:  # the class divides it by the root of the depth
         config.scale_depth = scale * (len(layers) / config.num_hidden_layers) ** 0.5
@@ -288,22 +281,22 @@ def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
             setattr(config, name, sum(number < count for number in layers))
     for name in _LISTS_OF_NUMBERS:
         if (numbers := getattr(config, name, None)) is not None:
-            setattr(config, name, [place for place, number in enumerate(layers) if number in numbers])
+            setattr(config, name, [index for index, number in enumerate(layers) if number in numbers])
     if hasattr(config, "decoder_sparse_step"):
         step, dense = config.decoder_sparse_step, config.mlp_only_layers
         config.mlp_only_layers = [i for i, number in enumerate(layers) if number in dense or (number + 1) % step]
         config.decoder_sparse_step = 1
 
 
-def _cut_kinds(config: Any, layers: tuple[int, ...]) -> None:
+def _cut_kinds(config: PretrainedConfig, layers: tuple[int, ...]) -> None:
     """Correct values of Gemma 3n and 4 for single layers, and the number of last layers, which read others' keys."""
     if shared := getattr(config, "num_kv_shared_layers", None):
         config.num_kv_shared_layers = sum(number >= config.num_hidden_layers - shared for number in layers)
     if (own := config.to_dict().get("per_layer_config")) is not None:
-        config.per_layer_config = {place: own[str(n)] for place, n in enumerate(layers) if str(n) in own}
+        config.per_layer_config = {index: own[str(n)] for index, n in enumerate(layers) if str(n) in own}
 
 
-def _fold_layer_scale(kept: Any, layers: tuple[int, ...], config: Any) -> None:
+def _fold_layer_scale(kept: Any, layers: tuple[int, ...], config: PretrainedConfig) -> None:
     """GPT-2 may divide attention by the layer's number + 1, which is about to change: divide the queries instead."""
     for layer, number in zip(kept, layers, strict=True):
         for values in (layer.attn.c_attn.weight, layer.attn.c_attn.bias):

@@ -6,14 +6,16 @@ Four-bit files keep embeddings and head in Q8_0, and all files keep norms in fp3
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from skipdecode.common.jsonl import Json
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Tensor
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from gguf import GGUFWriter, TensorNameMap
 
 KINDS = ("bf16", "f16", "q8_0", "q4_0", "q4_1")
 # transformers' model type -> GGUF's architecture, and whether its rotary pairs are neighbours instead of halves.
@@ -36,7 +38,7 @@ _WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # GGUF's name of a split into words -> the split that a tokenizer makes before the byte-level one.
-SPLITS: dict[str, list[Any]] = {
+SPLITS: dict[str, list[str | Json]] = {
     "gpt-2": [],
     "smollm": [{"type": "Digits", "individual_digits": True}],
     "llama-bpe": [_WORDS.replace("DIGITS", "{1,3}")],
@@ -50,7 +52,7 @@ SPLITS: dict[str, list[Any]] = {
 }
 
 
-def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> None:
+def write_gguf(model: PreTrainedModel, path: Path, kind: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Write the weights of `model` (of type llama, mistral, qwen2 or qwen3) and its tokenizer to `path`.
 
     `kind` is the type of the matrices. A matrix whose rows are no multiple of 32 stays f16 in a quantized file. Without
@@ -90,7 +92,7 @@ def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> None
     writer.close()
 
 
-def check_architecture(config: Any) -> str:
+def check_architecture(config: PretrainedConfig) -> str:
     """GGUF's architecture for a transformers config; raises UsageError if llama.cpp has no match for the model."""
     scaling = _rope(config)["rope_type"]
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
@@ -111,12 +113,12 @@ def check_architecture(config: Any) -> str:
     )
 
 
-def _rope(config: Any) -> dict[str, Any]:
+def _rope(config: PretrainedConfig) -> Json:
     """The settings of rotary positions."""
     return {"rope_type": "default"} | (getattr(config, "rope_parameters", None) or {})
 
 
-def _is_scaled_alike(config: Any) -> bool:
+def _is_scaled_alike(config: PretrainedConfig) -> bool:
     """Whether llama.cpp scales rotary positions as the model does."""
     rope = _rope(config)
     known = _ROPE_ENTRIES.get(rope["rope_type"], set()) | {"rope_type", "type", "rope_theta"}
@@ -124,7 +126,7 @@ def _is_scaled_alike(config: Any) -> bool:
     return known.issuperset(rope) and None not in rope.values() and (rope["rope_type"] != "llama3" or has_factors)
 
 
-def _frequency_factors(model: Any) -> Tensor:
+def _frequency_factors(model: PreTrainedModel) -> Tensor:
     """Divisors of the rotary frequencies of each head in llama.cpp, (pairs,) in fp32."""
     import torch
 
@@ -134,7 +136,7 @@ def _frequency_factors(model: Any) -> Tensor:
     return factors
 
 
-def _write_sizes(writer: Any, config: Any) -> None:
+def _write_sizes(writer: GGUFWriter, config: PretrainedConfig) -> None:
     from gguf import RopeScalingType
 
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -158,7 +160,7 @@ def _write_sizes(writer: Any, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _write_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
+def _write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
     """Vocabulary, merges, special tokens and chat template; `size` is the number of rows of the embedding."""
     from gguf import TokenType
 
@@ -188,11 +190,11 @@ def _write_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
         writer.add_chat_template([{"name": n, "template": text} for n, text in chat.items()] if named else chat)
 
 
-def _split_name(backend: Any) -> str:
+def _split_name(backend: Json) -> str:
     """GGUF's name of the split into words of a byte-level BPE tokenizer, given as the JSON of `tokenizers`."""
     split = backend["pre_tokenizer"] or {"type": "none"}
     *before, last = split.get("pretokenizers", [split])
-    found: Sequence[Any] = [one["pattern"].get("Regex") if one["type"] == "Split" else one for one in before]
+    found = [one["pattern"].get("Regex") if one["type"] == "Split" else one for one in before]
     if backend["model"]["type"] == "BPE" and last["type"] == "ByteLevel":
         for name, parts in SPLITS.items():
             if found == parts:
@@ -203,7 +205,7 @@ def _split_name(backend: Any) -> str:
     )
 
 
-def _tensors(model: Any, names: Any, tied: bool) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: PreTrainedModel, names: TensorNameMap, tied: bool) -> Iterator[tuple[str, Tensor]]:
     """GGUF's names and the tensors under them. A tied output embedding is stored once."""
     config = model.config
     pairs = _ARCHITECTURES[config.model_type][1]

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGUFReader, ReaderTensor, dequantize
 from torch import Tensor
 
+from skipdecode.common.jsonl import Json
 from skipdecode.errors import ModelLoadError
 
 _Keys = dict[str, tuple[object, ...] | None]
@@ -94,7 +96,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         reader = _reader(path)
         self.path = path
-        self.values: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+        self.values: Json = {name: field.contents() for name, field in reader.fields.items()}
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.name = str(self.values.get("general.architecture"))
         if self.name not in MODELS:
@@ -121,7 +123,7 @@ class GgufFile:
                     f"{self.path}: its key {key} is {value}, of which {words} is read: give safetensors"
                 )
 
-    def _get(self, name: str, default: Any = None) -> Any:
+    def _get(self, name: str, default: object = None) -> Any:
         """A value of the model; an array of one repeated value is that value."""
         value = self.values.get(f"{self.name}.{name}", default)
         return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
@@ -161,7 +163,7 @@ class GgufFile:
         """Whether some of these matrices have biases."""
         return any(f"blk.0.{part}.bias" in self.tensors for part in parts)
 
-    def config(self, dtype: torch.dtype) -> dict[str, Any]:
+    def config(self, dtype: torch.dtype) -> Json:
         """The config of transformers but for tokens, JSON-ready; raises ModelLoadError for what transformers lacks."""
         model_type, class_name, _ = MODELS[self.name]
         heads, width = self.heads, self.size("embedding_length")
@@ -188,7 +190,7 @@ class GgufFile:
             **self._of_type(head_dim),
         }
 
-    def _of_type(self, head_dim: int) -> dict[str, Any]:
+    def _of_type(self, head_dim: int) -> Json:
         """Entries of one model type."""
         if self.name == "llama":
             return {"attention_bias": self.has_biases(ATTENTION), "mlp_bias": self.has_biases(FEED_FORWARD)}
@@ -206,13 +208,11 @@ class GgufFile:
             "final_logit_softcapping": self._number("final_logit_softcapping", 0) or None,
         }
 
-    # ------------------------------------------------------------------ rotary positions
-
-    def _rope(self, head_dim: int) -> dict[str, Any]:
+    def _rope(self, head_dim: int) -> Json:
         kind = self._get("rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
             raise ModelLoadError(f"{self.path}: rotary positions of type {kind!r}: give its safetensors")
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self._number("rope.freq_base", 10000.0)}
+        rope: Json = {"rope_type": "default", "rope_theta": self._number("rope.freq_base", 10000.0)}
         if rope["rope_theta"] <= 0:
             raise ModelLoadError(
                 f"{self.path}: {self.name}.rope.freq_base is {rope['rope_theta']:g}: more than 0 is needed"
@@ -230,7 +230,7 @@ class GgufFile:
             return {"full_attention": rope, "sliding_attention": local}
         return rope
 
-    def _llama3(self, rope: dict[str, Any], factors: Tensor, head_dim: int) -> dict[str, Any]:
+    def _llama3(self, rope: Json, factors: Tensor, head_dim: int) -> Json:
         """Llama 3's scaling, of which the file has only the divisors of the frequencies, (head_dim / 2,)."""
         base, low, high, factor = rope["rope_theta"], 1.0, 4.0, float(factors.max())
         plain = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
@@ -247,16 +247,12 @@ class GgufFile:
         return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **lengths}
 
 
-def dequantized(tensor: Any, rows: slice = slice(None)) -> Tensor:
+def dequantized(tensor: ReaderTensor, rows: slice = slice(None)) -> Tensor:
     """Rows of a tensor of a GGUF file in fp32."""
-    from gguf import dequantize
-
     return torch.from_numpy(dequantize(tensor.data[rows], tensor.tensor_type).copy())
 
 
-def _reader(path: Path) -> Any:
-    from gguf import GGUFReader
-
+def _reader(path: Path) -> GGUFReader:
     try:
         return GGUFReader(path)
     except Exception as e:  # ValueError, IndexError, KeyError, of numpy too: by where the file ends

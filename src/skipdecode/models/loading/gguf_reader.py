@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
+from gguf import ReaderTensor
+from safetensors.torch import save_file
 from torch import Tensor
 
 from skipdecode.common.progress import progress_bar
@@ -49,7 +50,7 @@ def convert(path: Path, target: Path, dtype: torch.dtype | None = None) -> str:
     return f"{path.name}, {file.kind}"
 
 
-def _in_type(tensor: Any, dtype: torch.dtype) -> Tensor:
+def _in_type(tensor: ReaderTensor, dtype: torch.dtype) -> Tensor:
     """A tensor in `dtype`, made in parts: fp32 takes twice the memory of the result."""
     shape = tuple(int(n) for n in reversed(tensor.shape))
     made = torch.empty(shape, dtype=dtype)
@@ -60,16 +61,16 @@ def _in_type(tensor: Any, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def _named(file: GgufFile) -> Iterator[tuple[str, Any, str]]:
+def _named(file: GgufFile) -> Iterator[tuple[str, ReaderTensor, str]]:
     """Names of transformers, the file's tensors, and GGUF's name without its layer."""
     _, _, names = MODELS[file.name]
     for name, tensor in file.tensors.items():
-        *place, part, kind = name.split(".")
+        *path, part, kind = name.split(".")
         if (name == "rope_freqs.weight" and file.name == "llama") or (name == "output.weight" and file.is_tied()):
             continue
-        if kind in ("weight", "bias") and place[:1] == ["blk"] and part in names:
-            yield f"model.layers.{place[1]}.{names[part]}.{kind}", tensor, part
-        elif kind in ("weight", "bias") and not place and part in _OUTER:
+        if kind in ("weight", "bias") and path[:1] == ["blk"] and part in names:
+            yield f"model.layers.{path[1]}.{names[part]}.{kind}", tensor, part
+        elif kind in ("weight", "bias") and not path and part in _OUTER:
             yield f"{_OUTER[part]}.{kind}", tensor, part
         else:
             raise ModelLoadError(f"{file.path} has a tensor {name}, which is not known: give its safetensors")
@@ -77,8 +78,6 @@ def _named(file: GgufFile) -> Iterator[tuple[str, Any, str]]:
 
 def _write_tensors(file: GgufFile, target: Path, dtype: torch.dtype) -> None:
     """The weights in shards of `_SHARD_BYTES`, so that only one is held at a time."""
-    from safetensors.torch import save_file
-
     shard: dict[str, Tensor] = {}
     files: list[tuple[Path, list[str]]] = []
     total = 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.gguf_file import SPLITS
 from skipdecode.models.loading.gguf_metadata import GgufFile, names
@@ -58,7 +61,7 @@ class GgufTokenizer:
         if not len(self._ids) == len(self._words) == rows:
             raise ModelLoadError(f"{file.path}: tokenizer.ggml.tokens are not {rows} different words, one for each row")
 
-    def _get(self, name: str, default: Any = None) -> Any:
+    def _get(self, name: str, default: object = None) -> Any:
         return self._file.values.get(f"tokenizer.ggml.{name}", default)
 
     def _id(self, name: str) -> int | None:
@@ -76,11 +79,8 @@ class GgufTokenizer:
         numbers = [self._id(name) for name in _END_KEYS] + [i for word, i in self._ids.items() if word in _ENDS]
         return list(dict.fromkeys(number for number in numbers if number is not None))
 
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerFast:
         """A tokenizer of transformers with special tokens and chat templates."""
-        from tokenizers import AddedToken
-        from transformers import PreTrainedTokenizerFast
-
         backend = self._byte_level() if self._model == "gpt2" else self._sentencepiece()
         for word, kind in zip(self._words, self._get("token_type", []), strict=False):
             special = kind in (_UNKNOWN, _CONTROL) or word in _ENDS
@@ -94,17 +94,17 @@ class GgufTokenizer:
         tokenizer.model_max_length = self._file.size("context_length")
         return tokenizer
 
-    def _templates(self) -> Any:
+    def _templates(self) -> str | dict[str, str] | None:
         """The chat template, or all of them by name."""
         key = "tokenizer.chat_template"
         main, values = self._file.values.get(key), self._file.values.items()
         named = {name.removeprefix(f"{key}."): text for name, text in values if name.startswith(f"{key}.")}
-        return named | ({} if main is None else {"default": main}) if named else main
+        if not named or main is None:
+            return named or main
+        return named | {"default": main}
 
-    def _around(self) -> Any:
+    def _around(self) -> processors.TemplateProcessing:
         """The processor that puts the tokens of start and end around a text."""
-        from tokenizers import processors
-
         begins = self._model == "llama" or self._pre in _LIKE_LLAMA3
         bos = self._id("bos") if self._get("add_bos_token", begins) else None
         eos = self._id("eos") if self._get("add_eos_token", False) else None
@@ -115,10 +115,8 @@ class GgufTokenizer:
             special_tokens=[(self._words[number], number) for number in {bos, eos} if number is not None],
         )
 
-    def _byte_level(self) -> Any:
+    def _byte_level(self) -> Tokenizer:
         """A byte-level BPE tokenizer that splits words as the file says."""
-        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
         pairs = [tuple(merge.split(" ", 1)) for merge in self._get("merges", [])]
         tokenizer = Tokenizer(models.BPE(self._ids, pairs, ignore_merges=self._pre in _LIKE_LLAMA3))
         if self._pre == "qwen2":
@@ -136,10 +134,8 @@ class GgufTokenizer:
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
 
-    def _sentencepiece(self) -> Any:
+    def _sentencepiece(self) -> Tokenizer:
         """A tokenizer that merges the pair of pieces whose union has the highest score."""
-        from tokenizers import Tokenizer, decoders, models, normalizers
-
         ids, scores = self._ids, self._get("scores", [])
         if len(scores) != len(ids):
             raise ModelLoadError(f"{self._file.path}: tokenizer.ggml.scores are {len(scores)}: one a token is needed")

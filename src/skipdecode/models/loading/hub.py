@@ -9,48 +9,38 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from skipdecode.common.jsonl import read_json
+from skipdecode.common.jsonl import Json, read_json
 from skipdecode.common.progress import note, without_foreign_bars
+from skipdecode.common.types import Device, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from skipdecode.errors import DataError, ModelLoadError, UsageError
-from skipdecode.models.carried import GENERATION_FILE, carry, keep_tuned
+from skipdecode.models.checkpoint_schedule import GENERATION_FILE, record_tuned_under, store_in_adapter
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.adapter import add_tokens, check_mergeable, put_adapter
-from skipdecode.models.loading.base_weights import base_sample, check_base, keep_base_sample
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, open_checkpoint
 from skipdecode.models.loading.stored import (
     LOCAL,
     StoredTensor,
     check_stored,
     check_tensors,
+    library_errors,
     stored_tensors,
-    told,
     unused_tensors,
     without_wrappers,
 )
+from skipdecode.models.loading.weights_sample import base_sample, check_base, keep_base_sample
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Without one of these files, transformers either fails or makes an empty tokenizer.
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model"),
 )
 
 
 def load_model(
-    name: str | Path | Checkpoint,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    require_tokenizer: bool = True,
+    name: str | Path | Checkpoint, *, dtype: str = "auto", device: str | None = None, require_tokenizer: bool = True
 ) -> LoadedModel:
     """Load a model as `skipdecode.engine.opening.load` does; `dtype` "auto" is the type in the checkpoint."""
     from skipdecode.models.fit import keep_fit
@@ -72,7 +62,7 @@ def load_model(
     model = _base_model(checkpoint, dtype, target)
     if adapter is not None:
         add_tokens(model, adapter)
-    keep_tuned(model, checkpoint.tuned_under)
+    record_tuned_under(model, checkpoint.tuned_under)
     fit = checkpoint.fit
     if fit is not None:
         keep_fit(model, fit.load(model))
@@ -83,18 +73,18 @@ def load_model(
         keep_base_sample(model, sample)
         _take_generation_config(unwrap(model), adapter)
         if checkpoint.schedule is not None:
-            carry(model, checkpoint.schedule, None if fit is None else fit.digest)
+            store_in_adapter(model, checkpoint.schedule, None if fit is None else fit.digest)
     if tokenizer is not None:
         _complete(tokenizer, model, checkpoint)
     return LoadedModel(model.eval(), tokenizer, checkpoint)
 
 
-def configured_ends(model: Any) -> list[int]:
+def configured_ends(model: PreTrainedModel) -> list[int]:
     """The end tokens that the generation config of a model names."""
     return _listed(unwrap(model).generation_config.eos_token_id)
 
 
-def name_ends(model: Any, ends: Iterable[int]) -> list[int]:
+def name_ends(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
     """Add end tokens to the generation config of a model; returns those that it did not name."""
     named = configured_ends(model)
     if new := sorted(set(ends) - set(named)):
@@ -102,14 +92,11 @@ def name_ends(model: Any, ends: Iterable[int]) -> list[int]:
     return new
 
 
-def _listed(tokens: Any) -> list[int]:
+def _listed(tokens: int | list[int] | None) -> list[int]:
     return [int(token) for token in (tokens if isinstance(tokens, list) else [tokens]) if token is not None]
 
 
-# ---------------------------------------------------------------------- parts
-
-
-def _tokenizer(checkpoint: Checkpoint, required: bool) -> Any | None:
+def _tokenizer(checkpoint: Checkpoint, required: bool) -> PreTrainedTokenizerBase | None:
     """The adapter's tokenizer if it has one, else the model's; None if neither has one and it is not `required`."""
     from transformers import AutoTokenizer
 
@@ -119,13 +106,13 @@ def _tokenizer(checkpoint: Checkpoint, required: bool) -> Any | None:
         if required:
             raise ModelLoadError(f"{checkpoint.name} has no tokenizer: put a tokenizer.json in its directory")
         return None
-    with told(checkpoint.name, "its tokenizer does not load"):
+    with library_errors(checkpoint.name, "its tokenizer does not load"):
         tokenizer = AutoTokenizer.from_pretrained(source, **LOCAL)
     tokenizer.padding_side = "left"
     return tokenizer
 
 
-def _complete(tokenizer: Any, model: Any, checkpoint: Checkpoint) -> None:
+def _complete(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Name the tokenizer's end token by the configs, and its pad token by the end token, where it names none."""
     if tokenizer.eos_token is None:
         ends = configured_ends(model) or _listed(checkpoint.entries.get("eos_token_id"))
@@ -141,12 +128,12 @@ def _check_generation_config(file: Path) -> None:
         raise DataError(f"{file}: a JSON object is needed")
 
 
-def _take_generation_config(model: Any, adapter: Path) -> None:
+def _take_generation_config(model: PreTrainedModel, adapter: Path) -> None:
     """Give the adapted model the generation config beside the adapter, if there is one."""
     from transformers import GenerationConfig
 
     if (adapter / GENERATION_FILE).is_file():
-        with told(str(adapter), "its generation config does not load"):
+        with library_errors(str(adapter), "its generation config does not load"):
             model.generation_config = GenerationConfig.from_pretrained(str(adapter))
 
 
@@ -154,7 +141,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def choose_device(device: str | None) -> Any:
+def choose_device(device: str | None) -> Device:
     """The torch device of this name, by default the first GPU, else the CPU; raises UsageError for other names."""
     import torch
 
@@ -165,16 +152,18 @@ def choose_device(device: str | None) -> Any:
             return found
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     gpus += ["mps"] if torch.backends.mps.is_available() else []
-    reason = "" if gpus else " (PyTorch finds no GPU)" if torch.version.cuda else " (this PyTorch is a build for CPUs)"
+    reason = ""
+    if not gpus:
+        reason = " (PyTorch finds no GPU)" if torch.version.cuda else " (this PyTorch is a build for CPUs)"
     raise UsageError(f"device {device!r} is not accepted here: give {', '.join(['cpu', *gpus])}{reason}")
 
 
-def _base_model(checkpoint: Checkpoint, dtype: str, device: Any) -> Any:
+def _base_model(checkpoint: Checkpoint, dtype: str, device: Device) -> PreTrainedModel:
     """The base model's weights, each of which the checkpoint has in the right shape."""
     from transformers import AutoModelForCausalLM
 
     where, config = checkpoint.base, checkpoint.config
-    with told(where, _not_loaded(config)), without_foreign_bars():
+    with library_errors(where, _not_loaded(config)), without_foreign_bars():
         stored = stored_tensors(checkpoint.folder, checkpoint.fetch)
         check_stored(where, stored, checkpoint.config)
         renamed = without_wrappers(stored)
@@ -204,7 +193,7 @@ def _base_model(checkpoint: Checkpoint, dtype: str, device: Any) -> Any:
     return model
 
 
-def _check_loaded(where: str, model: Any, stored: Mapping[str, StoredTensor], loading: Mapping[str, Any]) -> None:
+def _check_loaded(where: str, model: PreTrainedModel, stored: Mapping[str, StoredTensor], loading: Json) -> None:
     """Refuse weights that are not the model's; a note names those that decoding does not use."""
     unexpected = {*loading["unexpected_keys"]}
     if unused := unused_tensors(unexpected, stored, (name for name, _ in model.named_parameters()), model.config):
@@ -218,7 +207,7 @@ def _check_loaded(where: str, model: Any, stored: Mapping[str, StoredTensor], lo
     )
 
 
-def _not_loaded(config: Any) -> str:
+def _not_loaded(config: PretrainedConfig) -> str:
     """The message on weights that transformers does not load."""
     quantized = getattr(config, "quantization_config", None)
     if quantized is None:

@@ -15,17 +15,26 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from skipdecode.common.files import give_usual_mode, write_whole, writing
+from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.progress import note, without_foreign_bars
-from skipdecode.models.carried import FIT_FILE, GENERATION_FILE, SCHEDULE_FILE, carry, carry_in_config
+from skipdecode.common.types import PeftModel, PreTrainedModel, PreTrainedTokenizerBase
+from skipdecode.models.checkpoint_schedule import (
+    FIT_FILE,
+    GENERATION_FILE,
+    SCHEDULE_FILE,
+    store_in_adapter,
+    store_in_config,
+)
 from skipdecode.models.families import unwrap
 from skipdecode.models.fit import Fit, fit_of, fit_state, keep_fit
 from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.base_weights import base_sample
+from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
 
 _CONFIG, _WEIGHTS, _TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
@@ -36,7 +45,12 @@ _PHI3_SCALING = {"rope_type", "short_factor", "long_factor", "original_max_posit
 
 
 def save_model(
-    model: Any, tokenizer: Any, directory: Path, *, state_dict: Mapping[str, Any] | None = None, shown: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: Path,
+    *,
+    state_dict: Mapping[str, Tensor] | None = None,
+    shown: Path,
 ) -> None:
     """Write a transformers causal LM and its tokenizer, if there is one, into a directory.
 
@@ -54,13 +68,13 @@ def save_model(
 
 
 def save_tuned(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase | None,
     schedule: Schedule,
     directory: Path,
     *,
     base_name: str | None = None,
-    state_dict: dict[str, Any] | None = None,
+    state_dict: dict[str, Tensor] | None = None,
     adapter_dtype: str = "float32",
 ) -> None:
     """Write a tuned model, with the fit that it was tuned with; the directory is there whole or not at all.
@@ -84,7 +98,7 @@ def save_tuned(
             name, _, revision = (base_name, "", "") if Path(base_name).exists() else base_name.partition("@")
             model.active_peft_config.base_model_name_or_path = name
             model.active_peft_config.revision = revision or None
-        carry(model, schedule, digest)
+        store_in_adapter(model, schedule, digest)
         state = model.state_dict() if state_dict is None else state_dict
         dtype = getattr(torch, adapter_dtype)
         adapter = {name: tensor.to(dtype) for name, tensor in state.items() if "lora_" in name}
@@ -96,19 +110,18 @@ def save_tuned(
         unwrap(model).generation_config.to_json_file(partial / GENERATION_FILE)
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
     else:
-        carry_in_config(model.config, schedule, digest)
+        store_in_config(model.config, schedule, digest)
         save_model(model, tokenizer, partial, state_dict=state_dict, shown=directory)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 
 
-def merge_saved(model: Any, directory: Path) -> Any:
+def merge_saved(model: PeftModel, directory: Path) -> PreTrainedModel:
     """The plain model with the adapter that `save_tuned` wrote to `directory` merged in, and the fit beside it.
 
     `model` is the PeftModel it came from, whose own adapter weights and fit are replaced.
     """
     import peft
-    from safetensors.torch import load_file
 
     peft.set_peft_model_state_dict(model, load_file(directory / _PEFT_WEIGHTS))
     if (file := directory / FIT_FILE).is_file():
@@ -116,7 +129,7 @@ def merge_saved(model: Any, directory: Path) -> Any:
     return merge_adapter(model)
 
 
-def save_tokenizer(tokenizer: Any, directory: Path, *, shown: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase | None, directory: Path, *, shown: Path) -> None:
     """Write a tokenizer, if there is one, and give all files of the directory their usual permissions."""
     if tokenizer is not None:
         with writing(shown / _TOKENIZER):
@@ -126,7 +139,7 @@ def save_tokenizer(tokenizer: Any, directory: Path, *, shown: Path) -> None:
     give_usual_mode(directory)
 
 
-def with_old_names(config: dict[str, Any]) -> dict[str, Any]:
+def with_old_names(config: Json) -> Json:
     """The entries of a config.json, and beside them the names under which transformers 4 reads the same values.
 
     A note says so if version 4 has no names for these values.
@@ -146,12 +159,12 @@ def with_old_names(config: dict[str, Any]) -> dict[str, Any]:
     return config | old
 
 
-def _is_plain(rope: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _is_plain(rope: Fields, other: Fields) -> bool:
     """Whether rotary positions are not scaled, and have the other positions' base."""
     return bool(rope["rope_type"] == "default" and rope["rope_theta"] == other["rope_theta"])
 
 
-def _old_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+def _old_rope(config: Fields, rope: Fields) -> Json:
     """Version 4's entries for the rotary positions of all layers, or of those with full attention."""
     is_neox = config["model_type"] == "gpt_neox"
     old = {old if is_neox else name: rope[name] for name, old in _BESIDE_SCALING.items() if name in rope}
@@ -169,7 +182,7 @@ def _old_rope(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, A
     return old | {"rope_scaling": scaling}
 
 
-def _in_plain_class(config: dict[str, Any]) -> dict[str, Any]:
+def _in_plain_class(config: Json) -> Json:
     """The entries of a tokenizer_config.json for the class that takes everything from tokenizer.json.
 
     Version 4 lacks version 5's name of this class, and its other classes put start and end tokens of their own.
@@ -180,7 +193,7 @@ def _in_plain_class(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-def _edit(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def _edit(file: Path, change: Callable[[Json], Json]) -> None:
     """Replace the entries of a JSON file."""
     changed = change(json.loads(file.read_text(encoding="utf-8")))
     write_whole(file, json.dumps(changed, indent=2, sort_keys=True) + "\n")

