@@ -34,8 +34,10 @@ LAYERS = [
 ]
 # The reached values, lines rounded up to the next 250. Raised on 2026-11-29, with the reason in docs/LOG.md: foreign
 # input that was wrong without a word is read or refused by name; 172 lines test the kernels for AMX, 160 the log of a
-# run and the names of models. The next release is to have 27,500 lines.
-MOST_LINES, MOST_MODULES, MOST_VERBS, MOST_OPTIONS = 33_000, 153, 9, 111
+# run and the names of models. Five modules more: what `stages.py`, `prepare.py` and `evaluation/run.py` held together
+# (data, log, pace and clock of the stages; evaluations; runs of methods) has a file for each idea. The next release is
+# to have 27,500 lines.
+MOST_LINES, MOST_MODULES, MOST_VERBS, MOST_OPTIONS = 33_000, 158, 9, 111
 MOST_TEST_LINES, MOST_BENCHMARK_LINES = 25_500, 3_000
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

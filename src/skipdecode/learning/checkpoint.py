@@ -221,9 +221,7 @@ def make_recipe(
 ) -> dict[str, Any]:
     """A recipe without result; JSON-ready.
 
-    `template`: what the options made prompts of, in full. `checkpoint`: of
-    `skipdecode.models.loading.base_weights.checkpoint_digest`. `base`: of
-    `skipdecode.models.loading.base_weights.base_entry`.
+    `template`: what the options made prompts of, in full. `checkpoint`, `base`: of `models.loading.base_weights`.
     """
     recipe = {
         "kind": RECIPE_KIND,
@@ -240,8 +238,7 @@ def make_recipe(
         "result": None,
     }
     # Once through JSON, so that it compares equal to one that was read.
-    loaded: dict[str, Any] = json.loads(json.dumps(recipe))
-    return loaded
+    return dict(json.loads(json.dumps(recipe)))
 
 
 def data_entry(file: Records, records: int, rejects: int) -> dict[str, Any]:
