@@ -29,7 +29,7 @@ TESTS = (
 )
 # What these tests need besides the README's install line.
 EXTRAS = "plot,structured"
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "psutil", "httpx", "cyllama", "jsonschema")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "psutil", "httpx", "cyllama", "jsonschema", "scikit-learn")
 # Random texts of this model soon meet one of its many end tokens. Its layers take most of the time of a step, as in
 # real models: `prepare` measures, and smaller ones allow hardly any speed-up where Python is slow.
 MAKE_TINY = """
