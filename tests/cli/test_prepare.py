@@ -32,10 +32,12 @@ from skipdecode.data.examples import Example
 from skipdecode.errors import OutputError
 from skipdecode.generation.self_generated import TEST_FILE, TRAIN_FILE
 from skipdecode.generation.speed import squeezed
+from skipdecode.learning.clock import Clock
 from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.prepared import neighbours
 from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions, SearchSize
-from skipdecode.learning.stages import Clock, Evaluation, FullDepth, Layers, Stages, Timing, Tuning
+from skipdecode.learning.stage_log import Stages
+from skipdecode.learning.stages import Evaluation, FullDepth, Layers, Timing, Tuning
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.checkpoint import open_checkpoint
@@ -438,6 +440,20 @@ def test_tuning_gets_half_of_the_minutes_and_other_stages_end_at_the_clock(
             assert sum(clock.shares.values()) - full / 360 < 0.1
         stages.run(Layers, lambda: Layers(SHORT, 1))
         assert clock.minutes_to_tune(20) == pytest.approx(6 - (loading * 4 + 21 + 5) / 60, abs=0.02)
+
+
+def test_a_finished_directory_in_which_another_process_runs_is_not_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "prepared.json").write_text("{}")
+    with closing(Stages(tmp_path, {})) as stages:
+        stages.run(Tuning, lambda: Tuning({}, []), minutes=1)
+        with pytest.raises(OutputError, match="another run"):
+            Stages(tmp_path, {}, overwrite=True)
+        assert (tmp_path / "prepared.json").exists()
+    with closing(Stages(tmp_path, {})) as stages:
+        assert [stage.key for stage in stages.finished()] == ["tuning 1"]
+    with closing(Stages(tmp_path, {}, overwrite=True)) as stages:
+        assert not stages.finished()
+        assert not (tmp_path / "prepared.json").exists()
 
 
 def test_a_run_that_failed_in_its_first_stage_is_continued(place: Path, tmp_path: Path) -> None:

@@ -413,6 +413,31 @@ def test_calibration_of_other_families(family, monkeypatch):
     assert cost.step_seconds(3, 12) == pytest.approx(3.0)
 
 
+def test_other_work_on_the_machine_in_most_rounds_changes_no_cost(monkeypatch):
+    """Each kind of work is quiet in one round of three, and takes 1.5 to 4 times as long in the others."""
+    runs: dict[tuple[object, ...], int] = {}
+
+    def taken(seconds: float, *kind: object) -> float:
+        run = runs[kind] = runs.get(kind, -1) + 1
+        number = list(runs).index(kind)
+        return seconds if (run + number) % 3 == 0 else seconds * (1.5 + number % 6 / 2)
+
+    def steps(backend, schedule, shape):
+        seconds = taken(0.02 + 0.01 * schedule.budgets[0], schedule.budgets, shape)
+        return [seconds] * (shape.new - 1)
+
+    def prompt(backend, schedule, batch, tokens):
+        return taken(0.02 + 0.05 * len(schedule.prompt_layers()), schedule.prompt_layers(), batch, tokens)
+
+    monkeypatch.setattr("skipdecode.cost.measure.step_seconds", steps)
+    monkeypatch.setattr("skipdecode.cost.measure.prompt_seconds", prompt)
+    cost = measure_cost(Backend(tiny_model("llama")), batch=2, prompt_len=8)
+    for rows, step in zip((1, 2), cost.steps, strict=True):
+        assert step.layer_seconds == pytest.approx(0.01, rel=0.01), f"{rows} rows"
+        assert step.fixed_seconds == pytest.approx(0.02, rel=0.01)
+    assert cost.prompts[-1].layer_seconds == pytest.approx(0.05, rel=0.01)
+
+
 def test_calibration_refuses_what_does_not_fit():
     model = tiny_model("llama")
     with pytest.raises(UsageError, match="context is 256"):

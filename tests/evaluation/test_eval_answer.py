@@ -8,8 +8,8 @@ from quality_runs import quality_runs, score
 from skipdecode import Schedule
 from skipdecode.engine.opening import Backend
 from skipdecode.evaluation.compare import compare_runs, pairs_table, runs_tables
+from skipdecode.evaluation.method_runs import speed_entries
 from skipdecode.evaluation.results import EvaluationSettings, Run
-from skipdecode.evaluation.run import speed_entries
 from skipdecode.generation.speed import Method, medians_of, time_equal_lengths
 from tiny import LAYERS, tiny_model
 

@@ -110,6 +110,11 @@ class ResumeLog:
                 self._database.execute("PRAGMA wal_checkpoint")
                 self._synced = time.monotonic()
 
+    def clear(self) -> None:
+        """Drop all entries; raises WriteError."""
+        with self._as_output_error():
+            self._database.execute("DELETE FROM entries")
+
     def close(self) -> None:
         """Sync and close, and delete a log without entries; may be called twice."""
         is_empty = False

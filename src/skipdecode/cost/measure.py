@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -47,8 +47,8 @@ def measure_cost(
 ) -> CostModel:
     """The cost model of a backend on this machine, for steps of `batch` sequences and of one.
 
-    The median over all steps of `repeats` runs of each kind counts, or of fewer after `until`, of
-    `time.perf_counter()`. For the other arguments and errors see `CostMeter`.
+    The lower quartile over `repeats` runs of each kind counts, or over fewer after `until`, of `time.perf_counter()`.
+    For the other arguments and errors see `CostMeter`.
     """
     if repeats < 1:
         raise UsageError(f"repeats={repeats} is not accepted: give 1 or more")
@@ -56,9 +56,6 @@ def measure_cost(
     meter = CostMeter(backend, rows={1, batch}, prompt_len=prompt_len, prompts=prompts, steps=steps)
     meter.run(repeats, _LEAST_SECONDS, progress=progress, until=until)
     return meter.cost()
-
-
-# ---------------------------------------------------------------------- one run
 
 
 class Shape(NamedTuple):
@@ -97,9 +94,6 @@ def open_engine(backend: Backend, schedule: Schedule, shape: Shape) -> Engine:
 
 def _requests(shape: Shape) -> list[Request]:
     return [Request((_TOKEN,) * shape.prompt, shape.new, exact=False)] * shape.batch
-
-
-# ---------------------------------------------------------------------- all kinds in turn
 
 
 class _Kind(NamedTuple):
@@ -199,13 +193,21 @@ class CostMeter:
         return [seconds for lap in self._watch.laps(kind) for seconds in lap]
 
     def cost(self) -> CostModel:
-        """The cost model from the medians of all rounds so far; UsageError before the first round."""
+        """Fit the cost model to the quiet times of all rounds so far; UsageError before the first round."""
         if not self._watch.laps(self._watch.sides[0]):
             raise UsageError("nothing was timed yet: run a round first")
-        medians = {kind: statistics.median(self._all(kind)) for kind in self._watch.sides}
-        steps = {(k.rows, k.depth, k.tokens + self._grown): s for k, s in medians.items() if k.work == "step"}
-        prompts = {(k.rows, k.tokens, k.depth): s for k, s in medians.items() if k.work == "prompt"}
+        quiet = {kind: _quiet_seconds(self._watch.laps(kind)) for kind in self._watch.sides}
+        steps = {(k.rows, k.depth, k.tokens + self._grown): s for k, s in quiet.items() if k.work == "step"}
+        prompts = {(k.rows, k.tokens, k.depth): s for k, s in quiet.items() if k.work == "prompt"}
         return fitted(self._geometry, steps, prompts)
+
+
+def _quiet_seconds(runs: Sequence[Sequence[float]]) -> float:
+    """Median over the steps of a run of each step's lower quartile over the runs.
+
+    Other work only adds time, and a median over the runs would take it in once it disturbs half of them.
+    """
+    return statistics.median(sorted(times)[len(times) // 4] for times in zip(*runs, strict=True))
 
 
 def fitted(

@@ -108,8 +108,6 @@ class CostModel:
                 "larger batch for more"
             )
 
-    # ------------------------------------------------------------------ constructors
-
     @classmethod
     def of_step(
         cls, num_layers: int, batch: int, fixed_seconds: float, layer_seconds: float, kv_seconds: float = 0.0
@@ -120,8 +118,6 @@ class CostModel:
     def with_fit(self, geometry: ModelGeometry, rank: float, taps: int = 0) -> Self:
         """The cost with a fit's bridges of `rank` over skipped layers, and its maps with `taps`."""
         return replace(self, bridge_share=geometry.bridge_share(rank), taps=taps)
-
-    # ------------------------------------------------------------------ one forward
 
     @property
     def max_rows(self) -> int:
@@ -179,12 +175,10 @@ class CostModel:
         return beyond * layer, beyond * projection
 
     def _row_as_prompt(self) -> PromptCost:
-        """A prompt as sequences of the largest step, of which one takes at least what a step of one takes."""
+        """Bound the cost if no prompt was measured: a prompt token costs as much as a sequence of the largest step."""
         row, least = self.steps[-1].layer_seconds / self.max_rows, self.at(1).layer_seconds
         seconds = max(row, least)
         return PromptCost(max(1.0, least / row) if row else 1.0, seconds, seconds)
-
-    # ------------------------------------------------------------------ prompts and texts
 
     def prompts_seconds(self, schedule: Schedule, prompt_len: int) -> float:
         """The prompts of a batch, `prompt_len` tokens each, in forwards of `PROMPT_TOKENS` tokens at most.
@@ -202,8 +196,6 @@ class CostModel:
     def text(self, prompt_len: int, new_tokens: int, *, whole: bool = False) -> TextCost:
         """The cost of a batch of texts of one length; see `TextCost.of_lengths`."""
         return TextCost.of_lengths(self, prompt_len, [new_tokens], whole=whole)
-
-    # ------------------------------------------------------------------ JSON
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""

@@ -137,23 +137,14 @@ def solve(
     The paper's linear decay, from mean·(1 + spread) to mean·(1 - spread) layers, with the largest mean that reaches the
     target; or the largest flat budget that does.
 
-    Parameters
-    ----------
-    cost : CostModel
-        Cost of prompts and steps, with the batch to plan for.
-    target_speedup : float
-        Of whole requests over full depth, 1 or more.
-    seq_len, prompt_len : int
-        Generation positions over which the budgets decrease, one step each; tokens of a sequence's prompt.
-    prompt : {"auto"} or as in `Schedule`
-        Layers of prompts. auto: first new tokens skip layers, down to half depth; then prompts, which run the lowest
-        layers and project the others, down to half depth; then both. Prompts stay at full depth if half of their layers
-        save less than a tenth of their time. In a memory-bound prompt the last token, which also runs the upper layers,
-        takes as long as all tokens.
-    spread : float
-        Strength of the decay, in [0, 1).
-    drop_order : sequence of int, optional
-        Default: bottom up. Layers that are not listed always run.
+    `cost` has the batch to plan for; `target_speedup` is that of whole requests over full depth, 1 or more. Budgets
+    decrease over `seq_len` positions, one step each, as strongly as `spread`, in [0, 1). Layers that are not in the
+    `drop_order` (default: bottom up) always run.
+
+    `prompt` auto: first new tokens skip layers, down to half depth; then prompts, which run the lowest layers and
+    project the others, down to half depth; then both. Prompts stay at full depth if half of their layers save less than
+    a tenth of their time. In a memory-bound prompt the last token, which also runs the upper layers, takes as long as
+    all tokens.
 
     Raises TargetError, with the bound and its cause, if no schedule of this kind reaches the target.
     """

@@ -76,7 +76,7 @@ def find_cost(
     return place.measured(given, until)
 
 
-def solver_limits(config: Any) -> dict[str, Any]:
+def solver_limits(config: transformers.PretrainedConfig) -> dict[str, Any]:
     """Options of `solve` for a model with this config: the paper's order, and prompts, as far as its layers allow."""
     layers = layers_in(config)
     order = lent_last(config, Schedule.constant(layers, layers)).drop_order
@@ -144,11 +144,11 @@ class _Place:
                 return self.source(data["found"])
         return None
 
-    def measured(self, model: Any = None, until: float = math.inf) -> CostSource:
+    def measured(self, model: transformers.PreTrainedModel | None = None, until: float = math.inf) -> CostSource:
         """A new measurement, which is kept; of a model that is loaded, if it is given."""
         if model is None:
-            how: dict[str, Any] = {"dtype": self.dtype, "device": str(self.device), "require_tokenizer": False}
-            model = load_model(self.checkpoint, **how).model
+            loaded = load_model(self.checkpoint, dtype=self.dtype, device=str(self.device), require_tokenizer=False)
+            model = loaded.model
         with another_fit(model, None):  # whose part of a step `CostModel.with_fit` counts
             backend = open_engines(model, self.engine, note, self.quantization, generation_config=False)
         cost = measure_cost(backend, batch=self.batch, prompt_len=self.prompt_len, progress=True, until=until)

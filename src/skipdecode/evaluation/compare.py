@@ -265,7 +265,7 @@ def fastest_that_keeps(rows: Sequence[Row], share: float, speed: str = "request_
 
 
 def impossible(rows: Sequence[Row]) -> Iterator[str]:
-    """What the rows of one checkpoint say that cannot be: fewer layers in clearly more time."""
+    """Warn if a schedule with fewer layers was measured clearly slower: the machine was busy."""
     for (deep, _), (fast, _) in permutations(measured(rows), 2):
         alike = all(deep.get(name) == fast.get(name) for name in ("minutes", "quantization"))
         speeds = fast["request_speedup"], deep["request_speedup"]

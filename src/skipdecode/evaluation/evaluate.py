@@ -25,6 +25,7 @@ from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.engine.opening import load
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
+from skipdecode.evaluation.method_runs import with_w8a8
 from skipdecode.evaluation.metrics import MetricOptions, check_metric, check_metrics, make_metrics
 from skipdecode.evaluation.results import (
     EVAL_DIRECTORY,
@@ -35,7 +36,7 @@ from skipdecode.evaluation.results import (
     is_unfinished,
     model_about,
 )
-from skipdecode.evaluation.run import TaskEvaluation, note_left_out, with_w8a8
+from skipdecode.evaluation.run import TaskEvaluation, note_left_out
 from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, method_name
@@ -202,8 +203,6 @@ class _Evaluation:
         self.loader, self.options, self.until = loader, options, until
         self.texts: dict[str, str] = {}
 
-    # ------------------------------------------------------------------ records with references
-
     def on_records(self, data: Data | None, task: Task | str | Path | None, out: Path) -> list[Run]:
         options, chosen = self.options, task_of(self.checkpoint, task)
         skip_bad = options.bad_records == "skip"
@@ -268,8 +267,6 @@ class _Evaluation:
                 check_free(place, overwrite=False)
         return places
 
-    # ------------------------------------------------------------------ texts of the model
-
     def on_texts(self, prompts: str | Path | Sequence[str] | None, base: Model | None, out: Path) -> Run:
         options = self.options
         if options.metrics:
@@ -298,8 +295,6 @@ class _Evaluation:
         except ModelLoadError as e:
             raise type(e)(f"the base model: {e} (base selects another)") from None
 
-    # ------------------------------------------------------------------ both
-
     def _open(self, model: Model) -> LLM:
         if isinstance(model, LLM):
             return model
@@ -316,9 +311,6 @@ class _Evaluation:
                 self.texts[str(asked)] = method_name(schedule)
             found.append(schedule)
         return found
-
-
-# ---------------------------------------------------------------------- parts
 
 
 def _folder(name: str) -> str:
@@ -343,9 +335,9 @@ def task_of(checkpoint: Checkpoint, task: Task | str | Path | None) -> Task:
         return load_task(task or "jsonl", check_metric)
     alike = (name for name in task_names() if load_task(name).prompt == template.text)
     plain = load_task(next(alike, "jsonl"), check_metric)
-    found: dict[str, Any] = {name: getattr(template, name) for name in ("chat", "truncate", "max_prompt_tokens")}
     references = tuple(dict.fromkeys((*template.responses, *plain.references)))
-    return replace(plain, prompt=str(template.text), references=references, **found)
+    plain = replace(plain, prompt=str(template.text), references=references, chat=template.chat)
+    return replace(plain, truncate=template.truncate, max_prompt_tokens=template.max_prompt_tokens)
 
 
 def _check_template(loaded: LoadedModel, task: Task) -> None:

@@ -31,9 +31,6 @@ _LABEL_STEPS, _LABEL_HEIGHT = 8, 9  # positions of a label above its point, and 
 _ALL = (100.0, 100.0, 100.0, "full depth")
 
 
-# ---------------------------------------------------------------------- charts
-
-
 class Point(NamedTuple):
     """A value with its bounds (low and high), if they are known, and a text beside it."""
 
@@ -136,10 +133,7 @@ def spread_labels(figure: Any) -> None:
             taken.append(box)
 
 
-# ---------------------------------------------------------------------- tuning
-
-
-def loss_chart(rows: Sequence[Mapping[str, Any]], title: str) -> Chart:
+def loss_chart(rows: Sequence[Row], title: str) -> Chart:
     """Cross-entropy by step, from a tuning log: the running mean of training steps, and each schedule on the dev set.
 
     `rows` have ``kind`` ("train" or "dev"), ``step``, ``cross_entropy``, and of kind dev the losses by schedule name.
@@ -150,13 +144,11 @@ def loss_chart(rows: Sequence[Mapping[str, Any]], title: str) -> Chart:
     means = [Point(train[end - 1]["step"], statistics.fmean(losses[max(0, end - _WINDOW) : end])) for end in ends]
     series = [Series(f"train, mean of {_WINDOW} steps", means, "-")] if train else []
     schedules = list(dict.fromkeys(name for r in dev for name in r if name not in ("kind", "step", "cross_entropy")))
-    for name in schedules if len(schedules) > 1 else ["cross_entropy"] if dev else []:
-        found = [Point(r["step"], r[name]) for r in dev if name in r]
-        series.append(Series(f"dev, {name}" if len(schedules) > 1 else "dev", found))
+    several = {name: f"dev, {name}" for name in schedules}
+    for name, label in (several if len(several) > 1 else {"cross_entropy": "dev"}).items():
+        if points := [Point(r["step"], r[name]) for r in dev if name in r]:
+            series.append(Series(label, points))
     return Chart(series, "optimizer step", "cross-entropy per token", title)
-
-
-# ---------------------------------------------------------------------- kept
 
 
 def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], target: str, model: str) -> list[Chart]:

@@ -189,9 +189,6 @@ def open_log(directory: Path, about: Mapping[str, Any], *, overwrite: bool) -> R
     return ResumeLog(directory / _UNFINISHED, parts, what="finished batches", remedy=ANEW, restart=overwrite)
 
 
-# ---------------------------------------------------------------------- the document
-
-
 def model_about(llm: LLM, name: str | None) -> dict[str, Any]:
     """What a result says of a loaded model; `name` is its name in tables."""
     loaded, fast = llm.loaded, llm.backend.fast

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import fmean, mean
+from statistics import mean
 from typing import Any
 
 from skipdecode.common.bootstrap import Table, compare, interval
@@ -23,8 +23,9 @@ from skipdecode.data.records import Record, Reject, lines_by_reason, reject_summ
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.data.template import PromptTemplate
-from skipdecode.engine.opening import Backend, end_tokens, open_engines
-from skipdecode.errors import DataError, SkipDecodeError
+from skipdecode.engine.opening import end_tokens
+from skipdecode.errors import DataError
+from skipdecode.evaluation.method_runs import Outputs, generate_all, measured_speeds
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, NEAR_ZERO, Metric, repeated
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
@@ -37,30 +38,9 @@ from skipdecode.evaluation.results import (
     save_run,
 )
 from skipdecode.evaluation.scores import along, free_running, scorer_of, sums, table_of, text_scores, token_fidelity
-from skipdecode.generation.speed import (
-    HOW,
-    MOST_BATCHES,
-    Generation,
-    Method,
-    OutOfTime,
-    Turns,
-    batches,
-    fitting_share,
-    groups_in_time,
-    medians_of,
-    request_seconds,
-    spread_over,
-    time_equal_lengths,
-    timed_tokens,
-    timing_of,
-)
-from skipdecode.schedule import Schedule
+from skipdecode.generation.speed import Method, timing_of
 
-WHAT = f"outputs of the lengths of the references; {HOW}"
-_LEAST_ROWS = 4  # of a timed batch of fewer sequences
-_ALONE, _ALONE_TOKENS = 2, 64  # records that are decoded alone, once, and their most new tokens
 _GENERATED = 0.6  # of the time: texts, before speeds
-_LEAST_TURNS = 8  # if there are enough records: an interrupted run keeps whole turns
 
 
 @dataclass(frozen=True)
@@ -125,8 +105,6 @@ class TaskEvaluation:
             runs[directory] = Run(run.path, {**run.data, **speed})
         return runs
 
-    # ------------------------------------------------------------------ the input
-
     @cached_property
     def settings(self) -> EvaluationSettings:
         """The settings, with the task's longest output if no other is asked for."""
@@ -178,8 +156,6 @@ class TaskEvaluation:
         """Everything that the outputs depend on."""
         how = [[method.settings(), method.engine] for method in methods.values()]
         return {**self._about, "methods": how, "prompts": self.prompts}
-
-    # ------------------------------------------------------------------ steps
 
     def _generated(self, methods: Sequence[Method], kept: ResumeLog) -> dict[Method, Outputs]:
         """The outputs of each method, next to those of full depth."""
@@ -313,134 +289,6 @@ def note_left_out(rejects: Sequence[Reject]) -> None:
     """Note how many records are left out, and the line and reason of the first ones; nothing if there are none."""
     if rejects:
         note(f"{len(rejects)} record{'s' if len(rejects) > 1 else ''} left out: {lines_by_reason(rejects)}")
-
-
-# ---------------------------------------------------------------------- outputs and speeds of methods
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The outputs of one method: tokens of every record in the order of the prompts, and the cost of each batch.
-
-    `full` are full depth's tokens, for comparison; empty if it was not run, or for full depth itself.
-    """
-
-    tokens: list[list[int]]
-    batches: list[Generation]
-    full: list[list[int]] = field(default_factory=list)
-
-
-def with_w8a8(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
-    """Full depth and the schedules with W8A8 weights; none where the backend has no such weights on this machine."""
-    if backend.fast is None or backend.fast.quantization is not None:
-        return []
-    try:
-        fast = open_engines(backend.model, "fast", lambda text: None, "w8a8", generation_config=False)
-    except SkipDecodeError:
-        return []
-    fast.sampling, fast.stop = backend.sampling, backend.stop
-    full = Method(fast, name="full, w8a8", beside=True)
-    return [full, *(Method(fast, s, f"{s.name}, w8a8") for s in schedules if not s.is_full)]
-
-
-def generate_all(
-    methods: Sequence[Method],
-    prompts: Sequence[Sequence[int]],
-    kept: ResumeLog,
-    *,
-    batch_size: int,
-    max_new_tokens: int,
-    eos: set[int],
-    progress: Callable[[int], None] = lambda rows: None,
-    until: float = math.inf,
-) -> list[Outputs]:
-    """Run methods over all prompts; the outputs of each, in order.
-
-    `kept` has batches that an earlier, interrupted run finished, and stores those of this run. `progress` is called
-    with the number of records of each batch. After `until` the outputs are of the first prompts alone.
-    """
-    tokens = [dict[int, list[int]]() for _ in methods]
-    taken: list[list[Generation]] = [[] for _ in methods]
-    # An engine gets the sequences of several batches together, and sorts them into batches by length.
-    at_once = batch_size * max(1, min(MOST_BATCHES, len(prompts) // (batch_size * _LEAST_TURNS)))
-    groups: Iterable[tuple[Sequence[int], float]] = groups_in_time(len(prompts), batch_size, until)
-    if until == math.inf:
-        groups = ((group, until) for group in batches([len(prompt) for prompt in prompts], at_once))
-    for number, (indices, limit) in enumerate(groups):
-        how: dict[str, Any] = {"rows": min(batch_size, len(indices)), "max_new_tokens": max_new_tokens, "eos": eos}
-        generations = [Generation(**g) for g in kept.get(f"batch {number}") or ()]
-        if not generations:
-            try:
-                generations = [m.generate([prompts[i] for i in indices], until=limit, **how) for m in methods]
-            except OutOfTime:
-                break
-            kept.put(f"batch {number}", [asdict(g) for g in generations])
-        for generation, batches_done, outputs in zip(generations, taken, tokens, strict=True):
-            batches_done.append(replace(generation, tokens=[]))
-            outputs.update(zip(indices, generation.tokens, strict=True))
-        progress(len(indices))
-    return [Outputs([outputs[i] for i in sorted(outputs)], done) for outputs, done in zip(tokens, taken, strict=True)]
-
-
-def measured_speeds(
-    methods: Sequence[Method],
-    prompts: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    settings: EvaluationSettings,
-    kept: ResumeLog,
-    until: float = math.inf,
-) -> dict[Method, dict[str, Any]]:
-    """The speed of each method, for its result, from a few batches of records from all over the data, and alone.
-
-    Empty without full depth and another method, or without time. Sequences get 2 new tokens at least, and at most as
-    many as outputs may have. The other arguments are as in `time_equal_lengths`; in less time, fewer tokens are timed.
-    """
-    full = next((method for method in methods if method.full_depth), None)
-    if full is None or len(methods) < 2 or time.perf_counter() > until:
-        return {}
-    size, rounds = settings.batch_size, settings.speed_rounds
-    wanted = min(len(prompts), settings.speed_batches * max(size, _LEAST_ROWS))
-    chosen = spread_over(len(prompts), wanted)
-    rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
-    each = [min(max(lengths[i], 2), most) for i in chosen]
-    share = kept.get("share of the timed tokens")
-    if share is None:
-        share = fitting_share(methods, rows[:size], max(each), (until - time.perf_counter()) / 2)
-        kept.put("share of the timed tokens", share)
-    with progress_bar(rounds * wanted, "record", name="speed") as bar:
-        timed: dict[str, Any] = {"kept": kept, "progress": bar.update, "rounds": rounds, "share": share}
-        turns = time_equal_lengths(methods, rows, each, batch_size=size, until=until, **timed)
-    request = max(settings.speed_tokens, fmean(each))
-    about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": rounds, "request_tokens": request}
-    about["new_tokens"] = sum(timed_tokens(length, share) for length in each)
-    found = {method: speed_entries(turns, method, full, settings, about) for method in methods}
-    if size == 1 or time.perf_counter() > until:
-        return found
-    few, short = rows[:_ALONE], share * min(1.0, _ALONE_TOKENS / fmean(each[:_ALONE]))
-    alone = time_equal_lengths(methods, few, each[:_ALONE], batch_size=1, kept=kept, rounds=1, share=short)
-    clock = request_seconds(request / fmean(timed_tokens(length, short) for length in each[:_ALONE]))
-    for method, entries in found.items():
-        entries["request_speedup_alone"] = alone.ratio(full, method, clock)
-    return found
-
-
-def speed_entries(
-    turns: Turns, method: Method, full: Method, settings: EvaluationSettings, about: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The speed of a method, JSON-ready: the time of full depth for the same batches divided by the method's.
-
-    With prompts, and of decoding alone; None if no time passed. Intervals are over batches, or the rounds of one.
-    `about` describes the measurement; decoding counts as if it went on to its `request_tokens`.
-    """
-    plain = None if method is full else medians_of(turns, full)
-    found: dict[str, Any] = {"speed": {**about, **medians_of(turns, method)}, "full_depth_speed": plain}
-    longer = about.get("request_tokens", 0) * about.get("records", 1) / about.get("new_tokens", math.inf)
-    clocks = {"request_speedup": request_seconds(longer), "decode_speedup": lambda g: g.decode_seconds}
-    for name, clock in clocks.items():
-        bounds = turns.interval(full, method, clock, resamples=settings.resamples, seed=settings.seed)
-        found[name] = turns.ratio(full, method, clock)
-        found[f"{name}_interval"] = None if method is full or bounds is None else asdict(bounds)
-    return found
 
 
 def encode_prompts(

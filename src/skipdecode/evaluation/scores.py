@@ -66,9 +66,6 @@ def scorer_of(name: str) -> Callable[[Table], float]:
     return score
 
 
-# ---------------------------------------------------------------------- teacher-forced
-
-
 def token_fidelity(
     model: Any, schedule: Schedule, prompts: Texts, full: Texts, teacher: Any = None
 ) -> list[dict[str, NDArray[np.float64]]]:

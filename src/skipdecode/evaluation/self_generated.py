@@ -28,6 +28,7 @@ from skipdecode.data.source import PromptSource, Records
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import Request, row_seed
+from skipdecode.evaluation.method_runs import measured_speeds, with_w8a8
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     EvaluationOptions,
@@ -38,7 +39,7 @@ from skipdecode.evaluation.results import (
     open_log,
     save_run,
 )
-from skipdecode.evaluation.run import encode_prompts, measured_speeds, note_left_out, with_w8a8
+from skipdecode.evaluation.run import encode_prompts, note_left_out
 from skipdecode.evaluation.scores import along, ratio_score, sums, text_scores, token_fidelity
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import (
@@ -56,9 +57,6 @@ from skipdecode.schedule import Schedule
 
 _BATCHES = 4  # decoded and kept together
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
-
-
-# ---------------------------------------------------------------------- the evaluation
 
 
 @dataclass(frozen=True)
@@ -162,8 +160,6 @@ class OwnTexts:
         note_left_out(fitting.skipped)
         return template, list(fitting.items), ids
 
-    # ------------------------------------------------------------------ measures
-
     def _rows(self, texts: Mapping[Method, list[list[int]]], prompts: list[list[int]]) -> list[dict[str, Any]]:
         """The result of each method, from all their texts. JSON-ready."""
         base = self._reference
@@ -227,8 +223,6 @@ class OwnTexts:
                 bar.update(len(group))
         return texts
 
-
-# ---------------------------------------------------------------------- the tables
 
 _COLUMNS = {
     "schedule": "{name}",

@@ -35,7 +35,7 @@ from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.families import lenders
 from skipdecode.models.fit import Fit, another_fit
-from skipdecode.models.loading.checkpoint import LoadedModel, Model, loaded_of, open_checkpoint
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
 
@@ -76,6 +76,15 @@ class Calibrated(Printed):
     def losses(self) -> dict[str, float]:
         """Teacher-forced cross-entropy per response token on the records, by the name of a measured schedule."""
         return {verdict["name"]: verdict["measured"] for verdict in self.document["verdicts"]}
+
+    def _save(self) -> None:
+        """Write schedule.json, the fit and calibration.json into the directory, if there is one."""
+        if self.path is None:
+            return
+        self.schedule.save(self.path / SCHEDULE_FILE)
+        if self.fit is not None:
+            self.fit.save(self.path / FIT_FILE)
+        write_whole(self.path / _REPORT, json.dumps(self.document, indent=1) + "\n")
 
     def __str__(self) -> str:
         schedule, document = self.schedule, self.document
@@ -143,40 +152,31 @@ def calibrate(
     DivergedError
         A state or a loss is not finite.
     """
-    data = as_records(data)
-    settings, checkpoint = CalibrateOptions(**options), open_checkpoint(model)
+    data, checkpoint = as_records(data), open_checkpoint(model)
+    settings = _settings_for(CalibrateOptions(**options), checkpoint)
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
-    known = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
-    settings = suited(settings, checkpoint.config)
-    if (shared := lenders(checkpoint.config)) and settings.fit:
-        note(f"no fit: layers of a {checkpoint.config.model_type} model read the keys and values of others")
-        settings = replace(settings, fit=False)
+    given = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
     template = make_template(settings, data)
     file = read_file(data, template, skip_bad=settings.skips_bad)
     with ExitStack() as stack:
         loaded = stack.enter_context(_without_fit(model))
         examples = encode_source(file, "data", template, loaded, settings)[0]
         learn, check = draw_records(examples, settings.records, settings.held_out, settings.seed)
-        width = loaded.model.config.get_text_config(decoder=True).hidden_size
-        fitter = None
-        if settings.fit:
-            fitter = _fitter(loaded, records_for_fit(examples, learn, check, settings, width), settings, width, until)
+        fitter = _fitter(loaded, examples, learn, check, settings, until) if settings.fit else None
         # The time of a batch's prompts depends on their sum; the cache reads of a step on a typical prompt.
         prompt_len = round((fmean if settings.whole else median)(len(e.prompt) for e in learn))
-        origin, fitted = "layers only", None
-        if settings.target_speedup is not None:
-            origin = f"from {cost}" if isinstance(cost, str | Path) else "given"
-            if known is None:
-                source = find_cost(model, batch=settings.batch, prompt_len=prompt_len)
-                known, origin = source.cost, source.origin
-            if settings.fit and not known.bridge_share:  # else the given cost counts a fit
-                geometry = ModelGeometry.from_config(checkpoint.config)
-                fitted = known.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
-        lengths = [len(e.response) for e in learn]
-        goal = set_goal(settings, known, prompt_len, lengths, checkpoint.num_layers, fitted, shared)
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
-        found = search_model(settings, goal, loaded, learn, check, fitter, place / STORE_FILE, until)
+        origin = f"from {cost}" if isinstance(cost, str | Path) else "given"
+        if settings.target_speedup is None:
+            origin = "layers only"
+        elif given is None:
+            source = find_cost(model, batch=settings.batch, prompt_len=prompt_len)
+            given, origin = source.cost, source.origin
+        fitted = _with_fit(given, settings, checkpoint) if given is not None else None
+        lengths, shared = [len(e.response) for e in learn], lenders(checkpoint.config)
+        goal = set_goal(settings, given, prompt_len, lengths, checkpoint.num_layers, fitted, shared)
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
+        found = search_model(settings, goal, loaded, learn, check, fitter, directory / STORE_FILE, until)
         if found.fit is not None:
             found.fit.about["base"] = base_sample(loaded.model)
     document = {
@@ -192,12 +192,26 @@ def calibrate(
         "environment": environment(),
         **found.to_dict(),
     }
-    if out is not None:
-        found.schedule.save(place / SCHEDULE_FILE)
-        if found.fit is not None:
-            found.fit.save(place / FIT_FILE)
-        write_whole(place / _REPORT, json.dumps(document, indent=1) + "\n")
-    return Calibrated(found.schedule, found.fit, document, None if out is None else place)
+    calibrated = Calibrated(found.schedule, found.fit, document, None if out is None else directory)
+    calibrated._save()
+    return calibrated
+
+
+def _settings_for(settings: CalibrateOptions, checkpoint: Checkpoint) -> CalibrateOptions:
+    """Adapt the settings to a model, some of which can have no fit or no prompt layers; refuse what does not fit it."""
+    settings = suited(settings, checkpoint.config)
+    if settings.fit and lenders(checkpoint.config):
+        note(f"no fit: layers of a {checkpoint.config.model_type} model read the keys and values of others")
+        return replace(settings, fit=False)
+    return settings
+
+
+def _with_fit(cost: CostModel, settings: CalibrateOptions, checkpoint: Checkpoint) -> CostModel | None:
+    """Return the cost with the maps of a fit; None without a fit, or if the cost has them."""
+    if not settings.fit or cost.bridge_share:
+        return None
+    geometry = ModelGeometry.from_config(checkpoint.config)
+    return cost.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
 
 
 def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, layers: int) -> CostModel:
@@ -221,9 +235,16 @@ def _without_fit(model: Model) -> Iterator[LoadedModel]:
 
 
 def _fitter(
-    loaded: LoadedModel, records: Sequence[Example], settings: CalibrateOptions, width: int, until: float
+    loaded: LoadedModel,
+    examples: Sequence[Example],
+    learn: Sequence[Example],
+    check: Sequence[Example],
+    settings: CalibrateOptions,
+    until: float,
 ) -> Fitter:
-    """The fitter on these records; refuses, before measurements, records with too few tokens for a map."""
+    """Make the fitter on records for a fit; refuses, before measurements, records with too few tokens for a map."""
+    width = loaded.model.config.get_text_config(decoder=True).hidden_size
+    records = records_for_fit(examples, learn, check, settings, width)
     tokens = sum(len(record.response) for record in records)
     if tokens <= width:
         raise UsageError(
@@ -231,9 +252,6 @@ def _fitter(
             "fit"
         )
     return Fitter(loaded.model, batches_of(records, min(_FIT_ROWS, settings.batch_size)), settings, until)
-
-
-# ---------------------------------------------------------------------- records
 
 
 def draw_records(

@@ -240,8 +240,7 @@ def make_recipe(
         "result": None,
     }
     # Once through JSON, so that it compares equal to one that was read.
-    loaded: dict[str, Any] = json.loads(json.dumps(recipe))
-    return loaded
+    return dict(json.loads(json.dumps(recipe)))
 
 
 def data_entry(file: Records, records: int, rejects: int) -> dict[str, Any]:

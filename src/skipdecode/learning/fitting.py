@@ -55,7 +55,7 @@ class Fitter:
     `until`: reading of `time.perf_counter()` by which the fit is made, on fewer texts if it must be.
     """
 
-    model: Any
+    model: nn.Module
     batches: Sequence[Batch]
     options: FitOptions
     until: float = math.inf
@@ -86,7 +86,7 @@ class Fitter:
 
 
 class _Inputs:
-    """Sums of products of a map's inputs (tokens, features), with a 1 behind each; of tokens to learn from and others.
+    """Gram matrices of a map's inputs (tokens, features) with an intercept: [0] of training, [1] of held-out tokens.
 
     A batch's products are fp32 on the model's device, their sums fp64 on the CPU: not every device has fp64. All maps
     of one set of inputs share the sums. `in_haste`: the ridge is not chosen, which takes most of a small fit's time.
@@ -172,7 +172,7 @@ class _Sweep:
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         depths: Sequence[frozenset[int]],
         projected: Mapping[tuple[int, ...], set[int]],
         whole: bool,
@@ -182,7 +182,7 @@ class _Sweep:
     ) -> None:
         self._until, self._in_haste = until, False
         self._plain = unwrap(model)
-        self._layers: list[Any] = list(decoder_layers(self._plain))
+        self._layers: list[nn.Module] = list(decoder_layers(self._plain))
         self._tuples = find_family(self._plain).returns
         self._width = int(self._plain.config.get_text_config(decoder=True).hidden_size)
         self._options, self._batches = options, [batch.to(self._plain.device) for batch in batches]
@@ -352,7 +352,7 @@ class _Sweep:
 _Call = tuple[Tensor, tuple[Any, ...], dict[str, Any]]
 
 
-def _layer_calls(model: Any, layers: list[Any], tuples: int, batch: Batch) -> list[_Call]:
+def _layer_calls(model: Any, layers: list[nn.Module], tuples: int, batch: Batch) -> list[_Call]:
     """The arguments with which a model's forward calls each layer, all with the states before the first: none runs."""
     seen: list[_Call] = []
 

@@ -27,7 +27,7 @@ def layers_only(num_layers: int) -> CostModel:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the schedule has to fit in, with texts and cost.
+    """The search target: a time limit, the workload that it is for, the prompt sets to try.
 
     `workload` has the cost of a fit, if there is to be one; `unfitted` has not, and the baselines are solved under it.
     `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. Schedules

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -137,15 +137,11 @@ def measuring(
     bar = progress_bar(None, "batch", name="measuring")
     full = Schedule.full(loaded.checkpoint.num_layers)
     with closing(kept) as store, bar, Attachment(loaded.model, full) as attachment:
-        fixed: dict[str, Any] = {"batch_size": batch_size, "advance": bar.update}
+        meter = partial(LossMeter, attachment, store=store, batch_size=batch_size, advance=bar.update)
 
         @lru_cache(maxsize=1)  # meters keep keys and values of prompts
         def meters(fit: Fit | None) -> dict[str, LossMeter]:
-            return {
-                part: LossMeter(attachment, rows, store, part=part, fit=fit, **fixed)
-                for part, rows in parts.items()
-                if rows
-            }
+            return {part: meter(rows, part=part, fit=fit) for part, rows in parts.items() if rows}
 
         yield attachment, meters, bar
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import DistributedType
-from torch import Tensor
+from accelerate import Accelerator, DistributedType
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -36,9 +36,9 @@ from skipdecode.models.forward import response_logits
 from skipdecode.schedule import Schedule
 
 _TOKENS = 32
-"""Whose probabilities are in memory at a time."""
+"""Tokens per chunk of the loss, whose probabilities are in memory at a time."""
 _LEAST_REST = 1e-4
-"""Of probability: below, half precision leaves nothing to learn."""
+"""Least remaining probability: below, half precision leaves nothing to learn."""
 ACTIVATIONS = 2**32
 """Bytes that a forward and its gradients may take on a CPU."""
 _BYTES = 4
@@ -58,28 +58,19 @@ class Losses:
 class Teacher:
     """The same model at full depth; see the module's text.
 
-    Parameters
-    ----------
-    attachment : Attachment
-        The student's, which is paused while it teaches.
-    model : Module
-        The student without a wrapper for several processes, so that one process can ask alone.
-    adapter : PeftModel or None
-        The student's PEFT wrapper, whose adapter is off while teaching; None where it stays on or there is none.
-    copy : Module or None
-        A frozen copy that teaches instead of the student.
-    arithmetic : callable, optional
-        Gives the context in which the copy runs, such as `Accelerator.autocast`; a prepared student brings its own.
+    `attachment`: the student's, which is paused while it teaches. `model`: the student without a wrapper for several
+    processes, so that one process can ask alone. `adapter`: the student's PEFT wrapper, whose adapter is off while
+    teaching. `copy`: frozen, teaches instead of the student, in the context that `arithmetic` gives.
     """
 
     def __init__(
         self,
         attachment: Attachment,
-        model: Any,
+        model: nn.Module,
         *,
         adapter: Any = None,
-        copy: Any = None,
-        arithmetic: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        copy: nn.Module | None = None,
+        arithmetic: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._attachment = attachment
         self._model = model
@@ -148,7 +139,7 @@ class Objective:
         self._teacher = teacher if weight > 0 else None
         self._weight = weight
 
-    def __call__(self, model: Any, batch: Batch) -> Losses:
+    def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Losses of a batch under the schedule that is attached."""
         student = response_logits(model, batch).flatten(0, 1)
         teacher = None if self._teacher is None else self._teacher.taught(batch)
@@ -157,7 +148,7 @@ class Objective:
 
 
 @contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout off for a while."""
     training = model.training
     model.eval()
@@ -170,17 +161,11 @@ def _evaluating(model: Any) -> Iterator[None]:
 def token_losses(
     student: Tensor, targets: Tensor, teacher: Tensor | Taught | None = None, weight: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the tokens that count: (1 - weight) * CE + weight * KL, which has a gradient; CE; KL.
+    """Sum over the tokens that count: (1 - weight) * CE + weight * KL(teacher || student), with gradient; CE; KL.
 
-    Parameters
-    ----------
-    student, teacher : Tensor
-        Logits, (tokens, vocabulary); without a teacher the first sum is the cross-entropy, whatever the weight. A
-        teacher that is `Taught` has only its top-k tokens: all other tokens count as one.
-    targets : Tensor
-        (tokens,), `IGNORE` where a token does not count.
-    weight : float
-        Share of KL(teacher || student), 0 to 1.
+    `student` and `teacher` are logits, (tokens, vocabulary), `targets` (tokens,) with `IGNORE` where a token does not
+    count. Without a teacher the first sum is the cross-entropy; of one that is `Taught`, all tokens beside its top-k
+    count as one.
     """
     total, cross_entropy, kl = _TokenLosses.apply(student, targets, teacher, weight)  # type: ignore[no-untyped-call]
     return total, cross_entropy, kl
@@ -270,7 +255,14 @@ class TrainStep:
     Attribute `token_bytes`: about what the activations of a token take, at full depth and in fp32.
     """
 
-    def __init__(self, accelerator: Any, model: Any, optimizer: Any, objective: Objective, clip: float) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        clip: float,
+    ) -> None:
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._objective = objective
         numbers = sum(sum(weight.shape[-2:]) for weight in model.parameters() if weight.ndim > 1)
@@ -313,8 +305,8 @@ class TrainStep:
 
 @torch.no_grad()
 def dev_loss(
-    accelerator: Any,
-    model: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
     attachment: Attachment,
     schedules: Sequence[Schedule],
     batches: Sequence[Callable[[], Batch]],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -11,31 +10,28 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import PREPARED_FILE, heading, json_line
+from skipdecode.common.jsonl import json_line
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
-from skipdecode.data.examples import Example, encode_source, make_template
+from skipdecode.data.examples import encode_source, make_template
 from skipdecode.data.source import Source, read_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import load
 from skipdecode.errors import DataError, TargetError, UsageError
-from skipdecode.evaluation.compare import near_zero, with_kept
-from skipdecode.evaluation.evaluate import evaluate
-from skipdecode.evaluation.metrics import MetricOptions
-from skipdecode.evaluation.pictures import kept_charts, save_charts
 from skipdecode.generation.llm import LLM
-from skipdecode.generation.speed import squeezed
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
+from skipdecode.learning.clock import Clock
 from skipdecode.learning.goal import prompt_sets, suited
-from skipdecode.learning.prepared import FULL, MILDER, NEIGHBOURS, TIMES, Prepared, neighbours, tuned_directory
+from skipdecode.learning.pace import TYPICAL, Pace
+from skipdecode.learning.prepared import FULL, MILDER, NEIGHBOURS, TIMES, Prepared, Results, tuned_directory
+from skipdecode.learning.schedule_evaluation import ScheduleEvaluation
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
     PROMPTS_FILE,
@@ -45,33 +41,16 @@ from skipdecode.learning.settings import (
     PrepareOptions,
 )
 from skipdecode.learning.sources import Sources
-from skipdecode.learning.stages import (
-    TYPICAL,
-    Answers,
-    Clock,
-    Evaluation,
-    FullDepth,
-    Layers,
-    Pace,
-    Stages,
-    Timing,
-    Tuning,
-    TuningPlan,
-)
+from skipdecode.learning.stage_log import Stages
+from skipdecode.learning.stages import Answers, Evaluation, FullDepth, Layers, Timing, Tuning, TuningPlan
 from skipdecode.learning.tune import Tuned, tune
 from skipdecode.models.checkpoint_schedule import FIT_FILE
-from skipdecode.models.fit import another_fit, fit_of
 from skipdecode.models.loading.adapter import merge_adapter
-from skipdecode.models.loading.card import PICTURE_FILE
 from skipdecode.models.loading.checkpoint import Model, loaded_of, open_checkpoint
-from skipdecode.models.loading.fit_file import FitFile
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import Schedule
 
 _OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
-_SPEEDS = ("request_speedup", "decode_speedup", "request_speedup_interval", "request_speedup_alone")
-_WITHIN_REACH = 2 / 3  # kept before tuning; half an hour brought 67% of E2E to 99.8%
-_ALL = 0.995  # kept: more minutes bring nothing
 _TUNED_UNDER = "tuned-under.json"
 _BEFORE = "SmolLM2-135M kept 99.8% of E2E at 2.5x after 30 minutes"  # results/ready-smollm2-135m.json
 _SOME_RECORDS = 64  # to see how long texts are
@@ -178,8 +157,6 @@ class _Run:
         self.loaded = loaded_of(model) or load(checkpoint)
         self.name, self.loading = self.loaded.checkpoint.name, time.perf_counter() - begun
 
-    # ------------------------------------------------------------------ the story
-
     def run(self, started: float, overwrite: bool) -> Prepared:
         settings, out, minutes = self.settings, self.out, self.settings.minutes
         with closing(Stages(out, self._depends_on(), _OUTPUTS, started, overwrite=overwrite)) as stages:
@@ -189,7 +166,7 @@ class _Run:
             pace = self._pace(stages, answers) if minutes else None
             timing = None
             if pace is not None:
-                timing = stages.run(Timing, lambda: self._timing(answers, pace, clock.until(Layers.label)))
+                timing = stages.run(Timing, lambda: self._timing(pace, clock.until(Layers.label)))
             try:
                 choose = partial(self._layers, answers, pace, timing, clock)
                 learned = full and full.scores and asdict(full)
@@ -199,9 +176,10 @@ class _Run:
                 raise
             fit = stages.files(Layers)
             target = Schedule.load(self.fit / SCHEDULE_FILE)
-            evaluate_first = partial(self._evaluated, layers, target, clock.until(Evaluation.label))
+            evaluation = self._evaluation
+            evaluate_first = partial(evaluation.run, layers, target, clock.until(Evaluation.label))
             before = stages.run(Evaluation, evaluate_first, minutes=0.0, reads=fit)
-            schedule = self._to_tune(target, before)
+            schedule = evaluation.to_tune(target, before)
             left = TuningPlan(0.0)
             if pace is not None:
                 seconds = stages.seconds(Evaluation, 0.0)
@@ -211,12 +189,13 @@ class _Run:
                 directory = tuned_directory(out, minutes)
                 work = partial(self._tuned, answers, left, directory, pace, schedule)
                 tuning = stages.run(Tuning, work, minutes=minutes, directory=directory, reads=fit)
-                evaluate_last = partial(self._evaluated, layers, schedule, clock.end, before, directory)
+                evaluate_last = partial(evaluation.run, layers, schedule, clock.end, before, directory)
                 stages.run(Evaluation, evaluate_last, minutes=minutes, reads=[fit, tuning.result])
             elif minutes:
                 note(f"{minutes:g} minutes leave {max(0.0, left.minutes):.1f} to tune")
-            document = self._document(stages, schedule.name, left, full)
-        return self._saved(document, schedule)
+            results = Results(self.settings, self.name, schedule, left.minutes, full)
+            document = results.document(stages)
+        return results.saved(document, Prepared(document, self.out, self.loaded), self.sources.datasets)
 
     def _depends_on(self) -> dict[str, Any]:
         """All that the stages depend on, JSON-ready; other minutes share most stages."""
@@ -241,20 +220,17 @@ class _Run:
             note(f"{minutes:g} minutes may be too few to tune: about {ceil(enough)} leave half of them at this speed")
 
     @property
+    def _evaluation(self) -> ScheduleEvaluation:
+        return ScheduleEvaluation(self.settings, self.sources, self.loaded, self.shares, self.out, self.fit)
+
+    @property
     def width(self) -> int:
         """hidden_size of the model."""
         return ModelGeometry.from_config(self.loaded.checkpoint.config).hidden_size
 
-    def _examples(self, answers: Answers) -> list[Example]:
-        template = make_template(answers.options)
-        file = read_file(answers.train, template, limit=_SOME_RECORDS, skip_bad=True)
-        return encode_source(file, "train", template, self.loaded, answers.options)[0]
-
     def _record_options(self, answers: Answers) -> dict[str, Any]:
         """Options of both `calibrate` and `tune`."""
         return {"seed": self.settings.seed, **asdict(answers.options)}
-
-    # ------------------------------------------------------------------ stages
 
     def _texts(self, stages: Stages, clock: Clock) -> tuple[Answers, FullDepth | None]:
         """What the schedule learns: the model's answers, or responses that still teach; and the tuning before."""
@@ -271,7 +247,14 @@ class _Run:
         return stages.run(Answers, greedy, reads=asdict(full)), full
 
     def _pace(self, stages: Stages, answers: Answers) -> Pace:
-        return stages.run(Pace, lambda: Pace.of(self.loaded.model, self._examples(answers)))
+        """Measure the model's speed of learning, once, on a sample of the records."""
+
+        def measured() -> Pace:
+            template = make_template(answers.options)
+            file = read_file(answers.train, template, limit=_SOME_RECORDS, skip_bad=True)
+            return Pace.of(self.loaded.model, encode_source(file, "train", template, self.loaded, answers.options)[0])
+
+        return stages.run(Pace, measured)
 
     def _full_depth(self, stages: Stages, given: Answers, clock: Clock) -> FullDepth | None:
         """The tuning at full depth, whose model takes the place of the checkpoint; None if there is no time for it."""
@@ -309,19 +292,16 @@ class _Run:
             )
         else:
             until = time.perf_counter() + 60 * plan * (1 / _TUNES_OF_FULL - 1)
-            options: dict[str, Any] = {"limit": _SCORED, "teacher_forced": False, "overwrite": True}
-            options["out"] = self.out / "eval-checkpoint"
-            task = self.sources.task(2 * max(len(example.response) for example in self._examples(given)))
-            options |= {"bad_records": self.settings.bad_records, **asdict(self.settings.part(MetricOptions))}
-            found = evaluate(LLM(self.loaded), self.sources.test, ["full"], task=task, until=until, **options)
-            scores = dict(found.rows[0]["scores"])
+            task = self.sources.task(2 * pace.longest_response)
+            rows = self._evaluation.scored(LLM(self.loaded), ["full"], "checkpoint", until, task, limit=_SCORED)
+            scores = dict(rows[0]["scores"])
         return FullDepth(minutes, losses, scores)
 
-    def _timing(self, answers: Answers, pace: Pace, until: float) -> Timing:
+    def _timing(self, pace: Pace, until: float) -> Timing:
         """Measure the cost of a step, and size the search that ends at `until`."""
         settings, loaded, cost = self.settings, self.loaded, None
         if self.cost is None:
-            length = round(fmean(len(example.prompt) for example in self._examples(answers)))
+            length = round(pace.prompt_tokens)
             half = (time.perf_counter() + until) / 2
             cost = find_cost(loaded, batch=settings.batch, prompt_len=length, until=half).cost.to_dict()
         return Timing(cost, pace.search(until - time.perf_counter(), self.width, len(self.prompt_sets)))
@@ -357,75 +337,17 @@ class _Run:
         size = replace(size, records=min(size.records, settings.test_records))
         return Layers(size, max(1, round(pace.text_tokens - document["prompt_len"])))
 
-    def _evaluated(
-        self,
-        layers: Layers,
-        target: Schedule,
-        until: float,
-        before: Evaluation | None = None,
-        tuned: Path | None = None,
-    ) -> Evaluation:
-        """Evaluate full depth, a schedule and its neighbours: of the tuned checkpoint, or of the model with the fit.
-
-        The evaluation `before` says on how many records, and has the speeds that are not measured for lack of time.
-        """
-        if before is not None:
-            layers = replace(layers, size=replace(layers.size, records=before.rows[0]["records"]))
-        file, model = self.fit / FIT_FILE, self.loaded.model
-        with another_fit(model, FitFile(file).load(model) if file.is_file() else fit_of(model)):
-            rows = self._rows(LLM(self.loaded), layers, target, until, tuned)
-        if before is not None:
-            speeds = {row["name"]: {name: row[name] for name in _SPEEDS} for row in before.rows}
-            rows = [row | speeds.get(row["name"], {}) | {n: v for n, v in row.items() if v is not None} for row in rows]
-        return Evaluation(self.settings.minutes if tuned else 0.0, rows)
-
-    def _rows(
-        self, llm: LLM, layers: Layers, target: Schedule, until: float, tuned: Path | None
-    ) -> list[dict[str, Any]]:
-        settings, size, directory = self.settings, layers.size, tuned or self.fit
-        shares = NEIGHBOURS if tuned else self.shares
-        # If there is time for one alone, it is the one most likely to keep the share.
-        schedules = neighbours(target, directory, shares)[:: -1 if shares is MILDER else 1]
-        schedules = schedules if size.neighbours else schedules[:1]
-        options: dict[str, Any] = {"batch_size": settings.batch, "bad_records": settings.bad_records}
-        options |= {"limit": size.records, "speed_batches": size.speed_batches, "speed_rounds": size.speed_rounds}
-        options |= {
-            "w8a8": True,
-            "teacher_forced": False,
-            "overwrite": True,
-            "out": self.out / f"eval-{directory.name}",
-        }
-        if settings.self and not settings.task:
-            options |= {"prompts": self.sources.test, "base": llm, "speed_tokens": layers.request_tokens}
-            options |= {"max_new_tokens": max(1, round(settings.self_tokens * size.tokens))}
-            options |= {"temperature": settings.self_temperature, "top_p": settings.self_top_p}
-            share = options["max_new_tokens"] / layers.request_tokens
-            schedules = [squeezed(schedule, share) for schedule in schedules]  # else cut texts look better
-        else:
-            options |= {"data": self.sources.test, "task": self.sources.task(2 * target.seq_len)}
-            options |= asdict(settings.part(MetricOptions))
-        return evaluate(tuned or llm, schedules=schedules, until=until, **options).rows
-
-    def _to_tune(self, target: Schedule, before: Evaluation) -> Schedule:
-        """The target, or of milder schedules the fastest that may keep the share after tuning."""
-        if self.shares is NEIGHBOURS:
-            return target
-        kept = {row["name"]: row["kept"] for row in with_kept(before.rows)}
-        every = neighbours(target, self.fit, self.shares)
-        known = sorted((s for s in every if kept.get(s.name) is not None), key=lambda s: -s.nominal_speedup)
-        if not known:
-            return target
-        return next((s for s in known if kept[s.name] >= _WITHIN_REACH), known[-1])
-
     def _tuned(self, answers: Answers, plan: TuningPlan, directory: Path, pace: Pace, schedule: Schedule) -> Tuning:
         """Tune from the fit; the model's own answers are distilled from full depth."""
         settings = self.settings
         others, nominal = settings.sampled_speedups, schedule.nominal_speedup
         schedule.save(file := self.fit / _TUNED_UNDER)
+        weight = float(answers.own) if settings.distill_weight is None else settings.distill_weight
         # The target as often as all others together.
-        more: dict[str, Any] = {"sampled_speedups": (*others, *[nominal] * len(others))}
-        more["distill_weight"] = float(answers.own) if settings.distill_weight is None else settings.distill_weight
-        tuned = self._tune(answers, directory, file, plan.minutes, pace, speedup=nominal, **more)
+        speedups = (*others, *[nominal] * len(others))
+        tuned = self._tune(
+            *(answers, directory, file, plan.minutes, pace, nominal), sampled_speedups=speedups, distill_weight=weight
+        )
         return Tuning(dict(tuned.result), tuned.dev_losses)
 
     def _tune(
@@ -456,48 +378,3 @@ class _Run:
             dev_records=pace.dev_records(60 * settings.minutes),
             **more,
         )
-
-    # ------------------------------------------------------------------ results
-
-    def _document(self, stages: Stages, target: str, left: TuningPlan, full: FullDepth | None) -> dict[str, Any]:
-        """All rows by minutes with the share of full depth's scores that each keeps, and the gain of the minutes."""
-        minutes, finished = self.settings.minutes, stages.finished()
-        evaluations = sorted(stages.evaluations(), key=lambda evaluation: evaluation.minutes)
-        rows = with_kept([{"minutes": each.minutes, **row} for each in evaluations for row in each.rows])
-        if near_zero(rows):  # full depth, of which a share would be kept, does not do the task
-            rows = [row | {"kept": None, "kept_interval": None} for row in rows]
-        tuning = stages.find(Tuning, minutes)
-        shown = minutes if tuning else 0.0
-        kept = {row["minutes"]: row["kept"] for row in rows if row["name"] == target}
-        more: float | None = max(20.0, 2 * minutes)
-        if not tuning and minutes:
-            more = max(20.0, 2 * minutes, ceil(2 * (minutes - left.minutes)))
-        elif (kept.get(shown) or 0) >= _ALL:
-            more = None
-        return heading("prepared") | {
-            "model": self.name,
-            "full_depth": full and asdict(full),
-            "minutes": shown,
-            "minutes_given": minutes,
-            "minutes_left": left.minutes,
-            "more_minutes": more,
-            "keep": self.settings.keep,
-            "batch": self.settings.batch,
-            "target": target,
-            "seconds": {stage.key: stage.seconds for stage in finished},
-            "cpu_seconds": {stage.key: stage.cpu_seconds for stage in finished},
-            "rows": [row for row in rows if row["minutes"] in (0.0, shown)],
-            "kept_by_minutes": kept,
-            "dev_loss": [] if tuning is None else tuning.dev_losses,
-        }
-
-    def _saved(self, document: dict[str, Any], schedule: Schedule) -> Prepared:
-        """The result with its files: prepared.json, the picture and the model card."""
-        ready = Prepared(document, self.out, self.loaded)
-        document["use"] = ready.use
-        write_whole(self.out / PREPARED_FILE, json.dumps(document, indent=1) + "\n")
-        name = Path(self.name).name
-        charts = kept_charts(document["rows"], document["kept_by_minutes"], schedule.name, name)
-        save_charts(charts, self.out / PICTURE_FILE)
-        ready.write_card(self.sources.datasets)
-        return ready

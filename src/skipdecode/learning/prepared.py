@@ -6,29 +6,35 @@ import contextlib
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import prepared_use
+from skipdecode.common.jsonl import PREPARED_FILE, heading, prepared_use
 from skipdecode.common.tables import WIDTH, Printed, figures
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation.compare import (
     PERPLEXITY,
+    Row,
     fastest_that_keeps,
     impossible,
     kept_columns,
     near_zero,
     row_name,
     shown_name,
+    with_kept,
 )
+from skipdecode.evaluation.pictures import kept_charts, save_charts
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import HOW
 from skipdecode.generation.stats import depth_words
 from skipdecode.learning.calibrate import SCHEDULE_FILE
-from skipdecode.learning.stages import Evaluation, TuningPlan
+from skipdecode.learning.settings import PrepareOptions
+from skipdecode.learning.stage_log import Stages
+from skipdecode.learning.stages import Evaluation, FullDepth, Tuning, TuningPlan
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit, keep_fit
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, push_to_hub, write_card
@@ -41,6 +47,7 @@ FULL = "full"
 TIMES = {"full": "tuning at full depth", "answers": "own answers", "layers": "choosing layers"}
 TIMES |= {"pace": "speed of learning", "timing": "speed of decoding"}
 NEIGHBOURS = {"slower": 0.5, "faster": 1.25}  # also evaluated: their shares of the target's nominal gain
+_ALL = 0.995  # kept: more minutes bring nothing
 MILDER = {"slower": 0.5, "mildest": 0.2}  # where the target may be too fast to keep the share that was asked for
 
 
@@ -89,16 +96,16 @@ class Prepared(Printed):
         return LLM(self._loaded, use["schedule"], quantization=use.get("quantization", "none"))
 
     @property
-    def recommended(self) -> Mapping[str, Any] | None:
+    def recommended(self) -> Row | None:
         """The row that is fastest in batches and keeps the share of `keep`; None without `keep`, or such a row."""
         return self._fastest("request_speedup")
 
     @property
-    def recommended_alone(self) -> Mapping[str, Any] | None:
+    def recommended_alone(self) -> Row | None:
         """The row that is fastest for one request at a time; None as for `recommended`."""
         return self._fastest("request_speedup_alone")
 
-    def _fastest(self, speed: str) -> Mapping[str, Any] | None:
+    def _fastest(self, speed: str) -> Row | None:
         keep = self.document["keep"]
         return None if keep is None else fastest_that_keeps(self.rows, keep, speed)
 
@@ -125,7 +132,7 @@ class Prepared(Printed):
             write_whole(self.path / PICTURE_FILE, picture.read_bytes())
         write_card(self.path, self._loaded.checkpoint, self.schedule, "prepare")
 
-    def _file_of(self, row: Mapping[str, Any]) -> Path | None:
+    def _file_of(self, row: Row) -> Path | None:
         """The file of the schedule of one of the rows; None for the tuned checkpoint's own."""
         place = tuned_directory(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
         files = (place / f"{near}.json" for near in NEIGHBOURS | MILDER)
@@ -147,8 +154,10 @@ class Prepared(Printed):
             found = {"model": self._inside(tuned_directory(self.out, tuned))}
         if searched and row.get("name", "full").startswith("full"):
             found["schedule"] = "full"
-        elif file := self._file_of(row) if searched else None if tuned else self.schedule_file:
+        elif searched and (file := self._file_of(row)):
             found["schedule"] = self._inside(file)
+        elif not (searched or tuned):
+            found["schedule"] = self._inside(self.schedule_file)
         return found | ({"quantization": row["quantization"]} if "quantization" in row else {})
 
     def _inside(self, path: Path) -> str:
@@ -222,6 +231,59 @@ class Prepared(Printed):
         return "\n".join([*self.lines(), *filter(None, [self.untuned])])
 
 
+@dataclass(frozen=True)
+class Results:
+    """Makes prepared.json, the picture and the model card; `minutes_left` were left to tune under the schedule."""
+
+    settings: PrepareOptions
+    model: str
+    schedule: Schedule
+    minutes_left: float
+    full_depth: FullDepth | None
+
+    def document(self, stages: Stages) -> dict[str, Any]:
+        """Collect all rows with the share of full depth's scores that each keeps, and the gain of the minutes."""
+        minutes, finished, target = self.settings.minutes, stages.finished(), self.schedule.name
+        evaluations = sorted(stages.evaluations(), key=lambda evaluation: evaluation.minutes)
+        rows = with_kept([{"minutes": each.minutes, **row} for each in evaluations for row in each.rows])
+        if near_zero(rows):  # full depth, of which a share would be kept, does not do the task
+            rows = [row | {"kept": None, "kept_interval": None} for row in rows]
+        tuning = stages.find(Tuning, minutes)
+        shown = minutes if tuning else 0.0
+        kept = {row["minutes"]: row["kept"] for row in rows if row["name"] == target}
+        more: float | None = max(20.0, 2 * minutes)
+        if not tuning and minutes:
+            more = max(20.0, 2 * minutes, ceil(2 * (minutes - self.minutes_left)))
+        elif (kept.get(shown) or 0) >= _ALL:
+            more = None
+        return heading("prepared") | {
+            "model": self.model,
+            "full_depth": self.full_depth and asdict(self.full_depth),
+            "minutes": shown,
+            "minutes_given": minutes,
+            "minutes_left": self.minutes_left,
+            "more_minutes": more,
+            "keep": self.settings.keep,
+            "batch": self.settings.batch,
+            "target": target,
+            "seconds": {stage.key: stage.seconds for stage in finished},
+            "cpu_seconds": {stage.key: stage.cpu_seconds for stage in finished},
+            "rows": [row for row in rows if row["minutes"] in (0.0, shown)],
+            "kept_by_minutes": kept,
+            "dev_loss": [] if tuning is None else tuning.dev_losses,
+        }
+
+    def saved(self, document: dict[str, Any], prepared: Prepared, datasets: Sequence[str]) -> Prepared:
+        """Write the document of the prepared model, its picture and its card."""
+        document["use"] = prepared.use
+        write_whole(prepared.out / PREPARED_FILE, json.dumps(document, indent=1) + "\n")
+        name = Path(self.model).name
+        charts = kept_charts(document["rows"], document["kept_by_minutes"], self.schedule.name, name)
+        save_charts(charts, prepared.out / PICTURE_FILE)
+        prepared.write_card(datasets)
+        return prepared
+
+
 def tuned_directory(out: Path, minutes: float) -> Path:
     """The directory of the checkpoint that these minutes made."""
     return out / f"tuned-{minutes:g}"
@@ -243,7 +305,7 @@ def neighbours(target: Schedule, place: Path, shares: Mapping[str, float] = NEIG
     return list(found.values())
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _table(rows: Sequence[Row]) -> list[str]:
     columns = kept_columns(rows)
     at = [*columns].index("kept") + 1
     interval = {"95% interval": "{kept_interval[low]:.1%} to {kept_interval[high]:.1%}"}
@@ -263,5 +325,5 @@ def _table_lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield "perplexity flatters tasks in which one wrong token spoils an answer, such as code: run its tests"
 
 
-def _speed_words(row: Mapping[str, Any], speed: str) -> str:
+def _speed_words(row: Row, speed: str) -> str:
     return f"{row_name(row)}, {row[speed]:.2f} times as fast, keeps {row['kept']:.1%}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from skipdecode.common.progress import note
@@ -115,17 +115,10 @@ def search(
 ) -> Found:
     """Learn the order and the prompt set, and measure the schedule next to the baselines.
 
-    Parameters
-    ----------
-    influence : sequence of float
-        Block influence of each layer: the order itself, or what decides between equals.
-    meters : callable
-        Gives what measures the records to learn from, and those held out, with a fit or with none.
-    fitter : Fitter, optional
-        The order is then learned with a bridge over each layer that is left out, the prompt set is chosen with the fit
-        of all candidates, and the schedule gets that fit. Baselines have none.
-    until : float
-        Reading of `time.perf_counter()` after which no further prompt set is compared with those that were.
+    `influence`: block influence of each layer, the order itself or what decides between equals. `meters`: measure, with
+    a fit or none, the records to learn from and those held out. With a `fitter`, the order is learned with a bridge
+    over each layer that is left out, and the schedule, but no baseline, gets the fit of all candidates. `until`:
+    reading of `time.perf_counter()` after which no further prompt set is compared.
 
     Raises FitError, DivergedError: see `Fitter.fit` and `LossMeter.losses`.
     """
@@ -225,9 +218,6 @@ def _verdict(
     return found
 
 
-# ---------------------------------------------------------------------- drop orders
-
-
 def greedy_order(
     measure: Measure,
     layers: Sequence[int],
@@ -275,7 +265,7 @@ def block_influence(attachment: Attachment, examples: Sequence[Example], *, batc
     layers = list(decoder_layers(model))
     fed = torch.zeros(0)  # marks the tokens of a batch that count
 
-    def watch(index: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def watch(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before: Tensor = args[0] if args else kwargs["hidden_states"]
         after: Tensor = output[0] if isinstance(output, tuple) else output
         cosines = functional.cosine_similarity(before[fed].double(), after[fed].double(), dim=-1)

@@ -181,10 +181,7 @@ class TuneOptions(TuneConfig, SelfGeneratedOptions, RecordOptions):
     """All settings of `skipdecode.tune` that a recipe has: of the run, and of its records."""
 
     EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev", "response_field")}
-    OF_OWN_ANSWERS: ClassVar[dict[str, Any]] = {
-        "distill_weight": 1.0,
-        "sampled_speedups": (1.0, 1.25),
-    }
+    OF_OWN_ANSWERS: ClassVar[dict[str, Any]] = {"distill_weight": 1.0, "sampled_speedups": (1.0, 1.25)}
     """Other defaults with `self`: answers only teach full depth, and milder schedules lose very little there."""
 
     dev_records: int | None = option(

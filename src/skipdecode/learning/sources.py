@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,15 @@ from skipdecode.common.jsonl import json_line
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.common.rows import Input, dataset_id, read_rows
-from skipdecode.data.examples import (
-    RecordOptions,
-    encode_source,
-    make_template,
-    written_turns,
-)
+from skipdecode.data.examples import RecordOptions, encode_source, make_template, written_turns
 from skipdecode.data.records import refuse_rejects
 from skipdecode.data.source import Records, Source, held_out, load_records, read_file
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.errors import UsageError
+from skipdecode.evaluation.method_runs import generate_all
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
-from skipdecode.evaluation.run import generate_all
 from skipdecode.generation.self_generated import (
     DEV_FILE,
     TEST_FILE,
@@ -138,13 +134,13 @@ class Sources:
         examples, _ = encode_source(file, "train", template, loaded, options)
         most = round(_LONGER * max(len(example.response) for example in examples))
         about = {"checkpoint": checkpoint_digest(loaded) | {"fit": None}, "most": most}
-        how: dict[str, Any] = {"batch_size": _ROWS, "max_new_tokens": most, "until": until}
-        how["eos"] = set(ends := end_tokens(loaded.model, loaded.tokenizer))
+        ends = set(end_tokens(loaded.model, loaded.tokenizer))
         method, prompts = Method(open_engines(loaded.model, "auto", note)), [example.prompt for example in examples]
         # That of another tuning at full depth is replaced.
         log = ResumeLog(place / _ANSWERS_LOG, about, what="answers", remedy=ANEW, restart=True)
         with closing(log) as kept, progress_bar(len(prompts), "answer") as bar:
-            (found,) = generate_all([method], prompts, kept, **how, progress=bar.update)
+            generate = partial(generate_all, batch_size=_ROWS, max_new_tokens=most, eos=ends, until=until)
+            (found,) = generate([method], prompts, kept, progress=bar.update)
         answered = []
         for example, tokens in zip(examples, found.tokens, strict=False):  # those for which there was time
             text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
@@ -162,9 +158,9 @@ class Sources:
     def answers(self, loaded: LoadedModel, until: float) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
         settings, place, held_out = self._settings, self._out / "answers", "test" not in self._sources
-        sizes: dict[str, Any] = {"seed": settings.seed, "held_out": _HELD_OUT, "until": until}
-        sizes["tested"] = held_out * min(_TESTED, settings.test_records)
-        template, _ = own_answers(loaded, settings, settings, self._prompts, place, **sizes)
+        tested = held_out * min(_TESTED, settings.test_records)
+        answer = partial(own_answers, loaded, settings, settings, self._prompts, place)
+        template, _ = answer(seed=settings.seed, held_out=_HELD_OUT, tested=tested, until=until)
         if held_out:
             rows = [row for _, row in read_rows(place / TEST_FILE) if isinstance(row, dict)]
             if settings.task:  # the same prompts, with their references

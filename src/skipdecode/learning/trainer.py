@@ -24,6 +24,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, gather_object, parse_flag_from_env, set_seed
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipdecode.common.environment import keep_freed_memory, memory_gib, multiplies_bf16, return_freed_memory
 from skipdecode.common.files import copy_files
@@ -59,7 +60,7 @@ def _without_cudnn_attention() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a run came to. Losses are cross-entropy per response token; tokens count prompts and responses."""
+    """Result of a tuning run. Losses are cross-entropy per response token; tokens count prompts and responses."""
 
     steps: int
     best_step: int
@@ -69,34 +70,19 @@ class TuneResult:
     tokens_per_s: float
     precision: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
 
 class Tuner:
     """One tuning run.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Trained in place. Unless `config.full`, only a LoRA adapter is trained: a PeftModel's own, else a fresh one.
-    tokenizer : PreTrainedTokenizerBase
-        Saved with the model.
-    schedule : Schedule
-        What the model is tuned for.
-    out : Path
-        Directory of the run: the log, checkpoints while it runs, the best model at the end.
-    base_name : str, optional
-        How a saved adapter names its base model.
-    dtype : torch.dtype
-        Of a merged model: the type that the checkpoint had before.
+    `model` is trained in place; unless `config.full`, only its LoRA adapter: a PeftModel's own, else a fresh one. `out`
+    gets the log, checkpoints while it runs, and the best model with its `tokenizer` at the end. A saved adapter names
+    its base `base_name`; a merged model has the type `dtype` that the checkpoint had before.
     """
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         train: Sequence[Example],
         dev: Sequence[Example],
         schedule: Schedule,
@@ -120,12 +106,8 @@ class Tuner:
     def run(self, *, resume: bool = False, record: Callable[[TuneResult], None] = lambda _: None) -> TuneResult:
         """Train, keep the best weights on the dev records, and save them to `out`.
 
-        Parameters
-        ----------
-        resume : bool
-            Go on from the newest checkpoint in `out`, if there is one.
-        record : callable
-            Is handed the result, in the main process, once the model lies in `out` and before the checkpoints go.
+        `resume`: go on from the newest checkpoint in `out`, if there is one. `record`: called in the main process with
+        the result, once the model lies in `out` and before the checkpoints go.
 
         Raises DivergedError if the loss or its gradient is not finite; step and records are in `out`/diverged.json.
         """
@@ -144,9 +126,7 @@ class Tuner:
         self._finish(result, record)
         return result
 
-    # ------------------------------------------------------------------ set-up
-
-    def _set_up(self, model: Any) -> None:
+    def _set_up(self, model: PreTrainedModel) -> None:
         config = self._config
         keep_freed_memory()
         set_seed(config.seed)
@@ -172,8 +152,7 @@ class Tuner:
         teacher = Teacher(self._attachment, bare, adapter=self._adapter, copy=frozen, arithmetic=arithmetic)
         sharded = self._accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         kept = config.teacher_top_k > 0 and not sharded
-        said = KeptTeacher(teacher, config.teacher_top_k) if kept else teacher
-        objective = Objective(said, config.distill_weight)
+        objective = Objective(KeptTeacher(teacher, config.teacher_top_k) if kept else teacher, config.distill_weight)
         self._step = TrainStep(self._accelerator, self._model, self._optimizer, objective, config.clip)
         longest, memory = max(map(len, self._train)), memory_gib() or math.inf
         need = longest * self._step.token_bytes / 2**30
@@ -194,8 +173,6 @@ class Tuner:
 
     def _collate(self, examples: Sequence[Example], indices: Sequence[int]) -> Batch:
         return collate([examples[i] for i in indices]).to(self._accelerator.device)
-
-    # ------------------------------------------------------------------ the loop
 
     def _train_all(self) -> None:
         config, progress = self._config, self._checkpoints.progress
@@ -218,8 +195,8 @@ class Tuner:
                 if progress.step % 32 == 0:  # shapes leave gaps in the heap: 0.2 GB a step at a vocabulary of 262,144
                     return_freed_memory()
                 bar.update()
-                shown = {"loss": f"{report.loss:.4f}", "dev": _shown(progress.best_loss)}
-                shown |= {"tokens_per_s": row["tokens_per_s"]}
+                best = "-" if progress.best_loss is None else f"{progress.best_loss:.4f}"
+                shown = {"loss": f"{report.loss:.4f}", "dev": best, "tokens_per_s": row["tokens_per_s"]}
                 if config.minutes is not None:  # of the clock: the first steps say little of how many there will be
                     shown["minutes_left"] = f"{max(0.0, config.minutes - progress.clock / 60):.1f}"
                 bar.set_postfix(**shown)
@@ -284,7 +261,7 @@ class Tuner:
         return now
 
     def _steps(self) -> int:
-        """Steps of the whole run; of one that goes by the clock, as its speed so far has it."""
+        """Total steps; with `minutes`, extrapolated from the speed so far."""
         progress, minutes = self._checkpoints.progress, self._config.minutes
         if progress.is_over:
             return progress.step
@@ -353,8 +330,6 @@ class Tuner:
                 )
         return {"cross_entropy": mean, **losses}
 
-    # ------------------------------------------------------------------ the end
-
     def _result(self) -> TuneResult:
         progress = self._checkpoints.progress
         return TuneResult(
@@ -381,13 +356,6 @@ class Tuner:
         self._checkpoints.remove()
 
 
-def _shown(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
-
-
-# ---------------------------------------------------------------------- optimizer, devices and arithmetic
-
-
 def make_optimizer(model: nn.Module, config: TuneConfig) -> torch.optim.AdamW:
     """AdamW over the trainable weights, with weight decay on matrices only.
 
@@ -405,7 +373,7 @@ def make_optimizer(model: nn.Module, config: TuneConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=fused)
 
 
-def process_state() -> Any:
+def process_state() -> PartialState:
     """This process among those that the launcher started."""
     # Asked for first, the state would else not see that the launcher wants several processes on the CPU.
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
@@ -417,7 +385,7 @@ def _precision(asked: str, device: torch.device) -> str:
     return "bf16" if bf16 else "no"
 
 
-def make_accelerator(config: TuneConfig, schedule: Schedule, *, fitted: bool = False) -> Any:
+def make_accelerator(config: TuneConfig, schedule: Schedule, *, fitted: bool = False) -> Accelerator:
     """accelerate's Accelerator for a run; the launcher's devices, the precision and accumulation of `config`.
 
     `fitted`: a fit is trained.

@@ -14,12 +14,7 @@ from skipdecode.common.options import near
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.common.rows import check_streams, dataset_id
-from skipdecode.data.examples import (
-    Example,
-    encode_source,
-    make_template,
-    self_template,
-)
+from skipdecode.data.examples import Example, encode_source, make_template, self_template
 from skipdecode.data.prompts import vocabulary_size
 from skipdecode.data.source import Source, held_out, read_file
 from skipdecode.engine.opening import load
@@ -272,11 +267,11 @@ class _Run:
             out.mkdir(parents=True, exist_ok=True)
             write_recipe(recipe, out)
         result = tuner.run(
-            resume=before is not None, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out)
+            resume=before is not None, record=lambda done: write_recipe(recipe | {"result": asdict(done)}, out)
         )
         if state.is_main_process:
             write_card(out, self.checkpoint, schedule, "tune")
-        return Tuned(out, recipe | {"result": result.to_dict()})
+        return Tuned(out, recipe | {"result": asdict(result)})
 
     def _check(self) -> None:
         """Refuse wrong options before weights are loaded."""
