@@ -14,6 +14,7 @@ from itertools import permutations
 from typing import Any
 
 from skipdecode.common.bootstrap import Interval, Paired, compare
+from skipdecode.common.jsonl import Json
 from skipdecode.common.tables import WIDTH, figures, markdown
 from skipdecode.errors import DataError
 from skipdecode.evaluation.metrics import FIDELITY, METRICS, NEAR_ZERO
@@ -35,7 +36,7 @@ class Pair:
     metric: str
     comparison: Paired
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """JSON-ready: the runs' names, the metric, and the fields of `Paired`, whose `a` and `b` are the two scores."""
         return {"runs": [self.a, self.b], "metric": self.metric, **asdict(self.comparison)}
 
@@ -186,14 +187,14 @@ _SHOWN_NAMES = {"bleu": "BLEU", "chrf": "chrF", "rouge1": "ROUGE-1", "rouge2": "
 Row = Mapping[str, Any]
 
 
-def rows_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rows_of(document: Mapping[str, Any]) -> list[Json]:
     """A row for each schedule in the JSON output of `skipdecode eval`: name, speed-ups, scores (higher is better)."""
     if "runs" in document:
         return [_speeds(run) | _task_scores(run) | {"records": run.get("n")} for run in document["runs"]]
     return [_speeds(row) | _self_scores(row) | {"records": document.get("n")} for row in document["rows"]]
 
 
-def _speeds(found: Row) -> dict[str, Any]:
+def _speeds(found: Row) -> Json:
     full = found["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
     request, decode = (1.0 if full else found.get(name) for name in ("request_speedup", "decode_speedup"))
     how = found.get("config", {}).get("method", found)
@@ -202,20 +203,20 @@ def _speeds(found: Row) -> dict[str, Any]:
     return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode} | more
 
 
-def _task_scores(run: Row) -> dict[str, Any]:
+def _task_scores(run: Row) -> Json:
     metrics = run["metrics"]
     scores = {name: entry["score"] for name, entry in metrics.items() if name in METRICS}
     return {"copied": metrics.get("copied", {}).get("score"), "scores": scores, "shares": run.get("kept", {})}
 
 
-def _self_scores(found: Row) -> dict[str, Any]:
+def _self_scores(found: Row) -> Json:
     worse = found["of_base"]
     ratio = worse["estimate"]
     share = {"estimate": 1 / ratio, "low": 1 / worse["high"], "high": 1 / worse["low"]}
     return {"perplexity_ratio": ratio, "scores": {PERPLEXITY: 100 / ratio}, "shares": {PERPLEXITY: share}}
 
 
-def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def with_kept(rows: Sequence[Row]) -> list[Json]:
     """The rows with the share of full depth's scores that each keeps: the smallest over all scores.
 
     If there are several rows of full depth, a score is compared with the best of them. Scores below 5 of 100 at full
@@ -245,7 +246,7 @@ def shown_name(score: str) -> str:
     return _SHOWN_NAMES.get(score, score)
 
 
-def _least(row: Row, shares: Mapping[str, float]) -> dict[str, Any]:
+def _least(row: Row, shares: Mapping[str, float]) -> Json:
     """The smallest share, with its interval."""
     if not shares:
         return {"kept": None, "kept_interval": None}

@@ -19,7 +19,7 @@ import numpy as np
 
 from skipdecode.common.bootstrap import Table
 from skipdecode.common.files import RunDirectory, write_whole
-from skipdecode.common.jsonl import read_result
+from skipdecode.common.jsonl import Json, read_result
 from skipdecode.common.options import OVERWRITE, Options, option, setting
 from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.common.rows import read_rows
@@ -121,7 +121,7 @@ class Run:
         return bool(self.data["config"].get("method", {}).get("name") == "full")
 
     @cached_property
-    def outputs(self) -> list[dict[str, Any]]:
+    def outputs(self) -> list[Json]:
         """Rows of the outputs file, in the order of the data; raises DataError if it is missing or broken."""
         path = self.path.parent / str(self.data["outputs"])
         if not path.is_file():
@@ -189,7 +189,7 @@ def open_log(directory: Path, about: Mapping[str, Any], *, overwrite: bool) -> R
     return ResumeLog(directory / _UNFINISHED, parts, what="finished batches", remedy=ANEW, restart=overwrite)
 
 
-def model_about(llm: LLM, name: str | None) -> dict[str, Any]:
+def model_about(llm: LLM, name: str | None) -> Json:
     """What a result says of a loaded model; `name` is its name in tables."""
     loaded, fast = llm.loaded, llm.backend.fast
     return {

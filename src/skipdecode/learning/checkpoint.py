@@ -21,7 +21,7 @@ from typing import Any
 
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import give_usual_mode, write_whole, writing
-from skipdecode.common.jsonl import heading
+from skipdecode.common.jsonl import Json, heading
 from skipdecode.common.progress import note
 from skipdecode.common.resume import ANEW, other_settings
 from skipdecode.data.source import Records
@@ -54,11 +54,11 @@ class RunProgress:
     halvings: int = 0
     is_over: bool = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """For accelerate's checkpoint."""
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """From accelerate's checkpoint."""
         for name, value in state.items():
             setattr(self, name, value)
@@ -175,7 +175,7 @@ class RunLog:
         write_whole(path, "".join(map(_line, [heading("tuning"), *rows])))
         self._path, self._file = path, path.open("ab", buffering=0)
 
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    def write(self, kind: str, step: int, values: Json) -> None:
         """One row; it is on its way to the disk when this returns."""
         with writing(self._path):
             self._file.write(_line({"kind": kind, "step": step, **values}).encode())
@@ -185,7 +185,7 @@ class RunLog:
         self._file.close()
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[Json]:
     """The rows of a log; none if there is no file. A last line that a kill cut off is left out."""
     if not path.is_file():
         return []
@@ -201,7 +201,7 @@ def dev_losses(path: Path) -> list[tuple[float, float]]:
     return [(minutes.get(row["step"], 0.0), row["cross_entropy"]) for row in rows if row["kind"] == "dev"]
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Json) -> str:
     return json.dumps(row) + "\n"
 
 
@@ -218,7 +218,7 @@ def make_recipe(
     checkpoint: Mapping[str, Any] | None = None,
     base: Mapping[str, Any] | None = None,
     processes: int = 1,
-) -> dict[str, Any]:
+) -> Json:
     """A recipe without result; JSON-ready.
 
     `template`: what the options made prompts of, in full. `checkpoint`: of
@@ -243,7 +243,7 @@ def make_recipe(
     return dict(json.loads(json.dumps(recipe)))
 
 
-def data_entry(file: Records, records: int, rejects: int) -> dict[str, Any]:
+def data_entry(file: Records, records: int, rejects: int) -> Json:
     """What a recipe says of a data file; its name without the directory, for the digest tells more."""
     name = "-" if file.stream else Path(file.name).name
     return {"file": name, "sha256": file.sha256, "records": records, "skipped": rejects}

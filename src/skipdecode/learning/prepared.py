@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import PREPARED_FILE, heading, prepared_use
+from skipdecode.common.jsonl import PREPARED_FILE, Json, heading, prepared_use
 from skipdecode.common.tables import WIDTH, Printed, figures
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation.compare import (
@@ -140,7 +140,7 @@ class Prepared(Printed):
         return next((file for file in files if file.is_file() and Schedule.load(file).name == name), own)
 
     @property
-    def use(self) -> dict[str, Any]:
+    def use(self) -> Json:
         """The model, schedule and quantization that use the result; a tuned model has its schedule.
 
         With `keep` those of the recommended row, else the tuned model, or the model with the schedule and its fit.
@@ -164,7 +164,7 @@ class Prepared(Printed):
         return f"./{path.relative_to(self.out).as_posix()}"
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Json]:
         """A row for each evaluated schedule: minutes, name, request_speedup, decode_speedup, scores, kept and more."""
         return list(self.document["rows"])
 
@@ -241,7 +241,7 @@ class Results:
     minutes_left: float
     full_depth: FullDepth | None
 
-    def document(self, stages: Stages) -> dict[str, Any]:
+    def document(self, stages: Stages) -> Json:
         """Collect all rows with the share of full depth's scores that each keeps, and the gain of the minutes."""
         minutes, finished, target = self.settings.minutes, stages.finished(), self.schedule.name
         evaluations = sorted(stages.evaluations(), key=lambda evaluation: evaluation.minutes)
@@ -273,7 +273,7 @@ class Results:
             "dev_loss": [] if tuning is None else tuning.dev_losses,
         }
 
-    def saved(self, document: dict[str, Any], prepared: Prepared, datasets: Sequence[str]) -> Prepared:
+    def saved(self, document: Json, prepared: Prepared, datasets: Sequence[str]) -> Prepared:
         """Write the document of the prepared model, its picture and its card."""
         document["use"] = prepared.use
         write_whole(prepared.out / PREPARED_FILE, json.dumps(document, indent=1) + "\n")

@@ -165,9 +165,9 @@ class Sources:
             rows = [row for _, row in read_rows(place / TEST_FILE) if isinstance(row, dict)]
             if settings.task:  # the same prompts, with their references
                 task = self.task(1)
-                tested, field = set(map(task.template.render, rows)), task.references[0]
+                questions, field = set(map(task.template.render, rows)), task.references[0]
                 found = load_records(task, settings.prompts, skip_bad=settings.skips_bad).items
-                rows = [{**one.values, field: list(one.references)} for one in found if one.prompt in tested]
+                rows = [{**one.values, field: list(one.references)} for one in found if one.prompt in questions]
                 write_whole(place / TEST_FILE, b"".join(map(json_line, rows)))
             note(f"no `test`: {len(rows)} prompts that are not learned from are held out for the evaluation")
         options = settings.part(RecordOptions) if settings.task else self._options(template)
