@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from skipdecode.common.environment import environment, isolated_torch, multiplies_bf16
+from skipdecode.common.hf_types import PreTrainedModel
+from skipdecode.common.jsonl import Json
 from skipdecode.common.options import near
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.common.rows import check_streams, dataset_id
 from skipdecode.data.examples import Example, encode_source, make_template, self_template
 from skipdecode.data.prompts import vocabulary_size
-from skipdecode.data.source import Source, held_out, read_file
+from skipdecode.data.source import Records, Source, held_out, read_file
+from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
 from skipdecode.generation.llm import LLM
@@ -66,7 +71,7 @@ class Tuned:
     """
 
     path: Path
-    recipe: Mapping[str, Any]
+    recipe: Json
 
     @property
     def schedule(self) -> Schedule:
@@ -74,7 +79,7 @@ class Tuned:
         return Schedule.from_dict(self.recipe["schedule"])
 
     @property
-    def result(self) -> Mapping[str, Any]:
+    def result(self) -> Json:
         """Steps, best step, dev loss per response token, tokens and their number per second."""
         return self.recipe["result"]  # type: ignore[no-any-return]
 
@@ -166,9 +171,7 @@ def tune(
     return _Run(settings, checkpoint, loaded, train, dev, Path(out), schedule, seq_len, fit, stored, overwrite).run()
 
 
-def _settings(
-    stored: Mapping[str, Any] | None, recipe: str | Path | None, options: Mapping[str, Any]
-) -> tuple[TuneOptions, dict[str, Any]]:
+def _settings(stored: Json | None, recipe: str | Path | None, options: Json) -> tuple[TuneOptions, Json]:
     """The settings: those that are given, else those of the recipe; and the recipe's options."""
     names = {field.name for field in fields(TuneOptions)}
     given = {name: value for name, value in options.items() if value is not None}
@@ -198,7 +201,7 @@ class _Run:
     asked: Schedule | str | Path | None
     seq_len: int | None
     fit: Fit | str | Path | None
-    recipe: Mapping[str, Any] | None
+    recipe: Json | None
     overwrite: bool
 
     @property
@@ -294,16 +297,14 @@ class _Run:
                 "`merge`, which merges it and tunes a fresh one"
             )
 
-    def _read(self, template: Any, **sources: Source | None) -> dict[str, Any]:
+    def _read(self, template: PromptTemplate, **sources: Source | None) -> dict[str, Records]:
         given = {name: source for name, source in sources.items() if source is not None}
         check_streams(str(source) for source in given.values() if isinstance(source, str | Path))
         limits, skip_bad = {"dev": self.settings.dev_records}, self.settings.skips_bad or self.settings.self
         return {n: read_file(one, template, limit=limits.get(n), skip_bad=skip_bad) for n, one in given.items()}
 
-    def _loaded(self) -> tuple[LoadedModel, dict[str, Any]]:
+    def _loaded(self) -> tuple[LoadedModel, Json]:
         """The model to train, whose adapter is merged unless it is tuned further, and the digest of what was loaded."""
-        import torch
-
         settings = self.settings
         # Trained weights are fp32; mixed precision is for the forward pass. The base of a LoRA keeps its type.
         as_stored = not settings.full and settings.precision != "fp32" and torch.cuda.is_available()
@@ -367,7 +368,7 @@ class _Run:
         )
 
 
-def copied(model: Any, dtype: Any) -> Any:
+def copied(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
     """A copy of a loaded model, in `dtype` unless None; weights that an engine fused are separate tensors again."""
     copied = copy.deepcopy(model)
     copied = copied if dtype is None else copied.to(dtype)
@@ -377,10 +378,8 @@ def copied(model: Any, dtype: Any) -> Any:
     return copied
 
 
-def in_hardware_type(model: Any) -> Any:
+def in_hardware_type(model: PreTrainedModel) -> PreTrainedModel:
     """The model, or a copy in fp32 on a CPU that emulates the model's type, which takes several times as long."""
-    import torch
-
     device, dtype = model.device.type, model.dtype
     exact = dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bf16(device))
     return model if exact or device != "cpu" else copied(model, torch.float32)
