@@ -207,7 +207,7 @@ def _quiet_seconds(runs: Sequence[Sequence[float]]) -> float:
 
     Other work only adds time, and a median over the runs would take it in once it disturbs half of them.
     """
-    return statistics.median(sorted(times)[len(times) // 4] for times in zip(*runs, strict=True))
+    return float(statistics.median(sorted(times)[len(times) // 4] for times in zip(*runs, strict=True)))
 
 
 def fitted(

@@ -335,7 +335,7 @@ def task_of(checkpoint: Checkpoint, task: Task | str | Path | None) -> Task:
     alike = (name for name in task_names() if load_task(name).prompt == template.text)
     plain = load_task(next(alike, "jsonl"), check_metric)
     references = tuple(dict.fromkeys((*template.responses, *plain.references)))
-    plain = replace(plain, prompt=str(template.text), references=references, chat=template.chat)
+    plain = replace(plain, prompt=str(template.text), references=references, chat=bool(template.chat))
     return replace(plain, truncate=template.truncate, max_prompt_tokens=template.max_prompt_tokens)
 
 
