@@ -158,9 +158,9 @@ class Sources:
     def answers(self, loaded: LoadedModel, until: float) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
         settings, place, held_out = self._settings, self._out / "answers", "test" not in self._sources
-        tested = held_out * min(_TESTED, settings.test_records)
+        count = held_out * min(_TESTED, settings.test_records)
         answer = partial(own_answers, loaded, settings, settings, self._prompts, place)
-        template, _ = answer(seed=settings.seed, held_out=_HELD_OUT, tested=tested, until=until)
+        template, _ = answer(seed=settings.seed, held_out=_HELD_OUT, tested=count, until=until)
         if held_out:
             rows = [row for _, row in read_rows(place / TEST_FILE) if isinstance(row, dict)]
             if settings.task:  # the same prompts, with their references
