@@ -7,10 +7,12 @@ if TYPE_CHECKING:
     from peft import PeftConfig as PeftConfig
     from peft import PeftModel as PeftModel
     from torch import Tensor as Tensor
+    from transformers import GenerationConfig as GenerationConfig
     from transformers import PretrainedConfig as PretrainedConfig
     from transformers import PreTrainedModel as PreTrainedModel
-    from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     Device = torch.device
+    Tokenizer = PreTrainedTokenizerBase
 else:
-    PeftConfig = PeftModel = PretrainedConfig = PreTrainedModel = PreTrainedTokenizerBase = Tensor = Device = Any
+    PeftConfig = PeftModel = GenerationConfig = PretrainedConfig = PreTrainedModel = Tokenizer = Tensor = Device = Any

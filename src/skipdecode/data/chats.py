@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from skipdecode.common.jsonl import Fields
-from skipdecode.common.types import PreTrainedTokenizerBase
+from skipdecode.common.types import Tokenizer
 from skipdecode.data.messages import REASONING, Message, checked_text
 from skipdecode.errors import DataError, ModelLoadError, OptionError
 
@@ -27,7 +27,7 @@ _OF_TOOLS = ("name", "tool_call_id")
 _MARK = "8c1f0e"  # a text that stands nowhere else in a rendered chat
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+def token_ids(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
     """Token ids of texts, with the tokenizer's special tokens where `special`.
 
     A text that begins with the start token gets no second one.
@@ -42,7 +42,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, speci
     ]
 
 
-def chat_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def chat_fault(tokenizer: Tokenizer) -> str | None:
     """Why a tokenizer renders no chats, None if it does; of several templates, the one named "default" is used.
 
     Raises ModelLoadError if the template is no valid program.
@@ -52,7 +52,7 @@ def chat_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return fault
 
 
-def template_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def template_fault(tokenizer: Tokenizer) -> str | None:
     """Why a tokenizer has no chat template to render with, None if it has one; see `chat_fault`."""
     template = getattr(tokenizer, "chat_template", None)
     if template is None:
@@ -62,16 +62,14 @@ def template_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return None
 
 
-def unread_variable(
-    tokenizer: PreTrainedTokenizerBase, names: Iterable[str], tools: Sequence[Tool] | None = None
-) -> str | None:
+def unread_variable(tokenizer: Tokenizer, names: Iterable[str], tools: Sequence[Tool] | None = None) -> str | None:
     """The first of these variables that the chat template does not use; None if it uses all."""
     template = str(tokenizer.get_chat_template(tools=tools))
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     return next((name for name in names if name in own or not re.search(rf"\b{re.escape(name)}\b", template)), None)
 
 
-def checked_variables(tokenizer: PreTrainedTokenizerBase, variables: Fields | None) -> Fields:
+def checked_variables(tokenizer: Tokenizer, variables: Fields | None) -> Fields:
     """The variables of every chat, none for None; raises OptionError if the chat template does not use one."""
     if not variables:
         return {}
@@ -86,7 +84,7 @@ def checked_variables(tokenizer: PreTrainedTokenizerBase, variables: Fields | No
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
     *,
@@ -137,7 +135,7 @@ def _names_read(template: str) -> set[str]:
 
 
 def unused_roles(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NOTHING
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NOTHING
 ) -> set[str]:
     """Roles of which the template leaves out a message; answers do not count, since some are left out by intent."""
     if {message["role"] for message in messages} <= {"user", "assistant"}:
@@ -149,7 +147,7 @@ def unused_roles(
 
 
 def unused_fields(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     tools: Sequence[Tool],
     text: str,
@@ -168,7 +166,7 @@ def unused_fields(
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NOTHING
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NOTHING
 ) -> str | None:
     try:
         return render_chat(tokenizer, messages, tools, variables=variables)
@@ -176,7 +174,7 @@ def _rendered(
         return None
 
 
-def response_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, chat: bool = False) -> list[list[int]]:
+def response_ids(texts: Sequence[str], tokenizer: Tokenizer, *, chat: bool = False) -> list[list[int]]:
     """Token ids of responses, without the prompt; they end with the end token if the tokenizer has one.
 
     With `chat`, a response is what the chat template writes for an answer; if no token that was added to the vocabulary
@@ -197,7 +195,7 @@ def response_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, ch
     return [row if is_ended else [*row, *end] for row, is_ended in zip(rows, ended, strict=True)]
 
 
-def _turn(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:
+def _turn(tokenizer: Tokenizer, before: str, text: str) -> str:
     """Render an answer behind the prompt `before` with the template, without white space behind the answer's end.
 
     White space of the answer itself stays, unless the template takes it off.
@@ -212,13 +210,11 @@ def _turn(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:
     return turn.removesuffix(tail) + tail.rstrip() if turn.endswith(text + tail) else turn.rstrip()
 
 
-def _answered(
-    tokenizer: PreTrainedTokenizerBase, text: str, more: Fields = _NOTHING, tools: Sequence[Tool] = ()
-) -> str:
+def _answered(tokenizer: Tokenizer, text: str, more: Fields = _NOTHING, tools: Sequence[Tool] = ()) -> str:
     return render_chat(tokenizer, [*_PROBE, {"role": "assistant", "content": text, **more}], tools, answer=False)
 
 
-def turn_text(tokenizer: PreTrainedTokenizerBase, text: str, more: Fields, tools: Sequence[Tool]) -> str:
+def turn_text(tokenizer: Tokenizer, text: str, more: Fields, tools: Sequence[Tool]) -> str:
     """An answer with its calls of tools and its reasoning (`more`) as the chat template writes it; `text` if it does
     not write them.
 

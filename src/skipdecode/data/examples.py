@@ -14,7 +14,7 @@ from skipdecode.common.files import is_stream
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.common.rows import read_rows
-from skipdecode.common.types import PreTrainedTokenizerBase
+from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import response_ids, turn_text
 from skipdecode.data.prompts import (
     EncodedPrompt,
@@ -184,7 +184,7 @@ class Example:
         return len(self.prompt) + len(self.response)
 
 
-def written_turns(records: Records, template: PromptTemplate, tokenizer: PreTrainedTokenizerBase) -> Records:
+def written_turns(records: Records, template: PromptTemplate, tokenizer: Tokenizer) -> Records:
     """The records with calls of tools and reasoning in the text of their responses, as the chat template has them.
 
     What it does not write is left out, and so are responses that have nothing else; a note names both. Records whose
@@ -234,7 +234,7 @@ def encode_source(
 def encode_examples(
     file: Records,
     template: PromptTemplate,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     max_length: int | None = None,
     vocabulary: int | None = None,

@@ -11,7 +11,7 @@ from itertools import islice
 
 from skipdecode.common.jsonl import Fields
 from skipdecode.common.progress import note
-from skipdecode.common.types import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel, Tokenizer
 from skipdecode.data.chats import chat_fault, checked_variables, render_chat, token_ids, unused_fields, unused_roles
 from skipdecode.data.messages import checked_text
 from skipdecode.data.records import Record
@@ -54,7 +54,7 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         context: int | None,
         template: PromptTemplate = _PLAIN,
         *,
@@ -177,7 +177,7 @@ class PromptEncoder:
         return text, shorter
 
 
-def outside(token_ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, vocabulary: int | None) -> str | None:
+def outside(token_ids: Iterable[int], tokenizer: Tokenizer, vocabulary: int | None) -> str | None:
     """The first token that a model of `vocabulary` tokens does not know, in words; None if it knows all."""
     token = next((token for token in token_ids if vocabulary is not None and not 0 <= token < vocabulary), None)
     if token is None:
@@ -208,7 +208,7 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
     return room
 
 
-def check_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
+def check_end_token(tokenizer: Tokenizer) -> None:
     """Raise DataError if the tokenizer has no end token."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end token, so texts would not end: name one in its tokenizer_config.json")

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import islice
 
 from skipdecode.common.jsonl import Fields, Json, Row
-from skipdecode.common.types import PreTrainedTokenizerBase
+from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import chat_fault
 from skipdecode.data.messages import Message, as_text, chat_fields, read_messages
 from skipdecode.data.records import Record, read_records
@@ -63,7 +63,7 @@ class PromptTemplate:
         """The fields in braces, each once."""
         return () if self.text is None else _fields_of(self.text)
 
-    def decided(self, tokenizer: PreTrainedTokenizerBase) -> PromptTemplate:
+    def decided(self, tokenizer: Tokenizer) -> PromptTemplate:
         """Return the template for a tokenizer: with chats if it renders chats, where nothing else was said."""
         return self if self.chat is not None else replace(self, chat=chat_fault(tokenizer) is None)
 

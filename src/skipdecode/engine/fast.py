@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.common.environment import isolated_torch
-from skipdecode.common.hf_types import PreTrainedModel
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.engine.base import Engine
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from skipdecode.common.environment import read_in_turn
-from skipdecode.common.hf_types import PreTrainedModel
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead

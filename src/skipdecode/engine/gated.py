@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.common.environment import isolated_torch
-from skipdecode.common.hf_types import PreTrainedModel
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import StepOutput
 from skipdecode.engine.sampling import Predicted, Sampler, scores

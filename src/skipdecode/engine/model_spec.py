@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from skipdecode.common.hf_types import PreTrainedConfig, PreTrainedModel
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel
 from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Prologue
 from skipdecode.engine.kernels.weights import QuantizedWeight, huge_pages
 from skipdecode.errors import UnfitModelError
@@ -57,7 +57,7 @@ class Reader:
     settings: tuple[str, ...] = ()  # of a config: those that this family applies; another's may name them in vain
     convolution: str = ""  # in a layer that has it: the short convolution that stands for attention
 
-    def setting(self, config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+    def setting(self, config: PretrainedConfig, name: str, default: Any = None) -> Any:
         """A setting's value, if the family applies it."""
         return getattr(config, name, default) if name in self.settings else default
 
@@ -194,7 +194,7 @@ def _read(reader: Reader, model: PreTrainedModel, positions: int, join: Join) ->
 
 
 def _read_layer(
-    reader: Reader, layer: Part, config: PreTrainedConfig, index: int, rotary: dict[str | None, Any], join: Join
+    reader: Reader, layer: Part, config: PretrainedConfig, index: int, rotary: dict[str | None, Any], join: Join
 ) -> LayerSpec:
     first, *more = (getattr(layer, name) if name else None for name in reader.attention_norms)
     second, *most = (getattr(layer, name) if name else None for name in reader.mlp_norms)
@@ -243,7 +243,7 @@ def _convolution(module: Part, heads: int) -> AttentionSpec:
 
 
 def _attention(
-    reader: Reader, attention: Part, config: PreTrainedConfig, index: int, columns: int, rotary: dict[str | None, Any]
+    reader: Reader, attention: Part, config: PretrainedConfig, index: int, columns: int, rotary: dict[str | None, Any]
 ) -> AttentionSpec:
     heads, dim, window = config.num_attention_heads, attention.head_dim, layer_windows(config)[index] or 0
     types = getattr(config, "layer_types", None)
@@ -278,7 +278,7 @@ def _rotary_tables(body: Part, positions: int) -> dict[str | None, tuple[Tensor,
     return tables
 
 
-def _query_scale(reader: Reader, config: PreTrainedConfig, positions: int) -> Tensor | None:
+def _query_scale(reader: Reader, config: PretrainedConfig, positions: int) -> Tensor | None:
     """Factors of the queries that grow with the position (Ministral 3); None if they are 1."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "llama_4_scaling_beta" not in reader.settings or not (beta := rope.get("llama_4_scaling_beta")):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from skipdecode.common.environment import isolated_torch, multiplies_bf16, read_in_turn
-from skipdecode.common.hf_types import PreTrainedModel, Tokenizer
+from skipdecode.common.types import PreTrainedModel, Tokenizer
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model

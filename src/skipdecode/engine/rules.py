@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.common.hf_types import GenerationConfig
 from skipdecode.common.options import Options, option, setting
+from skipdecode.common.types import GenerationConfig
 from skipdecode.errors import OptionError, UsageError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from skipdecode.common.hf_types import Tokenizer
 from skipdecode.common.options import kinds
+from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import ToolChoice
 from skipdecode.data.messages import chat_fields
 from skipdecode.data.records import OwnSettings, ReadRow, Record

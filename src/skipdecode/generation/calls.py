@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 
-from skipdecode.common.hf_types import Tokenizer
+from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import Tool, ToolChoice, name_of
 from skipdecode.data.records import OwnSettings
 from skipdecode.errors import UsageError

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from skipdecode.common.hf_types import Tokenizer
+from skipdecode.common.types import Tokenizer
 from skipdecode.data.stopping import StopSearch, StopStrings
 from skipdecode.engine.requests import StepOutput
 

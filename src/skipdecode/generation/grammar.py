@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from skipdecode.common.hf_types import Tokenizer
+from skipdecode.common.types import Tokenizer
 from skipdecode.errors import GrammarError, MissingExtraError, UsageError
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any, Self
 
 from skipdecode.common.bootstrap import Stopwatch
-from skipdecode.common.hf_types import Tokenizer
 from skipdecode.common.resume import ResumeLog
 from skipdecode.common.tables import speedups
+from skipdecode.common.types import Tokenizer
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import Backend

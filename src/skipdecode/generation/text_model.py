@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from skipdecode.common.environment import isolated_torch
-from skipdecode.common.hf_types import PreTrainedModel
 from skipdecode.common.progress import note
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.data.chats import checked_variables
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length, vocabulary_size
 from skipdecode.data.template import PromptTemplate

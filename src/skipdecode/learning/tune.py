@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skipdecode.common.environment import environment, isolated_torch, multiplies_bf16
-from skipdecode.common.hf_types import PreTrainedModel
 from skipdecode.common.jsonl import Json
 from skipdecode.common.options import near
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.common.rows import check_streams, dataset_id
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.data.examples import Example, encode_source, make_template, self_template
 from skipdecode.data.prompts import vocabulary_size
 from skipdecode.data.source import Records, Source, held_out, read_file

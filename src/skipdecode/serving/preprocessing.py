@@ -9,8 +9,8 @@ import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from skipdecode.common.hf_types import Tokenizer
 from skipdecode.common.options import kinds
+from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import (
     chat_fault,
     render_chat,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from skipdecode.common.hf_types import Tokenizer
+from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import template_fault
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.template import PromptTemplate

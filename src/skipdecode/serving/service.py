@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from skipdecode.common.hf_types import PreTrainedModel, Tokenizer
 from skipdecode.common.progress import note
+from skipdecode.common.types import PreTrainedModel, Tokenizer
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.data.prompts import context_length, vocabulary_size
 from skipdecode.data.stopping import StopStrings

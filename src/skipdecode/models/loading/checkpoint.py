@@ -15,7 +15,7 @@ from typing import Protocol
 from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.options import near
 from skipdecode.common.progress import note
-from skipdecode.common.types import PeftModel, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from skipdecode.common.types import PeftModel, PretrainedConfig, PreTrainedModel, Tokenizer
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.checkpoint_schedule import (
     ADAPTER_FILE,
@@ -136,7 +136,7 @@ class LoadedModel:
     """
 
     model: PreTrainedModel | PeftModel
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: Tokenizer | None
     checkpoint: Checkpoint
 
     def untuned_line(self, schedules: Iterable[Schedule]) -> str | None:

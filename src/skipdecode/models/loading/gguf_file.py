@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.common.jsonl import Json
-from skipdecode.common.types import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Tensor
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel, Tensor, Tokenizer
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ SPLITS: dict[str, list[str | Json]] = {
 }
 
 
-def write_gguf(model: PreTrainedModel, path: Path, kind: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def write_gguf(model: PreTrainedModel, path: Path, kind: str, tokenizer: Tokenizer | None = None) -> None:
     """Write the weights of `model` (of type llama, mistral, qwen2 or qwen3) and its tokenizer to `path`.
 
     `kind` is the type of the matrices. A matrix whose rows are no multiple of 32 stays f16 in a quantized file. Without
@@ -160,7 +160,7 @@ def _write_sizes(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, size: int) -> None:
+def _write_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, size: int) -> None:
     """Vocabulary, merges, special tokens and chat template; `size` is the number of rows of the embedding."""
     from gguf import TokenType
 

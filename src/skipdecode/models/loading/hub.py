@@ -12,7 +12,7 @@ from pathlib import Path
 
 from skipdecode.common.jsonl import Json, read_json
 from skipdecode.common.progress import note, without_foreign_bars
-from skipdecode.common.types import Device, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from skipdecode.common.types import Device, PretrainedConfig, PreTrainedModel, Tokenizer
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.models.checkpoint_schedule import GENERATION_FILE, record_tuned_under, store_in_adapter
 from skipdecode.models.families import unwrap
@@ -96,7 +96,7 @@ def _listed(tokens: int | list[int] | None) -> list[int]:
     return [int(token) for token in (tokens if isinstance(tokens, list) else [tokens]) if token is not None]
 
 
-def _tokenizer(checkpoint: Checkpoint, required: bool) -> PreTrainedTokenizerBase | None:
+def _tokenizer(checkpoint: Checkpoint, required: bool) -> Tokenizer | None:
     """The adapter's tokenizer if it has one, else the model's; None if neither has one and it is not `required`."""
     from transformers import AutoTokenizer
 
@@ -112,7 +112,7 @@ def _tokenizer(checkpoint: Checkpoint, required: bool) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def _complete(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+def _complete(tokenizer: Tokenizer, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Name the tokenizer's end token by the configs, and its pad token by the end token, where it names none."""
     if tokenizer.eos_token is None:
         ends = configured_ends(model) or _listed(checkpoint.entries.get("eos_token_id"))

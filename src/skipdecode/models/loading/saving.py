@@ -23,7 +23,7 @@ from torch import Tensor
 from skipdecode.common.files import give_usual_mode, write_whole, writing
 from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.progress import note, without_foreign_bars
-from skipdecode.common.types import PeftModel, PreTrainedModel, PreTrainedTokenizerBase
+from skipdecode.common.types import PeftModel, PreTrainedModel, Tokenizer
 from skipdecode.models.checkpoint_schedule import (
     FIT_FILE,
     GENERATION_FILE,
@@ -46,7 +46,7 @@ _PHI3_SCALING = {"rope_type", "short_factor", "long_factor", "original_max_posit
 
 def save_model(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     directory: Path,
     *,
     state_dict: Mapping[str, Tensor] | None = None,
@@ -69,7 +69,7 @@ def save_model(
 
 def save_tuned(
     model: PreTrainedModel | PeftModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     schedule: Schedule,
     directory: Path,
     *,
@@ -129,7 +129,7 @@ def merge_saved(model: PeftModel, directory: Path) -> PreTrainedModel:
     return merge_adapter(model)
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase | None, directory: Path, *, shown: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer | None, directory: Path, *, shown: Path) -> None:
     """Write a tokenizer, if there is one, and give all files of the directory their usual permissions."""
     if tokenizer is not None:
         with writing(shown / _TOKENIZER):
