@@ -395,10 +395,8 @@ def first(document: Row) -> Table:
     found = {(row["task"], row["minutes"], row["lever"]): row for row in document["rows"] + learned["rows"]}
     rows = [dict(found[task, minutes, lever], shown=shown) for task, minutes, lever, shown in chosen]
     # Perplexity flatters programs: the last row is of problems that are solved.
-    solved = [
-        row["passed"] for row in read_result(ROOT / "results" / "humaneval-skipping-qwen2.5-coder-0.5b.json")["rows"]
-    ]
-    rows[-1]["kept"] = solved[-1] / solved[0]
+    skipping = read_result(ROOT / "results" / "humaneval-skipping-qwen2.5-coder-0.5b.json")["rows"]
+    rows[-1]["kept"] = skipping[-1]["passed"] / skipping[0]["passed"]
     return table(rows, columns)
 
 
