@@ -51,15 +51,22 @@ class Outputs:
     full: list[list[int]] = field(default_factory=list)
 
 
-def with_w8a8(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
-    """Full depth and the schedules with W8A8 weights; none where the backend has no such weights on this machine."""
+def in_w8a8(backend: Backend) -> Backend | None:
+    """The same model with W8A8 weights; None where there are none on this machine."""
     if backend.fast is None or backend.fast.quantization is not None:
-        return []
+        return None
     try:
         fast = open_engines(backend.model, "fast", lambda text: None, "w8a8", generation_config=False)
     except SkipDecodeError:
-        return []
+        return None
     fast.sampling, fast.stop = backend.sampling, backend.stop
+    return fast
+
+
+def with_w8a8(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
+    """Full depth and the schedules with W8A8 weights; none where the backend has no such weights on this machine."""
+    if (fast := in_w8a8(backend)) is None:
+        return []
     full = Method(fast, name="full, w8a8", beside=True)
     return [full, *(Method(fast, s, f"{s.name}, w8a8") for s in schedules if not s.is_full)]
 

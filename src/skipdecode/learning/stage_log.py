@@ -35,7 +35,7 @@ T = TypeVar("T", Answers, Pace, FullDepth, Timing, Layers, Evaluation, TuningPla
 class Finished:
     """A stage in the log: its cost over all processes, what it read, and digests of the files that it wrote.
 
-    `minutes` is None for a stage that serves any number of minutes, as that before tuning does.
+    `minutes` is None or 0 for a stage before tuning, which runs of other minutes use too.
     """
 
     label: str
@@ -51,11 +51,6 @@ class Finished:
     def key(self) -> str:
         """The name in results."""
         return _key(self.label, self.minutes)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether runs of other minutes use it too."""
-        return not self.minutes
 
 
 def _key(label: str, minutes: float | None) -> str:
@@ -120,7 +115,7 @@ class Stages:
 
     def spent(self) -> float:
         """Seconds of the finished stages that all minutes share, and of this process outside of stages."""
-        shared = sum(stage.seconds for stage in self.finished() if stage.is_shared)
+        shared = sum(stage.seconds for stage in self.finished() if not stage.minutes)
         return shared + self._before + time.perf_counter() - self._started - self._here
 
     def run(
