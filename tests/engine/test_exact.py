@@ -218,7 +218,7 @@ def test_a_sequence_whose_drafts_fail_stops_drafting_and_others_go_on():
     for drafter in (good, bad):
         drafter.look(NEW)
     assert good.drafts
-    assert bad.found
+    assert bad.drafts
     counts = planner.plan(2, LAYERS, [good, bad])
     assert set(counts) == {good}
     assert counts[good] > 2

@@ -65,4 +65,4 @@ class Always(Planner):
         self.count = count
 
     def plan(self, rows, depth, drafters):
-        return {drafter: min(self.count, len(drafter.found)) for drafter in drafters if drafter.found}
+        return {drafter: min(self.count, len(drafter.drafts)) for drafter in drafters if drafter.drafts}

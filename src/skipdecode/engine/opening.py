@@ -103,10 +103,10 @@ class Backend:
     rules, and none.
     """
 
-    def __init__(self, model: PreTrainedModel, fast: FastModel | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, fast: FastModel | None = None, name: str | None = None) -> None:
         self.model, self.fast = model, fast
         self.sampling, self.stop = Sampling(), tuple[str, ...]()
-        self.name = GatedEngine.name if fast is None else fast.name
+        self.name = name or (GatedEngine.name if fast is None else fast.name)
         self.num_layers = len(decoder_layers(unwrap(model)))
         quantization = None if fast is None else fast.quantization
         self.weights = quantization or str(unwrap(model).dtype).removeprefix("torch.")

@@ -98,9 +98,8 @@ def generate_all(
         generations = [Generation(**g) for g in kept.get(f"batch {number}") or ()]
         if not generations:
             try:
-                group, rows = [prompts[i] for i in indices], min(batch_size, len(indices))
-                how = partial(Method.generate, prompts=group, rows=rows, max_new_tokens=max_new_tokens, eos=eos)
-                generations = [how(method, until=limit) for method in methods]
+                group, rows, most = [prompts[i] for i in indices], min(batch_size, len(indices)), max_new_tokens
+                generations = [m.generate(group, rows=rows, max_new_tokens=most, eos=eos, until=limit) for m in methods]
             except OutOfTime:
                 break
             kept.put(f"batch {number}", [asdict(g) for g in generations])

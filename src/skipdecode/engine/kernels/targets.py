@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,4 +50,6 @@ def find_compiler() -> str | None:
 def compile_command(compiler: str, flags: tuple[str, ...], output: Path) -> list[str]:
     """The command that makes the kernels' library of this directory's sources."""
     sources = (str(Path(__file__).with_name(name)) for name in SOURCES)
-    return [compiler, *_FLAGS, *flags, *sources, "-o", str(output)]
+    # gcc does not link it by itself, and some packages set CXX to gcc, such as PEFT for BOFT.
+    library = ("-lstdc++",) if sys.platform == "linux" else ()
+    return [compiler, *_FLAGS, *flags, *sources, "-o", str(output), *library]
