@@ -52,4 +52,4 @@ def compile_command(compiler: str, flags: tuple[str, ...], output: Path) -> list
     sources = (str(Path(__file__).with_name(name)) for name in SOURCES)
     # gcc does not link it by itself, and some packages set CXX to gcc, such as PEFT for BOFT.
     library = ("-lstdc++",) if sys.platform == "linux" else ()
-    return [compiler, *_FLAGS, *flags, *sources, "-o", str(output), *library]
+    return [compiler, *_FLAGS, *flags, *sources, *library, "-o", str(output)]
