@@ -131,7 +131,9 @@ class DataError(SkipDecodeError):
     def __init__(
         self, message: str, line: int | None = None, *, index: int | None = None, id: str | None = None
     ) -> None:
-        where = f"prompts[{index}]: " if index is not None else "" if line is None else f"line {line}: "
+        where = "" if line is None else f"line {line}: "
+        if index is not None:
+            where = f"prompts[{index}]: "
         super().__init__(where + message)
         self.line, self.index, self.id = line, index, id
 

@@ -34,6 +34,15 @@ def test_the_package_schedules_and_help_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+def test_what_generates_and_tunes_loads_no_modelling_code():
+    """It takes as long as torch twice over, and the fast engine does without it."""
+    code = (
+        "import sys, skipdecode.generation.llm, skipdecode.learning.prepare, skipdecode.serving.service; "
+        "print('transformers.modeling_utils' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
 def test_what_cannot_be_loaded_or_saved_names_the_file(tmp_path: Path):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")

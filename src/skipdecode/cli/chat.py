@@ -26,7 +26,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import MODEL, ChatOptions, DecodingOptions, EngineOptions, ScheduleOptions, choose_schedule
-from skipdecode.common.jsonl import Json, decoded, read_lines
+from skipdecode.common.jsonl import Json, decoded, line_parts, read_lines
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.chats import chat_fault
@@ -101,7 +101,7 @@ def run(config: Config) -> int:
 def _lines() -> Iterator[str]:
     """The lines that the user types, or the lines of standard input."""
     if not sys.stdin.isatty():
-        for number, raw in read_lines(sys.stdin.buffer):
+        for number, raw in read_lines(line_parts(sys.stdin.buffer)):
             try:
                 yield decoded(raw)
             except DataError as e:

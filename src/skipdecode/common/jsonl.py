@@ -7,7 +7,7 @@ readers recognise it; in JSON lines, the first line is an object with both.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,31 +24,24 @@ Row = Json | DataError
 """The object of a line, or the error of the line."""
 
 
-def read_lines(
-    file: IO[bytes], take: Callable[[bytes], object] = lambda raw: None
-) -> Iterator[tuple[int, bytes | None]]:
+def read_lines(parts: Iterator[bytes]) -> Iterator[tuple[int, bytes | None]]:
     """The bytes of all lines that are not blank, without line ends, with 1-based line numbers.
 
-    The bytes are None for a line longer than MAX_LINE_BYTES. `take` gets everything that is read.
+    `parts`: of `line_parts`. The bytes are None for a line longer than MAX_LINE_BYTES.
     """
-    number = 0
-    while raw := file.readline(MAX_LINE_BYTES):
-        number += 1
-        take(raw)
+    for number, raw in enumerate(parts, 1):
         if number == 1:
             raw = raw.removeprefix(BOM)
         if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
-            _drop_rest_of_line(file, take)
+            next((rest for rest in parts if rest.endswith(b"\n")), None)  # drops the rest of the line
             yield number, None
         elif raw.strip():
             yield number, raw.rstrip(b"\r\n")
 
 
-def _drop_rest_of_line(file: IO[bytes], take: Callable[[bytes], object]) -> None:
-    while rest := file.readline(MAX_LINE_BYTES):
-        take(rest)
-        if rest.endswith(b"\n"):
-            return
+def line_parts(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file as they are; one that is longer than MAX_LINE_BYTES comes in parts of so many bytes."""
+    return iter(lambda: file.readline(MAX_LINE_BYTES), b"")
 
 
 def object_of(raw: bytes | None) -> Row:

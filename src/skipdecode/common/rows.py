@@ -33,7 +33,17 @@ from typing import IO, Self, cast
 
 from skipdecode.common.csv_rows import csv_rows, find_delimiter
 from skipdecode.common.files import is_stream
-from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, TO_UTF8, Json, Row, json_line, object_of, read_lines
+from skipdecode.common.jsonl import (
+    BOM,
+    MAX_LINE_BYTES,
+    TO_UTF8,
+    Json,
+    Row,
+    json_line,
+    line_parts,
+    object_of,
+    read_lines,
+)
 from skipdecode.common.table_files import TABLES, array_rows, import_pyarrow, load_split, pandas_rows, table_rows
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 
@@ -160,10 +170,7 @@ class Input:
 
     def lines(self) -> Lines:
         """The lines; see `read_lines`. Whoever has read them all knows `sha256` too."""
-        self._file.seek(0)
-        digest = hashlib.sha256()
-        yield from read_lines(self._file, digest.update)
-        self.__dict__["sha256"] = digest.hexdigest()
+        return read_lines(self._noted(line_parts(self._file)))
 
     def rows(self, format: str, lines: Lines | None = None) -> Iterator[tuple[int, Row]]:
         """The records in one of `FORMATS`; see `read_rows`. JSON lines are read from `lines`, if they are given."""
@@ -178,15 +185,15 @@ class Input:
                 raise DataError(f"{self.name} is one JSON object in several lines: give an array, or JSON lines")
             return ((line, object_of(raw)) for line, raw in lines or self.lines())
         delimiter = find_delimiter(_DELIMITERS[format], self.start())
-        return csv_rows(self._raw_lines(), delimiter, self.name)
+        return csv_rows(self._noted(self._file), delimiter, self.name)
 
-    def _raw_lines(self) -> Iterator[bytes]:
-        """The lines as they are; whoever has read them all knows `sha256` too."""
+    def _noted(self, parts: Iterable[bytes]) -> Iterator[bytes]:
+        """The parts of the file from its start; whoever has read them all knows `sha256` too."""
         self._file.seek(0)
         digest = hashlib.sha256()
-        for line in self._file:
-            digest.update(line)
-            yield line
+        for part in parts:
+            digest.update(part)
+            yield part
         self.__dict__["sha256"] = digest.hexdigest()
 
     def close(self) -> None:

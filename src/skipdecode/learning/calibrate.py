@@ -172,7 +172,7 @@ def calibrate(
         elif given is None:
             source = find_cost(model, batch=settings.batch, prompt_len=prompt_len)
             given, origin = source.cost, source.origin
-        fitted = _with_fit(given, settings, checkpoint) if given is not None else None
+        fitted = _with_fit(given, settings, checkpoint) if given is not None and settings.whole else None
         lengths, shared = [len(e.response) for e in learn], lenders(checkpoint.config)
         goal = set_goal(settings, given, prompt_len, lengths, checkpoint.num_layers, fitted, shared)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)

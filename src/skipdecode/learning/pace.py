@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import ClassVar
 
 import torch
-from transformers import PreTrainedModel
 
+from skipdecode.common.types import PreTrainedModel
 from skipdecode.data.batches import batches_of
 from skipdecode.data.examples import Example
 from skipdecode.learning.settings import SHORT, WHOLE, EvaluationSize, SearchSize

@@ -24,11 +24,11 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, gather_object, parse_flag_from_env, set_seed
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipdecode.common.environment import keep_freed_memory, memory_gib, multiplies_bf16, return_freed_memory
 from skipdecode.common.files import copy_files
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.types import PreTrainedModel, Tokenizer
 from skipdecode.data.batches import Batch, GroupedBatches, collate
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
@@ -82,7 +82,7 @@ class Tuner:
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         train: Sequence[Example],
         dev: Sequence[Example],
         schedule: Schedule,

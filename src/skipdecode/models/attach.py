@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from skipdecode.common.environment import isolated_torch
+from skipdecode.common.types import GenerationConfig, PreTrainedModel
 from skipdecode.errors import (
     AlreadyAttachedError,
     AttachError,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
@@ -22,6 +22,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from skipdecode.common.types import PretrainedConfig, PreTrainedModel
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.families import Family, family_of, layer_windows, lenders
 from skipdecode.models.plan import cached_positions

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from skipdecode.common.types import GenerationConfig, PreTrainedModel
 from skipdecode.data.batches import Batch
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
