@@ -148,7 +148,7 @@ class Plain(torch.nn.Module):
 class Keys(torch.nn.Module):
     """Stands for the keys and values of a state, and for the cache."""
 
-    given = None
+    maps = None
 
     def __init__(self) -> None:
         super().__init__()

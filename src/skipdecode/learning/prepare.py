@@ -346,7 +346,7 @@ class _Run:
         # The target as often as all others together.
         speedups = (*others, *[nominal] * len(others))
         tuned = self._tune(
-            *(answers, directory, file, plan.minutes, pace, nominal), sampled_speedups=speedups, distill_weight=weight
+            answers, directory, file, plan.minutes, pace, nominal, sampled_speedups=speedups, distill_weight=weight
         )
         return Tuning(dict(tuned.result), tuned.dev_losses)
 
