@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -62,10 +63,13 @@ def test_fit_takes_records_up_to_its_tokens_and_more_where_responses_are_short()
     assert taken(10**6, 2, most=8) == ["e40", "e41", "e42", "e43", "e2", "e3", "e4", "e5"]
 
 
-def meter_of(attachment: Any, rows: list[Example], path: Path, **options: Any) -> LossMeter:
-    store = ResumeLog(path, {"model": "tiny"}, what="measurements", remedy="")
+def log_in(folder: Path) -> ResumeLog:
+    return ResumeLog(folder / "m.jsonl", {"model": "tiny"}, what="measurements", remedy="")
+
+
+def meter_of(attachment: Any, rows: list[Example], log: ResumeLog, **options: Any) -> LossMeter:
     arguments = {"part": "learn", "batch_size": 3, "advance": lambda: None} | options
-    return LossMeter(attachment, rows, store, **arguments)
+    return LossMeter(attachment, rows, log, **arguments)
 
 
 def plant_useless_layer(model: Any, index: int = USELESS) -> Any:
@@ -92,7 +96,7 @@ def test_losses_with_a_shared_prompt_equal_the_parallel_form(
 ) -> None:
     model, rows, schedule = tuning_model(family), examples(), SCHEDULES[name].with_prompt(prompt)
     with attach(model, schedule) as attachment:
-        meter = meter_of(attachment, rows, tmp_path / "m.jsonl")
+        meter = meter_of(attachment, rows, log_in(tmp_path))
         (loss,) = meter.losses([schedule])
         attachment.schedule = schedule
         batch = collate(rows)
@@ -105,7 +109,7 @@ def test_prompts_and_responses_of_one_token_are_measured_too(tmp_path: Path) -> 
     model, rows = tuning_model(), [Example("a", (5,), (6,)), Example("b", (7,), (8,))]
     schedules = [Schedule.constant(LAYERS, 4, prompt=prompt) for prompt in ("full", (0, 1, 2), (0, 1, 2, 3))]
     with attach(model, schedules[0]) as attachment:
-        losses = meter_of(attachment, rows, tmp_path / "m.jsonl").losses(schedules)
+        losses = meter_of(attachment, rows, log_in(tmp_path)).losses(schedules)
         for loss, schedule in zip(losses, schedules, strict=True):
             attachment.schedule = schedule
             with torch.inference_mode():
@@ -118,11 +122,11 @@ def test_nothing_is_measured_twice(tmp_path: Path) -> None:
     model, rows = tuning_model(), examples()
     schedule = Schedule.constant(LAYERS, 4)
     with attach(model, schedule) as attachment:
-        first = meter_of(attachment, rows, tmp_path / "m.jsonl").losses([schedule])
+        first = meter_of(attachment, rows, log_in(tmp_path)).losses([schedule])
         size = (tmp_path / "m.jsonl").stat().st_size
         with torch.no_grad():
             model.lm_head.weight.zero_()  # would show if anything ran again
-        again = meter_of(attachment, rows, tmp_path / "m.jsonl")
+        again = meter_of(attachment, rows, log_in(tmp_path))
         # Another name and another unused rest of the order do the same.
         assert again.losses([Schedule(LAYERS, (1, 2, 3, 4, 6), (4,), name="other")]) == first
     assert (tmp_path / "m.jsonl").stat().st_size == size
@@ -166,7 +170,7 @@ def test_a_planted_useless_layer_goes_first(tmp_path: Path) -> None:
     settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
-        meter = meter_of(attachment, rows, tmp_path / "m.jsonl")
+        meter = meter_of(attachment, rows, log_in(tmp_path))
         found = search(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
     assert found.order[0] == USELESS
     assert found.rounds[0].losses[USELESS] == pytest.approx(found.rounds[0].base, rel=1e-6)
@@ -182,10 +186,10 @@ def test_a_layer_that_a_bridge_replaces_goes_first_where_fits_are_made(tmp_path:
     settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
     fitter = Fitter(model, [collate(rows)], FitOptions(fit_rank=0))
-    with attach(model, Schedule.full(LAYERS)) as attachment:
+    with attach(model, Schedule.full(LAYERS)) as attachment, closing(log_in(tmp_path)) as log:
 
         def meters(fit: Fit | None) -> tuple[LossMeter, None]:
-            return meter_of(attachment, rows, tmp_path / "m.jsonl", fit=fit), None
+            return meter_of(attachment, rows, log, fit=fit), None
 
         bare, fitted = (search(settings, goal, [0.0] * LAYERS, meters, each) for each in (None, fitter))
     assert USELESS not in bare.order[:2]
@@ -229,7 +233,7 @@ def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: 
     settings = CalibrationSettings(target_speedup=target, candidates=2)
     goal = set_goal(settings, request_cost(), 30, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
-        meter = meter_of(attachment, rows, tmp_path / "m.jsonl", advance=lambda: measured.append(1))
+        meter = meter_of(attachment, rows, log_in(tmp_path), advance=lambda: measured.append(1))
         found = search(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
     assert {len(found.schedule.prompt_layers())} == depths
     assert request_cost().text(30, 8, whole=True).speedup(found.schedule) >= target

@@ -151,10 +151,10 @@ class ResumeLog:
         try:
             if self._database.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
                 return False
-            before, command = self._database.execute("SELECT settings, command FROM about").fetchone()
-        except (sqlite3.DatabaseError, TypeError):
-            also = f", or {remedy}" if is_old else ""
-            raise OutputError(f"{self.path} holds no {self._what} of this version: move it away{also}") from None
+            [(before, command)] = self._database.execute("SELECT settings, command FROM about").fetchall()
+        except (sqlite3.DatabaseError, ValueError) as e:
+            reason, also = ("", f", or {remedy}") if is_old else (f" ({e})", "")
+            raise OutputError(f"{self.path} holds no {self._what} of this version{reason}: move it away{also}") from None
         differences = list(_differences(json.loads(before), settings))
         if differences and not restart:
             more = len(differences) - _DIFFERENCES_SHOWN
