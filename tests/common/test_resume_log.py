@@ -149,7 +149,9 @@ def test_what_is_no_log_stays_as_it_is(tmp_path: Path):
         database.execute("CREATE TABLE mine (value)")
     for content in (b"my own notes\n", b'{"some": "json"}\n', path.read_bytes()):
         path.write_bytes(content)
-        with pytest.raises(OutputError, match=r"holds no measurements of this version \((file is not|no such).*\): move it away$"):
+        with pytest.raises(
+            OutputError, match=r"holds no measurements of this version \((file is not|no such).*\): move it away$"
+        ):
             opened(path, restart=True)
         assert path.read_bytes() == content
     assert [file.name for file in tmp_path.iterdir()] == ["log"]

@@ -17,7 +17,15 @@ from skipdecode import Schedule, attach
 from skipdecode.data.batches import IGNORE, Batch, collate
 from skipdecode.data.examples import Example
 from skipdecode.learning import objective
-from skipdecode.learning.objective import KeptTeacher, Objective, Teacher, TrainStep, response_logits, token_losses
+from skipdecode.learning.distributions import Taught
+from skipdecode.learning.objective import (
+    KeptTeacher,
+    Objective,
+    Teacher,
+    TrainStep,
+    response_logits,
+    token_losses,
+)
 from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.trainer import make_optimizer
 from tiny import LAYERS, VOCAB, tiny_model
@@ -206,3 +214,22 @@ def test_a_kept_teachers_other_words_count_as_one() -> None:
         same = Objective(KeptTeacher(Teacher(attachment, model), 8), 1.0)(model, BATCH).kl.item()
     assert 0 < few < full  # merged words tell less
     assert same == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_the_gradient_of_top_tokens_is_that_of_the_formula(weight: float) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 70, VOCAB).mul(3).unbind()
+    targets = torch.randint(VOCAB, (70,)).where(torch.rand(70) < 0.8, IGNORE)
+    taught = Taught(*teacher.log_softmax(-1).topk(8))
+    student.requires_grad_()
+    guess, wanted = student.log_softmax(-1), teacher.log_softmax(-1)
+    top = torch.zeros_like(guess, dtype=torch.bool).scatter(1, taught.top_tokens, True)
+    rest, wanted_rest = ((1 - (x.exp() * top).sum(-1)) for x in (guess, wanted))
+    kl = (wanted.exp() * (wanted - guess) * top).sum(-1) + wanted_rest * (wanted_rest / rest).log()
+    cross_entropy = functional.cross_entropy(student, targets, ignore_index=IGNORE, reduction="none")
+    losses = ((1 - weight) * cross_entropy + weight * kl)[targets != IGNORE].sum()
+    total = token_losses(student, targets, taught, weight)[0]
+    assert total.item() == pytest.approx(losses.item(), rel=1e-5)
+    expected, gradient = (torch.autograd.grad(x, student)[0] for x in (losses, total))
+    torch.testing.assert_close(gradient, expected)

@@ -154,7 +154,9 @@ class ResumeLog:
             [(before, command)] = self._database.execute("SELECT settings, command FROM about").fetchall()
         except (sqlite3.DatabaseError, ValueError) as e:
             reason, also = ("", f", or {remedy}") if is_old else (f" ({e})", "")
-            raise OutputError(f"{self.path} holds no {self._what} of this version{reason}: move it away{also}") from None
+            raise OutputError(
+                f"{self.path} holds no {self._what} of this version{reason}: move it away{also}"
+            ) from None
         differences = list(_differences(json.loads(before), settings))
         if differences and not restart:
             more = len(differences) - _DIFFERENCES_SHOWN

@@ -24,7 +24,7 @@ from skipdecode.common.types import Tokenizer
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import Backend
-from skipdecode.engine.requests import Request
+from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.generation.decoding import Output
 from skipdecode.schedule import Schedule
 
@@ -129,16 +129,21 @@ class Method:
         return [stop.cut(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
-def decode_until(engine: Engine, requests: Sequence[Request], until: float) -> list[list[int]]:
+def steps_until(engine: Engine, requests: Sequence[Request], until: float) -> list[list[StepOutput]]:
     """Return the new tokens of each request; raises OutOfTime at the first step after `until`."""
-    tokens: dict[int, list[int]] = {number: [] for number in engine.submit(requests)}
+    steps: dict[int, list[StepOutput]] = {number: [] for number in engine.submit(requests)}
     while engine.has_work:
         if time.perf_counter() > until:
             engine.close()
             raise OutOfTime
         for out in engine.step():
-            tokens[out.request].append(out.token)
-    return list(tokens.values())
+            steps[out.request].append(out)
+    return list(steps.values())
+
+
+def decode_until(engine: Engine, requests: Sequence[Request], until: float) -> list[list[int]]:
+    """Return the ids of the new tokens of each request; see `steps_until`."""
+    return [[out.token for out in steps] for steps in steps_until(engine, requests, until)]
 
 
 def groups_in_time(count: int, size: int, until: float) -> Iterator[tuple[range, float]]:

@@ -19,10 +19,10 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from skipdecode.data.batches import IGNORE, Batch
+from skipdecode.learning.distributions import Taught, TextKey, text_key
 from skipdecode.models.attach import Attachment
 from skipdecode.models.forward import response_logits
 from skipdecode.schedule import Schedule
@@ -93,34 +94,29 @@ class Teacher:
         return self.logits(batch).flatten(0, 1)
 
 
-class Taught(NamedTuple):
-    """A teacher's top-k tokens at each position with their log-probabilities, both (positions, k)."""
-
-    log_probabilities: Tensor
-    top_tokens: Tensor
-
-
 class KeptTeacher:
     """The distributions of a teacher that does not change, computed when a record occurs first, and kept.
 
-    `top_k`: number of tokens that are kept for each response token, with 6 bytes each.
+    `top_k`: number of tokens that are kept for each response token, with 6 bytes each. `known`: distributions that
+    need not be computed; the others are then of as many tokens.
     """
 
-    def __init__(self, teacher: Teacher, top_k: int) -> None:
-        self._teacher, self._top_k = teacher, top_k
-        self._kept: dict[tuple[int, ...], Taught] = {}
+    def __init__(self, teacher: Teacher, top_k: int, known: Mapping[TextKey, Taught] | None = None) -> None:
+        self._teacher, self._kept = teacher, dict(known or {})
+        widths = (taught.top_tokens.shape[1] for taught in self._kept.values())
+        self._top_k = next(widths, top_k)
 
     def taught(self, batch: Batch) -> Taught:
         """The distributions at the response columns of a batch, flattened."""
-        # A record is known by its tokens: ids of records may repeat.
-        text = [ids[mask > 0].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
-        lengths = (batch.targets != IGNORE).sum(1).tolist()
-        keys = [(length, *ids) for length, ids in zip(lengths, text, strict=True)]
+        texts = zip(batch.input_ids, batch.attention_mask > 0, batch.targets != IGNORE, strict=True)
+        rows = [(ids[mask].tolist(), int(counted.sum())) for ids, mask, counted in texts]
+        keys = [text_key(ids[:-length], ids[-length:]) for ids, length in rows]
         if not self._kept.keys() >= set(keys):
             for key, logits in zip(keys, self._teacher.logits(batch), strict=True):
                 self._kept[key] = self._top(logits[: key[0]])
         device, pad = batch.input_ids.device, torch.nn.utils.rnn.pad_sequence
-        values, tokens = (pad(part, batch_first=True) for part in zip(*map(self._kept.get, keys), strict=True))
+        taught = [self._kept[key] for key in keys]
+        values, tokens = (pad(list(part), batch_first=True) for part in zip(*taught, strict=True))
         return Taught(values.to(device).flatten(0, 1), tokens.to(device).flatten(0, 1).long())
 
     def _top(self, logits: Tensor) -> Taught:
@@ -176,18 +172,18 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, targets: Tensor, teacher: Tensor | Taught | None, weight: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None
+        gradient = torch.zeros_like(student) if ctx.needs_input_grad[0] else None
         sums = torch.zeros(3, device=student.device)
-        for start in range(0, len(student), _TOKENS):
-            part = slice(start, start + _TOKENS)
-            with torch.set_grad_enabled(gradient is not None):
-                logits = student[part].detach().requires_grad_(gradient is not None)
-                taught = Taught(*(t[part] for t in teacher)) if isinstance(teacher, Taught) else teacher
-                taught = taught[part] if isinstance(taught, Tensor) else taught
-                losses = _part(logits, targets[part], taught, weight)
+        for rows in torch.split((targets != IGNORE).nonzero()[:, 0], _TOKENS):
+            guess = functional.log_softmax(student[rows].float(), dim=-1)
+            if isinstance(teacher, Tensor):
+                losses, part = _part_of_all_tokens(guess, targets[rows], teacher[rows], weight)
+            else:
+                taught = None if teacher is None else Taught(*(each[rows] for each in teacher))
+                losses, part = _part_of_top_tokens(guess, targets[rows], taught, weight)
+            sums += losses
             if gradient is not None:
-                (gradient[part],) = torch.autograd.grad(losses[0], logits)
-            sums += torch.stack(losses).detach()
+                gradient[rows] = part.to(gradient.dtype)
         ctx.gradient = gradient
         total, cross_entropy, kl = (x.clone() for x in sums)
         ctx.mark_non_differentiable(cross_entropy, kl)
@@ -203,22 +199,31 @@ class _TokenLosses(torch.autograd.Function):
         return gradient.mul_(outer[0]), None, None, None
 
 
-def _part(
-    student: Tensor, targets: Tensor, teacher: Tensor | Taught | None, weight: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`token_losses` at once."""
-    counted = targets != IGNORE
-    guess = functional.log_softmax(student[counted].float(), dim=-1)
-    cross_entropy = functional.nll_loss(guess, targets[counted], reduction="sum")
-    if teacher is None:
-        return cross_entropy, cross_entropy, torch.zeros_like(cross_entropy)
-    if isinstance(teacher, Tensor):
-        wanted = functional.log_softmax(teacher[counted].float(), dim=-1)
-    else:
-        wanted = _with_rest(teacher.log_probabilities[counted].float())
-        guess = _with_rest(guess.gather(1, teacher.top_tokens[counted]))
+def _part_of_all_tokens(guess: Tensor, targets: Tensor, teacher: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """Total, cross-entropy and KL to a teacher's logits, and the gradient by the logits, in the memory of `guess`."""
+    cross_entropy = functional.nll_loss(guess, targets, reduction="sum")
+    wanted = functional.log_softmax(teacher.float(), dim=-1)
     kl = functional.kl_div(guess, wanted, reduction="sum", log_target=True)
-    return (1 - weight) * cross_entropy + weight * kl, cross_entropy, kl
+    gradient = guess.exp_().sub_(wanted.exp_(), alpha=weight)
+    gradient[torch.arange(len(targets)), targets] -= 1 - weight
+    return torch.stack(((1 - weight) * cross_entropy + weight * kl, cross_entropy, kl)), gradient
+
+
+def _part_of_top_tokens(guess: Tensor, targets: Tensor, teacher: Taught | None, weight: float) -> tuple[Tensor, Tensor]:
+    """The same for a teacher's top-k tokens, or none: the losses depend on few of the log-probabilities `guess`."""
+    tokens = targets[:, None]
+    cross_entropy, kl = -guess.gather(1, tokens).sum(), guess.new_zeros(())
+    outer = guess.new_full(tokens.shape, weight - 1)
+    if teacher is not None:
+        with torch.enable_grad():
+            known = guess.gather(1, teacher.top_tokens).requires_grad_()
+            wanted = _with_rest(teacher.log_probabilities.float())
+            kl = functional.kl_div(_with_rest(known), wanted, reduction="sum", log_target=True)
+        tokens = torch.cat((tokens, teacher.top_tokens), 1)
+        outer = torch.cat((outer, weight * torch.autograd.grad(kl, known)[0]), 1)
+    # Of log-softmax: what comes from outside, less its sum times the probabilities.
+    gradient = guess.exp_().mul_(-outer.sum(1, keepdim=True)).scatter_add_(1, tokens, outer)
+    return torch.stack(((1 - weight) * cross_entropy + weight * kl.detach(), cross_entropy, kl.detach())), gradient
 
 
 def _with_rest(log_probabilities: Tensor) -> Tensor:

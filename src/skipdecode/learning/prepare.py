@@ -376,5 +376,6 @@ class _Run:
             eval_every=max(_LEAST_STEPS, pace.steps(60 * minutes * speedup / _EVALUATIONS, _BATCH)),
             checkpoint_every=_PACE,
             dev_records=pace.dev_records(60 * settings.minutes),
+            distributions=answers.distributions,
             **more,
         )

@@ -107,6 +107,9 @@ class TuneConfig(Options):
         default=64,
         least=0,
     )
+    distributions: str | None = setting(
+        "file of full depth's distributions over texts, from `prepare`: it does not run for these texts", default=None
+    )
 
     sampled_speedups: tuple[float, ...] = option(
         "each step runs the schedule or one of these nominal speed-ups, drawn at random, with its drop order and "

@@ -23,7 +23,7 @@ from skipdecode.data.tasks import Task, load_task
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.method_runs import generate_all, in_w8a8
+from skipdecode.evaluation.method_runs import in_w8a8
 from skipdecode.evaluation.metrics import MetricOptions, check_metrics
 from skipdecode.generation.self_generated import (
     DEV_FILE,
@@ -33,16 +33,17 @@ from skipdecode.generation.self_generated import (
     own_answers,
     without_broken_end,
 )
-from skipdecode.generation.speed import Method
+from skipdecode.learning.answers import greedy_answers
+from skipdecode.learning.distributions import Taught, TextKey, save_distributions, text_key
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.stages import Answers
 from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.loading.identity import checkpoint_digest
 
-_ANSWERS_LOG = "answers.sqlite"
+_ANSWERS_LOG, DISTRIBUTIONS_FILE = "answers.sqlite", "distributions.safetensors"
 _HELD_OUT = 256  # of the model's own answers, at most
 _LEAST_ANSWERED = 20  # records: answers to fewer are not learned
-_MOST_ANSWERS, _ROWS = 4096, 32
+_MOST_ANSWERS = 4096
 _LONGER = 1.5  # than the longest response: an answer of so many tokens is cut
 _TESTED = 48  # prompts that are not learned from, at least, if there are twice as many
 
@@ -126,7 +127,7 @@ class Sources:
         An answer that is longer than any response is cut after its last whole sentence.
         """
         options = replace(given.options, bad_records="skip")
-        template, place = make_template(options), self._out / "answers"
+        template, directory = make_template(options), self._out / "answers"
         file = read_file(given.train, template, skip_bad=True)
         drawn = random.Random(self._settings.seed).sample(file.items, min(_MOST_ANSWERS, len(file.items)))
         records = {str(number): replace(one, id=number) for number, one in enumerate(drawn)}  # ids may repeat
@@ -135,26 +136,29 @@ class Sources:
         most = round(_LONGER * max(len(example.response) for example in examples))
         about = {"checkpoint": checkpoint_digest(loaded) | {"fit": None}, "most": most}
         ends = set(end_tokens(loaded.model, loaded.tokenizer))
-        backend, prompts = open_engines(loaded.model, "auto", note), [example.prompt for example in examples]
+        backend = open_engines(loaded.model, "auto", note)
         backend = in_w8a8(backend) or backend  # its answers are as good, and take half of the time
         # That of another tuning at full depth is replaced.
-        log = ResumeLog(place / _ANSWERS_LOG, about, what="answers", remedy=ANEW, restart=True)
-        with closing(log) as kept, progress_bar(len(prompts), "answer") as bar:
-            generate = partial(generate_all, batch_size=_ROWS, max_new_tokens=most, eos=ends, until=until)
-            (found,) = generate([Method(backend)], prompts, kept, progress=bar.update)
-        answered = []
-        for example, tokens in zip(examples, found.tokens, strict=False):  # those for which there was time
-            text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
-            text = text if tokens[-1] in ends else without_broken_end(text)
-            answered += [replace(records[example.id], references=(text,))] if text else []
+        log = ResumeLog(directory / _ANSWERS_LOG, about, what="answers", remedy=ANEW, restart=True)
+        answered, distributions = [], dict[TextKey, Taught]()
+        with closing(log), progress_bar(len(examples), "answer") as bar:
+            prompts, time = [example.prompt for example in examples], {"until": until, "progress": bar.update}
+            answers = greedy_answers(backend, prompts, log, max_new_tokens=most, ends=ends, **time)
+            for example, (tokens, taught) in zip(examples, answers, strict=False):
+                distributions[text_key(example.prompt, tokens)] = taught
+                text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
+                text = text if tokens[-1] in ends else without_broken_end(text)
+                answered += [replace(records[example.id], references=(text,))] if text else []
         if len({one.line for one in answered}) < _LEAST_ANSWERED:
             note(f"{len(answered)} prompts are answered in time, which are too few to learn: the responses are learned")
             return given
         note(f"{len(answered)} of {len(file.items)} prompts answered at full depth, in place of their responses")
         parts = held_out(replace(file, name="answers", items=tuple(answered)))
         for name, part in zip((TRAIN_FILE, DEV_FILE), parts, strict=True):
-            _write(place / name, part, template.responses[0])
-        return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), given.options, own=True)
+            _write(directory / name, part, template.responses[0])
+        save_distributions(directory / DISTRIBUTIONS_FILE, distributions)
+        train, dev = (str(directory / name) for name in (TRAIN_FILE, DEV_FILE))
+        return Answers(train, dev, given.options, own=True, distributions=str(directory / DISTRIBUTIONS_FILE))
 
     def answers(self, loaded: LoadedModel, until: float) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""

@@ -23,6 +23,7 @@ class Answers:
     dev: Source
     options: RecordOptions  # by which they become prompt and response
     own: bool = False
+    distributions: str | None = None  # the file with what the model would choose at each position of its answers
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, gather_object, parse_flag_from_env, set_seed
+from peft.helpers import disable_input_dtype_casting
 from torch import nn
 
 from skipdecode.common.environment import keep_freed_memory, memory_gib, multiplies_bf16, return_freed_memory
@@ -33,6 +34,7 @@ from skipdecode.data.batches import Batch, GroupedBatches, collate
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
 from skipdecode.learning.checkpoint import CHECKPOINTS, Checkpoints, RunLog
+from skipdecode.learning.distributions import load_distributions
 from skipdecode.learning.objective import KeptTeacher, Objective, StepReport, Teacher, TrainStep, dev_loss
 from skipdecode.learning.settings import TuneConfig
 from skipdecode.models.attach import Attachment
@@ -122,7 +124,7 @@ class Tuner:
                 result = self._result()
         finally:
             self._attachment.detach()
-            self._trained_fit.close()
+            self._context.close()
         self._finish(result, record)
         return result
 
@@ -138,9 +140,11 @@ class Tuner:
         lora = (config.rank, config.lora_alpha, config.lora_dropout, config.lora_targets)
         model = model.requires_grad_(True) if config.full else with_lora(model, *lora)
         self._adapter = None if config.full else model
-        self._trained_fit = contextlib.ExitStack()
+        self._context = contextlib.ExitStack()
         if config.train_fit:
-            self._trained_fit.enter_context(trainable_fit(model))
+            self._context.enter_context(trainable_fit(model))
+        if self._adapter is not None:  # mixed precision casts on its own
+            self._context.enter_context(disable_input_dtype_casting(model, self._is_mixed))
         self._attachment = Attachment(model, self._schedule)
         self._model, self._optimizer = self._accelerator.prepare(model, make_optimizer(model, config))
         self._model.train()
@@ -152,7 +156,9 @@ class Tuner:
         teacher = Teacher(self._attachment, bare, adapter=self._adapter, copy=frozen, arithmetic=arithmetic)
         sharded = self._accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         kept = config.teacher_top_k > 0 and not sharded
-        objective = Objective(KeptTeacher(teacher, config.teacher_top_k) if kept else teacher, config.distill_weight)
+        known = None if config.distributions is None else load_distributions(Path(config.distributions))
+        keeping = KeptTeacher(teacher, config.teacher_top_k, known)
+        objective = Objective(keeping if kept else teacher, config.distill_weight)
         self._step = TrainStep(self._accelerator, self._model, self._optimizer, objective, config.clip)
         longest, memory = max(map(len, self._train)), memory_gib() or math.inf
         need = longest * self._step.token_bytes / 2**30
@@ -167,6 +173,10 @@ class Tuner:
         # All weights take much memory, and one part of several is not put back alone.
         if self._adapter is not None and self._accelerator.distributed_type == DistributedType.NO:
             self._start = [p.detach().clone() for p in self._trainable()]
+
+    @property
+    def _is_mixed(self) -> bool:
+        return str(self._accelerator.mixed_precision) == "bf16"
 
     def _trainable(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -339,7 +349,7 @@ class Tuner:
             tokens=progress.tokens,
             seconds=round(progress.seconds, 3),
             tokens_per_s=progress.tokens / progress.seconds,
-            precision="bf16" if self._accelerator.mixed_precision == "bf16" else "fp32",
+            precision="bf16" if self._is_mixed else "fp32",
         )
 
     def _finish(self, result: TuneResult, record: Callable[[TuneResult], None]) -> None:

@@ -307,7 +307,8 @@ class _Run:
         """The model to train, whose adapter is merged unless it is tuned further, and the digest of what was loaded."""
         settings = self.settings
         # Trained weights are fp32; mixed precision is for the forward pass. The base of a LoRA keeps its type.
-        as_stored = not settings.full and settings.precision != "fp32" and torch.cuda.is_available()
+        in_hardware = torch.cuda.is_available() or multiplies_bf16("cpu")
+        as_stored = in_hardware and not settings.full and settings.precision != "fp32"
         if self.given is None:
             loaded = load(self.checkpoint, dtype="auto" if as_stored else "float32")
         else:

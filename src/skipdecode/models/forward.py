@@ -320,7 +320,7 @@ def response_logits(model: PreTrainedModel, batch: Batch, *, attached: bool = Tr
     mask = batch.attention_mask[:, :-1]
     out = model(input_ids=batch.input_ids[:, :-1], attention_mask=mask, use_cache=False, **extra)
     logits: Tensor = out.logits
-    return logits[:, -columns:]
+    return logits if logits.shape[1] == columns else logits[:, -columns:]  # a slice's gradient is a copy
 
 
 def _forward_parameters(model: PreTrainedModel) -> frozenset[str]:
