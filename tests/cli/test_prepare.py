@@ -21,6 +21,7 @@ from huggingface_hub import ModelCard
 from matplotlib import image
 
 import skipdecode
+from checkpoints import save_adapter
 from fits import random_fit
 from skipdecode import Schedule
 from skipdecode.cli import main
@@ -44,7 +45,7 @@ from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import read_rows, save_tiny_model
 from tiny import tiny_model
-from tuning_data import LAYERS, records, save_model, write_jsonl
+from tuning_data import LAYERS, records, save_model, tuning_model, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ def said(capsys: Any, command: list[str]) -> dict[str, Any]:
 def enough(fitted: dict[str, Any]) -> float:
     """Minutes that leave some seconds to tune."""
     took = fitted["seconds"]
-    return (took["layers"] + 2.2 * took["evaluation 0"] + 40) / 60
+    return (took["layers"] + 2.2 * took["evaluation 0"] + 30) / 60
 
 
 def test_a_directory_of_prepare_can_be_moved(place: Path, capsys: Any) -> None:
@@ -221,7 +222,8 @@ def test_texts_that_are_cut_run_the_depths_of_whole_ones(share: float) -> None:
 
 
 def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -> None:
-    llm = skipdecode.LLM(place / "model", dtype="bfloat16")
+    save_adapter(tmp_path / "adapter", str(place / "model"), tuning_model())
+    llm = skipdecode.LLM(tmp_path / "adapter", dtype="bfloat16")
     before = llm.generate(["red hat\n"], 8)
     cost = CostModel.of_step(LAYERS, 16, 0.001, 0.002)
     form = {"prompt_template": "{colour} {thing}\n", "response_field": "ref", "target_speedup": 1.3, "fit_rank": 4}
@@ -241,18 +243,15 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
     assert target["request_speedup"] > 0
     assert len(fitted.llm.generate(["red hat\n"], 8)[0].tokens) <= 8
 
-    tuned = call(minutes=enough(fitted.document))
+    tuned = call(minutes=enough(fitted.document), keep=0.01)
     assert re.search(r"^quality by tuning: dev loss \S+ to \S+, BLEU", str(tuned), re.M)
-    assert load_model(tuned.path).checkpoint.schedule == tuned.llm.schedule_of(None) == tuned.schedule
     with pytest.raises(OutputError, match="seed"):
         call(seed=1)
-    # An adapter is merged, into weights of the type that they had.
-    form["out"], form["minutes"] = tmp_path / "merged", 1.5 * tuned.document["minutes"]
-    adapted = skipdecode.LLM(tuned.path, dtype="bfloat16")
-    merged = skipdecode.prepare(adapted, records(24), records(12, seed=1), cost=cost, keep=0.01, **form)
-    found = load_model(merged.path)
-    assert (found.checkpoint.schedule, found.model.dtype) == (merged.schedule, torch.bfloat16)
-    assert merged.llm.generate(["red hat\n"], 8, template=False)
+    # The adapter is merged, into weights of the type that they had.
+    found = load_model(tuned.path)
+    assert found.checkpoint.schedule == tuned.llm.schedule_of(None) == tuned.schedule
+    assert found.model.dtype == torch.bfloat16
+    assert tuned.llm.generate(["red hat\n"], 8, template=False)
 
 
 @pytest.mark.parametrize("task", [False, True])

@@ -74,11 +74,11 @@ def save_checkpoint(folder: Path, schedule: Any = None, tokenizer: bool = True, 
     return model
 
 
-def save_adapter(folder: Path, base: str) -> Any:
+def save_adapter(folder: Path, base: str, of: Any = None) -> Any:
     import peft  # of an extra
 
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    model = peft.get_peft_model(tiny_model("llama"), config).eval()
+    model = peft.get_peft_model(of or tiny_model("llama"), config).eval()
     model.save_pretrained(folder)
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))

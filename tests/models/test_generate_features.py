@@ -383,7 +383,7 @@ def test_a_layer_whose_cache_has_an_unknown_name_is_refused_in_one_sentence():
         cache_name(Later.forward)
 
 
-@pytest.mark.parametrize(("version", "said"), [("9.9.0", 1), ("5.17.0", 1), ("5.24.3", 0)])
+@pytest.mark.parametrize(("version", "said"), [("9.9.0", 1), ("5.24.3", 0)])
 def test_an_untested_version_is_one_sentence_that_says_what_to_install(tmp_path: Path, version: str, said: int):
     """Metadata of another version stands first on the path; the code is that of the installed one."""
     (tmp_path / f"transformers-{version}.dist-info").mkdir()

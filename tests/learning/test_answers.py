@@ -1,0 +1,61 @@
+"""Greedy answers with the distributions they were chosen from, which a student learns without running a teacher."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skipdecode import Schedule, attach
+from skipdecode.common.resume import ResumeLog
+from skipdecode.data.batches import collate
+from skipdecode.data.examples import Example
+from skipdecode.engine.opening import open_engines
+from skipdecode.learning import answers
+from skipdecode.learning.answers import TOP_K, greedy_answers
+from skipdecode.learning.distributions import load_distributions, save_distributions, text_key
+from skipdecode.learning.objective import KeptTeacher, Teacher
+from tiny import LAYERS, tiny_model
+
+PROMPTS = [(5, 6, 7), (9, 4), (3, 8, 8, 5), (7,), (11, 12)]
+TOKENS = 6
+
+
+def answered(model: Any, path: Path, prompts: Any = PROMPTS, **options: Any) -> Any:
+    backend = open_engines(model, "auto", lambda text: None)
+    with closing(ResumeLog(path, {}, what="answers", remedy="")) as log:
+        return list(greedy_answers(backend, prompts, log, max_new_tokens=TOKENS, ends=(), **options))
+
+
+def test_answers_have_the_distributions_that_the_teacher_computes(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    found = answered(model, tmp_path / "log")
+    texts = {text_key(p, tokens): taught for p, (tokens, taught) in zip(PROMPTS, found, strict=True)}
+    save_distributions(tmp_path / "file", texts)
+    known = load_distributions(tmp_path / "file")
+    batch = collate([Example(str(p), p, tuple(tokens)) for p, (tokens, _) in zip(PROMPTS, found, strict=True)])
+    with attach(model, Schedule.full(LAYERS)) as attachment:
+        computed = KeptTeacher(Teacher(attachment, model), TOP_K).taught(batch)
+        silent: Any = None  # a teacher that would fail if it were asked
+        kept = KeptTeacher(silent, 1, known).taught(batch)
+    torch.testing.assert_close(kept.log_probabilities, computed.log_probabilities, atol=2e-3, rtol=2e-3)
+    assert (kept.top_tokens == computed.top_tokens).float().mean() > 0.98  # equals may change places
+
+
+def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    model = tiny_model("llama")
+    first = answered(model, tmp_path / "log", until=time.perf_counter())
+    assert len(first) == 2  # the first ones are always answered
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # would show if they ran again
+    whole = answered(model, tmp_path / "log")
+    assert len(whole) == len(PROMPTS)
+    for (tokens, taught), (again, other) in zip(first, whole, strict=False):
+        assert tokens == again
+        assert torch.equal(taught.top_tokens, other.top_tokens)
+    assert all(set(tokens) == {0} for tokens, _ in whole[2:])
