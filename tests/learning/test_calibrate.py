@@ -26,10 +26,10 @@ from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.goal import set_goal
 from skipdecode.learning.meter import LossMeter
 from skipdecode.learning.objective import Objective
-from skipdecode.learning.search import search, trials
+from skipdecode.learning.search import block_influence, search, trials
 from skipdecode.learning.settings import CalibrationSettings, FitOptions
 from skipdecode.models.families import decoder_layers
-from skipdecode.models.fit import Fit, fit_of
+from skipdecode.models.fit import fit_of
 from skipdecode.schedule import PromptDepth
 from textgen_tools import log_entries
 from tiny import SCHEDULES
@@ -97,7 +97,7 @@ def test_losses_with_a_shared_prompt_equal_the_parallel_form(
     model, rows, schedule = tuning_model(family), examples(), SCHEDULES[name].with_prompt(prompt)
     with attach(model, schedule) as attachment:
         meter = meter_of(attachment, rows, log_in(tmp_path))
-        (loss,) = meter.losses([schedule])
+        loss = meter.loss(schedule)
         attachment.schedule = schedule
         batch = collate(rows)
         with torch.inference_mode():
@@ -109,7 +109,8 @@ def test_prompts_and_responses_of_one_token_are_measured_too(tmp_path: Path) -> 
     model, rows = tuning_model(), [Example("a", (5,), (6,)), Example("b", (7,), (8,))]
     schedules = [Schedule.constant(LAYERS, 4, prompt=prompt) for prompt in ("full", (0, 1, 2), (0, 1, 2, 3))]
     with attach(model, schedules[0]) as attachment:
-        losses = meter_of(attachment, rows, log_in(tmp_path)).losses(schedules)
+        meter = meter_of(attachment, rows, log_in(tmp_path))
+        losses = [meter.loss(schedule) for schedule in schedules]
         for loss, schedule in zip(losses, schedules, strict=True):
             attachment.schedule = schedule
             with torch.inference_mode():
@@ -122,13 +123,13 @@ def test_nothing_is_measured_twice(tmp_path: Path) -> None:
     model, rows = tuning_model(), examples()
     schedule = Schedule.constant(LAYERS, 4)
     with attach(model, schedule) as attachment:
-        first = meter_of(attachment, rows, log_in(tmp_path)).losses([schedule])
+        first = meter_of(attachment, rows, log_in(tmp_path)).loss(schedule)
         size = (tmp_path / "m.jsonl").stat().st_size
         with torch.no_grad():
             model.lm_head.weight.zero_()  # would show if anything ran again
         again = meter_of(attachment, rows, log_in(tmp_path))
         # Another name and another unused rest of the order do the same.
-        assert again.losses([Schedule(LAYERS, (1, 2, 3, 4, 6), (4,), name="other")]) == first
+        assert again.loss(Schedule(LAYERS, (1, 2, 3, 4, 6), (4,), name="other")) == first
     assert (tmp_path / "m.jsonl").stat().st_size == size
 
 
@@ -167,37 +168,29 @@ def verdicts(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_a_planted_useless_layer_goes_first(tmp_path: Path) -> None:
     model = plant_useless_layer(tuning_model())
     rows = greedy_texts(model)  # any layer that does something is missed
-    settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
+    settings = CalibrationSettings(nominal_speedup=2.0)
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
         meter = meter_of(attachment, rows, log_in(tmp_path))
-        found = search(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
+        influence = block_influence(attachment, rows, batch_size=3)
+        found = search(settings, goal, influence, lambda _: (meter, None))
     assert found.order[0] == USELESS
-    assert found.rounds[0].losses[USELESS] == pytest.approx(found.rounds[0].base, rel=1e-6)
-    assert min(loss for layer, loss in found.rounds[0].losses.items() if layer != USELESS) > found.rounds[0].base
     assert found.verdicts[0]["held_out"] is None
 
 
-def test_a_layer_that_a_bridge_replaces_goes_first_where_fits_are_made(tmp_path: Path) -> None:
-    model = plant_useless_layer(tuning_model("opt"))
-    with torch.no_grad():  # what the layer adds is the same for every token, and much
-        decoder_layers(model)[USELESS].fc2.bias.normal_(0, 3, generator=torch.Generator().manual_seed(0))
+def test_a_schedule_with_its_fit_is_measured_beside_the_bare_one(tmp_path: Path) -> None:
+    model = tuning_model("opt")
     rows = greedy_texts(model)
-    settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
+    settings = CalibrationSettings(nominal_speedup=2.0)
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
     fitter = Fitter(model, [collate(rows)], FitOptions(fit_rank=0))
     with attach(model, Schedule.full(LAYERS)) as attachment, closing(log_in(tmp_path)) as log:
-
-        def meters(fit: Fit | None) -> tuple[LossMeter, None]:
-            return meter_of(attachment, rows, log, fit=fit), None
-
-        bare, fitted = (search(settings, goal, [0.0] * LAYERS, meters, each) for each in (None, fitter))
-    assert USELESS not in bare.order[:2]
-    assert fitted.order[0] == USELESS
-    assert fitted.rounds[0].losses[USELESS] == pytest.approx(fitted.rounds[0].base, rel=1e-3)
-    assert fitted.fit is not None
-    assert fitted.fit.serves(fitted.schedule)
-    assert fitted.verdicts[-1]["measured"] < fitted.verdicts[-2]["measured"]  # without its fit
+        found = search(
+            settings, goal, range(LAYERS), lambda fit: (meter_of(attachment, rows, log, fit=fit), None), fitter
+        )
+    assert found.fit is not None
+    assert found.fit.serves(found.schedule)
+    assert found.verdicts[-1]["measured"] < found.verdicts[-2]["measured"]  # without its fit
 
 
 def test_the_time_of_a_fit_is_part_of_the_target() -> None:
@@ -230,7 +223,7 @@ def greedy_texts(model: Any) -> list[Example]:
 def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: set[int], tmp_path: Path) -> None:
     model = tuning_model()
     rows, measured = greedy_texts(model), []
-    settings = CalibrationSettings(target_speedup=target, candidates=2)
+    settings = CalibrationSettings(target_speedup=target)
     goal = set_goal(settings, request_cost(), 30, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
         meter = meter_of(attachment, rows, log_in(tmp_path), advance=lambda: measured.append(1))
@@ -244,7 +237,7 @@ def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: 
 
 @pytest.mark.slow
 def test_prompt_sets_are_measured_once_and_reported(files: Files, tmp_path: Path) -> None:
-    options = {"target_speedup": 1.9, "candidates": 2, "prompt_depths": ("5", "0-2,7"), "fit": False}
+    options = {"target_speedup": 1.9, "prompt_depths": ("5", "0-2,7"), "fit": False}
     first = learned(files, tmp_path, **options)
     prompts = [each["schedule"]["prompt"] for each in first.document["verdicts"][3:]]
     assert sorted(map(len, prompts)) == [4, 5]
@@ -260,15 +253,11 @@ def test_prompt_sets_are_measured_once_and_reported(files: Files, tmp_path: Path
 
 @pytest.mark.slow
 def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsys: Any) -> None:
-    result = learned(files, tmp_path, target_speedup=1.6, candidates=3)
+    result = learned(files, tmp_path, target_speedup=1.6)
     document = json.loads((tmp_path / "calibration.json").read_text())
     assert document == json.loads(json.dumps(result.document))
     schedule = Schedule.load(tmp_path / "schedule.json")
     assert schedule == result.schedule == Schedule.from_dict(document["schedule"])
-    first = document["rounds"][0]
-    assert first["losses"][str(USELESS)] == pytest.approx(first["base"], rel=1e-6)
-    assert len(first["losses"]) == LAYERS - 2
-    assert all(len(r["losses"]) <= 3 for r in document["rounds"][1:])
     found = verdicts(document)
     assert {"full", "paper", "even", schedule.name} <= set(found)
     assert found["full"]["speedup"] == 1
@@ -285,13 +274,12 @@ def test_a_server_gets_a_flat_schedule(files: Files) -> None:
     assert learned(files, nominal_speedup=2, flat=True, data="short").schedule.is_flat
 
 
-def test_block_influence_measures_less_and_the_table_is_for_people(files: Files, tmp_path: Path) -> None:
-    result = learned(files, tmp_path, nominal_speedup=2, method="block-influence")
+def test_layers_go_by_block_influence_and_the_table_is_for_people(files: Files, tmp_path: Path) -> None:
+    result = learned(files, tmp_path, nominal_speedup=2)
     assert "held out" in str(result)
     assert f"in the order {USELESS} " in str(result)
     assert "held out" in result._repr_html_()
     document = result.document
-    assert document["rounds"] == []
     influence = document["block_influence"]
     assert document["order"] == sorted(document["order"], key=lambda layer: influence[layer])
 
@@ -300,7 +288,7 @@ def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files)
     rows = [json.loads(line) for line in Path(files["data"]).read_text().splitlines()]
     llm = skipdecode.LLM(files["model"])
     before = llm.generate("red car 1\n", 12)
-    options = {"nominal_speedup": 2, "method": "block-influence", "held_out": 9, "records": 18}
+    options = {"nominal_speedup": 2, "held_out": 9, "records": 18}
     form = {"prompt_field": "thing", "response_field": "ref"}
     found = skipdecode.calibrate(llm, rows, **form, **options)
     assert fit_of(llm.loaded.model) is None
@@ -332,7 +320,6 @@ def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files)
         ({"nominal_speedup": 2, "least": 9}, UsageError, "`least` 9 is not accepted for 8 layers: give 2 to 8"),
         ({"nominal_speedup": 2, "warmup_layers": 8}, UsageError, "`warmup_layers` 8 is not accepted for 8 layers"),
         ({"nominal_speedup": 2, "response_field": "nothing"}, DataError, "missing field"),
-        ({"nominal_speedup": 2, "method": "magic"}, OptionError, "method"),
     ],
 )
 def test_bad_input_is_refused(files: Files, options: dict[str, Any], error: type, message: str) -> None:
@@ -341,7 +328,7 @@ def test_bad_input_is_refused(files: Files, options: dict[str, Any], error: type
 
 
 def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path) -> None:
-    options = {"nominal_speedup": 2, "method": "block-influence"}
+    options = {"nominal_speedup": 2}
     first = learned(files, tmp_path, **options)
     with pytest.raises(OutputError, match=r"measured.sqlite was started with other settings \(records: "):
         learned(files, tmp_path, seed=1, **options)
@@ -361,7 +348,7 @@ def test_arithmetic_that_overflows_stops_the_run(fit: bool, files: Files, tmp_pa
 
 def test_a_fit_is_used_from_calibrate_to_generate_and_tune(files: Files, tmp_path: Path, capsys: Any) -> None:
     out, tuned = tmp_path / "out", tmp_path / "tuned"
-    found = learned(files, out, nominal_speedup=2, method="block-influence")
+    found = learned(files, out, nominal_speedup=2)
     assert found.document["verdicts"][-1]["measured"] < found.document["verdicts"][-2]["measured"]
     schedule, fit = out / "schedule.json", out / "skipdecode.fit"
     bare = tmp_path / "bare.json"

@@ -1,4 +1,4 @@
-"""Calibration's pure part: the greedy search, what a schedule costs, and the depth that a target leaves."""
+"""Calibration's pure part: what a schedule costs, and the depth that a target leaves."""
 
 from __future__ import annotations
 
@@ -10,45 +10,10 @@ from skipdecode import Schedule
 from skipdecode.cost.model import CostModel, TextCost
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.learning.goal import Goal, layers_only, set_goal
-from skipdecode.learning.search import greedy_order, greedy_trials
 from skipdecode.learning.settings import CalibrationSettings
 
 LAYERS = 12
 COST = CostModel.of_step(LAYERS, batch=4, fixed_seconds=2.0, layer_seconds=1.0, kv_seconds=0.0025)
-
-# ---------------------------------------------------------------------- the order
-
-
-def test_greedy_finds_the_best_nested_order_when_losses_are_interactions():
-    # 3 and 4 do the same work: each alone is useless, both are not.
-    def loss(gone: tuple[int, ...]) -> float:
-        return sum({1: 0.5, 2: 0.2, 3: 0.01, 4: 0.0, 5: 0.9}[x] for x in gone) + (3 in gone and 4 in gone)
-
-    rounds = greedy_order(lambda sets: [loss(s) for s in sets], range(1, 6), 4, 5, dict.fromkeys(range(6), 0.0))
-    assert [r.dropped for r in rounds] == [4, 2, 1, 5]
-    assert [r.base for r in rounds] == pytest.approx([0.0, 0.0, 0.2, 0.7])
-
-
-def test_few_candidates_measure_less_and_a_layer_that_turned_bad_makes_room():
-    measured: list[tuple[int, ...]] = []
-
-    def measure(sets):
-        measured.extend(sets)
-        return [len(s) + 5.0 * (3 in s and 4 in s) + s[-1] * 0.1 if s else 0.0 for s in sets]
-
-    rounds = greedy_order(measure, range(3, 9), 4, 2, dict.fromkeys(range(9), 0.0))
-    assert [r.dropped for r in rounds] == [3, 5, 6, 7]
-    assert len(rounds[0].losses) == 6
-    assert all(len(r.losses) == 2 for r in rounds[1:])
-    assert len(measured) == greedy_trials(6, 4, 2) == 13
-
-
-def test_equals_are_decided_by_the_cheaper_ranking_and_layers_that_lend_go_after_their_readers():
-    rounds = greedy_order(lambda sets: [1.0] * len(sets), range(1, 4), 3, 1, {1: 0.3, 2: 0.1, 3: 0.2})
-    assert [r.dropped for r in rounds] == [2, 3, 1]
-    rounds = greedy_order(lambda sets: [1.0] * len(sets), range(4), 3, 2, dict(enumerate(range(4))), {3: 0, 4: 1})
-    assert [r.dropped for r in rounds] == [2, 3, 0]
-
 
 # ---------------------------------------------------------------------- costs
 

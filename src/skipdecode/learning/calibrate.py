@@ -122,7 +122,7 @@ def calibrate(
     """Learn drop order, prompt layers and depth on records with responses, for a speed-up; and a fit. No gradients.
 
     The depth decreases linearly over the text, as far as the target requires. The fit replaces skipped layers by linear
-    maps (least squares); the search measures each layer with its map in place, and the time of the maps counts. The
+    maps (least squares), whose time counts. The
     loss of the schedule is compared with the paper's schedule and with evenly spaced layers, which have no fit.
 
     Parameters
@@ -141,7 +141,7 @@ def calibrate(
         Reading of `time.perf_counter()` at which the search ends with what it has. Default: it takes its time.
     **options
         Fields of `CalibrateOptions`: target_speedup or nominal_speedup; one of task, prompt_template and prompt_field,
-        with response_field; records, held_out, method, prompt_depths, fit, …
+        with response_field; records, held_out, prompt_depths, fit, …
 
     Raises
     ------

@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,15 +72,7 @@ class Fitter:
                 projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
         # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges like answers.
         whole = all(s.prompt == "max_exit" for s in schedules)
-        return self._swept(_depths(schedules, self.options.fit_depths), projected, whole)
-
-    def fit_alone(self, layers: Iterable[int]) -> Fit:
-        """A bridge over each of some layers as if it alone were left out; raises as `fit`."""
-        return self._swept([frozenset({layer}) for layer in layers], {}, False)
-
-    def _swept(
-        self, depths: Sequence[frozenset[int]], projected: Mapping[tuple[int, ...], set[int]], whole: bool
-    ) -> Fit:
+        depths = _depths(schedules, self.options.fit_depths)
         with torch.inference_mode(), at_full_depth(self.model):
             return _Sweep(self.model, depths, projected, whole, self.batches, self.options, self.until).run()
 

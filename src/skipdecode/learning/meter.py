@@ -1,21 +1,12 @@
-"""Teacher-forced losses of many schedules on the same records, no gradients.
-
-Schedules whose prompts run the same layers share the prompt's forward and its keys and values; only the responses run
-again for each, and, where prompts do not run all layers, their last token, which runs those of position 0 too. Equal to
-the parallel form without a cache, which tests hold.
-"""
+"""Teacher-forced losses of schedules on the same records, no gradients; measured losses are kept on disk."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from functools import lru_cache, partial
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +20,15 @@ from skipdecode.data.batches import IGNORE, Batch, batches_of
 from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
-from skipdecode.models.cache import SkipCache
 from skipdecode.models.fit import Fit
+from skipdecode.models.forward import response_logits
 from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.loading.identity import checkpoint_digest
-from skipdecode.models.release import model_cache_name
 from skipdecode.schedule import Schedule
 
 PartMeters = Callable[[Fit | None], dict[str, "LossMeter"]]
 """From a fit to the meter of each part of the records."""
 
-_KEPT_BYTES = 2**30
-"""Keys and values of prompts of one set that are kept between calls; later batches' prompts run once a call."""
 _SHOWN = 3
 
 
@@ -82,41 +70,37 @@ class LossMeter:
         self._part = part if fit is None else f"{part}, fit {fit.digest()}"
         self._fit = fit
         self._advance = advance
-        self._prompts: dict[int, _SharedPrompt] = {}
 
     @property
     def batches(self) -> int:
         """Forward passes that measure one schedule."""
         return len(self._batches)
 
-    def losses(self, schedules: Sequence[Schedule]) -> list[float]:
-        """Cross-entropy per response token of each schedule; raises DivergedError if a loss is not finite."""
-        found = [self._batch(number, batch, schedules) for number, batch in enumerate(self._batches)]
-        return [sum(chain(*sums)) / self._tokens for sums in zip(*found, strict=True)]
+    def loss(self, schedule: Schedule) -> float:
+        """Cross-entropy per response token under a schedule; raises DivergedError if a loss is not finite."""
+        self._attachment.schedule, self._attachment.fit = schedule, self._fit
+        return sum(sum(self._batch(number, schedule)) for number in range(self.batches)) / self._tokens
 
-    def _batch(self, number: int, batch: Batch, schedules: Sequence[Schedule]) -> list[list[float]]:
-        """Summed losses of each record under each schedule."""
-        keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
-        forced: _SharedPrompt | None = None
-        self._attachment.fit = self._fit
-        for key, schedule in zip(keys, schedules, strict=True):
-            if self._store.get(key) is None:
-                with torch.inference_mode():
-                    if forced is None or not forced.serves(schedule):
-                        forced = self._shared_prompt(number, batch, schedule)
-                    self._store.put(key, forced.losses(schedule).sum(1).tolist())
-            self._advance()
-        return [self._store.get(key) or [] for key in keys]
+    def _batch(self, number: int, schedule: Schedule) -> list[float]:
+        """Summed losses of each record of a batch."""
+        key = f"{self._part}/{number}/{_behaviour(schedule)}"
+        sums = self._store.get(key)
+        if sums is None:
+            sums = self._measured(self._batches[number])
+            self._store.put(key, sums)
+        self._advance()
+        return list(sums)
 
-    def _shared_prompt(self, number: int, batch: Batch, schedule: Schedule) -> _SharedPrompt:
-        if not all(kept.serves(schedule) for kept in self._prompts.values()):
-            self._prompts.clear()
-        if number in self._prompts:
-            return self._prompts[number]
-        forced = _SharedPrompt(self._attachment, batch.to(self._attachment.model.device), schedule)
-        if forced.kv_bytes + sum(kept.kv_bytes for kept in self._prompts.values()) <= _KEPT_BYTES:
-            self._prompts[number] = forced
-        return forced
+    @torch.inference_mode()
+    def _measured(self, batch: Batch) -> list[float]:
+        model = self._attachment.model
+        logits, targets = response_logits(model, batch.to(model.device)), batch.targets.to(model.device)
+        # Row by row: probabilities of all tokens of a large vocabulary take several times the memory of the logits.
+        rows = zip(logits, targets, strict=True)
+        each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
+        losses = torch.stack(each).double()
+        check_finite(losses, batch.ids)
+        return losses.sum(1).tolist()
 
 
 @contextmanager
@@ -139,67 +123,10 @@ def measuring(
     with closing(kept) as store, bar, Attachment(loaded.model, full) as attachment:
         meter = partial(LossMeter, attachment, store=store, batch_size=batch_size, advance=bar.update)
 
-        @lru_cache(maxsize=1)  # meters keep keys and values of prompts
         def meters(fit: Fit | None) -> dict[str, LossMeter]:
             return {part: meter(rows, part=part, fit=fit) for part, rows in parts.items() if rows}
 
         yield attachment, meters, bar
-
-
-class _SharedPrompt:
-    """A batch whose prompt has run, where it has a set of its own all but the last token."""
-
-    def __init__(self, attachment: Attachment, batch: Batch, schedule: Schedule) -> None:
-        self._attachment, self._batch = attachment, batch
-        self._alike = schedule.prompt, schedule.prompt_layers()
-        self._cache = attachment.new_cache(batch.prompt_length)
-        # With a set of its own it leaves keys and values in every layer, whatever position 0 runs.
-        whole = isinstance(schedule.prompt, str)
-        attachment.schedule = schedule if whole else replace(Schedule.full(schedule.num_layers), prompt=schedule.prompt)
-        self._fed = batch.prompt_length - (not whole)
-        logits = self._forward(0, self._fed, self._cache) if self._fed else None
-        # Copied, for a view would hold the whole prompt's logits.
-        self._first = logits[:, -1:].clone() if whole and logits is not None else None
-        self.kv_bytes = self._cache.kv_bytes()
-
-    def serves(self, schedule: Schedule) -> bool:
-        """Whether it is the prompt of this schedule too."""
-        return self._alike == (schedule.prompt, schedule.prompt_layers())
-
-    def losses(self, schedule: Schedule) -> Tensor:
-        """Losses of each record and index of the responses under a schedule, 0 beyond a response."""
-        targets, logits = self._batch.targets, self._logits(schedule)
-        # Row by row: probabilities of all tokens of a large vocabulary take several times the memory of the logits.
-        rows = zip(logits, targets, strict=True)
-        each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
-        losses = torch.stack(each).double()
-        check_finite(losses, self._batch.ids)
-        return losses
-
-    def _logits(self, schedule: Schedule) -> Tensor:
-        """Of every index of the responses, under a schedule."""
-        parts = [] if self._first is None else [self._first]
-        if self._batch.targets.shape[1] > len(parts):
-            self._attachment.schedule = schedule
-            # The last response token is not fed: nothing follows it.
-            parts.append(self._forward(self._fed, -1, copy.deepcopy(self._cache)))
-        return torch.cat(parts, dim=1)
-
-    def _forward(self, start: int, end: int, cache: SkipCache) -> Tensor:
-        batch = self._batch
-        arguments: dict[str, Any] = {
-            "input_ids": batch.input_ids[:, start:end],
-            "attention_mask": batch.attention_mask[:, : batch.input_ids[:, :end].shape[1]],
-            model_cache_name(self._attachment.model): cache,
-            "use_cache": True,
-        }
-        accepted = inspect.signature(type(self._attachment.model).forward).parameters
-        if "position_ids" in accepted:
-            arguments["position_ids"] = batch.position_ids[:, start:end]
-        if start == 0 and "logits_to_keep" in accepted:
-            arguments["logits_to_keep"] = 1
-        logits: Tensor = self._attachment.model(**arguments).logits
-        return logits
 
 
 def _behaviour(schedule: Schedule) -> str:

@@ -309,7 +309,7 @@ class _Run:
     def _layers(self, answers: Answers, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:
         """Choose the layers, fit the maps that replace them, and size the evaluations of them."""
         settings = self.settings
-        names = ("method", "prompt_depths", *(field.name for field in fields(FitOptions)))
+        names = ("prompt_depths", *(field.name for field in fields(FitOptions)))
         options = {name: getattr(settings, name) for name in names} | {"records": settings.order_records}
         if timing is not None:
             options |= asdict(timing.search)

@@ -1,15 +1,15 @@
-"""The search of a calibration: drop orders from data, the depth that the target leaves, and the prompt layers."""
+"""The search of a calibration: block influence, the depth that the target leaves, and the prompt layers."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +30,9 @@ from skipdecode.models.fit import Fit
 from skipdecode.models.forward import response_logits
 from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.order import lent_order, may_go
+from skipdecode.schedule.order import lent_order
 
-Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
 Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
-
-
-class Round(NamedTuple):
-    """One layer goes: `losses` are those of each layer tried on top of the ones `gone`, `base` is the loss of none."""
-
-    gone: tuple[int, ...]
-    base: float
-    losses: dict[int, float]
-    dropped: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,6 @@ class Found:
 
     schedule: Schedule  # of the schedules in the learned order, the one whose prompt set measured best
     order: tuple[int, ...]  # the learned drop order
-    rounds: tuple[Round, ...]  # the greedy search; empty for another method
     influence: tuple[float, ...]  # the block influence of each layer
     # Full depth, the paper's schedule, evenly spaced layers, the other numbers of prompt layers, and `schedule`, each
     # with its losses and speed-ups; see `_verdict`.
@@ -63,9 +52,6 @@ class Found:
         return {
             "schedule": self.schedule.to_dict(),
             "order": list(self.order),
-            "rounds": [
-                {**r._asdict(), "losses": {str(layer): x for layer, x in r.losses.items()}} for r in self.rounds
-            ],
             "block_influence": list(self.influence),
             "verdicts": list(self.verdicts),
         }
@@ -113,23 +99,17 @@ def search(
     fitter: Fitter | None = None,
     until: float = math.inf,
 ) -> Found:
-    """Learn the order and the prompt set, and measure the schedule next to the baselines.
+    """Learn the prompt set, and measure the schedule next to the baselines.
 
-    `influence`: block influence of each layer, the order itself or what decides between equals. `meters`: measure, with
-    a fit or none, the records to learn from and those held out. With a `fitter`, the order is learned with a bridge
-    over each layer that is left out, and the schedule, but no baseline, gets the fit of all candidates. `until`:
-    reading of `time.perf_counter()` after which no further prompt set is compared.
+    `influence`: block influence of each layer; the layers go in its order. `meters`: measure, with a fit or none, the
+    records to learn from and those held out. With a `fitter`, the schedule, but no baseline, gets the fit of all
+    candidates. `until`: reading of `time.perf_counter()` after which no further prompt set is compared.
 
     Raises FitError, DivergedError: see `Fitter.fit` and `LossMeter.losses`.
     """
     layers = goal.workload.cost.num_layers
-    rounds: list[Round] = []
-    if settings.method == "greedy":
-        rounds = _greedy_rounds(settings, goal, influence, meters, fitter)
-        order = tuple(r.dropped for r in rounds)
-    else:
-        ranked = sorted(_droppable(settings, goal), key=lambda layer: (influence[layer], layer))
-        order = lent_order(ranked, goal.shared)[: layers - goal.least]
+    ranked = sorted(range(settings.warmup_layers, layers - 1), key=lambda layer: (influence[layer], layer))
+    order = lent_order(ranked, goal.shared)[: layers - goal.least]
     sets = [[goal.schedule(order, prompt) for prompt in of_depth] for of_depth in goal.prompts]
     every = list(chain(*sets))
     fitted = [schedule for schedule in every if not schedule.is_full]
@@ -145,7 +125,7 @@ def search(
         bare.append(replace(result, name=f"{result.name}, without its fit"))
     verdicts = [_verdict(s, settings, goal.unfitted, *meters(None)) for s in bare]
     verdicts += [_verdict(s, settings, goal.workload, *meters(fit)) for s in (*others, result)]
-    return Found(result, order, tuple(rounds), tuple(influence), tuple(verdicts), own)
+    return Found(result, order, tuple(influence), tuple(verdicts), own)
 
 
 def _losses(schedules: Sequence[Schedule], meter: LossMeter, until: float) -> dict[Schedule, float]:
@@ -155,7 +135,7 @@ def _losses(schedules: Sequence[Schedule], meter: LossMeter, until: float) -> di
         if losses and time.perf_counter() > until:
             note(f"the time for choosing layers is over: {len(losses)} of {len(schedules)} candidates are compared")
             break
-        losses[schedule] = meter.losses([schedule])[0]
+        losses[schedule] = meter.loss(schedule)
     return losses
 
 
@@ -168,31 +148,8 @@ def _named(schedule: Schedule, settings: CalibrationSettings) -> Schedule:
 
 def trials(settings: CalibrationSettings, goal: Goal, fitted: bool) -> tuple[int, int]:
     """About how many schedules `search` measures on the records, and on those held out."""
-    searched = 0
-    if settings.method == "greedy":
-        drops = goal.workload.cost.num_layers - goal.least
-        searched = greedy_trials(len(_droppable(settings, goal)), drops, settings.candidates)
     verdicts = settings.baselines * (3 + fitted) + len(goal.prompts)
-    return searched + sum(map(len, goal.prompts)) + verdicts, verdicts
-
-
-def _droppable(settings: CalibrationSettings, goal: Goal) -> range:
-    return range(settings.warmup_layers, goal.workload.cost.num_layers - 1)
-
-
-def _greedy_rounds(
-    settings: CalibrationSettings, goal: Goal, influence: Sequence[float], meters: Meters, fitter: Fitter | None
-) -> list[Round]:
-    layers, droppable = goal.workload.cost.num_layers, _droppable(settings, goal)
-    meter, _ = meters(None if fitter is None else fitter.fit_alone(droppable))
-
-    def measure(sets: Sequence[tuple[int, ...]]) -> list[float]:
-        warmup = settings.warmup_layers
-        return meter.losses([Schedule(layers, gone, (layers - len(gone),), warmup) for gone in sets])
-
-    return greedy_order(
-        measure, droppable, layers - goal.least, settings.candidates, dict(enumerate(influence)), goal.shared
-    )
+    return sum(map(len, goal.prompts)) + verdicts, verdicts
 
 
 def _verdict(
@@ -209,50 +166,13 @@ def _verdict(
         "prompt_layers": len(schedule.prompt_layers()),
         "speedup": workload.speedup(schedule),
         "mean_layers": workload.mean_layers(schedule),
-        "measured": meter.losses([schedule])[0],
-        "held_out": None if held_out is None else held_out.losses([schedule])[0],
+        "measured": meter.loss(schedule),
+        "held_out": None if held_out is None else held_out.loss(schedule),
     }
     for name, whole in (("request_speedup", True), ("decode_speedup", False)):
         timed = None if settings.target_speedup is None else replace(workload, whole=whole)
         found[name] = timed and timed.speedup(schedule)
     return found
-
-
-def greedy_order(
-    measure: Measure,
-    layers: Sequence[int],
-    drops: int,
-    candidates: int,
-    prior: Mapping[int, float],
-    shared: Mapping[int, int] | None = None,
-) -> list[Round]:
-    """Drop `drops` layers one after the other.
-
-    The first round tries every layer. Later ones try the `candidates` layers whose loss rose least when they were last
-    tried; a layer that is tried and turns out worse makes room for the next, so none is out for good.
-
-    `measure`: gives the loss of each of several sets of layers that are left out. `layers`: layers that may go.
-    `prior`: a cheaper ranking (block influence) that decides between equals, the lowest first. `shared`: see `may_go`.
-    """
-    rises = dict.fromkeys(layers, 0.0)
-    base = measure([()])[0]
-    rounds: list[Round] = []
-    for number in range(drops):
-        gone = tuple(r.dropped for r in rounds)
-        ranked = sorted(may_go(rises, gone, shared or {}), key=lambda layer: (rises[layer], prior[layer], layer))
-        tried = ranked if number == 0 else ranked[:candidates]
-        losses = dict(zip(tried, measure([(*gone, layer) for layer in tried]), strict=True))
-        rises |= {layer: loss - base for layer, loss in losses.items()}
-        best = min(tried, key=lambda layer: (losses[layer], prior[layer], layer))
-        rounds.append(Round(gone, base, losses, best))
-        del rises[best]
-        base = losses[best]
-    return rounds
-
-
-def greedy_trials(layers: int, drops: int, candidates: int) -> int:
-    """How many sets `greedy_order` measures, that of none included."""
-    return 1 + sum(layers if number == 0 else min(candidates, layers - number) for number in range(drops))
 
 
 def block_influence(attachment: Attachment, examples: Sequence[Example], *, batch_size: int) -> tuple[float, ...]:

@@ -32,7 +32,6 @@ PREPARE_DIRECTORY = RunDirectory(
         f"fit/{STORE_FILE}": "",
     },
 )
-OrderMethod = Literal["greedy", "block-influence"]
 DEFAULT_LORA_RANK = 16
 
 
@@ -194,7 +193,7 @@ class TuneOptions(TuneConfig, SelfGeneratedOptions, RecordOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationSettings(Options):
-    """How drop order, prompt layers and depth are learned; each field's help text is its documentation.
+    """How prompt layers and depth are learned; each field's help text is its documentation.
 
     Raises UsageError: names the value that is out of range, or there is not one target.
     """
@@ -215,10 +214,6 @@ class CalibrationSettings(Options):
         least=1,
     )
     flat: bool = option("the same depth at every position, for servers, in place of a linear decrease", default=False)
-    method: OrderMethod = option(
-        "of the drop order: greedy by the measured loss, or block-influence, which takes one pass", default="greedy"
-    )
-    candidates: int = option("greedy: layers tried in each round after the first", default=6, least=1)
     # By default half of what a flat schedule would run, and no more than the least of the paper's.
     least: int | None = option("layers at which the drop order stops (default: by the target)", default=None, least=1)
     warmup_layers: int = option("first layers that always run", default=1, least=0)
@@ -303,10 +298,6 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOpti
     )
     test_records: int = option("most records or prompts to evaluate on", default=64, least=1)
     batch: int = option("sequences decoded together", default=BATCH, least=1)
-    method: OrderMethod = option(
-        "drop order by block-influence (one pass) or greedy (the measured loss of about 60 layer sets)",
-        default="block-influence",
-    )
     order_records: int = setting("records on which drop orders and prompt layers are compared", default=8, least=1)
     prompt_depths: tuple[str, ...] = option(
         "prompt layers to try: full, numbers (the lowest n or n evenly spaced ones, whichever lose less), lists such "

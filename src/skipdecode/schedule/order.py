@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Literal
 
@@ -94,21 +94,19 @@ def _spread(items: list[int]) -> list[int]:
     return [items[r] for r in ranks if r < len(items)]
 
 
-def may_go(layers: Iterable[int], gone: Collection[int], shared: Mapping[int, int]) -> list[int]:
-    """Choose the layers that are not `gone` and lend nothing to a layer that is left.
+def lent_order(order: Sequence[int], shared: Mapping[int, int]) -> tuple[int, ...]:
+    """A drop order in which layers that lend come after all their readers; those whose reader never goes stay.
 
     `shared`: the layers that read another's keys and values, each with that layer.
     """
-    read = {lender for one, lender in shared.items() if one not in gone}
-    return [layer for layer in layers if layer not in gone and layer not in read]
-
-
-def lent_order(order: Sequence[int], shared: Mapping[int, int]) -> tuple[int, ...]:
-    """A drop order in which layers that lend come after all their readers; those whose reader never goes stay."""
-    found = list[int]()
-    while free := may_go(order, found, shared):
-        found.append(free[0])
-    return tuple(found)
+    found, left = list[int](), list(order)
+    while True:
+        read = {lender for reader, lender in shared.items() if reader not in found}
+        free = next((layer for layer in left if layer not in read), None)
+        if free is None:
+            return tuple(found)
+        found.append(free)
+        left.remove(free)
 
 
 def check_order(drop_order: tuple[int, ...], num_layers: int, warmup_layers: int) -> None:
