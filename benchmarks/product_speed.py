@@ -27,14 +27,14 @@ from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.measure import Shape, step_seconds
 from skipdecode.engine.fast_model import FastModel, open_model
+from skipdecode.engine.kernels.spec import LayerRows
 from skipdecode.engine.opening import Backend
-from skipdecode.engine.rows import LayerRows, TokenRows
+from skipdecode.engine.rows import TokenRows
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 
 ROWS = 512
 TYPES = ("bfloat16", "float32")
-WEIGHTS = (*TYPES, "w8a8")
 Side = tuple[str, str, int]
 """What is timed, the weights, and tokens or rows."""
 
@@ -104,10 +104,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     watch = Stopwatch[Side, float](sides)
     for _ in range(options.rounds):
         watch.lap(lambda side: sides[side]())
-    rates = {name: 1e-9 / watch.seconds(("product", name, ROWS), float) for name in WEIGHTS}
+    rates = {name: 1e-9 / watch.seconds(("product", name, ROWS), float) for name in (*TYPES, "w8a8")}
     best, rows = max(TYPES, key=rates.__getitem__), []
     for kind, sizes in (("prompt", options.tokens), ("decode step", options.batches)):
-        for side in ((kind, name, size) for size in sizes for name in WEIGHTS):
+        for side in ((kind, name, size) for size in sizes for name in (*TYPES, "w8a8")):
             rows.append(row(watch, side, best, flops(side[2]) if kind == "prompt" else None))
             print(json.dumps(rows[-1]), flush=True)
     return {"products_gflop_s": rates, "rows": rows}

@@ -13,10 +13,9 @@ from kernel_reference import kernels_or_skip, reference_linear, reference_stack,
 from skipdecode.engine import kernels as package
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels.native import greedy
-from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
+from skipdecode.engine.kernels.spec import AttentionSpec, LayerRows, LayerSpec, LinearSpec, StackInput
 from skipdecode.engine.kernels.weights import QUANTIZATIONS, quantize
 from skipdecode.engine.opening import open_fast
-from skipdecode.engine.rows import LayerRows
 from skipdecode.errors import UnfitModelError, UsageError
 from tiny import tiny_model
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.engine.kernels import load_library, native_kernels
-from skipdecode.engine.kernels.native import NativeKernels
+from skipdecode.engine.kernels import load_library
+from skipdecode.engine.kernels.native import NativeKernels, native_kernels
 from skipdecode.engine.kernels.spec import AttentionSpec, LinearSpec, StackInput
 from skipdecode.engine.kernels.targets import find_compiler
 from skipdecode.engine.kernels.weights import QuantizedWeight

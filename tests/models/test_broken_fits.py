@@ -17,7 +17,7 @@ from fits import random_fit
 from skipdecode import Schedule, attach
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
-from skipdecode.engine.kernels import native_kernels
+from skipdecode.engine.kernels.native import native_kernels
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec
 from skipdecode.engine.model_spec import read_model
 from skipdecode.engine.requests import Request

@@ -116,7 +116,7 @@ def _machine() -> Json:
     import torch
 
     from skipdecode.common.files import cache_dir
-    from skipdecode.engine.kernels import native_kernels
+    from skipdecode.engine.kernels.native import native_kernels
     from skipdecode.engine.kernels.targets import find_compiler
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading import smollm2

@@ -24,9 +24,8 @@ from torch.nn import functional
 from skipdecode.common.environment import read_in_turn
 from skipdecode.common.types import PreTrainedModel
 from skipdecode.engine.drafts import MOST_DRAFTS, Planner
-from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead
-from skipdecode.engine.kernels.native import NativeKernels, NativeStack
+from skipdecode.engine.kernels.native import NativeKernels, NativeStack, native_kernels
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, StackInput
 from skipdecode.engine.kernels.weights import QUANTIZATIONS, Arena, Quantization, QuantizedWeight, quantize, room_of
 from skipdecode.engine.kv import PAGE_TOKENS, PagedKV

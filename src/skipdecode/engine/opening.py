@@ -19,7 +19,7 @@ from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
-from skipdecode.engine.kernels import native_kernels
+from skipdecode.engine.kernels.native import native_kernels
 from skipdecode.engine.model_spec import READERS
 from skipdecode.engine.requests import Sampling
 from skipdecode.engine.rules import rules_line, rules_of, stop_strings

@@ -1,4 +1,4 @@
-"""The rows of a forward: which tokens of which sequences share it, and in which order. Pure Python.
+"""The rows of a forward: which tokens of which sequences share it, and in which order.
 
 `step` of the fast engine makes a `Chunk` of each sequence, `forwards` says which chunks share a forward, and
 `token_rows` makes the rows of the forward.
@@ -11,6 +11,7 @@ from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import NamedTuple, Self
 
+from skipdecode.engine.kernels.spec import LayerRows
 from skipdecode.engine.sequence import Sequence
 
 
@@ -62,18 +63,6 @@ def forwards(chunks: list[Chunk]) -> list[list[Chunk]]:
         return [chunks] if chunks else []
     parts = [[chunk for chunk in others if chunk.layers in chain] for chain in chains]
     return [[chunk for chunk in chunks if chunk.has_own_layers] + parts[0], *parts[1:]]
-
-
-class LayerRows(NamedTuple):
-    """The rows of a forward in one layer.
-
-    Rows `stored` to before `runs` only store keys and values, rows `runs` to before `end` run the layer. The others
-    skip the layer.
-    """
-
-    stored: int
-    runs: int
-    end: int
 
 
 class TokenRows(NamedTuple):

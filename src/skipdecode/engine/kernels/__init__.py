@@ -18,40 +18,19 @@ import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import detail, note
 from skipdecode.engine.kernels.targets import AMX, HEADERS, NO_AMX, SOURCES, TARGETS, compile_command, find_compiler
 from skipdecode.errors import WriteError
 
-if TYPE_CHECKING:
-    import torch
-
-    from skipdecode.engine.kernels.native import NativeKernels
-
-__all__ = ["KernelBuildError", "load_library", "native_kernels"]
+__all__ = ["KernelBuildError", "load_library"]
 
 _HINT = "install a C++ compiler with OpenMP (for example g++) or name one in the environment variable CXX"
 
 
 class KernelBuildError(Exception):
     """The kernels could not be compiled or loaded; the message says why and what would help."""
-
-
-def native_kernels(device: torch.device, dtype: torch.dtype) -> tuple[NativeKernels | None, str]:
-    """The C++ kernels for a dtype and a device, or None and the reason why they cannot be used."""
-    from skipdecode.engine.kernels.native import WEIGHT_DTYPES, NativeKernels
-
-    if device.type != "cpu":
-        return None, f"the fast engine runs on CPUs, and the model is on {device.type}"
-    if dtype not in WEIGHT_DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        return None, f"the fast engine reads bfloat16 and float32 weights, and the model has {name}"
-    try:
-        return NativeKernels(dtype), ""
-    except KernelBuildError as error:
-        return None, str(error)
 
 
 @lru_cache(maxsize=1)

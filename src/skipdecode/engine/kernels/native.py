@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.kernels import instructions, load_library
+from skipdecode.engine.kernels import KernelBuildError, instructions, load_library
 from skipdecode.engine.kernels.spec import (
     AttentionSpec,
     FitSpec,
@@ -267,3 +267,16 @@ def greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     )  # fmt: skip
     load_library().skipdecode_greedy(ctypes.c_void_p(ctypes.addressof(args)))
     return tokens.tolist(), logprobs.tolist()
+
+
+def native_kernels(device: torch.device, dtype: torch.dtype) -> tuple[NativeKernels | None, str]:
+    """The C++ kernels for a dtype and a device, or None and the reason why they cannot be used."""
+    if device.type != "cpu":
+        return None, f"the fast engine runs on CPUs, and the model is on {device.type}"
+    if dtype not in WEIGHT_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return None, f"the fast engine reads bfloat16 and float32 weights, and the model has {name}"
+    try:
+        return NativeKernels(dtype), ""
+    except KernelBuildError as error:
+        return None, str(error)

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from skipdecode.engine.kernels.weights import QuantizedWeight
-from skipdecode.engine.rows import LayerRows
 from skipdecode.errors import FitError, UnfitModelError
 
 Prologue = Literal["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"]
@@ -115,6 +114,18 @@ class ModelSpec:
         if self.position_embedding is not None:
             hidden = hidden + self.position_embedding.index_select(0, positions + self.position_offset)
         return hidden
+
+
+class LayerRows(NamedTuple):
+    """The rows of a forward in one layer.
+
+    Rows `stored` to before `runs` only store keys and values, rows `runs` to before `end` run the layer. The others
+    skip the layer.
+    """
+
+    stored: int
+    runs: int
+    end: int
 
 
 class StackInput(NamedTuple):
