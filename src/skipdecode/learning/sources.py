@@ -142,8 +142,15 @@ class Sources:
         log = ResumeLog(directory / _ANSWERS_LOG, about, what="answers", remedy=ANEW, restart=True)
         answered, distributions = [], dict[TextKey, Taught]()
         with closing(log), progress_bar(len(examples), "answer") as bar:
-            prompts, time = [example.prompt for example in examples], {"until": until, "progress": bar.update}
-            answers = greedy_answers(backend, prompts, log, max_new_tokens=most, ends=ends, **time)
+            answers = greedy_answers(
+                backend,
+                [example.prompt for example in examples],
+                log,
+                max_new_tokens=most,
+                ends=ends,
+                until=until,
+                progress=bar.update,
+            )
             for example, (tokens, taught) in zip(examples, answers, strict=False):
                 distributions[text_key(example.prompt, tokens)] = taught
                 text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
