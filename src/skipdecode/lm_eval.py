@@ -104,18 +104,20 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The text of each request up to a stop string; requests with the same options are decoded together."""
         ordered = Collator([r.args for r in requests], lambda one: -len(one[0]), lambda one: one[1], "gen_kwargs")
-        found: list[str] = []
+        outputs: list[str] = []
         with progress_bar(len(requests), "text", name="lm-eval", shown=not disable_tqdm) as bar:
             for part in ordered.get_batched(n=4 * self.batch_size):
-                texts = self._generated([context for context, _ in part], part[0][1], torch.initial_seed() + len(found))
+                texts = self._generated(
+                    [context for context, _ in part], part[0][1], torch.initial_seed() + len(outputs)
+                )
                 for args, text in zip(part, texts, strict=True):
                     self.cache_hook.add_partial("generate_until", args, text)
-                found += texts
+                outputs += texts
                 bar.update(len(part))
-        return list(ordered.get_original(found))
+        return list(ordered.get_original(outputs))
 
-    def _generated(self, contexts: list[str], asked: dict[str, Any], seed: int) -> list[str]:
-        options: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
+    def _generated(self, contexts: list[str], arguments: dict[str, Any], seed: int) -> list[str]:
+        options: dict[str, Any] = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
         new, stop = options.pop("max_gen_toks"), [text for text in options.pop("until") if text]
         if options.pop("do_sample"):
             options = {"temperature": 1.0, "seed": seed, **options}

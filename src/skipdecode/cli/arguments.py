@@ -43,17 +43,17 @@ _EXPERTS = "experts"
 
 def add_options(parser: Parser, config: type) -> None:
     """Add an argument for each `option` field of `config`, in the groups of `GROUPS`."""
-    found = kinds(config)
-    parser.settings = [name for name, kind in found.items() if not kind.metadata["flag"]]
+    options_by_name = kinds(config)
+    parser.settings = [name for name, kind in options_by_name.items() if not kind.metadata["flag"]]
     # With any number of positional arguments, a flag with several values would take those too.
-    one_each = any(kind.many and kind.metadata["positional"] for kind in found.values())
+    one_each = any(kind.many and kind.metadata["positional"] for kind in options_by_name.values())
     groups = {title: parser.add_argument_group(title) for title in (*GROUPS, _EXPERTS)}
     titles = {name: title for title, names in GROUPS.items() for name in names}
     order = [*positionals(config), *titles]
-    flags = [field for field in dataclasses.fields(config) if field.name in found and field.metadata["flag"]]
+    flags = [field for field in dataclasses.fields(config) if field.name in options_by_name and field.metadata["flag"]]
     for field in sorted(flags, key=lambda field: [*order, field.name].index(field.name)):
         group = parser if field.metadata["positional"] else groups[titles.get(field.name, _EXPERTS)]
-        _add(group, field, found[field.name], None if one_each else "+")
+        _add(group, field, options_by_name[field.name], None if one_each else "+")
 
 
 def positionals(config: type) -> list[str]:
@@ -92,7 +92,7 @@ def with_flags(error: SkipDecodeError, config: type) -> SkipDecodeError:
         name = option_name(config, error.name)
         return UsageError(f"{name} {error.value!r} is not accepted: give {error.accepted}")
     names = "|".join(known)
-    error.args = (re.sub(rf"`({names})`", lambda found: option_name(config, found[1]), str(error)), *error.args[1:])
+    error.args = (re.sub(rf"`({names})`", lambda match: option_name(config, match[1]), str(error)), *error.args[1:])
     return error
 
 

@@ -172,8 +172,8 @@ def _schedules(config: Config) -> Schedule | list[Schedule]:
     chosen = [choose_schedule(config, default_seq_len, text) for text in config.schedule]
     for schedule, origin in chosen:
         note(f"{method_name(schedule)}: {origin}")
-    found = [schedule for schedule, _ in chosen]
-    return found[0] if len(found) == 1 else found
+    schedules = [schedule for schedule, _ in chosen]
+    return schedules[0] if len(schedules) == 1 else schedules
 
 
 def _default_seq_len(config: Config) -> int:

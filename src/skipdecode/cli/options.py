@@ -30,10 +30,10 @@ _SOME_POSITIONS = 64
 
 def json_object(text: str) -> Json:
     """The object of a JSON text; raises ValueError."""
-    found = object_of(text.encode())
-    if isinstance(found, DataError):
-        raise ValueError(f"a JSON object ({found})")
-    return found
+    value = object_of(text.encode())
+    if isinstance(value, DataError):
+        raise ValueError(f"a JSON object ({value})")
+    return value
 
 
 def device_name(text: str) -> str:

@@ -52,28 +52,28 @@ def run(config: Config) -> int:
     config.use_threads()
     names = ("dtype", "device", "engine", "quantization")
     given: Json = {name: getattr(config, name) for name in names} | asdict(config.part(PlanOptions))
-    found = plan(config.checkpoint, config.schedule, **given)
+    planned = plan(config.checkpoint, config.schedule, **given)
     if config.out is not None:
-        found.schedule.save(config.out)
-    commands = _commands(config, found)
+        planned.schedule.save(config.out)
+    commands = _commands(config, planned)
     if config.json:
-        print(json.dumps(found.to_dict() | {"next": commands["next"]}, indent=2))
+        print(json.dumps(planned.to_dict() | {"next": commands["next"]}, indent=2))
     else:
         columns = shutil.get_terminal_size((80, 24)).columns
-        text, encoding = found.text(max(60, min(100, columns))), sys.stdout.encoding or "utf-8"
+        text, encoding = planned.text(max(60, min(100, columns))), sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding))
         print(*(f"{name:<10}{command}" for name, command in commands.items()), sep="\n")
     return 0
 
 
-def _commands(config: Config, found: Plan) -> dict[str, str]:
+def _commands(config: Config, planned: Plan) -> dict[str, str]:
     """The next commands: save the schedule; or use it, after tuning if the weights are not tuned for it."""
     rest = f"--max-new-tokens {config.new_tokens} 'Your prompt'"
     file = config.schedule or config.out
     if file is None:
         return {"next": f"{COMMAND.get()} --out schedule.json"}
     model, file = shlex.join(config.words), shlex.quote(file)
-    if found.tuned:
+    if planned.tuned:
         return {"next": f"skipdecode generate {model} --schedule {file} --compare {rest}"}
     data = "--train train.jsonl --dev dev.jsonl --prompt-field prompt --response-field response"
     tune = f"skipdecode tune {model} --schedule {file} {data} --out tuned"

@@ -120,8 +120,8 @@ class Stopwatch(Generic[Side, Lap]):
         """Run a piece of work once on each side; returns the laps in the order of the sides."""
         rounds = self._pieces.setdefault(piece, [])
         backwards = (len(rounds) + list(self._pieces).index(piece)) % 2
-        found = {side: work(side) for side in self.sides[:: -1 if backwards else 1]}
-        rounds.append({side: found[side] for side in self.sides})
+        results = {side: work(side) for side in self.sides[:: -1 if backwards else 1]}
+        rounds.append({side: results[side] for side in self.sides})
         return rounds[-1]
 
     def add(self, laps: Mapping[Side, Lap], piece: Hashable = None) -> None:

@@ -56,7 +56,7 @@ def environment() -> Json:
         "commit": commit,
         "uncommitted_changes": changed,
         "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := package_version(name)) is not None},
+        "packages": {name: release for name in _PACKAGES if (release := package_version(name)) is not None},
         "os": f"{platform.system()} {platform.release()}",
         "cpu": cpu_model(),
         "cores": usable_cores(),
@@ -264,8 +264,8 @@ def forget_weight_files(tensors: Iterable[Tensor]) -> None:
     must live until the call ends: what lies at their addresses afterwards may be memory of another owner.
     """
     if (maps := Path("/proc/self/smaps")).is_file():
-        found = _MAPPED_WEIGHTS.findall(maps.read_text(encoding="utf-8", errors="replace"))
-        mapped = [tuple(int(address, 16) for address in one) for one in found]
+        mappings = _MAPPED_WEIGHTS.findall(maps.read_text(encoding="utf-8", errors="replace"))
+        mapped = [tuple(int(address, 16) for address in one) for one in mappings]
         for tensor in tensors:
             begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             length = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -233,10 +233,10 @@ class RunDirectory:
         try:
             with path.open(encoding="utf-8") as file:
                 first = file.readline()
-                found = json.loads(first if first.endswith("}\n") else first + file.read())
+                document = json.loads(first if first.endswith("}\n") else first + file.read())
         except (OSError, ValueError, RecursionError):
             return False
-        return isinstance(found, dict) and key in found
+        return isinstance(document, dict) and key in document
 
 
 @contextlib.contextmanager
@@ -245,7 +245,7 @@ def held(directory: Path) -> Iterator[None]:
 
     Raises OutputError: the directory cannot be created or written, or another process has the lock.
     """
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    created = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -257,7 +257,7 @@ def held(directory: Path) -> Iterator[None]:
                 shutil.rmtree(left)
             yield
     finally:
-        for parent in made:
+        for parent in created:
             with contextlib.suppress(OSError):
                 parent.rmdir()
 

@@ -131,9 +131,9 @@ def heading(kind: str, benchmark: str | None = None) -> Json:
     return {"kind": kind, "format": _FORMAT} | ({} if benchmark is None else {"benchmark": benchmark})
 
 
-def check_kind(path: Path, found: object, *kinds: str) -> None:
+def check_kind(path: Path, value: object, *kinds: str) -> None:
     """Refuse, with a DataError, a document that has none of these kinds (default: any kind) or another format."""
-    wanted, document = kinds or KINDS, found if isinstance(found, Mapping) else {}
+    wanted, document = kinds or KINDS, value if isinstance(value, Mapping) else {}
     kind = document.get("kind")
     if kind not in wanted:
         said = "has no kind" if kind is None else f"is of kind {kind!r}"
@@ -144,9 +144,9 @@ def check_kind(path: Path, found: object, *kinds: str) -> None:
 
 def read_result(path: Path, *kinds: str) -> Json:
     """A JSON result of one of these kinds (default: any kind); raises DataError with the path."""
-    found: Json = read_json(path)
-    check_kind(path, found, *kinds)
-    return found
+    document: Json = read_json(path)
+    check_kind(path, document, *kinds)
+    return document
 
 
 def read_json(path: Path) -> Any:

@@ -29,8 +29,8 @@ OVERWRITE = "begin anew: replace a finished output, and what another command lef
 def near(name: object, known: Iterable[str]) -> str:
     """A hint with the known name that is most similar to `name`; empty if no name is similar."""
     by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
-    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
+    matches = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
 
 
 def check_name(kind: str, name: object, known: Collection[str]) -> str:
@@ -113,9 +113,9 @@ class Options:
     given: ClassVar[frozenset[str]]
 
     def __new__(cls, *_: object, **values: object) -> Self:
-        made = super().__new__(cls)
-        object.__setattr__(made, "given", frozenset(values))  # options are frozen
-        return made
+        instance = super().__new__(cls)
+        object.__setattr__(instance, "given", frozenset(values))  # options are frozen
+        return instance
 
     def part(self, base: type[T]) -> T:
         """An instance of one of the base classes with the values of its fields."""

@@ -90,8 +90,8 @@ class ResumeLog:
     def get(self, key: int | str) -> Any:
         """Return the value of a key; None if there is none."""
         with self._as_output_error():
-            found = self._database.execute("SELECT value FROM entries WHERE key = ?", (key,)).fetchone()
-        return None if found is None else json.loads(found[0])
+            row = self._database.execute("SELECT value FROM entries WHERE key = ?", (key,)).fetchone()
+        return None if row is None else json.loads(row[0])
 
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Yield all keys and values in the order of the keys, numbers as numbers."""

@@ -176,9 +176,9 @@ class Input:
         """The records in one of `FORMATS`; see `read_rows`. JSON lines are read from `lines`, if they are given."""
         if self.is_whole(format):
             read = table_rows if self.start().startswith(TABLES) else array_rows
-            found = self._table if format == "jsonl" else None
+            table = self._table if format == "jsonl" else None
             self._file.seek(0)
-            return enumerate(read(self._file, self.name) if found is None else found, 1)
+            return enumerate(read(self._file, self.name) if table is None else table, 1)
         if format == "jsonl":
             first = self.start().removeprefix(BOM).lstrip().partition(b"\n")[0].rstrip()
             if first.startswith(b"{") and first.endswith((b"{", b"[")):
@@ -217,8 +217,8 @@ def read_rows(path: str | Path | Input) -> Iterator[tuple[int, Row]]:
 
 def dataset_id(source: object) -> str | None:
     """The hub id of a dataset that is named with a split; None for files and others."""
-    found = None if os.path.exists(str(source)) else _DATASET.fullmatch(str(source))
-    return found["id"] if found and _HUB_ID.fullmatch(found["id"]) else None
+    match = None if os.path.exists(str(source)) else _DATASET.fullmatch(str(source))
+    return match["id"] if match and _HUB_ID.fullmatch(match["id"]) else None
 
 
 def check_source(name: str) -> None:

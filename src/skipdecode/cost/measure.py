@@ -224,15 +224,15 @@ def fitted(
 
     Raises UsageError if depths are missing, or fewer layers took no less time.
     """
-    found = [_fitted_step(geometry, rows, steps) for rows in sorted({rows for rows, _, _ in steps})]
+    steps_by_rows = [_fitted_step(geometry, rows, steps) for rows in sorted({rows for rows, _, _ in steps})]
     cost = CostModel(
         geometry.num_layers,
-        found[-1][0].rows,
-        tuple(step for step, _ in found),
+        steps_by_rows[-1][0].rows,
+        tuple(step for step, _ in steps_by_rows),
         window=geometry.window,
         window_share=geometry.window_share,
         source="measured",
-        residual=max(residual for _, residual in found),
+        residual=max(residual for _, residual in steps_by_rows),
     )
     sizes = {(rows, tokens) for rows, tokens, _ in prompts}
     return replace(cost, prompts=tuple(sorted(_fitted_prompt(cost, *size, prompts) for size in sizes)))

@@ -56,13 +56,13 @@ def tokens_read(kv_tokens: float, window: int, window_share: float) -> float:
     return kv_tokens - window_share * max(0, kv_tokens - window)
 
 
-def between(known: Sequence[tuple[float, ...]], place: float) -> Sequence[float]:
+def between(known: Sequence[tuple[float, ...]], position: float) -> Sequence[float]:
     """Values at `place`, interpolated between `known`, each a place and its values; constant before the first."""
-    right = bisect_left(known, (place,))
-    if right == 0 or known[right][0] == place:
+    right = bisect_left(known, (position,))
+    if right == 0 or known[right][0] == position:
         return known[right][1:]
     (low, *below), (high, *above) = known[right - 1 : right + 1]
-    share = (place - low) / (high - low)
+    share = (position - low) / (high - low)
     return [least + share * (most - least) for least, most in zip(below, above, strict=True)]
 
 

@@ -59,25 +59,25 @@ def plan(
     SkipDecodeError
         The model does not load, or a value is not accepted.
     """
-    asked = PlanOptions(**options)
-    if (schedule is None) == (asked.target_speedup is None):
+    settings = PlanOptions(**options)
+    if (schedule is None) == (settings.target_speedup is None):
         raise UsageError("give one of `target_speedup` and `schedule`")
-    if schedule is not None and (asked.prompt_layers is not None or asked.flat):
+    if schedule is not None and (settings.prompt_layers is not None or settings.flat):
         raise UsageError("`prompt_layers` and `flat` are for a target: write :p15 or :flat behind the schedule")
     checkpoint = open_checkpoint(model, schedules=[schedule])
     geometry = ModelGeometry.from_config(checkpoint.config)
 
-    known = None if schedule is None else checkpoint.parse(schedule, asked.seq_len)
-    bare = CostModel.of_step(geometry.num_layers, asked.batch, 0.0, 1.0)
-    check_schedule(checkpoint.config, _solved(asked, bare, 1.0, checkpoint))  # refuses what does not fit
+    known = None if schedule is None else checkpoint.parse(schedule, settings.seq_len)
+    bare = CostModel.of_step(geometry.num_layers, settings.batch, 0.0, 1.0)
+    check_schedule(checkpoint.config, _solved(settings, bare, 1.0, checkpoint))  # refuses what does not fit
     fit = _fit(checkpoint, geometry, known)
-    timed = {name: getattr(asked, name) for name in ("batch", "prompt_len", "remeasure")}
+    timed = {name: getattr(settings, name) for name in ("batch", "prompt_len", "remeasure")}
     source = find_cost(checkpoint, dtype=dtype, device=device, engine=engine, quantization=quantization, **timed)
     if fit is not None:
         source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
-    found = known or _solved(asked, source.cost, asked.target_speedup or 1.0, checkpoint)
-    figures = assess(found, source.cost, source.geometry, asked.prompt_len, asked.new_tokens)
-    return Plan(asked, checkpoint, source, found, figures, fit)
+    solution = known or _solved(settings, source.cost, settings.target_speedup or 1.0, checkpoint)
+    figures = assess(solution, source.cost, source.geometry, settings.prompt_len, settings.new_tokens)
+    return Plan(settings, checkpoint, source, solution, figures, fit)
 
 
 def _solved(options: PlanOptions, cost: CostModel, target: float, checkpoint: Checkpoint) -> Schedule:

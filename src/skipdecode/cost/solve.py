@@ -49,8 +49,8 @@ class Depths:
             run = max(self.warmup, round(lowest))
             prompt = "full" if run == self.layers else tuple(range(run))
         budgets = _decay(mean, self.spread, self.positions, int(least), self.layers)
-        found = Schedule(self.layers, order, budgets, self.warmup, prompt, self.name)
-        return found.reordered(self.order) if isinstance(self.order, str) else found
+        schedule = Schedule(self.layers, order, budgets, self.warmup, prompt, self.name)
+        return schedule.reordered(self.order) if isinstance(self.order, str) else schedule
 
     def within(self, texts: TextCost, seconds: float, prompt: PromptDepth | Auto = "full") -> Schedule | None:
         """The deepest schedule that takes `seconds` at most; None if there is none."""
@@ -157,10 +157,10 @@ def solve(
     if prompt == "auto":
         halved = texts.prompts_seconds(depths.schedule(1.0, prompt))
         prompt = prompt if halved < _PAYS * texts.prompts_seconds(Schedule.full(layers)) else "full"
-    found = depths.deepest(prompt, lambda schedule: texts.speedup(schedule) >= target_speedup)
-    if found is None:
+    deepest = depths.deepest(prompt, lambda schedule: texts.speedup(schedule) >= target_speedup)
+    if deepest is None:
         raise TargetError(out_of_reach(texts, target_speedup, depths.schedule(0.0, prompt)))
-    return found.named_by_layers("flat" if flat else "skipdecode")
+    return deepest.named_by_layers("flat" if flat else "skipdecode")
 
 
 def out_of_reach(texts: TextCost, target: float, least: Schedule, why: str = "") -> str:

@@ -70,10 +70,10 @@ def find_cost(
         kind = str(given.dtype)
         kind = "auto" if kind == str(getattr(checkpoint.config, "dtype", None)) else kind.removeprefix("torch.")
         engine = {"dtype": kind, "device": str(given.device)} | engine
-    place = _Place.of(checkpoint, batch, prompt_len, **engine)
-    if not remeasure and (found := place.kept()) is not None:
-        return found
-    return place.measured(given, until)
+    cache = _Place.of(checkpoint, batch, prompt_len, **engine)
+    if not remeasure and (stored := cache.kept()) is not None:
+        return stored
+    return cache.measured(given, until)
 
 
 def solver_limits(config: transformers.PretrainedConfig) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class _Place:
     @cached_property
     def key(self) -> Any:
         """All that a measurement depends on, JSON-ready: model, options, kernels, machine, versions."""
-        asked = self.dtype, self.engine, self.quantization, self.batch, self.prompt_len
+        options = self.dtype, self.engine, self.quantization, self.batch, self.prompt_len
         sizes = {name: value for name, value in self.checkpoint.config.to_dict().items() if name not in _VOLATILE}
         model = json.dumps(sizes, sort_keys=True, default=str), self.checkpoint.adapter and str(self.checkpoint.adapter)
         sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
@@ -130,7 +130,7 @@ class _Place:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-        return json.loads(json.dumps([[asked, model, FORMAT], hashlib.sha256(sources).hexdigest(), here]))
+        return json.loads(json.dumps([[options, model, FORMAT], hashlib.sha256(sources).hexdigest(), here]))
 
     @property
     def path(self) -> Path:
@@ -153,17 +153,17 @@ class _Place:
             backend = open_engines(model, self.engine, note, self.quantization, generation_config=False)
         cost = measure_cost(backend, batch=self.batch, prompt_len=self.prompt_len, progress=True, until=until)
         kind, origin = str(unwrap(model).dtype).removeprefix("torch."), _measured_origin(backend, cost, self.device)
-        found = {"cost": cost.to_dict(), "dtype": kind, "origin": origin}
+        document = {"cost": cost.to_dict(), "dtype": kind, "origin": origin}
         if time.perf_counter() < until:
             with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a measurement.
-                write_whole(self.path, json.dumps({"key": self.key, "found": found}, indent=1))
-        return self.source(found)
+                write_whole(self.path, json.dumps({"key": self.key, "found": document}, indent=1))
+        return self.source(document)
 
-    def source(self, found: Any) -> CostSource:
+    def source(self, document: Any) -> CostSource:
         """The cost of a measurement's JSON."""
-        cost, kind = CostModel.from_dict(found["cost"]), str(found["dtype"])
+        cost, kind = CostModel.from_dict(document["cost"]), str(document["dtype"])
         geometry = ModelGeometry.from_config(self.checkpoint.config, getattr(torch, kind).itemsize)
-        return CostSource(cost, geometry, kind, str(found["origin"]), self.prompt_len)
+        return CostSource(cost, geometry, kind, str(document["origin"]), self.prompt_len)
 
 
 def _measured_origin(backend: Backend, cost: CostModel, device: torch.device) -> str:

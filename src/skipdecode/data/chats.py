@@ -203,9 +203,9 @@ def _turn(tokenizer: Tokenizer, before: str, text: str) -> str:
     whole = _answered(tokenizer, text)
     # The text of an answer may be part of what ends it, such as "end" of <|im_end|>, so the end is found behind another
     # text.
-    _, found, tail = _answered(tokenizer, _MARK).rpartition(_MARK)
+    _, mark, tail = _answered(tokenizer, _MARK).rpartition(_MARK)
     if not whole.startswith(before):  # the beginning of an answer is written otherwise than that of a finished one
-        return text + tail.rstrip() if found else text
+        return text + tail.rstrip() if mark else text
     turn = whole[len(before) :]
     return turn.removesuffix(tail) + tail.rstrip() if turn.endswith(text + tail) else turn.rstrip()
 
@@ -253,12 +253,12 @@ class ToolChoice:
         mode, names = _mode(choice)
         if mode == "none":
             return cls()
-        found = tuple(tool for tool in tools if isinstance(name := name_of(tool), str) and name in (names or {name}))
+        chosen = tuple(tool for tool in tools if isinstance(name := name_of(tool), str) and name in (names or {name}))
         demanded = mode == "required"
-        if len({*map(name_of, found)}) < len(names or []) or (demanded and not found):
+        if len({*map(name_of, chosen)}) < len(names or []) or (demanded and not chosen):
             raise OptionError("tool_choice", choice, _CHOICES)
         one = isinstance(choice, Mapping) and choice["type"] == "function"
-        return cls(tuple(tools), found, demanded, several and not one)
+        return cls(tuple(tools), chosen, demanded, several and not one)
 
 
 def _mode(choice: Any) -> tuple[str, set[str] | None]:

@@ -77,14 +77,14 @@ class PromptEncoder:
         In a prompt longer than `most` tokens, or than its template's limit, the field that may be cut loses its end. A
         prompt without such a field, or too long without the field, is not changed.
         """
-        found = [self._of_ids(record) if record.token_ids else self._rendered(record) for record in records]
+        prompts = [self._of_ids(record) if record.token_ids else self._rendered(record) for record in records]
         for is_chat in (False, True):
-            texts = (n for n, p in enumerate(found) if p.error is None and not p.record.token_ids)
+            texts = (n for n, p in enumerate(prompts) if p.error is None and not p.record.token_ids)
             rows = [n for n in texts if self._is_chat(records[n]) == is_chat]
-            ids = self._token_ids([found[n].text for n in rows], is_chat) if rows else []
+            ids = self._token_ids([prompts[n].text for n in rows], is_chat) if rows else []
             for number, row in zip(rows, ids, strict=True):
-                found[number] = self._checked(records[number], *self._cut(found[number], row, most))
-        return found
+                prompts[number] = self._checked(records[number], *self._cut(prompts[number], row, most))
+        return prompts
 
     def stream(self, records: Iterable[Record], at_once: int) -> Iterator[EncodedPrompt]:
         """Encode records as they are taken, so many together."""

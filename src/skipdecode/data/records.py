@@ -82,12 +82,12 @@ def read_records(rows: Iterable[tuple[int, Row]], read: ReadRow) -> Iterator[Rec
 
 def _id(row: Fields) -> str | int | None:
     """The record's own id, if it has one."""
-    found = row.get("id", row.get("custom_id"))
-    if found is None or found == "":
+    value = row.get("id", row.get("custom_id"))
+    if value is None or value == "":
         return None
-    if isinstance(found, bool) or not isinstance(found, str | int):
-        raise DataError(f"field 'id' is {kind_of(found)}: give text or a whole number")
-    return checked_text("field 'id'", found) if isinstance(found, str) else found
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise DataError(f"field 'id' is {kind_of(value)}: give text or a whole number")
+    return checked_text("field 'id'", value) if isinstance(value, str) else value
 
 
 class Reject(NamedTuple):

@@ -244,11 +244,11 @@ def read_file(
     return Records(tuple(records), tuple(rejects), name, digest, stream)
 
 
-def check_left(name: str, found: Sequence[object], rejects: list[Reject], *, skip_bad: bool) -> None:
+def check_left(name: str, records: Sequence[object], rejects: list[Reject], *, skip_bad: bool) -> None:
     """Sort the rejects, and raise DataError where they are refused or nothing else is left."""
     rejects.sort()
     refuse_rejects(name, rejects, skip_bad=skip_bad)
-    if not found:
+    if not records:
         raise DataError(f"{name}: no usable record" + (f": {reject_summary(rejects)}" if rejects else ""))
 
 

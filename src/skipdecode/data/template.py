@@ -170,8 +170,8 @@ class PromptTemplate:
             values = self.values_of_text(prompt)
             prompt = self.render(values)
         guessed = shape.found_in(row) if self.shape is None and self.text is None else ""
-        found: Json = {"for_chat": extra, "left_out": left_out, "guessed": guessed}
-        return replace(record, prompt=prompt, values=values, **found)
+        known: Json = {"for_chat": extra, "left_out": left_out, "guessed": guessed}
+        return replace(record, prompt=prompt, values=values, **known)
 
     def record(self, prompt: Prompt) -> Record:
         """A single record to generate from; it has an `error` if it cannot be used."""

@@ -194,13 +194,15 @@ def rows_of(document: Mapping[str, Any]) -> list[Json]:
     return [_speeds(row) | _self_scores(row) | {"records": document.get("n")} for row in document["rows"]]
 
 
-def _speeds(found: Row) -> Json:
-    full = found["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
-    request, decode = (1.0 if full else found.get(name) for name in ("request_speedup", "decode_speedup"))
-    how = found.get("config", {}).get("method", found)
+def _speeds(document: Row) -> Json:
+    full = document["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
+    request, decode = (1.0 if full else document.get(name) for name in ("request_speedup", "decode_speedup"))
+    how = document.get("config", {}).get("method", document)
     more = {name: how[name] for name in ("quantization",) if name in how}
-    more |= {name: found.get(name) for name in ("nominal_speedup", "request_speedup_interval", "request_speedup_alone")}
-    return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode} | more
+    more |= {
+        name: document.get(name) for name in ("nominal_speedup", "request_speedup_interval", "request_speedup_alone")
+    }
+    return {"name": document["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode} | more
 
 
 def _task_scores(run: Row) -> Json:
@@ -209,8 +211,8 @@ def _task_scores(run: Row) -> Json:
     return {"copied": metrics.get("copied", {}).get("score"), "scores": scores, "shares": run.get("kept", {})}
 
 
-def _self_scores(found: Row) -> Json:
-    worse = found["of_base"]
+def _self_scores(document: Row) -> Json:
+    worse = document["of_base"]
     ratio = worse["estimate"]
     share = {"estimate": 1 / ratio, "low": 1 / worse["high"], "high": 1 / worse["low"]}
     return {"perplexity_ratio": ratio, "scores": {PERPLEXITY: 100 / ratio}, "shares": {PERPLEXITY: share}}
@@ -261,8 +263,8 @@ def fastest_that_keeps(rows: Sequence[Row], share: float, speed: str = "request_
 
     `speed` is "request_speedup", of batches, or "request_speedup_alone", of one request at a time.
     """
-    found = [row for row, kept in measured(rows) if kept >= share and (row[speed] or 0) > 1]
-    return max(found, key=lambda row: row[speed], default=None)
+    keeping = [row for row, kept in measured(rows) if kept >= share and (row[speed] or 0) > 1]
+    return max(keeping, key=lambda row: row[speed], default=None)
 
 
 def impossible(rows: Sequence[Row]) -> Iterator[str]:

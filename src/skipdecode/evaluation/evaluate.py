@@ -91,10 +91,10 @@ class Scores:
         """The row of a schedule, of its name, or of its text as `evaluate` was given it; raises UsageError."""
         name = schedule.name if isinstance(schedule, Schedule) else schedule
         rows = {row["name"]: row for row in self.rows}
-        found = rows.get(self.texts.get(name, name))
-        if found is None:
+        row_of_name = rows.get(self.texts.get(name, name))
+        if row_of_name is None:
             raise UsageError(f"no schedule {name!r} was evaluated: accepted are {', '.join([*self.texts, *rows])}")
-        return found
+        return row_of_name
 
     def __str__(self) -> str:
         if self._own_texts:
@@ -195,8 +195,8 @@ class _Evaluation:
         until: float,
     ) -> None:
         self.one = isinstance(schedules, AnySchedule)
-        asked: Any = [schedules] if self.one else schedules
-        self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in asked]
+        names: Any = [schedules] if self.one else schedules
+        self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in names]
         by_name = isinstance(model, str | Path)
         self.checkpoint = open_checkpoint(model, schedules=self.schedules if by_name else ())
         self.model, self.saved = model, out is not None
@@ -211,8 +211,8 @@ class _Evaluation:
         chosen = replace(chosen, chat=chosen.chat or options.chat)
         most = options.max_new_tokens or chosen.max_new_tokens
         prompt_room(context_length(self.checkpoint.config), most)
-        asked = self._chosen(chosen.response_tokens.get("p95", most)) or [self.checkpoint.parse(None, most)]
-        places = self._places(asked, out)
+        schedules = self._chosen(chosen.response_tokens.get("p95", most)) or [self.checkpoint.parse(None, most)]
+        places = self._places(schedules, out)
         records = load_records(chosen, data, shape=shape, skip_bad=skip_bad, limit=options.limit)
         note_left_out(records.skipped)
         if task is None:
@@ -228,10 +228,10 @@ class _Evaluation:
         skipped, records = len(records.skipped), written_turns(records, chosen.template, llm.tokenizer)
         refuse_rejects("data", records.skipped[skipped:], skip_bad=skip_bad and bool(records.items))
         _check_template(llm.loaded, chosen)
-        untuned = llm.loaded.untuned_line(s for s in asked if not s.is_full)
+        untuned = llm.loaded.untuned_line(s for s in schedules if not s.is_full)
         for line in (untuned, f"engine: {llm.backend.name}"):
             note(line) if line else None
-        methods = {place: Method(llm.backend, s) for place, s in places.items()}
+        methods = {directory: Method(llm.backend, s) for directory, s in places.items()}
         if options.full_depth and not any(method.full_depth for method in methods.values()):
             methods = {out / "full": Method(llm.backend), **methods}
         if options.w8a8:
@@ -254,17 +254,17 @@ class _Evaluation:
         places: dict[Path, Schedule] = {}
         for schedule in schedules:
             name = method_name(schedule)
-            place = out if self.one or not self.schedules else out / _folder(name)
-            if place in places:
+            directory = out if self.one or not self.schedules else out / _folder(name)
+            if directory in places:
                 raise UsageError(f"the schedules have {name} twice: leave one out, or give them different names")
-            places[place] = schedule
+            places[directory] = schedule
         # Of an unfinished run, `TaskEvaluation` checks whether it is the same: that needs the loaded model.
         if self.saved and not self.options.overwrite and not is_unfinished(out):
             wanted = {*places, out / "full"}
-            for place in wanted:
-                EVAL_DIRECTORY.check(place)
-            for place in wanted:
-                check_free(place, overwrite=False)
+            for directory in wanted:
+                EVAL_DIRECTORY.check(directory)
+            for directory in wanted:
+                check_free(directory, overwrite=False)
         return places
 
     def on_texts(self, prompts: str | Path | Sequence[str] | None, base: Model | None, out: Path) -> Run:
@@ -287,11 +287,11 @@ class _Evaluation:
         """The model to compare with."""
         recipe, checkpoint = llm.loaded.checkpoint.document, self.checkpoint
         tuned_from = None if recipe is None else recipe["options"].get("model")
-        found = base or (tuned_from if checkpoint.adapter is None else checkpoint.base) or checkpoint.name
-        if isinstance(found, str | Path) and str(found) == checkpoint.name:
+        name = base or (tuned_from if checkpoint.adapter is None else checkpoint.base) or checkpoint.name
+        if isinstance(name, str | Path) and str(name) == checkpoint.name:
             return llm
         try:
-            return self._open(found)
+            return self._open(name)
         except ModelLoadError as e:
             raise type(e)(f"the base model: {e} (base selects another)") from None
 
@@ -304,13 +304,13 @@ class _Evaluation:
 
     def _chosen(self, seq_len: int) -> list[Schedule]:
         """The schedules that were asked for."""
-        found = []
-        for asked in self.schedules:
-            schedule = self.checkpoint.parse(asked, seq_len)
-            if not isinstance(asked, Schedule):
-                self.texts[str(asked)] = method_name(schedule)
-            found.append(schedule)
-        return found
+        chosen = []
+        for requested in self.schedules:
+            schedule = self.checkpoint.parse(requested, seq_len)
+            if not isinstance(requested, Schedule):
+                self.texts[str(requested)] = method_name(schedule)
+            chosen.append(schedule)
+        return chosen
 
 
 def _folder(name: str) -> str:

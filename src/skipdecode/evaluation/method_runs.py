@@ -141,15 +141,15 @@ def measured_speeds(
     request = max(settings.speed_tokens, fmean(each))
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": rounds, "request_tokens": request}
     about["new_tokens"] = sum(timed_tokens(length, share) for length in each)
-    found = {method: speed_entries(turns, method, full, settings, about) for method in methods}
+    speeds = {method: speed_entries(turns, method, full, settings, about) for method in methods}
     if size == 1 or time.perf_counter() > until:
-        return found
+        return speeds
     few, short = rows[:_ALONE], share * min(1.0, _ALONE_TOKENS / fmean(each[:_ALONE]))
     alone = time_equal_lengths(methods, few, each[:_ALONE], batch_size=1, kept=kept, rounds=1, share=short)
     clock = request_seconds(request / fmean(timed_tokens(length, short) for length in each[:_ALONE]))
-    for method, entries in found.items():
+    for method, entries in speeds.items():
         entries["request_speedup_alone"] = alone.ratio(full, method, clock)
-    return found
+    return speeds
 
 
 def speed_entries(
@@ -161,11 +161,11 @@ def speed_entries(
     `about` describes the measurement; decoding counts as if it went on to its `request_tokens`.
     """
     plain = None if method is full else medians_of(turns, full)
-    found: dict[str, Any] = {"speed": {**about, **medians_of(turns, method)}, "full_depth_speed": plain}
+    entries: dict[str, Any] = {"speed": {**about, **medians_of(turns, method)}, "full_depth_speed": plain}
     longer = about.get("request_tokens", 0) * about.get("records", 1) / about.get("new_tokens", math.inf)
     clocks = {"request_speedup": request_seconds(longer), "decode_speedup": lambda g: g.decode_seconds}
     for name, clock in clocks.items():
         bounds = turns.interval(full, method, clock, resamples=settings.resamples, seed=settings.seed)
-        found[name] = turns.ratio(full, method, clock)
-        found[f"{name}_interval"] = None if method is full or bounds is None else asdict(bounds)
-    return found
+        entries[name] = turns.ratio(full, method, clock)
+        entries[f"{name}_interval"] = None if method is full or bounds is None else asdict(bounds)
+    return entries

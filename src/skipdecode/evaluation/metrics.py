@@ -340,11 +340,11 @@ def repeated(record: Record, fields: Sequence[str]) -> list[str]:
 
     A name begins with a capital letter, so a script without capitals has numbers alone.
     """
-    found: dict[str, None] = {}
+    values: dict[str, None] = {}
     for field in fields:
         text = record.values.get(field, "")
         small = set(_WORD.findall(text))
         # A word that is written small elsewhere in the text began a sentence.
-        found |= dict.fromkeys(value for value in _VALUE.findall(text) if value.lower() not in small - {value})
+        values |= dict.fromkeys(value for value in _VALUE.findall(text) if value.lower() not in small - {value})
     texts = record.references
-    return [value for value in found if 2 * sum(value in text for text in texts) >= max(1, len(texts))]
+    return [value for value in values if 2 * sum(value in text for text in texts) >= max(1, len(texts))]

@@ -86,8 +86,8 @@ def charts_png(charts: Sequence[Chart], *, columns: int = 3, size: tuple[float, 
     buffer, shown = io.BytesIO(), dict[str, Any]()
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(columns * size[0], rows * size[1]), dpi=150, layout="constrained")
-        for place, chart in enumerate(charts, start=1):
-            axes = figure.add_subplot(rows, columns, place)
+        for number, chart in enumerate(charts, start=1):
+            axes = figure.add_subplot(rows, columns, number)
             _draw(axes, chart, styles)
             handles, labels = axes.get_legend_handles_labels()
             shown |= zip(labels, handles, strict=True)
@@ -159,13 +159,13 @@ def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], t
     """
     lines = []
     for minutes in dict.fromkeys(float(row["minutes"]) for row in rows):
-        found = [row for row in rows if row["minutes"] == minutes]
+        shown = [row for row in rows if row["minutes"] == minutes]
         state = f"after {minutes:g} minutes" if minutes else "not tuned"
-        points = [(row, _point(row, 100 * kept)) for row, kept in measured(found)]
+        points = [(row, _point(row, 100 * kept)) for row, kept in measured(shown)]
         if quantized := [point for row, point in points if "quantization" in row]:
             lines.append(Series(f"{state}, W8A8 weights", quantized, "o"))
         if schedules := [point for row, point in points if "quantization" not in row]:
-            own = [Point(1.0, 100 * row["kept"]) for row in found if row["full_depth"]][-1:]
+            own = [Point(1.0, 100 * row["kept"]) for row in shown if row["full_depth"]][-1:]
             lines.append(Series(state, [*own, *schedules]))
     known = {minutes: 100 * share for minutes, share in by_minutes.items() if share is not None}
     bounds = {float(row["minutes"]): _bounds(row) for row in rows if row["name"] == target}
@@ -185,5 +185,5 @@ def _point(row: Row, kept: float) -> Point:
 
 
 def _bounds(row: Row) -> tuple[float, float] | None:
-    found = row.get("kept_interval")
-    return None if found is None else (100 * found["low"], 100 * found["high"])
+    interval = row.get("kept_interval")
+    return None if interval is None else (100 * interval["low"], 100 * interval["high"])

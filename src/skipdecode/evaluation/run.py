@@ -160,7 +160,7 @@ class TaskEvaluation:
     def _generated(self, methods: Sequence[Method], kept: ResumeLog) -> dict[Method, Outputs]:
         """The outputs of each method, next to those of full depth."""
         with self._bar("generate") as bar:
-            found = generate_all(
+            outputs = generate_all(
                 methods,
                 self.prompts,
                 kept,
@@ -170,10 +170,11 @@ class TaskEvaluation:
                 progress=bar.update,
                 until=time.perf_counter() + _GENERATED * (self.until - time.perf_counter()),
             )
-        full = next((each.tokens for one, each in zip(methods, found, strict=True) if one.full_depth), [])
+        full = next((each.tokens for one, each in zip(methods, outputs, strict=True) if one.full_depth), [])
         # Full depth is not compared with itself.
         return {
-            one: each if one.full_depth else replace(each, full=full) for one, each in zip(methods, found, strict=True)
+            one: each if one.full_depth else replace(each, full=full)
+            for one, each in zip(methods, outputs, strict=True)
         }
 
     def _scored(self, method: Method, outputs: Outputs) -> tuple[dict[str, Table], dict[str, str]]:
@@ -192,9 +193,9 @@ class TaskEvaluation:
                 bar.update(len(texts))
             signatures[metric.name] = metric.signature
         if self.task.copied:
-            asked = [repeated(record, self.task.copied) for record in records]
-            found = [sum(value in text for value in each) for each, text in zip(asked, texts, strict=True)]
-            tables["copied"] = table_of(list(zip(found, map(len, asked), strict=True)))
+            values_of_records = [repeated(record, self.task.copied) for record in records]
+            copied = [sum(value in text for value in each) for each, text in zip(values_of_records, texts, strict=True)]
+            tables["copied"] = table_of(list(zip(copied, map(len, values_of_records), strict=True)))
         if outputs.full:
             tables |= free_running(outputs.tokens, outputs.full)
         if self.settings.teacher_forced:

@@ -82,9 +82,9 @@ def token_fidelity(
         else:
             with Attachment(teacher, Schedule.full(schedule.num_layers)):
                 expected = response_logits(teacher, batch)
-        found = response_logits(model, batch)
+        student = response_logits(model, batch)
         rows = []
-        for wanted, got, ids in zip(expected, found, full, strict=True):
+        for wanted, got, ids in zip(expected, student, full, strict=True):
             known, guess = (_log_probabilities(logits, ids) for logits in (wanted, got))
             rows.append(
                 {
@@ -126,20 +126,20 @@ def text_scores(
             best.append(out.top[0][0] == out.token)
             advance(int(out.finish_reason is not None))
         engine.close()
-    found = dict(zip(order, scored, strict=True))
-    each = (found.get(i, ([], [])) for i in range(len(texts)))
+    scores = dict(zip(order, scored, strict=True))
+    each = (scores.get(i, ([], [])) for i in range(len(texts)))
     return [(np.array(losses, dtype=np.float64), np.array(best, dtype=bool)) for losses, best in each]
 
 
 def _token_scores(model: Any, schedule: Schedule, prompts: Texts, texts: Texts) -> list[Scored]:
     """`text_scores` of one batch by transformers."""
-    batch, found = _batch(prompts, texts, model.device), []
+    batch, scores = _batch(prompts, texts, model.device), []
     with torch.inference_mode(), Attachment(model, schedule):
         for logits, targets, ids in zip(response_logits(model, batch), batch.targets, texts, strict=True):
             known, wanted = _log_probabilities(logits, ids), targets[: len(ids), None]
             losses, top = -known.gather(-1, wanted).squeeze(-1), known.argmax(-1) == wanted.squeeze(-1)
-            found.append((losses.double().cpu().numpy(), top.cpu().numpy()))
-    return found
+            scores.append((losses.double().cpu().numpy(), top.cpu().numpy()))
+    return scores
 
 
 class _Only:
@@ -168,12 +168,12 @@ def along(
     measure: Callable[..., list[T]], prompts: Texts, texts: Texts, batch_size: int, advance: Callable[[int], object]
 ) -> list[T]:
     """A measure of prompts and texts for each text, in batches of similar length; `advance` gets their sizes."""
-    found: dict[int, T] = {}
+    values: dict[int, T] = {}
     for indices in batches([len(ids) + len(text) for ids, text in zip(prompts, texts, strict=True)], batch_size):
         rows = ([given[i] for i in indices] for given in (prompts, texts))
-        found |= zip(indices, measure(*rows), strict=True)
+        values |= zip(indices, measure(*rows), strict=True)
         advance(len(indices))
-    return [found[i] for i in range(len(texts))]
+    return [values[i] for i in range(len(texts))]
 
 
 def sums(rows: Sequence[NDArray[np.float64]]) -> Table:

@@ -154,9 +154,9 @@ class OwnTexts:
             for _, row in read_rows(loaded.checkpoint.own_folder / file)
         )
         rows = (row for row in known if isinstance(row, dict) and row.keys() >= set(template.fields))
-        found = data.prompts(map(template.render, rows))
+        records = data.prompts(map(template.render, rows))
         room = prompt_room(context_length(base.model.config), self._generated.self_tokens)
-        fitting, ids = encode_prompts(template, Records(tuple(found)), base.tokenizer, room=room, skip_bad=True)
+        fitting, ids = encode_prompts(template, Records(tuple(records)), base.tokenizer, room=room, skip_bad=True)
         note_left_out(fitting.skipped)
         return template, list(fitting.items), ids
 
@@ -170,7 +170,7 @@ class OwnTexts:
             how = base.backend, base.schedule, prompts * len(texts), every, self.options.batch_size, bar.update
             scored = iter([losses for losses, _ in text_scores(*how)])
         losses = {one: list(islice(scored, len(prompts))) for one in texts}
-        found = []
+        table = []
         for one, given in texts.items():
             seen = compare(sums(losses[base]), sums(losses[one]), lambda t: math.exp(ratio_of_sums(t)), **draws)
             row: dict[str, Any] = {
@@ -188,8 +188,8 @@ class OwnTexts:
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
                     row[name] = asdict(interval(sums(values), score, **draws))
-            found.append(row)
-        return found
+            table.append(row)
+        return table
 
     def _decoded(
         self, methods: Sequence[Method], prompts: list[list[int]], kept: ResumeLog

@@ -127,8 +127,8 @@ class CallReader:
             inside, after = self._candidate(behind, last=last)
             if inside is None:
                 break
-            if found := self._calls(inside):
-                plain, calls, self._rest = plain + before.rstrip(), calls + found, after
+            if calls_inside := self._calls(inside):
+                plain, calls, self._rest = plain + before.rstrip(), calls + calls_inside, after
             else:
                 plain, self._rest = plain + before + mark, behind
         if start < 0:

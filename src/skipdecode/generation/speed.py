@@ -173,7 +173,7 @@ def squeezed(schedule: Schedule, share: float) -> Schedule:
     if share >= 1 or schedule.is_flat:
         return schedule
     count = max(1, round(schedule.seq_len * share))
-    return replace(schedule, budgets=tuple(schedule.budget(round(place / share)) for place in range(count)))
+    return replace(schedule, budgets=tuple(schedule.budget(round(position / share)) for position in range(count)))
 
 
 def timing_of(batches: Iterable[Generation]) -> dict[str, float | None]:

@@ -176,9 +176,9 @@ def calibrate(
         lengths, shared = [len(e.response) for e in learn], lenders(checkpoint.config)
         goal = set_goal(settings, given, prompt_len, lengths, checkpoint.num_layers, fitted, shared)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
-        found = search_model(settings, goal, loaded, learn, check, fitter, directory / STORE_FILE, until)
-        if found.fit is not None:
-            found.fit.about["base"] = base_sample(loaded.model)
+        result = search_model(settings, goal, loaded, learn, check, fitter, directory / STORE_FILE, until)
+        if result.fit is not None:
+            result.fit.about["base"] = base_sample(loaded.model)
     document = {
         **heading("calibration"),
         "model": checkpoint.name,
@@ -190,9 +190,9 @@ def calibrate(
         "cost": goal.workload.cost.to_dict(),
         "cost_origin": origin,
         "environment": environment(),
-        **found.to_dict(),
+        **result.to_dict(),
     }
-    calibrated = Calibrated(found.schedule, found.fit, document, None if out is None else directory)
+    calibrated = Calibrated(result.schedule, result.fit, document, None if out is None else directory)
     calibrated._save()
     return calibrated
 
@@ -217,12 +217,12 @@ def _with_fit(cost: CostModel, settings: CalibrateOptions, checkpoint: Checkpoin
 def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, layers: int) -> CostModel:
     """The given cost; refuses one that does not fit the model."""
     name = "the given cost" if isinstance(cost, CostModel) else f"cost {cost}"
-    found = cost if isinstance(cost, CostModel) else read_cost(cost)
-    if found.num_layers != layers:
-        raise UsageError(f"{name} is for {found.num_layers} layers, but the model has {layers}")
-    if settings.batch not in (1, found.batch):
-        raise UsageError(f"{name} is for batches of {found.batch}: leave out `batch` {settings.batch}")
-    return found
+    model = cost if isinstance(cost, CostModel) else read_cost(cost)
+    if model.num_layers != layers:
+        raise UsageError(f"{name} is for {model.num_layers} layers, but the model has {layers}")
+    if settings.batch not in (1, model.batch):
+        raise UsageError(f"{name} is for batches of {model.batch}: leave out `batch` {settings.batch}")
+    return model
 
 
 @contextmanager

@@ -105,22 +105,22 @@ class Checkpoints:
 
         Raises OutputError: there are some, and none can be read.
         """
-        found = self._found()
-        for checkpoint in reversed(found):
+        newest = self._found()
+        for checkpoint in reversed(newest):
             try:
                 self._accelerator.load_state(str(checkpoint))
             except Exception as e:  # Of many classes: safetensors', pickle's, torch's and the file system's.
                 reason = " ".join(str(e).split())[:200] or type(e).__name__
             else:
                 return True
-            if checkpoint == found[0]:
+            if checkpoint == newest[0]:
                 break
             note(f"{checkpoint} cannot be read ({reason}): the run goes on from the checkpoint before")
             self._accelerator.wait_for_everyone()
             if self._accelerator.is_main_process:
                 # Not among those that are counted and kept, and there for who wants to look.
                 os.replace(checkpoint, checkpoint.with_suffix(".damaged"))
-        if found:
+        if newest:
             raise OutputError(f"no checkpoint of {self._directory} can be read ({reason}): give another `out`")
         return False
 

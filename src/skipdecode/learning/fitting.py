@@ -303,11 +303,11 @@ class _Sweep:
         if rank == 0:
             mean = (cross.sum(0)[-1] / inputs.gram.sum(0)[-1, -1]).float()
             return Bridge(mean.new_zeros(0, self._width), mean.new_zeros(self._width, 0), mean)
-        made, bias = inputs.solve(cross, least=rank + 1)
+        matrix, bias = inputs.solve(cross, least=rank + 1)
         # The directions of the output that carry most of what the map adds.
-        _, vectors = torch.linalg.eigh(made @ inputs.gram.sum(0)[:-1, :-1] @ made.T)
+        _, vectors = torch.linalg.eigh(matrix @ inputs.gram.sum(0)[:-1, :-1] @ matrix.T)
         up = vectors[:, -min(rank, self._width) :]
-        return Bridge((up.T @ made).float(), up.float(), bias.float())
+        return Bridge((up.T @ matrix).float(), up.float(), bias.float())
 
     def _crossing(self, batch: Batch) -> int:
         """The first column whose tokens take bridges."""
@@ -382,8 +382,8 @@ def _keys_and_values(layer: nn.Module) -> Iterator[Mapping[str, Tensor]]:
 
 def _depths(schedules: Sequence[Schedule], most: int) -> list[frozenset[int]]:
     """The sets of skipped layers at which bridges are fitted: a few depths spread over those that schedules have."""
-    found = {frozenset(range(s.num_layers)) - set(s.layers(i)) for s in schedules for i in range(s.seq_len)}
-    every = sorted((gone for gone in found if gone), key=len)
+    skipped = {frozenset(range(s.num_layers)) - set(s.layers(i)) for s in schedules for i in range(s.seq_len)}
+    every = sorted((gone for gone in skipped if gone), key=len)
     if len(every) <= most:
         return every
     return [every[round(i * (len(every) - 1) / max(1, most - 1))] for i in range(most)]

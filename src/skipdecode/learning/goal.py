@@ -64,15 +64,15 @@ def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[Prompt
     if not settings.whole:
         return [("full",)]
     warmup = settings.warmup_layers
-    found: list[tuple[PromptDepth, ...]] = []
+    sets: list[tuple[PromptDepth, ...]] = []
     for word in settings.prompt_depths or ("full", *(str(max(1, warmup, round(layers * s))) for s in _PROMPT_SHARES)):
         prompt = prompt_set(word, layers)
         if prompt == "max_exit":
             raise UsageError("`prompt_depths`: max_exit depends on the schedule that is searched: list its layers")
         spread = settings.spread_prompts and word.isdecimal() and warmup < int(word) < layers
         even = (Schedule.even(layers, int(word), warmup_layers=warmup).layers(0),) if spread else ()
-        found.append((prompt, *even))
-    return list(dict.fromkeys(found))
+        sets.append((prompt, *even))
+    return list(dict.fromkeys(sets))
 
 
 def suited(settings: _Settings, config: Any) -> _Settings:
@@ -131,9 +131,9 @@ def set_goal(
     for prompt in chain(*wanted):
         # What prompts run goes first: then they project the most layers, the order that costs most.
         order = sorted(lowest, key=lambda layer: prompt != "full" and layer not in prompt)
-        found = _depths(layers, tuple(order), warmup, 1, True).within(workload, limit, prompt)
-        if found is not None and found.budgets[0] >= floor:
-            deepest[prompt] = found.budgets[0]
+        flat_schedule = _depths(layers, tuple(order), warmup, 1, True).within(workload, limit, prompt)
+        if flat_schedule is not None and flat_schedule.budgets[0] >= floor:
+            deepest[prompt] = flat_schedule.budgets[0]
     if not deepest:
         fewest = Schedule.constant(layers, floor, warmup_layers=0, drop_order=range(layers - 1))
         best = max((replace(fewest, prompt=prompt) for prompt in chain(*wanted)), key=workload.speedup)

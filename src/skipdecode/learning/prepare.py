@@ -117,15 +117,15 @@ def prepare(
     """
     started = time.perf_counter() if started is None else started
     options.setdefault("self", train is None and dev is None)
-    place = Path(out)
-    PREPARE_DIRECTORY.check(place, overwrite=overwrite)
+    directory = Path(out)
+    PREPARE_DIRECTORY.check(directory, overwrite=overwrite)
     train, dev, test, prompts = map(as_records, (train, dev, test, prompts))
     if prompts is not None and not isinstance(prompts, str | Path):
-        write_whole(place / PROMPTS_FILE, b"".join(map(json_line, map(PromptTemplate().row, prompts))))
-        prompts = place / PROMPTS_FILE
+        write_whole(directory / PROMPTS_FILE, b"".join(map(json_line, map(PromptTemplate().row, prompts))))
+        prompts = directory / PROMPTS_FILE
     settings = PrepareOptions(prompts=None if prompts is None else str(prompts), **options)
     sources = {name: one for name, one in (("train", train), ("dev", dev), ("test", test)) if one}
-    return _Run(settings, model, sources, cost, place).run(started, overwrite)
+    return _Run(settings, model, sources, cost, directory).run(started, overwrite)
 
 
 class _Run:
@@ -271,8 +271,8 @@ class _Run:
         if full.scores is not None:
             old = self.loaded
             dtype, device = str(old.model.dtype).removeprefix("torch."), str(old.model.device)
-            found = load(self.full, dtype=dtype, device=device, base=old.checkpoint.given_base)
-            self.loaded = replace(found, model=merge_adapter(found.model))
+            tuned = load(self.full, dtype=dtype, device=device, base=old.checkpoint.given_base)
+            self.loaded = replace(tuned, model=merge_adapter(tuned.model))
         return full
 
     def _tuned_at_full_depth(self, given: Answers, pace: Pace, minutes: float, plan: float) -> FullDepth:

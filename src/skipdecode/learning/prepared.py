@@ -126,16 +126,21 @@ class Prepared(Printed):
         if self.path is None:
             return
         rows = self.rows
-        found = {"table": "\n".join(_table(rows)), "scores": [*rows[0]["scores"]], "datasets": datasets, "rows": rows}
-        write_whole(self.path / EVALUATION_FILE, json.dumps(found, indent=1) + "\n")
+        document = {
+            "table": "\n".join(_table(rows)),
+            "scores": [*rows[0]["scores"]],
+            "datasets": datasets,
+            "rows": rows,
+        }
+        write_whole(self.path / EVALUATION_FILE, json.dumps(document, indent=1) + "\n")
         if (picture := self.out / PICTURE_FILE).is_file():
             write_whole(self.path / PICTURE_FILE, picture.read_bytes())
         write_card(self.path, self._loaded.checkpoint, self.schedule, "prepare")
 
     def _file_of(self, row: Row) -> Path | None:
         """The file of the schedule of one of the rows; None for the tuned checkpoint's own."""
-        place = tuned_directory(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
-        files = (place / f"{near}.json" for near in NEIGHBOURS | MILDER)
+        directory = tuned_directory(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
+        files = (directory / f"{near}.json" for near in NEIGHBOURS | MILDER)
         name, own = row["name"].removesuffix(", w8a8"), None if row["minutes"] else self.schedule_file
         return next((file for file in files if file.is_file() and Schedule.load(file).name == name), own)
 
@@ -148,17 +153,19 @@ class Prepared(Printed):
         """
         row, checkpoint, searched = self.recommended or {}, self._loaded.checkpoint, self.document["keep"] is not None
         tuned = row.get("minutes", 0) if searched else self.document["minutes"]
-        found = {"model": str(Path(checkpoint.name).resolve()) if Path(checkpoint.name).exists() else checkpoint.name}
-        found |= {} if checkpoint.given_base is None else {"base": checkpoint.given_base}
+        document = {
+            "model": str(Path(checkpoint.name).resolve()) if Path(checkpoint.name).exists() else checkpoint.name
+        }
+        document |= {} if checkpoint.given_base is None else {"base": checkpoint.given_base}
         if tuned:
-            found = {"model": self._inside(tuned_directory(self.out, tuned))}
+            document = {"model": self._inside(tuned_directory(self.out, tuned))}
         if searched and row.get("name", "full").startswith("full"):
-            found["schedule"] = "full"
+            document["schedule"] = "full"
         elif searched and (file := self._file_of(row)):
-            found["schedule"] = self._inside(file)
+            document["schedule"] = self._inside(file)
         elif not (searched or tuned):
-            found["schedule"] = self._inside(self.schedule_file)
-        return found | ({"quantization": row["quantization"]} if "quantization" in row else {})
+            document["schedule"] = self._inside(self.schedule_file)
+        return document | ({"quantization": row["quantization"]} if "quantization" in row else {})
 
     def _inside(self, path: Path) -> str:
         return f"./{path.relative_to(self.out).as_posix()}"
@@ -289,20 +296,20 @@ def tuned_directory(out: Path, minutes: float) -> Path:
     return out / f"tuned-{minutes:g}"
 
 
-def neighbours(target: Schedule, place: Path, shares: Mapping[str, float] = NEIGHBOURS) -> list[Schedule]:
+def neighbours(target: Schedule, directory: Path, shares: Mapping[str, float] = NEIGHBOURS) -> list[Schedule]:
     """The target, and schedules of other gains if its drop order, and the fit in `place`, allow them."""
-    found = {target.name: target}
-    fit = Fit.load(place / FIT_FILE) if (place / FIT_FILE).is_file() else None
+    by_name = {target.name: target}
+    fit = Fit.load(directory / FIT_FILE) if (directory / FIT_FILE).is_file() else None
     for name, share in shares.items():
         with contextlib.suppress(ScheduleError):
             other = target.with_speedup(1 + (target.nominal_speedup - 1) * share)
             if fit is not None and not fit.serves(other):  # no layer is skipped that has no map
                 other = replace(other, budgets=tuple(max(n, target.budgets[-1]) for n in other.budgets))
             other = other.named_by_layers(target.family)
-            if not other.is_full and other.name not in found and (fit is None or fit.serves(other)):
-                found[other.name] = other
-                other.save(place / f"{name}.json")
-    return list(found.values())
+            if not other.is_full and other.name not in by_name and (fit is None or fit.serves(other)):
+                by_name[other.name] = other
+                other.save(directory / f"{name}.json")
+    return list(by_name.values())
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

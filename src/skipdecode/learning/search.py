@@ -75,20 +75,20 @@ def search_model(
     with measuring(loaded, {"learn": learn, "held out": check}, size, file) as (attachment, meters_of, bar):
 
         def meters(fit: Fit | None) -> tuple[LossMeter, LossMeter | None]:
-            found = meters_of(fit)
+            result = meters_of(fit)
             bar.unpause()  # after the influence of layers, or a fit
-            return found["learn"], found.get("held out")
+            return result["learn"], result.get("held out")
 
         counts = trials(settings, goal, fitter is not None), meters(None)
         bar.reset(total=sum(wanted * meter.batches for wanted, meter in zip(*counts, strict=True) if meter))
         influence = block_influence(attachment, learn, batch_size=size)
         try:
-            found = search(settings, goal, influence, meters, fitter, until)
+            result = search(settings, goal, influence, meters, fitter, until)
         except FitError as e:
             note(f"no fit: {e}")
-            found = search(settings, goal, influence, meters, until=until)
+            result = search(settings, goal, influence, meters, until=until)
         bar.total = bar.n
-    return found
+    return result
 
 
 def search(
@@ -160,7 +160,7 @@ def _verdict(
     `speedup` is over full depth on texts as long as the records: of what the target counts, in time as the cost model
     has it, or in layers for a nominal target, which has no other two.
     """
-    found: dict[str, Any] = {
+    verdict: dict[str, Any] = {
         "schedule": schedule.to_dict(),
         "name": schedule.name,
         "prompt_layers": len(schedule.prompt_layers()),
@@ -171,8 +171,8 @@ def _verdict(
     }
     for name, whole in (("request_speedup", True), ("decode_speedup", False)):
         timed = None if settings.target_speedup is None else replace(workload, whole=whole)
-        found[name] = timed and timed.speedup(schedule)
-    return found
+        verdict[name] = timed and timed.speedup(schedule)
+    return verdict
 
 
 def block_influence(attachment: Attachment, examples: Sequence[Example], *, batch_size: int) -> tuple[float, ...]:

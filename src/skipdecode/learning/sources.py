@@ -169,23 +169,23 @@ class Sources:
 
     def answers(self, loaded: LoadedModel, until: float) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
-        settings, place, held_out = self._settings, self._out / "answers", "test" not in self._sources
+        settings, directory, held_out = self._settings, self._out / "answers", "test" not in self._sources
         count = held_out * min(_TESTED, settings.test_records)
-        answer = partial(own_answers, loaded, settings, settings, self._prompts, place)
+        answer = partial(own_answers, loaded, settings, settings, self._prompts, directory)
         template, _ = answer(seed=settings.seed, held_out=_HELD_OUT, tested=count, until=until)
         if held_out:
-            rows = [row for _, row in read_rows(place / TEST_FILE) if isinstance(row, dict)]
+            rows = [row for _, row in read_rows(directory / TEST_FILE) if isinstance(row, dict)]
             if settings.task:  # the same prompts, with their references
                 task = self.task(1)
                 questions, field = set(map(task.template.render, rows)), task.references[0]
-                found = load_records(task, settings.prompts, skip_bad=settings.skips_bad).items
-                rows = [{**one.values, field: list(one.references)} for one in found if one.prompt in questions]
-                write_whole(place / TEST_FILE, b"".join(map(json_line, rows)))
+                records = load_records(task, settings.prompts, skip_bad=settings.skips_bad).items
+                rows = [{**one.values, field: list(one.references)} for one in records if one.prompt in questions]
+                write_whole(directory / TEST_FILE, b"".join(map(json_line, rows)))
             note(f"no `test`: {len(rows)} prompts that are not learned from are held out for the evaluation")
         options = settings.part(RecordOptions) if settings.task else self._options(template)
         # An answer may be a token longer when it is read again, and then exceed the context.
         options = replace(options, bad_records="skip")
-        return Answers(str(place / TRAIN_FILE), str(place / DEV_FILE), options, own=True)
+        return Answers(str(directory / TRAIN_FILE), str(directory / DEV_FILE), options, own=True)
 
 
 def _write(path: Path, file: Records, field: str) -> None:

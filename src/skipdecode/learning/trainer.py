@@ -389,9 +389,9 @@ def process_state() -> PartialState:
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
-def _precision(asked: str, device: torch.device) -> str:
+def _precision(requested: str, device: torch.device) -> str:
     """accelerate's name of the arithmetic: "bf16" or "no" (fp32); `auto` takes bf16 where the device multiplies it."""
-    bf16 = multiplies_bf16(device.type) if asked == "auto" else asked == "bf16"
+    bf16 = multiplies_bf16(device.type) if requested == "auto" else requested == "bf16"
     return "bf16" if bf16 else "no"
 
 

@@ -219,14 +219,14 @@ class _Run:
             files["train"], files["dev"] = held_out(files["train"])
         from skipdecode.learning.trainer import process_state
 
-        state, made = process_state(), {}
+        state, generated = process_state(), {}
         if template is None:
             state.wait_for_everyone()
             with state.main_process_first():  # other processes use its result
                 loaded = self.given or load(self.checkpoint)
                 # Refused before texts are generated.
                 settings.curriculum(self._schedule([settings.self_tokens])[0])
-                template, made["self"] = own_answers(
+                template, generated["self"] = own_answers(
                     *(loaded, settings, settings, prompts, out),
                     seed=settings.seed,
                     held_out=settings.dev_records or 0,
@@ -246,7 +246,7 @@ class _Run:
             asdict(settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base},
             template.decided(loaded.tokenizer),
             schedule,
-            {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made,
+            {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | generated,
             environment(),
             checkpoint=digest,
             base=base_entry(loaded.model, under),
@@ -335,7 +335,7 @@ class _Run:
 
     def _schedule(self, lengths: Sequence[int]) -> tuple[Schedule, str]:
         """The schedule and its origin; positions by default: the 95th percentile of `lengths`."""
-        own, stored, asked = self.checkpoint.schedule, (self.recipe or {}).get("schedule"), self.asked
+        own, stored, requested = self.checkpoint.schedule, (self.recipe or {}).get("schedule"), self.asked
         longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
         origin = "because neither the call nor the checkpoint names one" if own is None else "the checkpoint's own"
         if stored is not None:
@@ -345,13 +345,13 @@ class _Run:
             even = Schedule.even(layers, round(layers / _OWN_SPEEDUP))
             own = replace(even, name="", family="unified", speedup=_OWN_SPEEDUP)
             origin = "evenly spaced layers, because no schedule was given"
-        if isinstance(asked, Schedule):
+        if isinstance(requested, Schedule):
             origin = "the given one"
-        elif asked is not None and not str(asked).startswith(":"):
-            if self.seq_len is not None and not is_speedup(str(asked)):
-                raise UsageError(f"`seq_len` is for a nominal speed-up, not for {asked}: leave it out")
-            own, origin = None, f"from {asked}"
-        return self.checkpoint.parse(asked, self.seq_len or longest, own), origin
+        elif requested is not None and not str(requested).startswith(":"):
+            if self.seq_len is not None and not is_speedup(str(requested)):
+                raise UsageError(f"`seq_len` is for a nominal speed-up, not for {requested}: leave it out")
+            own, origin = None, f"from {requested}"
+        return self.checkpoint.parse(requested, self.seq_len or longest, own), origin
 
     def _tuner(self, loaded: LoadedModel, train: list[Example], dev: list[Example], schedule: Schedule) -> Tuner:
         from skipdecode.learning.trainer import Tuner

@@ -141,8 +141,8 @@ def named_schedule(model: PreTrainedModel, text: str) -> Schedule:
     known = {schedule.name: schedule for schedule in tuned_under(model)}
     own = next(reversed(known.values()), None)
     layers = len(decoder_layers(unwrap(model)))
-    found = parse_schedule(text, layers, seq_len=_POSITIONS, checkpoint_schedule=own, named=known)
-    return lent_last(unwrap(model).config, found) if is_speedup(text) else found
+    parsed = parse_schedule(text, layers, seq_len=_POSITIONS, checkpoint_schedule=own, named=known)
+    return lent_last(unwrap(model).config, parsed) if is_speedup(text) else parsed
 
 
 def _of_active_adapter(model: PreTrainedModel) -> Json:
@@ -150,8 +150,8 @@ def _of_active_adapter(model: PreTrainedModel) -> Json:
     adapters = getattr(model, "peft_config", None) or {}
     active = getattr(model, "active_adapter", None)
     adapter = adapters.get(active) if isinstance(active, str) else next(iter(adapters.values()), None)
-    found: Json = getattr(adapter, "auto_mapping", None) or {}
-    return found
+    mapping: Json = getattr(adapter, "auto_mapping", None) or {}
+    return mapping
 
 
 def _entries(schedule: Schedule, fit: str | None) -> Json:

@@ -240,8 +240,8 @@ def projection(layer: Module, name: str) -> Any:
 
 def keys_and_values(layer: Module) -> int | None:
     """Columns of a token's keys and values together in a layer; None if it makes them and queries in one product."""
-    found = [projection(layer, name) for name in ("k_proj", "v_proj")]
-    return None if None in found else sum(int(module.out_features) for module in found)
+    projections = [projection(layer, name) for name in ("k_proj", "v_proj")]
+    return None if None in projections else sum(int(module.out_features) for module in projections)
 
 
 _SLIDING = "sliding_attention"
@@ -262,8 +262,8 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
     if family.windows == "cache":
         from transformers import DynamicCache  # brings torch, which refusals of the command line do without
 
-        made = DynamicCache(config=config).layers
-        windows = [int(one.sliding_window) if getattr(one, "is_sliding", False) else None for one in made]
+        layer_caches = DynamicCache(config=config).layers
+        windows = [int(one.sliding_window) if getattr(one, "is_sliding", False) else None for one in layer_caches]
         if any(window is not None and window < 2 for window in windows):  # the cache keeps all tokens for 1
             raise _refused(config, f"sliding_window is {config.sliding_window}", "2 or more tokens are accepted")
         return windows

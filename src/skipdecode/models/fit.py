@@ -89,7 +89,7 @@ class Fit(nn.Module):
         """The part that a schedule uses."""
         layers, prompt = range(self.num_layers), schedule.prompt_layers()
         bridges = {n: bridge for n in schedule.dropped if (bridge := self.bridge(n)) is not None}
-        maps = {n: made for n in layers if (made := self.prompt_map(prompt, n)) is not None}
+        maps = {n: prompt_map for n in layers if (prompt_map := self.prompt_map(prompt, n)) is not None}
         prompts = {prompt: maps} if maps else {}
         return Fit(self.num_layers, self.hidden_size, bridges, prompts, self.taps if maps else 0, self.about)
 
@@ -123,16 +123,16 @@ class Fit(nn.Module):
                 f"{name} is for {self.num_layers} layers of {self.hidden_size} columns, but the model has {len(keys)} "
                 f"of {width}: fit this model with skipdecode prepare"
             )
-        for layer, made in ((n, made) for maps in self.maps for n, made in maps.items()):  # type: ignore[operator]
+        for layer, prompt_map in ((n, prompt_map) for maps in self.maps for n, prompt_map in maps.items()):  # type: ignore[operator]
             wanted = keys[int(layer)]
             if wanted is None:
                 raise FitError(
                     f"{name} has keys and values of prompts in layer {layer}, but the model makes them and queries in "
                     "one product: use prompts at full depth or max_exit, or a fit of bridges alone"
                 )
-            if len(made.bias) != wanted:
+            if len(prompt_map.bias) != wanted:
                 raise FitError(
-                    f"{name} gives {len(made.bias)} columns of keys and values in layer {layer}, but the model has "
+                    f"{name} gives {len(prompt_map.bias)} columns of keys and values in layer {layer}, but the model has "
                     f"{wanted} there: fit this model with skipdecode prepare"
                 )
 
@@ -148,19 +148,19 @@ class Fit(nn.Module):
         """Raise FitError if prompts of this schedule need maps, and the fit has maps for other prompt sets only."""
         prompt = schedule.prompt_layers()
         if schedule.projected and self.prompt_sets and prompt not in self.prompt_sets:
-            made = " or ".join(str(list(layers)) for layers in self.prompt_sets)
+            fitted = " or ".join(str(list(layers)) for layers in self.prompt_sets)
             raise FitError(
-                f"{name} has keys and values of prompts that run layers {made}, but under schedule "
+                f"{name} has keys and values of prompts that run layers {fitted}, but under schedule "
                 f"{schedule.name!r} they run {list(prompt)}: fit it with skipdecode prepare"
             )
 
     def digest(self) -> str:
         """A short hash of the tensors and their places; equal only for equal fits."""
-        found = hashlib.sha256(repr((self.num_layers, self.prompt_sets, self.taps)).encode())
+        digest = hashlib.sha256(repr((self.num_layers, self.prompt_sets, self.taps)).encode())
         for name, tensor in self.state_dict().items():
-            found.update(f"{name} {tuple(tensor.shape)}".encode())
-            found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-        return found.hexdigest()[:16]
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def save(self, path: Path | str, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the fit as a safetensors file of 16-bit numbers; raises OutputError if that fails.
@@ -206,16 +206,18 @@ class Fit(nn.Module):
         bridges: dict[int, dict[str, Tensor]] = {}
         maps: list[dict[int, dict[str, Tensor]]] = [{} for _ in sets]
         for name, tensor in tensors.items():
-            found = _NAMES.fullmatch(name)
-            number = None if found is None else found[1]
-            if found is None or (number is not None and int(number) >= len(sets)):
+            match = _NAMES.fullmatch(name)
+            number = None if match is None else match[1]
+            if match is None or (number is not None and int(number) >= len(sets)):
                 raise FitError(f"tensor {name!r} is not known")
             if tensor.dtype not in _TYPES:
                 raise FitError(f"tensor {name!r} is of type {tensor.dtype}: floating-point numbers are accepted")
             of = bridges if number is None else maps[int(number)]
-            of.setdefault(int(found[2]), {})[found[3]] = tensor.float()
-        made = [{n: _made(PromptMap, f"maps.{i}.{n}", parts) for n, parts in of.items()} for i, of in enumerate(maps)]
-        prompts = dict(zip(map(tuple, sets), made, strict=True))
+            of.setdefault(int(match[2]), {})[match[3]] = tensor.float()
+        maps_of_sets = [
+            {n: _made(PromptMap, f"maps.{i}.{n}", parts) for n, parts in of.items()} for i, of in enumerate(maps)
+        ]
+        prompts = dict(zip(map(tuple, sets), maps_of_sets, strict=True))
         if len(prompts) < len(sets):
             raise FitError("'prompts' has a set of layers twice")
         return cls(
@@ -242,9 +244,11 @@ class Fit(nn.Module):
             rank = _rows(bridge.down)
             self._check_tensors(f"bridges.{layer}", bridge, down=(rank, width), up=(width, rank), bias=(width,))
         for number, maps in enumerate(self.maps):
-            for layer, made in maps.items():  # type: ignore[operator]
-                rows, columns = _rows(made.bias), (self.taps + 1) * width
-                self._check_tensors(f"maps.{number}.{layer}", made, weight=(rows, columns), bias=(rows,), first=(rows,))
+            for layer, prompt_map in maps.items():  # type: ignore[operator]
+                rows, columns = _rows(prompt_map.bias), (self.taps + 1) * width
+                self._check_tensors(
+                    f"maps.{number}.{layer}", prompt_map, weight=(rows, columns), bias=(rows,), first=(rows,)
+                )
                 if not rows or rows % 2:
                     raise FitError(f"maps.{number}.{layer} gives {rows} columns: keys, and as many values, are needed")
 
@@ -284,8 +288,8 @@ def another_fit(model: PreTrainedModel, fit: Fit | None) -> Iterator[None]:
 
 def fit_of(model: PreTrainedModel) -> Fit | None:
     """The fit of a loaded model; None if it has none."""
-    found: Fit | None = unwrap(model).__dict__.get(_KEPT)
-    return found
+    fit: Fit | None = unwrap(model).__dict__.get(_KEPT)
+    return fit
 
 
 def knows_fit(model: PreTrainedModel) -> bool:
@@ -311,8 +315,8 @@ def fit_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     """Split a model's state into the state without the trained fit, and the state of the fit."""
     weights, fitted = {}, {}
     for name, tensor in state.items():
-        before, found, own = name.rpartition(f"{_TRAINED}.")
-        if found and (not before or before.endswith(".")):
+        before, mark, own = name.rpartition(f"{_TRAINED}.")
+        if mark and (not before or before.endswith(".")):
             fitted[own] = tensor
         else:
             weights[name] = tensor

@@ -70,7 +70,7 @@ class PromptMap(nn.Module):
 
         `is_first` (rows, columns) marks the first tokens of texts.
         """
-        made = features @ self.weight.float().T + self.bias.float()
-        made = torch.where(is_first[..., None], self.first.float(), made)
-        keys, values = made.chunk(2, -1)
+        outputs = features @ self.weight.float().T + self.bias.float()
+        outputs = torch.where(is_first[..., None], self.first.float(), outputs)
+        keys, values = outputs.chunk(2, -1)
         return keys, values

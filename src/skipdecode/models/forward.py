@@ -297,8 +297,8 @@ def _rotary(model: PreTrainedModel) -> Any:
 
 def _kinds(rotary: object) -> dict[str | None, str]:
     """The rope types of a rotary embedding by layer type; the key is None if all layers rotate alike."""
-    found = getattr(rotary, "rope_type", "default")
-    return dict(found) if isinstance(found, dict) else {None: found}
+    kind = getattr(rotary, "rope_type", "default")
+    return dict(kind) if isinstance(kind, dict) else {None: kind}
 
 
 def response_logits(model: PreTrainedModel, batch: Batch, *, attached: bool = True) -> Tensor:

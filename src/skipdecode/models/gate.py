@@ -61,8 +61,8 @@ class GateState:
             return
         fit.to(next(layers[0].parameters()).device)
         self.taps = fit.taps
-        self.bridges = {n: found for n in numbers if (found := fit.bridge(n)) is not None}
-        self.maps = {n: made for n in schedule.projected if (made := fit.prompt_map(prompt, n)) is not None}
+        self.bridges = {n: bridge for n in numbers if (bridge := fit.bridge(n)) is not None}
+        self.maps = {n: prompt_map for n in schedule.projected if (prompt_map := fit.prompt_map(prompt, n)) is not None}
 
     def passed(self, index: int, hidden: Tensor) -> Tensor:
         """The states (batch, columns, hidden_size), after a layer, of tokens that skip the layer."""
@@ -193,8 +193,8 @@ def gate_layer(layer: nn.Module, index: int, state: GateState) -> None:
 
 def gate_of(layer: nn.Module) -> GateState | None:
     """The state that a layer's gate obeys; None where the layer is plain."""
-    found: tuple[int, GateState] | None = layer.__dict__.get("_skipdecode")
-    return None if found is None else found[1]
+    state: tuple[int, GateState] | None = layer.__dict__.get("_skipdecode")
+    return None if state is None else state[1]
 
 
 @functools.cache
@@ -234,11 +234,11 @@ def calling(module: nn.Module, forward: Forward) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_queries(layer: nn.Module) -> Iterator[None]:
     """A context in which a layer's query projection, if it is a separate module, returns zeros without computing."""
-    found = projection(layer, "q_proj")
-    if found is None:
+    query = projection(layer, "q_proj")
+    if query is None:
         yield
         return
-    with calling(found, lambda x: x.new_zeros(*x.shape[:-1], found.out_features)):
+    with calling(query, lambda x: x.new_zeros(*x.shape[:-1], query.out_features)):
         yield
 
 
@@ -256,8 +256,8 @@ def _given_keys(
             own, wanted = module.forward, given[:, columns]
 
             def forward(x: Tensor, own: Forward = own, wanted: Tensor = wanted) -> Tensor:
-                made = wanted.to(x.dtype)
-                return made if keep is None else torch.where(keep.to(x.device).unsqueeze(-1), own(x), made)
+                keys = wanted.to(x.dtype)
+                return keys if keep is None else torch.where(keep.to(x.device).unsqueeze(-1), own(x), keys)
 
             stack.enter_context(calling(module, forward))
         yield
@@ -271,8 +271,8 @@ def _first_keys(shared: SharedKeys, gone: int) -> SharedKeys:
 
 def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache) -> tuple[Tensor, Tensor] | None:
     """Fitted keys and values for the states at a layer; None if the fit has no map for the layer."""
-    made = state.maps.get(index)
-    if made is None:
+    prompt_map = state.maps.get(index)
+    if prompt_map is None:
         return None
     columns, text = hidden.shape[-2], None
     if state.text is None:
@@ -281,7 +281,7 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
     else:
         text, first = (marks[:, :columns].to(hidden.device) for marks in state.text)
     features, cache.taps[index] = prompt_features(hidden, text, cache.taps.get(index), state.taps)
-    keys, values = made(features, first)
+    keys, values = prompt_map(features, first)
     return keys, values
 
 

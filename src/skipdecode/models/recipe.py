@@ -117,12 +117,12 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
         sampled.remove(target)
     sets = [own for text in prompts if (own := prompt_set(text, target.num_layers)) != target.prompt]
     split = (one.with_prompt(own) for own in sets for one in (target, *sampled) if not one.is_full)
-    named, found = {target.name: target}, []
+    named, schedules = {target.name: target}, []
     for one in (*sampled, *split):
         while named.setdefault(one.name, one) != one:  # such as a name shared by custom and linear budgets
             one = replace(one, name="", variant="-".join(filter(None, (one.variant, "sampled"))))
-        found.append(one)
-    return tuple(found)
+        schedules.append(one)
+    return tuple(schedules)
 
 
 def _of(values: Fields, name: str, kind: type) -> Any:

@@ -34,13 +34,13 @@ def cache_name(forward: Forward) -> str:
     Raises UnsupportedFeatureError if no argument has a known name.
     """
     named = inspect.signature(forward).parameters
-    found = next((name for name in _CACHE_NAMES if name in named), None)
-    if found is None:
+    accepted = next((name for name in _CACHE_NAMES if name in named), None)
+    if accepted is None:
         raise UnsupportedFeatureError(
             f"{forward.__qualname__} takes no KV cache under a known name ({', '.join(_CACHE_NAMES)}): this release of "
             f"transformers is not known here; {_advice('transformers')}"
         )
-    return found
+    return accepted
 
 
 def model_cache_name(model: PreTrainedModel) -> str:

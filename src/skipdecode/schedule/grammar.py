@@ -75,10 +75,10 @@ def _base(
 ) -> Schedule:
     if text in known:
         return known[text]
-    if (found := _SPEEDUP.fullmatch(text)) is not None:
+    if (match := _SPEEDUP.fullmatch(text)) is not None:
         if checkpoint_schedule is not None and checkpoint_schedule.drop_order:
-            return checkpoint_schedule.with_speedup(float(found[1]))
-        return Schedule.from_speedup(num_layers, float(found[1]), seq_len)
+            return checkpoint_schedule.with_speedup(float(match[1]))
+        return Schedule.from_speedup(num_layers, float(match[1]), seq_len)
     if not text or not (text.endswith(".json") or os.path.exists(text)):
         raise ScheduleError(f"unknown schedule {text[:80]!r}: accepted are {', '.join(known)} by name; {FORMS}")
     return Schedule.load(text)
@@ -87,8 +87,8 @@ def _base(
 def _parts(text: str) -> tuple[str, list[str]]:
     """A text without its endings, and these from left to right."""
     endings: list[str] = []
-    while (found := _ENDING.fullmatch(text)) is not None:
-        text, ending = found[1], found[2]
+    while (match := _ENDING.fullmatch(text)) is not None:
+        text, ending = match[1], match[2]
         endings.insert(0, ending)
     return text, endings
 

@@ -99,13 +99,13 @@ def lent_order(order: Sequence[int], shared: Mapping[int, int]) -> tuple[int, ..
 
     `shared`: the layers that read another's keys and values, each with that layer.
     """
-    found, left = list[int](), list(order)
+    ordered, left = list[int](), list(order)
     while True:
-        read = {lender for reader, lender in shared.items() if reader not in found}
+        read = {lender for reader, lender in shared.items() if reader not in ordered}
         free = next((layer for layer in left if layer not in read), None)
         if free is None:
-            return tuple(found)
-        found.append(free)
+            return tuple(ordered)
+        ordered.append(free)
         left.remove(free)
 
 
@@ -154,7 +154,7 @@ def prompt_set(text: str, num_layers: int) -> PromptDepth:
     if text == "max_exit":
         return "max_exit"
     ends = [re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip()) for part in text.split(",")]
-    ranges = [(int(found[1]), int(found[2] or found[1])) for found in ends if found is not None]
+    ranges = [(int(match[1]), int(match[2] or match[1])) for match in ends if match is not None]
     if text.strip().isdecimal() and ranges:
         ranges = [(0, ranges[0][0] - 1)]
     if len(ranges) < len(ends) or any(not first <= last < num_layers for first, last in ranges):
@@ -209,7 +209,7 @@ def run_lengths(budgets: Sequence[int]) -> str:
 def from_run_lengths(text: str) -> tuple[int, ...]:
     """Budgets from the text of `run_lengths`; raises ScheduleError for other texts and for more than a million."""
     runs = [re.fullmatch(r"(\d{1,7})(?:\*(\d{1,7}))?", part.strip()) for part in text.split(",")]
-    counted = [(int(found[1]), int(found[2] or 1)) for found in runs if found is not None]
+    counted = [(int(match[1]), int(match[2] or 1)) for match in runs if match is not None]
     if len(counted) < len(runs) or sum(count for _, count in counted) > _MOST_POSITIONS:
         raise ScheduleError(
             f"budgets {text[:80]!r} are not accepted: give a list of numbers, or runs such as '20*4, 19*4, 18', of at "

@@ -168,10 +168,10 @@ class Schedule:
 
     @cached_property
     def _drop_positions(self) -> tuple[int | None, ...]:
-        found: list[int | None] = [None] * self.num_layers
+        positions: list[int | None] = [None] * self.num_layers
         for rank, layer in enumerate(self.drop_order):
-            found[layer] = next((i for i, b in enumerate(self.budgets) if self.num_layers - b > rank), None)
-        return tuple(found)
+            positions[layer] = next((i for i, b in enumerate(self.budgets) if self.num_layers - b > rank), None)
+        return tuple(positions)
 
     def mean_budget(self, num_tokens: int | None = None) -> float:
         """Mean number of layers over the first `num_tokens` generation positions (default: `seq_len`)."""
@@ -236,19 +236,19 @@ class Schedule:
         """A schedule with the same budgets, and so the same cost, and another drop order; "even" is even at the end."""
         layers, warmup = self.num_layers, self.warmup_layers
         if order == "even":
-            made = layer_order.evenly_spaced(layers, self.budgets[-1], warmup)
+            drop_order = layer_order.evenly_spaced(layers, self.budgets[-1], warmup)
         else:
-            made = (layer_order.top_down if order == "top-down" else layer_order.bottom_up)(layers, warmup)
-        return replace(self, drop_order=made)
+            drop_order = (layer_order.top_down if order == "top-down" else layer_order.bottom_up)(layers, warmup)
+        return replace(self, drop_order=drop_order)
 
     def with_prompt(self, prompt: PromptDepth) -> Self:
         """This schedule with another prompt set; the name has its number of layers, as in "skipdecode-p15-3x"."""
         if prompt == self.prompt:
             return self
         changed = replace(self, prompt=prompt)
-        made = replace(changed, name="", variant=f"p{len(changed.prompt_layers())}")
+        schedule = replace(changed, name="", variant=f"p{len(changed.prompt_layers())}")
         flat = "flat" in self.variant.split("-")
-        return replace(made, name=f"{made.name}-flat", variant=f"{made.variant}-flat") if flat else made
+        return replace(schedule, name=f"{schedule.name}-flat", variant=f"{schedule.variant}-flat") if flat else schedule
 
     def named_by_layers(self, family: str) -> Self:
         """Name this schedule after what runs: "calibrated-p15-20to10" is 15 prompt layers, then 20 falling to 10.

@@ -44,7 +44,7 @@ TARGETS: dict[str, Target] = _ALL_TARGETS.get(platform.machine().lower(), {})
 def find_compiler() -> str | None:
     """The C++ compiler that CXX names, else the system's; None without one."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def compile_command(compiler: str, flags: tuple[str, ...], output: Path) -> list[str]:

@@ -71,15 +71,17 @@ def put_adapter(model: PreTrainedModel, adapter: Path, device: Device) -> PeftMo
         in_dtype_of_base = {"autocast_adapter_dtype": False}
         adapted = kind(model, settings, **in_dtype_of_base)
         # Not by PeftModel.from_pretrained, which does not return the tensors that did not fit.
-        found = adapted.load_adapter(str(adapter), adapted.active_adapter, torch_device=str(device), **in_dtype_of_base)
+        result = adapted.load_adapter(
+            str(adapter), adapted.active_adapter, torch_device=str(device), **in_dtype_of_base
+        )
         tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         stored = _stored(adapter)
     # With a grown vocabulary PEFT saves a trained copy of a module twice, and loads it by the shorter name.
-    shorter = {name: name.replace(".modules_to_save.", ".") for name in found.unexpected_keys}
+    shorter = {name: name.replace(".modules_to_save.", ".") for name in result.unexpected_keys}
     unexpected = {name for name, short in shorter.items() if short == name or short not in stored}
     whole = adapted.state_dict(keep_vars=True)
-    loaded = {id(tensor) for name, tensor in whole.items() if name not in found.missing_keys}
-    missing = {name for name in found.missing_keys if id(whole.get(name)) not in loaded}  # some types share tensors
+    loaded = {id(tensor) for name, tensor in whole.items() if name not in result.missing_keys}
+    missing = {name for name in result.missing_keys if id(whole.get(name)) not in loaded}  # some types share tensors
     check_stored(str(adapter), {name: each for name, each in stored.items() if _is_number(tensors.get(name))})
     check_tensors(str(adapter), tensors.items(), missing=missing, unexpected=unexpected)
     return adapted.eval()
@@ -113,21 +115,21 @@ def add_tokens(model: PreTrainedModel, adapter: Path) -> None:
         if (tensor := stored.get(name)) is not None
     }
     parts = {(f"{names[table]}.lora_embedding_A", 1), (f"{names[head]}.lora_B.weight", 0)}
-    found = {rows for _, rows in whole} | {stored[name].shape[axis] for name, axis in parts if name in stored}
+    sizes = {rows for _, rows in whole} | {stored[name].shape[axis] for name, axis in parts if name in stored}
     own = table.weight.shape[0]
-    if found <= {own}:
+    if sizes <= {own}:
         return
     held = {module for module, _ in whole}
     # With one tensor for both, the head has the table's rows, unless PEFT trained a copy of the table.
     copied = any(names[table].endswith(name) for name in settings.get("modules_to_save") or ())
     follows = head.weight is table.weight and (not copied or settings.get("ensure_weight_tying"))
-    if len(found) > 1 or names[table] not in held or not (names[head] in held or follows):
+    if len(sizes) > 1 or names[table] not in held or not (names[head] in held or follows):
         raise ModelLoadError(
-            f"{adapter}: the adapter was made for {max(found)} tokens, its base has {own}, and its file does not hold "
+            f"{adapter}: the adapter was made for {max(sizes)} tokens, its base has {own}, and its file does not hold "
             "the rows of all tokens: save it with peft's save_embedding_layers=True, or make it on a base that has the "
             "added tokens"
         )
-    model.resize_token_embeddings(found.pop(), mean_resizing=False)
+    model.resize_token_embeddings(sizes.pop(), mean_resizing=False)
 
 
 def with_lora(
@@ -235,10 +237,10 @@ def _split_head(base: PreTrainedModel) -> bool:
     if not any(type(module).__module__.startswith("peft.") for module in (table, head)):
         return False
     shared = {id(parameter) for parameter in table.parameters()}
-    found = False
+    split = False
     for module in head.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in shared:
                 setattr(module, name, Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
-                found = True
-    return found
+                split = True
+    return split

@@ -79,11 +79,11 @@ def _base_data(checkpoint: Checkpoint) -> Json:
 
     if checkpoint.base == smollm2.NAME:
         return {"base_model": smollm2.HUB_ID, "license": "apache-2.0"}
-    found: Json = {}
+    data: Json = {}
     with suppress(Exception):  # of YAML, of the hub's client: a card is written without
         if (card := find_file(checkpoint.folder, CARD_FILE)) is not None:
-            found = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    known = {name: found[name] for name in _OF_BASE if name in found}
+            data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    known = {name: data[name] for name in _OF_BASE if name in data}
     is_here = Path(checkpoint.base).expanduser().exists()
     return known if is_here else known | {"base_model": re.split("[@:]", checkpoint.base)[0]}
 

@@ -258,8 +258,8 @@ def _config_file(name: str, folder: Path) -> Path:
 def _fit_folder(base: str, adapter: Path | None, folder: Path, entries: Fields) -> tuple[Path | None, str | None]:
     """The directory of the checkpoint's own fit, and its digest: the adapter if it has a schedule, else the base."""
     if adapter is not None and any((adapter / name).exists() for name in (SCHEDULE_FILE, FIT_FILE)):
-        found = _adapter_settings(adapter).get("auto_mapping")
-        return adapter, digest_in(found if isinstance(found, dict) else {})
+        mapping = _adapter_settings(adapter).get("auto_mapping")
+        return adapter, digest_in(mapping if isinstance(mapping, dict) else {})
     return (None, None) if base == smollm2.NAME else (folder, digest_in(entries))
 
 
@@ -302,12 +302,12 @@ def _adapter_settings(adapter: Path) -> Json:
     """The content of an adapter's config."""
     file = adapter / ADAPTER_FILE
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as e:
         raise ModelLoadError(f"{file} is not the JSON object of a PEFT adapter: {e}") from e
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ModelLoadError(f"{file} is not the JSON object of a PEFT adapter")
-    return found
+    return settings
 
 
 def _directory(name: str) -> Path:
@@ -367,11 +367,11 @@ def _on_hub(name: str, answer: HubAnswer) -> Path:
         raise ModelLoadError(
             f"model {name!r}{meant} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"
         )
-    if (found := snapshot(name, _SMALL, answer)) is not None:
+    if (snapshot_folder := snapshot(name, _SMALL, answer)) is not None:
         if answer.state == "unreachable" and name not in _noted_names:
             _noted_names.add(name)
             note(f"{answer.reason}: {name} is read from the hub's local cache")
-        return found
+        return snapshot_folder
     raise ModelLoadError(
         f"model {name!r}{meant} is neither a local directory nor in the hub's local cache, and {answer.reason}; "
         f"{_ACCEPTED}"

@@ -219,8 +219,8 @@ def cut_model(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
             part.weight = nn.Parameter(part.weight.data.index_select(index, torch.tensor(columns)))
     _cut_config(model.config, layers)
     with torch.device("meta"):
-        made = type(model)(model.config)
-    shapes, wanted = ({name: tensor.shape for name, tensor in each.state_dict().items()} for each in (made, model))
+        shorter = type(model)(model.config)
+    shapes, wanted = ({name: tensor.shape for name, tensor in each.state_dict().items()} for each in (shorter, model))
     if shapes != wanted:
         raise UsageError(
             f"the config of a {model.config.model_type} model derives the kinds of layers from their numbers, and "

@@ -61,7 +61,7 @@ def choose_fit(
     Raises UsageError if schedules in several directories have fits, because a model uses only one; FitError if the
     checkpoint was tuned with a fit (its config has the `digest`) that is missing; ModelLoadError as `find_file`.
     """
-    found = None if own is None else find_file(own, FIT_FILE, revision)
+    fit_path = None if own is None else find_file(own, FIT_FILE, revision)
     served: dict[Path, list[str]] = {}
     for schedule in schedules:
         if (file := find_file(Path(schedule).expanduser().resolve().parent, FIT_FILE)) is not None:
@@ -73,14 +73,14 @@ def choose_fit(
             "one directory, or start a command for each"
         )
     for file, names in served.items():
-        is_own = found is not None and found.resolve() == file.resolve()
-        return FitFile(file, digest if is_own else None, tuple(names), None if is_own else found)
-    if found is None and digest is not None:
+        is_own = fit_path is not None and fit_path.resolve() == file.resolve()
+        return FitFile(file, digest if is_own else None, tuple(names), None if is_own else fit_path)
+    if fit_path is None and digest is not None:
         raise FitError(
             f"{own} was tuned with a fit, and its {FIT_FILE} is missing: put the file back; to do without, delete "
             "'skipdecode_fit' from its config"
         )
-    return None if found is None else FitFile(found, digest)
+    return None if fit_path is None else FitFile(fit_path, digest)
 
 
 def fit_of_checkpoint(model: PreTrainedModel) -> Fit | None:

@@ -194,10 +194,10 @@ def _split_name(backend: Json) -> str:
     """GGUF's name of the split into words of a byte-level BPE tokenizer, given as the JSON of `tokenizers`."""
     split = backend["pre_tokenizer"] or {"type": "none"}
     *before, last = split.get("pretokenizers", [split])
-    found = [one["pattern"].get("Regex") if one["type"] == "Split" else one for one in before]
+    patterns = [one["pattern"].get("Regex") if one["type"] == "Split" else one for one in before]
     if backend["model"]["type"] == "BPE" and last["type"] == "ByteLevel":
         for name, parts in SPLITS.items():
-            if found == parts:
+            if patterns == parts:
                 return name
     raise UsageError(
         "this tokenizer cannot be written for llama.cpp here: accepted are byte-level BPE tokenizers that split words "

@@ -53,12 +53,12 @@ def convert(path: Path, target: Path, dtype: torch.dtype | None = None) -> str:
 def _in_type(tensor: ReaderTensor, dtype: torch.dtype) -> Tensor:
     """A tensor in `dtype`, made in parts: fp32 takes twice the memory of the result."""
     shape = tuple(int(n) for n in reversed(tensor.shape))
-    made = torch.empty(shape, dtype=dtype)
+    converted = torch.empty(shape, dtype=dtype)
     rows = max(1, _PART_VALUES // max(1, int(tensor.n_elements) // shape[0]))
     for start in range(0, shape[0], rows):
         part = slice(start, start + rows)
-        made[part] = dequantized(tensor, part).reshape(made[part].shape).to(dtype)
-    return made
+        converted[part] = dequantized(tensor, part).reshape(converted[part].shape).to(dtype)
+    return converted
 
 
 def _named(file: GgufFile) -> Iterator[tuple[str, ReaderTensor, str]]:
@@ -90,17 +90,17 @@ def _write_tensors(file: GgufFile, target: Path, dtype: torch.dtype) -> None:
 
     with progress_bar(len(file.tensors), "tensor", name=file.path.name) as bar:
         for name, tensor, part in _named(file):
-            made = _in_type(tensor, dtype)
+            converted = _in_type(tensor, dtype)
             if file.name == "llama" and part in file.heads:
-                made = unpaired(made, file.heads[part])
+                converted = unpaired(converted, file.heads[part])
             if file.name == "gemma3" and part.endswith("norm"):
-                made -= 1  # the file has the whole factor, transformers what is added to 1
-            shard[name], total = made, total + made.nbytes
+                converted -= 1  # the file has the whole factor, transformers what is added to 1
+            shard[name], total = converted, total + converted.nbytes
             bar.update()
             if sum(one.nbytes for one in shard.values()) >= _SHARD_BYTES:
                 flush()
-        for name, made in _absent(file, dtype):
-            shard[name], total = made, total + made.nbytes
+        for name, converted in _absent(file, dtype):
+            shard[name], total = converted, total + converted.nbytes
         if shard:
             flush()
         bar.total = bar.n

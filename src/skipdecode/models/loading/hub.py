@@ -148,8 +148,8 @@ def choose_device(device: str | None) -> Device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with contextlib.suppress(RuntimeError, AssertionError, NotImplementedError, TypeError):
-        if (found := torch.empty(0, device=device).device).type != "meta":  # which holds no weights
-            return found
+        if (known := torch.empty(0, device=device).device).type != "meta":  # which holds no weights
+            return known
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     gpus += ["mps"] if torch.backends.mps.is_available() else []
     reason = ""

@@ -107,11 +107,11 @@ def find_file(where: str | Path, name: str, revision: str | None = None) -> Path
     Raises ModelLoadError: the hub does not say whether there is such a file.
     """
     if (folder := Path(where)).is_dir():
-        found: Path | None = folder
+        directory: Path | None = folder
     else:
         answer = ask_hub(known := f"{where}@{revision}" if revision else str(where))
-        found = None if answer.state == "absent" else snapshot(known, [name], answer)
-        if found is None and answer.state == "unreachable":
+        directory = None if answer.state == "absent" else snapshot(known, [name], answer)
+        if directory is None and answer.state == "unreachable":
             raise ModelLoadError(f"{where}: the hub does not say whether it has {name}: {answer.reason}; try again")
-    file = (found or folder) / name
+    file = (directory or folder) / name
     return file if file.exists() or file.is_symlink() else None

@@ -26,11 +26,11 @@ SOURCE_FILE = "skipdecode-source.txt"
 def cached_models() -> list[Json]:
     """The models of the store: name, path, bytes of all files, and the source of the weights in words."""
     root = _root()
-    found = [p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
-    sizes = (sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in found)
+    folders = [p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
+    sizes = (sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in folders)
     return [
         {"name": p.name, "path": str(p), "bytes": size, "source": _source(p)}
-        for p, size in zip(found, sizes, strict=True)
+        for p, size in zip(folders, sizes, strict=True)
     ]
 
 

@@ -110,10 +110,10 @@ def stored_tensors(folder: Path, fetch: Callable[[list[str]], object]) -> dict[s
     for name in _FORMATS:
         parts = [name]
         if not (folder / name).is_file() and (index := folder / f"{name}.index.json").is_file():
-            found = json.loads(index.read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or not isinstance(found.get("weight_map"), dict):
+            document = json.loads(index.read_text(encoding="utf-8"))
+            if not isinstance(document, dict) or not isinstance(document.get("weight_map"), dict):
                 raise ModelLoadError(f"{index} has no weight_map, which names the files of weights: fetch it again")
-            parts = sorted({str(part) for part in found["weight_map"].values()})
+            parts = sorted({str(part) for part in document["weight_map"].values()})
         fetch(parts)
         if files := [file for part in parts if (file := folder / part).is_file()]:
             return {name: tensor for file in files for name, tensor in header(file).items()}
@@ -195,8 +195,8 @@ def _numbered(names: Iterable[str], config: PretrainedConfig) -> Iterator[tuple[
     family = FAMILIES.get(config.model_type)
     last = "layers" if family is None else family.layers.rpartition(".")[2]
     for name in names:
-        if (found := re.search(rf"(?:^|\.){last}\.(\d+)\.(.+)", name)) is not None:
-            yield name, int(found[1]), found[2]
+        if (match := re.search(rf"(?:^|\.){last}\.(\d+)\.(.+)", name)) is not None:
+            yield name, int(match[1]), match[2]
 
 
 def without_numbers(config: PretrainedConfig) -> PreTrainedModel:
@@ -229,9 +229,9 @@ def unused_tensors(
     behind = [one for one in _numbered(unexpected, config) if one[1] >= layers]
     last = layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
     heads = {number for _, number, rest in behind if number < last or rest not in ordinary}
-    found = {name for name, number, _ in behind if number in heads}
+    unused = {name for name, number, _ in behind if number in heads}
     masks = {name for name in unexpected & stored.keys() if _is_mask(name, stored[name].shape)}
-    return found | masks | {name for name in unexpected if re.match(_EXTRA_HEADS, name)}
+    return unused | masks | {name for name in unexpected if re.match(_EXTRA_HEADS, name)}
 
 
 def _is_mask(name: str, shape: tuple[int, ...]) -> bool:
@@ -280,8 +280,8 @@ def check_tensors(
 def _prefix(missing: Collection[str], unexpected: Collection[str]) -> str:
     """The prefix of the name of each missing tensor in the file; empty if there is none."""
     first = min(missing, default="")
-    found = {name.removesuffix(first) for name in unexpected if first and name.endswith(first)}
-    return next((one for one in found if all(one + name in unexpected for name in missing)), "")
+    prefixes = {name.removesuffix(first) for name in unexpected if first and name.endswith(first)}
+    return next((one for one in prefixes if all(one + name in unexpected for name in missing)), "")
 
 
 def _is_finite(tensor: Tensor) -> bool:
