@@ -99,16 +99,16 @@ def with_flags(error: SkipDecodeError, config: type) -> SkipDecodeError:
 def check_together(config: Any) -> None:
     """Refuse, with a UsageError, options that break `ONE_OF`, `NEEDS` or `EXCLUDES` of the config's class."""
     shown = {name: option_name(type(config), name) for name in kinds(type(config))}
-    given = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
+    set_options = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
     for names in config.ONE_OF:
-        if not given.intersection(names):
+        if not set_options.intersection(names):
             raise UsageError(f"{shown[names[0]]} is missing: give {' or '.join(shown[name] for name in names)}")
     for name, others in config.NEEDS.items():
-        if name in given and not given.intersection(others):
+        if name in set_options and not set_options.intersection(others):
             wanted = " or ".join(shown[other] for other in others)
             raise UsageError(f"{shown[name]} needs {wanted}: add it, or leave out {shown[name]}")
     for name, others in config.EXCLUDES.items():
-        if name in given and (clash := next((other for other in others if other in given), None)):
+        if name in set_options and (clash := next((other for other in others if other in set_options), None)):
             raise UsageError(f"{shown[name]} and {shown[clash]} exclude each other: give one of them")
 
 

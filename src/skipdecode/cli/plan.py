@@ -51,8 +51,8 @@ def run(config: Config) -> int:
 
     config.use_threads()
     names = ("dtype", "device", "engine", "quantization")
-    given: Json = {name: getattr(config, name) for name in names} | asdict(config.part(PlanOptions))
-    planned = plan(config.checkpoint, config.schedule, **given)
+    options: Json = {name: getattr(config, name) for name in names} | asdict(config.part(PlanOptions))
+    planned = plan(config.checkpoint, config.schedule, **options)
     if config.out is not None:
         planned.schedule.save(config.out)
     commands = _commands(config, planned)

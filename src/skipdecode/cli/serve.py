@@ -92,8 +92,8 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
     own = checkpoint.schedule if config.default is None else checkpoint.parse(config.default, config.seq_len)
     how = (config.engine, note, config.quantization)
     backend = open_engines(loaded.model, *how, generation_config=config.generation_config)
-    given = {name: getattr(config, name) for name in kinds(Rules) if name in config.given}
-    backend.sampling = replace(backend.sampling, **given)
+    rules = {name: getattr(config, name) for name in kinds(Rules) if name in config.given}
+    backend.sampling = replace(backend.sampling, **rules)
     service = open_service(
         loaded.model,
         loaded.tokenizer,

@@ -139,9 +139,9 @@ class ResumeLog:
         try:
             yield
         except sqlite3.OperationalError as e:
-            kept = f"{self.count} {self._what} are kept in it"
+            finished = f"{self.count} {self._what} are kept in it"
             raise WriteError(
-                f"cannot write {self.path}: {e}; {kept}: free disk space, then repeat the command"
+                f"cannot write {self.path}: {e}; {finished}: free disk space, then repeat the command"
             ) from None
         except sqlite3.DatabaseError as e:
             raise OutputError(f"{self.path} is damaged ({e}): move it away") from None

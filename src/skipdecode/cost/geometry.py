@@ -105,8 +105,8 @@ class ModelGeometry:
             drop = schedule.drop_position(layer)
             held = (prompt_len if layer in on_prompt else 0) + fed
             if held and (drop is None or drop >= fed):  # else it was freed
-                kept = min(held, self.window - 1) if layer in self.windowed else held
-                total += self.dtype_bytes * keys * kept + states
+                tokens = min(held, self.window - 1) if layer in self.windowed else held
+                total += self.dtype_bytes * keys * tokens + states
         return batch * round(total)
 
     def mean_layout(self) -> KVLayout:

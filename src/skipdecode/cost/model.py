@@ -57,7 +57,7 @@ def tokens_read(kv_tokens: float, window: int, window_share: float) -> float:
 
 
 def between(known: Sequence[tuple[float, ...]], position: float) -> Sequence[float]:
-    """Values at `place`, interpolated between `known`, each a place and its values; constant before the first."""
+    """Values at `position`, interpolated between `known`, each a position and its values; constant before the first."""
     right = bisect_left(known, (position,))
     if right == 0 or known[right][0] == position:
         return known[right][1:]

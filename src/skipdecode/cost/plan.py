@@ -83,10 +83,10 @@ def plan(
 def _solved(options: PlanOptions, cost: CostModel, target: float, checkpoint: Checkpoint) -> Schedule:
     """The schedule of the options under a cost."""
     layers = options.prompt_layers
-    given = solver_limits(checkpoint.config)
+    limits = solver_limits(checkpoint.config)
     if layers is not None:
-        given["prompt"] = prompt_set(layers, cost.num_layers)
-    return solve(cost, target, options.seq_len, flat=options.flat, prompt_len=options.prompt_len, **given)
+        limits["prompt"] = prompt_set(layers, cost.num_layers)
+    return solve(cost, target, options.seq_len, flat=options.flat, prompt_len=options.prompt_len, **limits)
 
 
 def _fit(checkpoint: Checkpoint, geometry: ModelGeometry, schedule: Schedule | None) -> Fit | None:

@@ -65,15 +65,15 @@ def find_cost(
     Raises ModelLoadError if the model is unknown or does not load, UsageError if a value is not accepted.
     """
     checkpoint, loaded = open_checkpoint(model), loaded_of(model)
-    given = None if loaded is None else loaded.model
-    if given is not None:
-        kind = str(given.dtype)
+    model_given = None if loaded is None else loaded.model
+    if model_given is not None:
+        kind = str(model_given.dtype)
         kind = "auto" if kind == str(getattr(checkpoint.config, "dtype", None)) else kind.removeprefix("torch.")
-        engine = {"dtype": kind, "device": str(given.device)} | engine
+        engine = {"dtype": kind, "device": str(model_given.device)} | engine
     cache = _Place.of(checkpoint, batch, prompt_len, **engine)
     if not remeasure and (stored := cache.kept()) is not None:
         return stored
-    return cache.measured(given, until)
+    return cache.measured(model_given, until)
 
 
 def solver_limits(config: transformers.PretrainedConfig) -> dict[str, Any]:

@@ -120,10 +120,10 @@ def _adapted(message: Message, template: str) -> Message:
     adapted, read = dict(message), _names_read(template)
     if message["role"] == "developer" and "developer" not in read:
         adapted["role"] = "system"
-    given = [name for name in REASONING if name in message]
+    reasoning = [name for name in REASONING if name in message]
     wanted = [name for name in REASONING if name in read]
-    if given and wanted and not {*given} & {*wanted}:
-        adapted[wanted[0]] = adapted.pop(given[0])
+    if reasoning and wanted and not {*reasoning} & {*wanted}:
+        adapted[wanted[0]] = adapted.pop(reasoning[0])
     return adapted
 
 

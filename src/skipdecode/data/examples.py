@@ -125,13 +125,13 @@ def make_template(options: RecordOptions, source: Source | None = None) -> Promp
 
     Raises UsageError if the options have more than one, and DataError if the source has no known shape.
     """
-    given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
+    named = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
     read_once = isinstance(source, str | Path) and is_stream(source)
-    if not given and source is not None and not read_once and options.response_field is None:
+    if not named and source is not None and not read_once and options.response_field is None:
         shape = known_shape(source, _REMEDY, _ANSWERS)
         chat = options.chat or (False if shape is TEXT else None)
         return PromptTemplate("{prompt}", ("response",), chat, shape=shape)
-    if len(given) != 1:
+    if len(named) != 1:
         raise UsageError("give one of `task`, `prompt_template` and `prompt_field`")
     if options.task is not None:
         return load_task(options.task).template

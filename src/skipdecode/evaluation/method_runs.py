@@ -74,7 +74,7 @@ def with_w8a8(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
 def generate_all(
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
-    kept: ResumeLog,
+    log: ResumeLog,
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -84,7 +84,7 @@ def generate_all(
 ) -> list[Outputs]:
     """Run methods over all prompts; the outputs of each, in order.
 
-    `kept` has batches that an earlier, interrupted run finished, and stores those of this run. `progress` is called
+    `log` has batches that an earlier, interrupted run finished, and stores those of this run. `progress` is called
     with the number of records of each batch. After `until` the outputs are of the first prompts alone.
     """
     tokens = [dict[int, list[int]]() for _ in methods]
@@ -95,14 +95,14 @@ def generate_all(
     if until == math.inf:
         groups = ((group, until) for group in batches([len(prompt) for prompt in prompts], at_once))
     for number, (indices, limit) in enumerate(groups):
-        generations = [Generation(**g) for g in kept.get(f"batch {number}") or ()]
+        generations = [Generation(**g) for g in log.get(f"batch {number}") or ()]
         if not generations:
             try:
                 group, rows, most = [prompts[i] for i in indices], min(batch_size, len(indices)), max_new_tokens
                 generations = [m.generate(group, rows=rows, max_new_tokens=most, eos=eos, until=limit) for m in methods]
             except OutOfTime:
                 break
-            kept.put(f"batch {number}", [asdict(g) for g in generations])
+            log.put(f"batch {number}", [asdict(g) for g in generations])
         for generation, batches_done, outputs in zip(generations, taken, tokens, strict=True):
             batches_done.append(replace(generation, tokens=[]))
             outputs.update(zip(indices, generation.tokens, strict=True))
@@ -115,7 +115,7 @@ def measured_speeds(
     prompts: Sequence[Sequence[int]],
     lengths: Sequence[int],
     settings: EvaluationSettings,
-    kept: ResumeLog,
+    log: ResumeLog,
     until: float = math.inf,
 ) -> dict[Method, dict[str, Any]]:
     """The speed of each method, for its result, from a few batches of records from all over the data, and alone.
@@ -131,13 +131,13 @@ def measured_speeds(
     chosen = spread_over(len(prompts), wanted)
     rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
     each = [min(max(lengths[i], 2), most) for i in chosen]
-    share = kept.get("share of the timed tokens")
+    share = log.get("share of the timed tokens")
     if share is None:
         share = fitting_share(methods, rows[:size], max(each), (until - time.perf_counter()) / 2)
-        kept.put("share of the timed tokens", share)
+        log.put("share of the timed tokens", share)
     with progress_bar(rounds * wanted, "record", name="speed") as bar:
         timed = partial(time_equal_lengths, methods, rows, each, batch_size=size, rounds=rounds, until=until)
-        turns = timed(kept=kept, share=share, progress=bar.update)
+        turns = timed(log=log, share=share, progress=bar.update)
     request = max(settings.speed_tokens, fmean(each))
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": rounds, "request_tokens": request}
     about["new_tokens"] = sum(timed_tokens(length, share) for length in each)
@@ -145,7 +145,7 @@ def measured_speeds(
     if size == 1 or time.perf_counter() > until:
         return speeds
     few, short = rows[:_ALONE], share * min(1.0, _ALONE_TOKENS / fmean(each[:_ALONE]))
-    alone = time_equal_lengths(methods, few, each[:_ALONE], batch_size=1, kept=kept, rounds=1, share=short)
+    alone = time_equal_lengths(methods, few, each[:_ALONE], batch_size=1, log=log, rounds=1, share=short)
     clock = request_seconds(request / fmean(timed_tokens(length, short) for length in each[:_ALONE]))
     for method, entries in speeds.items():
         entries["request_speedup_alone"] = alone.ratio(full, method, clock)

@@ -69,15 +69,15 @@ class TaskEvaluation:
         `methods` are by the directory for their ``run.json`` and ``outputs.jsonl``; one of them may be full depth, with
         which the others are compared. `out` is the directory for finished batches until all methods are saved.
         """
-        with closing(open_log(out, self._whole(methods), overwrite=overwrite)) as kept:
+        with closing(open_log(out, self._whole(methods), overwrite=overwrite)) as log:
             for directory in methods:
                 # A run that continues wrote the results that are there, or may replace them.
-                check_free(directory, overwrite=overwrite or kept.count > 0)
-            outputs = self._generated(list(methods.values()), kept)
+                check_free(directory, overwrite=overwrite or log.count > 0)
+            outputs = self._generated(list(methods.values()), log)
             finished = len(next(iter(outputs.values())).tokens)
             work = self if finished == len(self.prompts) else self._of_first(finished)
-            runs = work._finished_runs(methods, outputs, kept)
-            kept.remove()
+            runs = work._finished_runs(methods, outputs, log)
+            log.remove()
         return [runs[directory] for directory in methods]
 
     def _of_first(self, count: int) -> TaskEvaluation:
@@ -85,23 +85,23 @@ class TaskEvaluation:
         return replace(self, given=replace(self.records, items=self.records.items[:count]))
 
     def _finished_runs(
-        self, methods: Mapping[Path, Method], outputs: Mapping[Method, Outputs], kept: ResumeLog
+        self, methods: Mapping[Path, Method], outputs: Mapping[Method, Outputs], log: ResumeLog
     ) -> dict[Path, Run]:
         """Time, score and save what was generated."""
         every, runs = list(methods.values()), dict[Path, Run]()
-        speeds = measured_speeds(every, self.prompts, self.reference_tokens, self.settings, kept, self.until)
+        speeds = measured_speeds(every, self.prompts, self.reference_tokens, self.settings, log, self.until)
         # Before scoring, because a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in self.metrics]
         # Full depth first: the others are compared with it.
         for directory, method in sorted(methods.items(), key=lambda item: not item[1].full_depth):
             speed = speeds.get(method, {})
-            if kept.get(f"saved {directory!a}") == scored_with and (directory / RUN_FILE).exists():
+            if log.get(f"saved {directory!a}") == scored_with and (directory / RUN_FILE).exists():
                 run = load_run(directory)
             else:
                 full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
                 data, rows = self._document(method, outputs[method], full)
                 run = save_run(directory, {**data, **speed}, rows)
-                kept.put(f"saved {directory!a}", scored_with)
+                log.put(f"saved {directory!a}", scored_with)
             runs[directory] = Run(run.path, {**run.data, **speed})
         return runs
 
@@ -157,13 +157,13 @@ class TaskEvaluation:
         how = [[method.settings(), method.engine] for method in methods.values()]
         return {**self._about, "methods": how, "prompts": self.prompts}
 
-    def _generated(self, methods: Sequence[Method], kept: ResumeLog) -> dict[Method, Outputs]:
+    def _generated(self, methods: Sequence[Method], log: ResumeLog) -> dict[Method, Outputs]:
         """The outputs of each method, next to those of full depth."""
         with self._bar("generate") as bar:
             outputs = generate_all(
                 methods,
                 self.prompts,
-                kept,
+                log,
                 batch_size=self.settings.batch_size,
                 max_new_tokens=self.settings.max_new_tokens or 1,
                 eos=set(end_tokens(self.model, self.tokenizer)),
@@ -213,14 +213,14 @@ class TaskEvaluation:
         rows, about = self._rows(method, outputs, tables), {**self._about, "method": method.settings()}
         draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
         metrics: dict[str, Any] = {}
-        kept: dict[str, Any] = {}
+        shares_kept: dict[str, Any] = {}
         for name, table in tables.items():
             bounds = interval(table, scorer_of(name), **draws)
             metrics[name] = {"score": bounds.estimate, "interval": asdict(bounds), "signature": signatures[name]}
             if full is not None and name in full.data["metrics"] and name in METRICS:
                 share = compare(full.table(name), table, scorer_of(name), **draws).ratio
                 near_zero = full.data["metrics"][name]["score"] < NEAR_ZERO
-                kept[name] = None if share is None or near_zero else asdict(share)
+                shares_kept[name] = None if share is None or near_zero else asdict(share)
         document = {
             **heading("evaluation"),
             "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
@@ -229,7 +229,7 @@ class TaskEvaluation:
             **dict.fromkeys(("decode_speedup", "request_speedup"), 1.0 if method.full_depth else None),
             **dict.fromkeys(("speed", "full_depth_speed")),
             "engine": method.engine,
-            "kept": kept,
+            "kept": shares_kept,
             "metrics": metrics,
             # Times of outputs of different lengths, which do not measure speed.
             "free_running": timing_of(outputs.batches),

@@ -100,15 +100,15 @@ class OwnTexts:
         variants = list(dict.fromkeys([reference, full, *methods]))
         tokenizer: Any = base.tokenizer
         whole = about | {"prompts": prompts, "reference": reference.settings()}
-        with closing(open_log(out, whole, overwrite=self.options.overwrite)) as kept:
-            check_free(out, overwrite=self.options.overwrite or kept.count > 0)
-            texts = self._decoded(variants, prompts, kept)
+        with closing(open_log(out, whole, overwrite=self.options.overwrite)) as log:
+            check_free(out, overwrite=self.options.overwrite or log.count > 0)
+            texts = self._decoded(variants, prompts, log)
             finished = len(texts[reference])
             records, prompts = records[:finished], prompts[:finished]
             rows = self._rows(texts, prompts)
             lengths = [len(text) for text in texts[reference]]
-            speeds = measured_speeds([full, *methods], prompts, lengths, settings, kept, self.until)
-            kept.remove()
+            speeds = measured_speeds([full, *methods], prompts, lengths, settings, log, self.until)
+            log.remove()
         for variant, row in zip(variants, rows, strict=True):
             row |= speeds.get(variant, {})
         said = {one.name: one.texts(texts[one], tokenizer) for one in variants}
@@ -171,13 +171,13 @@ class OwnTexts:
             scored = iter([losses for losses, _ in text_scores(*how)])
         losses = {one: list(islice(scored, len(prompts))) for one in texts}
         table = []
-        for one, given in texts.items():
+        for one, outputs in texts.items():
             seen = compare(sums(losses[base]), sums(losses[one]), lambda t: math.exp(ratio_of_sums(t)), **draws)
             row: dict[str, Any] = {
                 "name": one.name,
                 **{n: value for n, value in one.settings().items() if n == "quantization"},
                 "nominal_speedup": one.schedule.nominal_speedup,
-                "mean_tokens": sum(map(len, given)) / len(given),
+                "mean_tokens": sum(map(len, outputs)) / len(outputs),
                 "perplexity": seen.b,
                 "of_base": seen.ratio and asdict(seen.ratio),
             }
@@ -192,11 +192,11 @@ class OwnTexts:
         return table
 
     def _decoded(
-        self, methods: Sequence[Method], prompts: list[list[int]], kept: ResumeLog
+        self, methods: Sequence[Method], prompts: list[list[int]], log: ResumeLog
     ) -> dict[Method, list[list[int]]]:
         """New tokens of each method for prompts, the end token included; of the first prompts if the time is over.
 
-        `kept` has those of an interrupted run.
+        `log` has those of an interrupted run.
         """
         most, size = self._generated.self_tokens, self.options.batch_size
         ends = end_tokens(self.base.loaded.model, self.base.tokenizer)
@@ -211,13 +211,13 @@ class OwnTexts:
         with progress_bar(len(prompts), "text", name="texts") as bar:
             for group, limit in groups_in_time(len(prompts), at_once, self.until):
                 key = f"texts {group.start}"
-                answers = kept.get(key)
+                answers = log.get(key)
                 if answers is None:
                     try:
                         answers = [decoded(method, group, limit) for method in methods]
                     except OutOfTime:
                         break
-                    kept.put(key, answers)
+                    log.put(key, answers)
                 for method, tokens in zip(methods, answers, strict=True):
                     texts[method] += tokens
                 bar.update(len(group))

@@ -213,7 +213,7 @@ def time_equal_lengths(
     lengths: Sequence[int],
     *,
     batch_size: int,
-    kept: ResumeLog | None = None,
+    log: ResumeLog | None = None,
     progress: Callable[[int], None] = lambda rows: None,
     rounds: int = ROUNDS,
     share: float = 1.0,
@@ -221,7 +221,7 @@ def time_equal_lengths(
 ) -> Turns:
     """Have methods take turns on each batch, `rounds` times.
 
-    `prompts` are token ids, `lengths` the numbers of new tokens. `kept` has turns that an earlier, interrupted run
+    `prompts` are token ids, `lengths` the numbers of new tokens. `log` has turns that an earlier, interrupted run
     finished, and stores those of this run. `progress` is called with the number of sequences of each turn. A `share`
     of the tokens is timed, at all depths. After `until`, of `time.perf_counter()`, no turn begins but the first.
     """
@@ -232,7 +232,7 @@ def time_equal_lengths(
         rows = [prompts[i] for i in groups[number]]
         each = [timed_tokens(lengths[i], share) for i in groups[number]]
         key = f"speed {batch_size} {turn}"
-        if done := kept and kept.get(key):
+        if done := log and log.get(key):
             turns.add(dict(zip(methods, (Generation(**g) for g in done), strict=True)), number)
             progress(len(rows))
             continue
@@ -245,8 +245,8 @@ def time_equal_lengths(
             engines = {method: (method.make_engine(batch_size, share), token_hex()) for method in methods}
 
         laps = turns.lap(partial(_timed, rows, each, engines), number)
-        if kept is not None:
-            kept.put(key, [asdict(g) for g in laps.values()])
+        if log is not None:
+            log.put(key, [asdict(g) for g in laps.values()])
         progress(len(rows))
     return turns
 

@@ -156,7 +156,7 @@ def calibrate(
     settings = _settings_for(CalibrateOptions(**options), checkpoint)
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
-    given = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
+    known_cost = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
     template = make_template(settings, data)
     file = read_file(data, template, skip_bad=settings.skips_bad)
     with ExitStack() as stack:
@@ -169,12 +169,12 @@ def calibrate(
         origin = f"from {cost}" if isinstance(cost, str | Path) else "given"
         if settings.target_speedup is None:
             origin = "layers only"
-        elif given is None:
+        elif known_cost is None:
             source = find_cost(model, batch=settings.batch, prompt_len=prompt_len)
-            given, origin = source.cost, source.origin
-        fitted = _with_fit(given, settings, checkpoint) if given is not None and settings.whole else None
+            known_cost, origin = source.cost, source.origin
+        fitted = _with_fit(known_cost, settings, checkpoint) if known_cost is not None and settings.whole else None
         lengths, shared = [len(e.response) for e in learn], lenders(checkpoint.config)
-        goal = set_goal(settings, given, prompt_len, lengths, checkpoint.num_layers, fitted, shared)
+        goal = set_goal(settings, known_cost, prompt_len, lengths, checkpoint.num_layers, fitted, shared)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         result = search_model(settings, goal, loaded, learn, check, fitter, directory / STORE_FILE, until)
         if result.fit is not None:
@@ -294,8 +294,8 @@ def records_for_fit(
     Records are taken up to the tokens of the settings, or for long prompts until their responses have
     `_TOKENS_A_COLUMN` tokens for each column of a bridge.
     """
-    kept = {example.prompt for example in check}
-    others = [e for e in examples if e.prompt not in kept and e not in learn]
+    checked = {example.prompt for example in check}
+    others = [e for e in examples if e.prompt not in checked and e not in learn]
     taken: list[Example] = []
     tokens = answers = 0
     for example in [*learn, *others][: settings.fit_records]:

@@ -116,11 +116,11 @@ def measuring(
         "batch_size": batch_size,
         "checkpoint": checkpoint_digest(loaded),
     }
-    kept = ResumeLog(file, identity, what="measurements", remedy=ANEW)
+    log = ResumeLog(file, identity, what="measurements", remedy=ANEW)
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")
     full = Schedule.full(loaded.checkpoint.num_layers)
-    with closing(kept) as store, bar, Attachment(loaded.model, full) as attachment:
+    with closing(log) as store, bar, Attachment(loaded.model, full) as attachment:
         meter = partial(LossMeter, attachment, store=store, batch_size=batch_size, advance=bar.update)
 
         def meters(fit: Fit | None) -> dict[str, LossMeter]:

@@ -234,16 +234,16 @@ class _Run:
 
     def _texts(self, stages: Stages, clock: Clock) -> tuple[Answers, FullDepth | None]:
         """What the schedule learns: the model's answers, or responses that still teach; and the tuning before."""
-        given = None if self.settings.self else self.sources.given(self.loaded)
+        responses = None if self.settings.self else self.sources.given(self.loaded)
         if self.settings.minutes and not stages.finished():
-            self._warn(Pace.of(self.loaded.model, [TYPICAL]) if given is None else self._pace(stages, given))
-        if given is None:
+            self._warn(Pace.of(self.loaded.model, [TYPICAL]) if responses is None else self._pace(stages, responses))
+        if responses is None:
             until = clock.until(Answers.label)
             return stages.run(Answers, lambda: self.sources.answers(self.loaded, until)), None
-        full = self._full_depth(stages, given, clock)
+        full = self._full_depth(stages, responses, clock)
         if full is None or full.learns_responses:
-            return given, full
-        greedy = partial(self.sources.answered, given, self.loaded, clock.until(Answers.label))
+            return responses, full
+        greedy = partial(self.sources.answered, responses, self.loaded, clock.until(Answers.label))
         return stages.run(Answers, greedy, reads=asdict(full)), full
 
     def _pace(self, stages: Stages, answers: Answers) -> Pace:
@@ -256,17 +256,17 @@ class _Run:
 
         return stages.run(Pace, measured)
 
-    def _full_depth(self, stages: Stages, given: Answers, clock: Clock) -> FullDepth | None:
+    def _full_depth(self, stages: Stages, responses: Answers, clock: Clock) -> FullDepth | None:
         """The tuning at full depth, whose model takes the place of the checkpoint; None if there is no time for it."""
         known, minutes = stages.find(FullDepth), self.settings.minutes
         if known is not None and known.serves(minutes):
             minutes = known.minutes
         if not minutes:
             return None
-        pace, plan = self._pace(stages, given), minutes * clock.shares[FullDepth.label] * _TUNES_OF_FULL
+        pace, plan = self._pace(stages, responses), minutes * clock.shares[FullDepth.label] * _TUNES_OF_FULL
         if pace.steps(60 * plan, _BATCH) < _LEAST_STEPS:
             return None
-        work = partial(self._tuned_at_full_depth, given, pace, minutes, plan)
+        work = partial(self._tuned_at_full_depth, responses, pace, minutes, plan)
         full = stages.run(FullDepth, work, directory=self.full, reads=minutes)
         if full.scores is not None:
             old = self.loaded
@@ -275,14 +275,14 @@ class _Run:
             self.loaded = replace(tuned, model=merge_adapter(tuned.model))
         return full
 
-    def _tuned_at_full_depth(self, given: Answers, pace: Pace, minutes: float, plan: float) -> FullDepth:
+    def _tuned_at_full_depth(self, responses: Answers, pace: Pace, minutes: float, plan: float) -> FullDepth:
         """Tune for `plan` minutes at full depth, as long as each evaluation lowers the dev loss.
 
         A checkpoint that does the task is one whose loss the first steps do not lower clearly: no score says that alike
         for all tasks.
         """
         more = {"early_stop": _TO_LEARN, "train_fit": False}
-        losses = self._tune(given, self.full, "full", plan, pace, **more).dev_losses
+        losses = self._tune(responses, self.full, "full", plan, pace, **more).dev_losses
         first, best = losses[0][1], min(loss for _, loss in losses)
         scores = None
         if best > (1 - _TO_LEARN) * first:

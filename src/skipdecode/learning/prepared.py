@@ -297,7 +297,7 @@ def tuned_directory(out: Path, minutes: float) -> Path:
 
 
 def neighbours(target: Schedule, directory: Path, shares: Mapping[str, float] = NEIGHBOURS) -> list[Schedule]:
-    """The target, and schedules of other gains if its drop order, and the fit in `place`, allow them."""
+    """The target, and schedules of other gains if its drop order, and the fit in `directory`, allow them."""
     by_name = {target.name: target}
     fit = Fit.load(directory / FIT_FILE) if (directory / FIT_FILE).is_file() else None
     for name, share in shares.items():

@@ -121,14 +121,14 @@ class Sources:
         options = replace(self._settings.part(RecordOptions), prompt_template=template.text, prompt_field=None)
         return replace(options, response_field=template.responses[0], chat=bool(template.chat))
 
-    def answered(self, given: Answers, loaded: LoadedModel, until: float) -> Answers:
+    def answered(self, responses: Answers, loaded: LoadedModel, until: float) -> Answers:
         """The prompts of given records with the model's greedy answers at full depth, as many as the time allows.
 
         An answer that is longer than any response is cut after its last whole sentence.
         """
-        options = replace(given.options, bad_records="skip")
+        options = replace(responses.options, bad_records="skip")
         template, directory = make_template(options), self._out / "answers"
-        file = read_file(given.train, template, skip_bad=True)
+        file = read_file(responses.train, template, skip_bad=True)
         drawn = random.Random(self._settings.seed).sample(file.items, min(_MOST_ANSWERS, len(file.items)))
         records = {str(number): replace(one, id=number) for number, one in enumerate(drawn)}  # ids may repeat
         file = replace(file, items=tuple(records.values()), skipped=())
@@ -158,14 +158,14 @@ class Sources:
                 answered += [replace(records[example.id], references=(text,))] if text else []
         if len({one.line for one in answered}) < _LEAST_ANSWERED:
             note(f"{len(answered)} prompts are answered in time, which are too few to learn: the responses are learned")
-            return given
+            return responses
         note(f"{len(answered)} of {len(file.items)} prompts answered at full depth, in place of their responses")
         parts = held_out(replace(file, name="answers", items=tuple(answered)))
         for name, part in zip((TRAIN_FILE, DEV_FILE), parts, strict=True):
             _write(directory / name, part, template.responses[0])
         save_distributions(directory / DISTRIBUTIONS_FILE, distributions)
         train, dev = (str(directory / name) for name in (TRAIN_FILE, DEV_FILE))
-        return Answers(train, dev, given.options, own=True, distributions=str(directory / DISTRIBUTIONS_FILE))
+        return Answers(train, dev, responses.options, own=True, distributions=str(directory / DISTRIBUTIONS_FILE))
 
     def answers(self, loaded: LoadedModel, until: float) -> Answers:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""

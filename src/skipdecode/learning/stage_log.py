@@ -205,9 +205,9 @@ def _counted(file: Path, key: str) -> Iterator[tuple[float, Callable[[], dict[st
     """
     before = {"seconds": 0.0, "cpu_seconds": 0.0}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["stage"] == key:
-            before = {name: float(kept[name]) for name in before}
+        counts = json.loads(file.read_text(encoding="utf-8"))
+        if counts["stage"] == key:
+            before = {name: float(counts[name]) for name in before}
     start, busy = time.perf_counter(), time.process_time()
 
     def took() -> dict[str, float]:

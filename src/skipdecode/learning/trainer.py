@@ -155,10 +155,10 @@ class Tuner:
         bare = self._accelerator.unwrap_model(self._model)
         teacher = Teacher(self._attachment, bare, adapter=self._adapter, copy=frozen, arithmetic=arithmetic)
         sharded = self._accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        kept = config.teacher_top_k > 0 and not sharded
+        keeps = config.teacher_top_k > 0 and not sharded
         known = None if config.distributions is None else load_distributions(Path(config.distributions))
         keeping = KeptTeacher(teacher, config.teacher_top_k, known)
-        objective = Objective(keeping if kept else teacher, config.distill_weight)
+        objective = Objective(keeping if keeps else teacher, config.distill_weight)
         self._step = TrainStep(self._accelerator, self._model, self._optimizer, objective, config.clip)
         longest, memory = max(map(len, self._train)), memory_gib() or math.inf
         need = longest * self._step.token_bytes / 2**30

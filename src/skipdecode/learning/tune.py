@@ -174,14 +174,14 @@ def tune(
 def _settings(stored: Json | None, recipe: str | Path | None, options: Json) -> tuple[TuneOptions, Json]:
     """The settings: those that are given, else those of the recipe; and the recipe's options."""
     names = {field.name for field in fields(TuneOptions)}
-    given = {name: value for name, value in options.items() if value is not None}
-    if unknown := next((name for name in given if name not in names), None):
+    set_options = {name: value for name, value in options.items() if value is not None}
+    if unknown := next((name for name in set_options if name not in names), None):
         raise UsageError(f"tune has no option {unknown!r}{near(unknown, names)}")
     known = {} if stored is None else stored["options"]
     if unknown := next((name for name in sorted(known) if name not in {*names, "model", "base"}), None):
         accepted = ", ".join(sorted(names))
         raise UsageError(f"recipe {recipe}: unknown option {unknown!r}; accepted are {accepted}")
-    values = {name: value for name, value in known.items() if name in names} | given
+    values = {name: value for name, value in known.items() if name in names} | set_options
     if values.get("self"):
         values = TuneOptions.OF_OWN_ANSWERS | values
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -298,10 +298,10 @@ class _Run:
             )
 
     def _read(self, template: PromptTemplate, **sources: Source | None) -> dict[str, Records]:
-        given = {name: source for name, source in sources.items() if source is not None}
-        check_streams(str(source) for source in given.values() if isinstance(source, str | Path))
+        named = {name: source for name, source in sources.items() if source is not None}
+        check_streams(str(source) for source in named.values() if isinstance(source, str | Path))
         limits, skip_bad = {"dev": self.settings.dev_records}, self.settings.skips_bad or self.settings.self
-        return {n: read_file(one, template, limit=limits.get(n), skip_bad=skip_bad) for n, one in given.items()}
+        return {n: read_file(one, template, limit=limits.get(n), skip_bad=skip_bad) for n, one in named.items()}
 
     def _loaded(self) -> tuple[LoadedModel, Json]:
         """The model to train, whose adapter is merged unless it is tuned further, and the digest of what was loaded."""

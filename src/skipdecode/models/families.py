@@ -172,9 +172,9 @@ def check_schedule(config: PretrainedConfig, schedule: Schedule) -> None:
     schedule.check_fits(layers_in(config))
     shared = lenders(config)
     if schedule.projected and not projects(config):
-        kept = "read other layers' keys and values" if shared else "have recurrent states"
+        reason = "read other layers' keys and values" if shared else "have recurrent states"
         raise ScheduleError(
-            f"prompts of a {config.model_type} model cannot run layers of their own, because its layers {kept} and "
+            f"prompts of a {config.model_type} model cannot run layers of their own, because its layers {reason} and "
             "need each token of a prompt: give prompts full or max_exit"
         )
     sets = [schedule.prompt_layers(), *map(schedule.layers, range(schedule.seq_len))]

@@ -132,8 +132,8 @@ class Fit(nn.Module):
                 )
             if len(prompt_map.bias) != wanted:
                 raise FitError(
-                    f"{name} gives {len(prompt_map.bias)} columns of keys and values in layer {layer}, but the model has "
-                    f"{wanted} there: fit this model with skipdecode prepare"
+                    f"{name} gives {len(prompt_map.bias)} columns of keys and values in layer {layer}, but the model "
+                    f"has {wanted} there: fit this model with skipdecode prepare"
                 )
 
     def check_is(self, digest: str | None, name: object = "the fit") -> None:

@@ -251,17 +251,17 @@ class RowRotary:
         """
         if self._limit is None:
             return
-        given, mask = call.get("position_ids"), call.get("attention_mask")
+        positions, mask = call.get("position_ids"), call.get("attention_mask")
         if not past:
             # It gives the last token alone to the forward that makes all keys anew.
-            if before("5.20") and given is not None and bool((given[:, 0] > 0).any()):
+            if before("5.20") and positions is not None and bool((positions[:, 0] > 0).any()):
                 raise UnsupportedFeatureError(
                     f"generate of transformers before 5.20 forgets a text that grows beyond {self._limit} tokens "
                     "(original_max_position_embeddings): install transformers 5.20, or give use_cache=False; "
                     "skipdecode.LLM takes such texts"
                 )
             return
-        after = torch.tensor([past + columns]) if given is None else given.amax(1) + 1
+        after = torch.tensor([past + columns]) if positions is None else positions.amax(1) + 1
         earlier = after - (columns if mask is None else mask[:, -columns:].bool().sum(1))
         if bool(((earlier > 0) & (earlier <= self._limit) & (after > self._limit)).any()):
             raise UnsupportedFeatureError(

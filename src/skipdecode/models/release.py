@@ -53,11 +53,11 @@ def renamed_cache(call: Arguments, name: str) -> Arguments:
 
     Raises TypeError if the cache is given under two names.
     """
-    given = [other for other in _CACHE_NAMES if call.get(other) is not None]
-    if len(given) > 1:
-        raise TypeError(f"{' and '.join(given)} are the same argument: give one of them")
+    named = [other for other in _CACHE_NAMES if call.get(other) is not None]
+    if len(named) > 1:
+        raise TypeError(f"{' and '.join(named)} are the same argument: give one of them")
     rest = {key: value for key, value in call.items() if key not in _CACHE_NAMES}
-    return rest | {name: call[given[0]]} if given else rest
+    return rest | {name: call[named[0]]} if named else rest
 
 
 def before(release: str) -> bool:

@@ -74,16 +74,16 @@ def evenly_spaced(num_layers: int, least_budget: int, warmup_layers: int) -> tup
     """
     _require_ints(num_layers, warmup_layers)
     free = least_budget - warmup_layers
-    kept = set(range(warmup_layers)) | {num_layers - 1}
+    running = set(range(warmup_layers)) | {num_layers - 1}
     if free > 0:
         start = warmup_layers - 1 if warmup_layers else 0
         steps = free if warmup_layers else max(free - 1, 1)
-        kept |= {
+        running |= {
             start + round(j * (num_layers - 1 - start) / steps) for j in range(0 if free > 1 else steps, steps + 1)
         }
     inner = range(warmup_layers, num_layers - 1)
-    early = [layer for layer in inner if layer not in kept]
-    late = [layer for layer in inner if layer in kept]
+    early = [layer for layer in inner if layer not in running]
+    late = [layer for layer in inner if layer in running]
     return tuple(_spread(early) + _spread(late))
 
 

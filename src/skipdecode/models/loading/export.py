@@ -209,10 +209,10 @@ def cut_model(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
             "checkpoint: use the schedule itself"
         )
     path, _, name = family.layers.rpartition(".")
-    kept = nn.ModuleList(decoder_layers(model)[number] for number in layers)
+    remaining = nn.ModuleList(decoder_layers(model)[number] for number in layers)
     if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
-        _fold_layer_scale(kept, layers, model.config)
-    setattr(decoder := attrgetter(path)(model), name, kept)
+        _fold_layer_scale(remaining, layers, model.config)
+    setattr(decoder := attrgetter(path)(model), name, remaining)
     if size := getattr(model.config, "hidden_size_per_layer_input", None):  # Gemma 3n and 4: inputs of each layer
         columns = [number * size + column for number in layers for column in range(size)]
         for part, index in ((decoder.embed_tokens_per_layer, 1), (decoder.per_layer_model_projection, 0)):
@@ -296,9 +296,9 @@ def _cut_kinds(config: PretrainedConfig, layers: tuple[int, ...]) -> None:
         config.per_layer_config = {index: own[str(n)] for index, n in enumerate(layers) if str(n) in own}
 
 
-def _fold_layer_scale(kept: Any, layers: tuple[int, ...], config: PretrainedConfig) -> None:
+def _fold_layer_scale(remaining: Any, layers: tuple[int, ...], config: PretrainedConfig) -> None:
     """GPT-2 may divide attention by the layer's number + 1, which is about to change: divide the queries instead."""
-    for layer, number in zip(kept, layers, strict=True):
+    for layer, number in zip(remaining, layers, strict=True):
         for values in (layer.attn.c_attn.weight, layer.attn.c_attn.bias):
             values.data[..., : config.hidden_size] /= number + 1
     config.scale_attn_by_inverse_layer_idx = False
