@@ -55,7 +55,7 @@ _TUNED_UNDER = "tuned-under.json"
 _BEFORE = "SmolLM2-135M kept 99.8% of E2E at 2.5x after 30 minutes"  # results/ready-smollm2-135m.json
 _SOME_RECORDS = 64  # to see how long texts are
 _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
-_PACE, _CANDIDATES, _BATCH = 75, 3, 4
+_PACE, _BATCH = 75, 4
 _EVALUATIONS = 5  # of the dev records, in a tuning
 _TO_LEARN = 0.02  # of the dev loss: if the first steps at full depth take off less, the checkpoint does the task
 _LEAST_STEPS = 10  # of a tuning at full depth, and between two evaluations
@@ -326,7 +326,6 @@ class _Run:
             batch=settings.batch if cost is None else 1,
             held_out=0,  # the evaluation says more
             baselines=False,
-            candidates=_CANDIDATES,
         ).document
         if pace is None:
             return Layers(replace(WHOLE, records=settings.test_records), 1)
