@@ -156,7 +156,8 @@ def isolated_torch() -> Iterator[None]:
             stack.callback(_restore_process)
             stack.enter_context(torch.inference_mode(False))  # switches gradients on, too
             for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+                # What autocast caches of weights stays until the outermost context ends: steps would read old weights.
+                stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
         yield
