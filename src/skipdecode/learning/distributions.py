@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from skipdecode.common.files import write_whole
+from skipdecode.errors import DataError
 
 TextKey = tuple[int, ...]
 
@@ -59,8 +61,11 @@ def save_distributions(path: Path, texts: Mapping[TextKey, Taught]) -> None:
 
 
 def load_distributions(path: Path) -> dict[TextKey, Taught]:
-    """What `save_distributions` wrote."""
-    tensors = load_file(path)
+    """What `save_distributions` wrote; raises DataError if it cannot be read."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise DataError(f"cannot read the distributions {path} ({e}): leave out `distributions`") from None
     keys = [tuple(key.tolist()) for key in torch.split(tensors["keys"], tensors["key_lengths"].tolist())]
     positions = [key[0] for key in keys]
     parts = (torch.split(tensors[name], positions) for name in Taught._fields)
