@@ -243,7 +243,7 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
     assert target["request_speedup"] > 0
     assert len(fitted.llm.generate(["red hat\n"], 8)[0].tokens) <= 8
 
-    tuned = call(minutes=enough(fitted.document), keep=0.01)
+    tuned = call(minutes=enough(fitted.document))
     assert re.search(r"^quality by tuning: dev loss \S+ to \S+, BLEU", str(tuned), re.M)
     with pytest.raises(OutputError, match="seed"):
         call(seed=1)

@@ -195,7 +195,7 @@ def test_what_needs_all_logits_has_them(monkeypatch):
         Sampling(top_logprobs=2),
         Sampling(temperature=1.0, seed=1),
         Sampling(temperature=1.0, top_k=1000, seed=1),
-        Sampling(repetition_penalty=1.2),
+        Sampling(repetition_penalty=0.8),
         Sampling(logit_bias={3: 1.0}),
     ]
     for sampling in whole:

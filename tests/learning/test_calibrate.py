@@ -317,7 +317,6 @@ def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files)
         ({"nominal_speedup": 2, "cost": "cost.json"}, UsageError, "`cost` is for a `target_speedup`"),
         ({"target_speedup": 2, "cost": CostModel.of_step(9, 1, 0.0, 1.0)}, UsageError, "9 layers"),
         ({"nominal_speedup": 2, "records": 0}, OptionError, "records"),
-        ({"nominal_speedup": 2, "least": 9}, UsageError, "`least` 9 is not accepted for 8 layers: give 2 to 8"),
         ({"nominal_speedup": 2, "warmup_layers": 8}, UsageError, "`warmup_layers` 8 is not accepted for 8 layers"),
         ({"nominal_speedup": 2, "response_field": "nothing"}, DataError, "missing field"),
     ],

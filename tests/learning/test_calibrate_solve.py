@@ -8,7 +8,7 @@ import pytest
 
 from skipdecode import Schedule
 from skipdecode.cost.model import CostModel, TextCost
-from skipdecode.errors import DataError, TargetError, UsageError
+from skipdecode.errors import DataError, TargetError
 from skipdecode.learning.goal import Goal, layers_only, set_goal
 from skipdecode.learning.settings import CalibrationSettings
 
@@ -57,10 +57,6 @@ def test_goals(tmp_path):
     assert flat.least <= flat.paper.budgets[0]
     with pytest.raises(TargetError, match=r"at batch 4.*2 of 12 layers.*the bound of the whole request is 3\.\d+x"):
         set_goal(CalibrationSettings(target_speedup=9.0), COST, 10, [20] * 4, LAYERS)
-    with pytest.raises(TargetError, match=r"with 8 of 12 layers, the fewest that `least`"):
-        set_goal(CalibrationSettings(target_speedup=2.0, least=8), COST, 10, [20] * 4, LAYERS)
-    with pytest.raises(UsageError, match="`least` 1 is not accepted for 12 layers: give 2 to 12"):
-        set_goal(CalibrationSettings(target_speedup=2.0, least=1), COST, 10, [20] * 4, LAYERS)
     assert layers_only(LAYERS).text(0, 9).speedup(Schedule.constant(LAYERS, 4)) == 3
 
 

@@ -92,15 +92,12 @@ def suited(settings: _Settings, config: Any) -> _Settings:
 
 
 def _lowest_order(settings: CalibrationSettings, layers: int, shared: Mapping[int, int]) -> tuple[int, ...]:
-    """The paper's order, with all layers that may go; UsageError if the settings keep other layers than there are."""
+    """The paper's order, with all layers that may go; UsageError if the settings keep more layers than there are."""
     if not 0 <= settings.warmup_layers < layers:
         raise UsageError(
             f"`warmup_layers` {settings.warmup_layers} is not accepted for {layers} layers: give 0 to {layers - 1}"
         )
-    order = lent_order(bottom_up(layers, settings.warmup_layers), shared)
-    if not (floor := layers - len(order)) <= (least := settings.least or floor) <= layers:
-        raise UsageError(f"`least` {least} is not accepted for {layers} layers: give {floor} to {layers}")
-    return order
+    return lent_order(bottom_up(layers, settings.warmup_layers), shared)
 
 
 def set_goal(
@@ -116,12 +113,12 @@ def set_goal(
 
     `cost`: needed for a wall-clock target. `fitted`: the cost with the fit that the schedule gets. `shared`: of `Goal`.
 
-    Raises TargetError: no schedule that keeps warm-up layers, last layer and `least` reaches the target; UsageError:
-    `least` or `warmup_layers` does not fit the model.
+    Raises TargetError: no schedule that keeps warm-up layers and last layer reaches the target; UsageError:
+    `warmup_layers` does not fit the model.
     """
     warmup, flat, shared = settings.warmup_layers, settings.flat, shared or {}
     lowest = _lowest_order(settings, layers, shared)
-    floor = settings.least or layers - len(lowest)
+    floor = layers - len(lowest)
     unfitted = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, whole=settings.whole)
     workload = replace(unfitted, cost=fitted or unfitted.cost)
     ordered = sorted(lengths)
@@ -137,19 +134,18 @@ def set_goal(
     if not deepest:
         fewest = Schedule.constant(layers, floor, warmup_layers=0, drop_order=range(layers - 1))
         best = max((replace(fewest, prompt=prompt) for prompt in chain(*wanted)), key=workload.speedup)
-        why = " that `least` allows" if settings.least is not None else " that warm-up layers and last layer allow"
         target = settings.target_speedup or settings.nominal_speedup or 1
-        raise TargetError(out_of_reach(workload, target, best, why))
+        raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
     prompts = tuple(filter(None, (tuple(prompt for prompt in sets if prompt in deepest) for sets in wanted)))
     # Of baselines one prompt set is enough: the one that leaves both phases most.
     prompt = max(deepest, key=lambda each: min(layers if each == "full" else len(each), deepest[each]))
     depths = _depths(layers, lowest, warmup, seq_len, flat)
     paper = replace(depths.within(unfitted, limit, prompt) or depths.schedule(0.0, prompt), name="paper")
     even = replace(paper, drop_order=lent_order(paper.reordered("even").drop_order, shared), name="even")
-    least = min(deepest.values())
+    least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls
     if not flat:
         least = max(layers - len(lowest), min(paper.budgets[-1], math.ceil(least / 2)))
-    return Goal(workload, unfitted, limit, settings.least or least, seq_len, flat, paper, even, prompts, shared)
+    return Goal(workload, unfitted, limit, least, seq_len, flat, paper, even, prompts, shared)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:

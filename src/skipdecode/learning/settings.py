@@ -107,7 +107,7 @@ class TuneConfig(Options):
         least=0,
     )
     distributions: str | None = setting(
-        "file of full depth's distributions over texts, from `prepare`: it does not run for these texts", default=None
+        "full depth's distributions over texts, a file of `prepare`: it does not run for these texts", default=None
     )
 
     sampled_speedups: tuple[float, ...] = option(
@@ -214,8 +214,6 @@ class CalibrationSettings(Options):
         least=1,
     )
     flat: bool = option("the same depth at every position, for servers, in place of a linear decrease", default=False)
-    # By default half of what a flat schedule would run, and no more than the least of the paper's.
-    least: int | None = option("layers at which the drop order stops (default: by the target)", default=None, least=1)
     warmup_layers: int = option("first layers that always run", default=1, least=0)
     seq_len: int | None = option(
         "positions over which the paper's depth falls (default: 95th percentile of the responses' lengths)",
