@@ -47,6 +47,9 @@ class LLM(TextModel):
     Calls can have different schedules and share the weights. Calls of several threads, also of another LLM of the same
     loaded model, wait for each other; a stream takes its turn at each piece.
 
+    Attributes `loaded`: model, tokenizer and checkpoint. `context`: tokens of the model's context; None: no limit.
+    `variables`: those of the chat template. `backend`: opens engines of the model. `stats`: of the last call.
+
     Raises SkipDecodeError: the model cannot be loaded, the engine does not support it, or the schedule does not fit it.
 
     Parameters
@@ -69,9 +72,6 @@ class LLM(TextModel):
         Variables of the chat template, such as ``{"enable_thinking": False}``.
     generation_config : bool
         Whether calls follow the rules and stop strings of the checkpoint's generation config; see `generate`.
-
-    Attributes `loaded`: model, tokenizer and checkpoint. `context`: tokens of the model's context; None: no limit.
-    `variables`: those of the chat template. `backend`: opens engines of the model. `stats`: of the last call.
     """
 
     @isolated_torch()
