@@ -59,3 +59,12 @@ def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.
         assert tokens == again
         assert torch.equal(taught.top_tokens, other.top_tokens)
     assert all(set(tokens) == {0} for tokens, _ in whole[2:])
+
+
+def test_groups_of_another_size_are_answered_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    assert len(answered(model, tmp_path / "log", until=time.perf_counter())) == 2
+    monkeypatch.setattr(answers, "_AT_ONCE", 3)
+    again = [tokens for tokens, _ in answered(model, tmp_path / "log")]
+    assert again == [tokens for tokens, _ in answered(model, tmp_path / "other")]

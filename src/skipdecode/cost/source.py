@@ -65,15 +65,15 @@ def find_cost(
     Raises ModelLoadError if the model is unknown or does not load, UsageError if a value is not accepted.
     """
     checkpoint, loaded = open_checkpoint(model), loaded_of(model)
-    model_given = None if loaded is None else loaded.model
-    if model_given is not None:
-        kind = str(model_given.dtype)
+    loaded_model = None if loaded is None else loaded.model
+    if loaded_model is not None:
+        kind = str(loaded_model.dtype)
         kind = "auto" if kind == str(getattr(checkpoint.config, "dtype", None)) else kind.removeprefix("torch.")
-        engine = {"dtype": kind, "device": str(model_given.device)} | engine
+        engine = {"dtype": kind, "device": str(loaded_model.device)} | engine
     cache = _Place.of(checkpoint, batch, prompt_len, **engine)
     if not remeasure and (stored := cache.kept()) is not None:
         return stored
-    return cache.measured(model_given, until)
+    return cache.measured(loaded_model, until)
 
 
 def solver_limits(config: transformers.PretrainedConfig) -> dict[str, Any]:

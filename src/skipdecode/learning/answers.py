@@ -36,14 +36,15 @@ def greedy_answers(
     sampling, stops = replace(backend.sampling, top_logprobs=TOP_K), frozenset(ends)
     with suppress(OutOfTime):
         for group, limit in groups_in_time(len(prompts), _AT_ONCE, until):
-            answers = log.get(group.start)
+            key = f"{group.start} to {group.stop}"  # without a clock there are other groups
+            answers = log.get(key)
             if answers is None:
                 requests = [Request(tuple(prompts[i]), max_new_tokens, sampling, stops) for i in group]
                 answers = [
                     ([out.token for out in steps], Taught.of_steps([out.top for out in steps]).to_text())
                     for steps in steps_until(engine, requests, limit)
                 ]
-                log.put(group.start, answers)
+                log.put(key, answers)
             for tokens, text in answers:
                 yield tokens, Taught.from_text(text, len(tokens))
             progress(len(group))

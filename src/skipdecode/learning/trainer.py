@@ -155,7 +155,8 @@ class Tuner:
         teacher = Teacher(self._attachment, bare, adapter=self._adapter, copy=frozen, arithmetic=arithmetic)
         sharded = self._accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         keeps = config.teacher_top_k > 0 and not sharded
-        known = None if config.distributions is None else load_distributions(Path(config.distributions))
+        file = config.distributions if keeps and config.distill_weight > 0 else None
+        known = None if file is None else load_distributions(Path(file))
         keeping = KeptTeacher(teacher, config.teacher_top_k, known)
         objective = Objective(keeping if keeps else teacher, config.distill_weight)
         self._step = TrainStep(self._accelerator, self._model, self._optimizer, objective, config.clip)
