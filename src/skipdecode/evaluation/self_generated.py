@@ -210,7 +210,7 @@ class OwnTexts:
         at_once = size if self.until < math.inf else _BATCHES * size
         with progress_bar(len(prompts), "text", name="texts") as bar:
             for group, limit in groups_in_time(len(prompts), at_once, self.until):
-                key = f"texts {group.start}"
+                key = f"texts {group.start} to {group.stop}"
                 answers = log.get(key)
                 if answers is None:
                     try:
