@@ -165,7 +165,7 @@ def calibrate(
         learn, check = draw_records(examples, settings.records, settings.held_out, settings.seed)
         fitter = _fitter(loaded, examples, learn, check, settings, until) if settings.fit else None
         # The time of a batch's prompts depends on their sum; the cache reads of a step on a typical prompt.
-        prompt_len = round((fmean if settings.whole else median)(len(e.prompt) for e in learn))
+        prompt_len = round((fmean if settings.whole else median)(len(e.prompt) for e in examples))
         origin = f"from {cost}" if isinstance(cost, str | Path) else "given"
         if settings.target_speedup is None:
             origin = "layers only"
@@ -173,7 +173,7 @@ def calibrate(
             source = find_cost(model, batch=settings.batch, prompt_len=prompt_len)
             known_cost, origin = source.cost, source.origin
         fitted = _with_fit(known_cost, settings, checkpoint) if known_cost is not None and settings.whole else None
-        lengths, shared = [len(e.response) for e in learn], lenders(checkpoint.config)
+        lengths, shared = [len(e.response) for e in examples], lenders(checkpoint.config)
         goal = set_goal(settings, known_cost, prompt_len, lengths, checkpoint.num_layers, fitted, shared)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         result = search_model(settings, goal, loaded, learn, check, fitter, directory / STORE_FILE, until)

@@ -20,7 +20,7 @@ from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost, read_cost
-from skipdecode.data.examples import encode_source, make_template
+from skipdecode.data.examples import Example, encode_source, make_template
 from skipdecode.data.source import Source, read_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import load
@@ -31,6 +31,7 @@ from skipdecode.learning.clock import Clock
 from skipdecode.learning.goal import prompt_sets, suited
 from skipdecode.learning.pace import TYPICAL, Pace
 from skipdecode.learning.prepared import FULL, MILDER, NEIGHBOURS, TIMES, Prepared, Results, tuned_directory
+from skipdecode.learning.request_target import target_of_steps
 from skipdecode.learning.schedule_evaluation import ScheduleEvaluation
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
@@ -146,7 +147,7 @@ class _Run:
         depths = CalibrationSettings(target_speedup=self.target, prompt_depths=settings.prompt_depths)
         checkpoint = open_checkpoint(model)
         layers = checkpoint.num_layers
-        self.prompt_sets = prompt_sets(suited(depths, checkpoint.config), layers)
+        self.depths = suited(depths, checkpoint.config)
         for speedup in settings.sampled_speedups:
             Schedule.from_speedup(layers, speedup, _SOME_POSITIONS)
         if isinstance(cost, str | Path):
@@ -165,10 +166,10 @@ class _Run:
             note(self._plan(clock))
             answers, full = self._texts(stages, clock)
             pace = self._pace(stages, answers) if minutes else None
-            timing = None
-            if pace is not None:
-                timing = stages.run(Timing, lambda: self._timing(pace, clock.until(Layers.label)))
             try:
+                timing = None
+                if pace is not None:
+                    timing = stages.run(Timing, lambda: self._timing(answers, pace, clock.until(Layers.label)))
                 choose = partial(self._layers, answers, pace, timing, clock)
                 learned = full and full.scores and asdict(full)
                 layers = stages.run(Layers, choose, directory=self.fit, reads=learned)
@@ -250,12 +251,12 @@ class _Run:
     def _pace(self, stages: Stages, answers: Answers) -> Pace:
         """Measure the model's speed of learning, once, on a sample of the records."""
 
-        def measured() -> Pace:
-            template = make_template(answers.options)
-            file = read_file(answers.train, template, limit=_SOME_RECORDS, skip_bad=True)
-            return Pace.of(self.loaded.model, encode_source(file, "train", template, self.loaded, answers.options)[0])
+        return stages.run(Pace, lambda: Pace.of(self.loaded.model, self._sample(answers)))
 
-        return stages.run(Pace, measured)
+    def _sample(self, answers: Answers) -> list[Example]:
+        template = make_template(answers.options)
+        file = read_file(answers.train, template, limit=_SOME_RECORDS, skip_bad=True)
+        return encode_source(file, "train", template, self.loaded, answers.options)[0]
 
     def _full_depth(self, stages: Stages, responses: Answers, clock: Clock) -> FullDepth | None:
         """The tuning at full depth, whose model takes the place of the checkpoint; None if there is no time for it."""
@@ -298,22 +299,25 @@ class _Run:
             scores = dict(rows[0]["scores"])
         return FullDepth(minutes, losses, scores)
 
-    def _timing(self, pace: Pace, until: float) -> Timing:
-        """Measure the cost of a step, and size the search that ends at `until`."""
-        settings, loaded, cost = self.settings, self.loaded, None
+    def _timing(self, answers: Answers, pace: Pace, until: float) -> Timing:
+        """Measure the cost of a step and of whole requests, and size the search that ends at `until`."""
+        loaded, batch, cost, target = self.loaded, self.settings.batch, None, self.target
         if self.cost is None:
-            length = round(pace.prompt_tokens)
             half = (time.perf_counter() + until) / 2
-            cost = find_cost(loaded, batch=settings.batch, prompt_len=length, until=half).cost.to_dict()
-        return Timing(cost, pace.search(until - time.perf_counter(), self.width, len(self.prompt_sets)))
+            cost = find_cost(loaded, batch=batch, prompt_len=round(pace.prompt_tokens), until=half).cost
+            target = target_of_steps(self.depths, cost, loaded, self._sample(answers), batch, half)
+        sets = prompt_sets(self.depths, loaded.checkpoint.num_layers)
+        size = pace.search(until - time.perf_counter(), self.width, len(sets))
+        return Timing(None if cost is None else cost.to_dict(), target, size)
 
     def _layers(self, answers: Answers, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:
         """Choose the layers, fit the maps that replace them, and size the evaluations of them."""
         settings = self.settings
         names = ("prompt_depths", *(field.name for field in fields(FitOptions)))
-        options = {name: getattr(settings, name) for name in names} | {"records": settings.order_records}
+        options = {name: getattr(settings, name) for name in names}
+        options |= {"records": settings.order_records, "target_speedup": self.target}
         if timing is not None:
-            options |= asdict(timing.search)
+            options |= asdict(timing.search) | {"target_speedup": timing.target}
         cost = self.cost if timing is None or timing.cost is None else CostModel.from_dict(timing.cost)
         document = calibrate(
             self.loaded,
@@ -323,7 +327,6 @@ class _Run:
             until=clock.until(Layers.label),
             **self._record_options(answers),
             **options,
-            target_speedup=self.target,
             batch=settings.batch if cost is None else 1,
             held_out=0,  # the evaluation says more
             baselines=False,

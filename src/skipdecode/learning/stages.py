@@ -61,10 +61,14 @@ class FullDepth:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a step of decoding costs, a `CostModel` as JSON, and the search that fits into the time."""
+    """What a step of decoding costs, a `CostModel` as JSON, and the search that fits into the time.
+
+    `target` is the speed-up of steps with which whole requests reach the speed-up that is asked for.
+    """
 
     label: ClassVar = "timing"
     cost: dict[str, Any] | None
+    target: float
     search: SearchSize
 
 

@@ -1,0 +1,75 @@
+"""From the speed-up of whole requests that is asked for to the speed-up of steps that is planned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from skipdecode.common.progress import note
+from skipdecode.cost.model import CostModel
+from skipdecode.data.examples import Example
+from skipdecode.errors import TargetError
+from skipdecode.generation.llm import LLM
+from skipdecode.generation.speed import Method, fitting_share, request_seconds, spread_over, time_equal_lengths
+from skipdecode.learning.goal import Goal, set_goal
+from skipdecode.learning.settings import CalibrationSettings
+from skipdecode.models.families import lenders
+from skipdecode.models.loading.checkpoint import LoadedModel
+
+_ROUNDS, _BATCHES = 2, 2
+_WITHIN = 1.02  # a measurement is not better
+_MOST = 1.5  # times the target
+
+
+def target_of_steps(
+    settings: CalibrationSettings,
+    cost: CostModel,
+    loaded: LoadedModel,
+    examples: Sequence[Example],
+    batch: int,
+    until: float,
+) -> float:
+    """Return the speed-up to plan with a cost model, so that requests decoded as by default reach the target.
+
+    Drafts and shared prefixes, which a cost model does not know, save more at full depth: requests of a schedule of
+    this target are measured, and the time that both sides have beside the model's is taken as equal.
+
+    `until`: reading of `time.perf_counter()` at which the measurement ends. Raises TargetError: see `set_goal`.
+    """
+    goal = _goal(settings, cost, loaded, examples)
+    wanted = settings.target_speedup or 1.0
+    full, planned = goal.workload.full_seconds, goal.workload.seconds(goal.paper)
+    measured = _request_speedup(goal, loaded, examples, batch, until)
+    if measured <= 1 or 1 / _WITHIN < full / planned / measured < _WITHIN:
+        return wanted
+    beside = (full - measured * planned) / (measured - 1)
+    left = max(full / (_MOST * wanted), (full + beside) / wanted - beside)
+    try:
+        target = full / left
+        _goal(replace(settings, target_speedup=target), cost, loaded, examples)
+    except TargetError:
+        note(f"requests gain {measured:.2f}x where steps gain {full / planned:.2f}x, and no schedule makes up for it")
+        return wanted
+    note(f"requests gain {measured:.2f}x where steps gain {full / planned:.2f}x: planned for {target:.2f}x of steps")
+    return target
+
+
+def _goal(settings: CalibrationSettings, cost: CostModel, loaded: LoadedModel, examples: Sequence[Example]) -> Goal:
+    prompt_len = round(fmean(len(example.prompt) for example in examples))
+    lengths, config = [len(example.response) for example in examples], loaded.checkpoint.config
+    return set_goal(settings, cost, prompt_len, lengths, cost.num_layers, shared=lenders(config))
+
+
+def _request_speedup(goal: Goal, loaded: LoadedModel, examples: Sequence[Example], batch: int, until: float) -> float:
+    """Measure the speed-up of the paper's schedule for requests of these lengths, in the time there is."""
+    backend = LLM(loaded).backend
+    full, ours = Method(backend), Method(backend, goal.paper)
+    chosen = [examples[i] for i in spread_over(len(examples), min(len(examples), _BATCHES * batch))]
+    prompts, lengths = [example.prompt for example in chosen], [max(2, len(example.response)) for example in chosen]
+    share = fitting_share([full, ours], prompts[:batch], max(lengths), (until - time.perf_counter()) / 2)
+    turns = time_equal_lengths(
+        [full, ours], prompts, lengths, batch_size=batch, rounds=_ROUNDS, share=share, until=until
+    )
+    return turns.ratio(full, ours, request_seconds(1 / share)) or 1.0
