@@ -87,7 +87,6 @@ def test_the_summary_adds_up(client):
     for budget, layers in found["layer_sets"].items():
         assert layers == sorted(set(range(LAYERS)) - set(NESTED.drop_order[: LAYERS - int(budget)]))
     assert found["first_token_s"] > 0
-    assert found["tokens_per_s"] == pytest.approx((2 * NEW - 2) / found["decode_s"], rel=0.01)
 
 
 def test_schedules_mixed_in_one_batch_change_nothing(client):

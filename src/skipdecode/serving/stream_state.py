@@ -112,6 +112,7 @@ class StreamState:
         self._layout = model.layout
         self._max_unread = model.limits.max_unread_tokens
         self._first_written: float | None = None
+        self._tokens_at_first = 0  # which were written at that moment
         self._written: dict[int, float] = {}  # when the last tokens of a choice were
         self._unread: dict[int, Event] = {}  # by choice
         self._error: ApiError | None = None
@@ -162,7 +163,7 @@ class StreamState:
         """Note that tokens are on their way to the client, or came for an answer that is sent whole."""
         now = time.perf_counter()
         if events and self._first_written is None:
-            self._first_written = now
+            self._first_written, self._tokens_at_first = now, sum(len(event.pieces) for event in events)
             metrics.first_token_seconds.observe(now - self._arrived)
         for event in events:
             before = self._written.get(event.choice)
@@ -175,7 +176,7 @@ class StreamState:
         """`first_token_s`, `decode_s` and `tokens_per_s` of `Summary`, if the last tokens are written now."""
         now = time.perf_counter()
         first = now if self._first_written is None else self._first_written
-        later = sum(max(0, len(choice.tokens) - 1) for choice in self.choices)
+        later = sum(len(choice.tokens) for choice in self.choices) - self._tokens_at_first
         rate = round(later / (now - first), 3) if later > 0 and now > first else None
         return {
             "first_token_s": round(first - self._arrived, 6),
