@@ -66,7 +66,7 @@ def test_tune_reads_a_pipe_and_standard_input_once_and_whole(
 def test_calibrate_and_eval_read_a_pipe_whole(tmp_path: Path, model: str):
     content = write_jsonl(tmp_path / "in.jsonl", wide_records()).read_bytes()
     form = {"prompt_template": "{colour}", "response_field": "ref"}
-    options = {"nominal_speedup": 2, "records": COUNT - 5, "held_out": 0}
+    options = {"nominal_speedup": 2, "records": COUNT - 5}
     with fifo(tmp_path / "one", content) as data:
         assert skipdecode.calibrate(model, data, **form, **options).document["records"] == COUNT - 5
     task = tmp_path / "t.yaml"

@@ -85,7 +85,7 @@ def test_tables_are_taken_by_every_verb(tmp_path: Any):
             llm.generate([wrong], **options)
     pairs = pd.DataFrame([{"prompt": f"say {i}", "response": f"xyz {i}"} for i in range(12)])
     assert tune(llm, pairs, out=tmp_path / "tuned", schedule="2x", steps=np.int64(1)).path.is_dir()
-    found = calibrate(llm, pairs, nominal_speedup=np.float32(2), records=4, held_out=2, fit=False)
+    found = calibrate(llm, pairs, nominal_speedup=np.float32(2), records=4, fit=False)
     assert found.schedule.num_layers == llm.num_layers
     scores = evaluate(llm, pairs, "2x", metrics=("rougeL",), max_new_tokens=2, limit=np.int64(2), full_depth=False)
     assert scores.runs[0].data["n"] == 2

@@ -49,7 +49,6 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
 def test_goals(tmp_path):
     goal = set_goal(CalibrationSettings(target_speedup=2.0), COST, 10, [20] * 4, LAYERS)
     assert goal.workload.speedup(goal.paper) >= 2
-    assert goal.workload.speedup(goal.even) >= 2
     nominal = set_goal(CalibrationSettings(nominal_speedup=2.0), None, 10, [20] * 4, LAYERS)
     assert nominal.paper.budgets == Schedule.from_speedup(LAYERS, 2, 20).budgets
     flat = set_goal(CalibrationSettings(target_speedup=2.0, flat=True), COST, 10, [20] * 4, LAYERS)

@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from skipdecode.common.environment import environment, isolated_torch
@@ -46,12 +47,10 @@ _FIT_ROWS = 4  # of like answers: rows of 8 of like prompts had half as many pad
 _COLUMNS = {
     "schedule": "{name}",
     "speed-up": "{speedup:.2f}x",
-    "request speed-up": "{request_speedup:.2f}x",
     "decode speed-up": "{decode_speedup:.2f}x",
     "prompt layers": "{prompt_layers}",
     "mean layers": "{mean_layers:.1f}",
-    "loss": "{measured:.4f}",
-    "held out": "{held_out:.4f}",
+    "loss": "{loss:.4f}",
 }
 
 
@@ -75,7 +74,7 @@ class Calibrated(Printed):
     @property
     def losses(self) -> dict[str, float]:
         """Teacher-forced cross-entropy per response token on the records, by the name of a measured schedule."""
-        return {verdict["name"]: verdict["measured"] for verdict in self.document["verdicts"]}
+        return {candidate["name"]: candidate["loss"] for candidate in self.document["candidates"]}
 
     def _save(self) -> None:
         """Write schedule.json, the fit and calibration.json into the directory, if there is one."""
@@ -94,19 +93,8 @@ class Calibrated(Printed):
         lines = [f"{schedule.name}: {depth} of {schedule.num_layers} layers; skipped in the order {order}"]
         if schedule.prompt != "full":
             lines.append(f"prompts run layers {' '.join(map(str, schedule.prompt_layers()))}")
-        held_out = document["held_out_records"]
-        told = f"loss per response token (teacher-forced cross-entropy) on {document['records']} records"
-        lines += [told + (f", and on {held_out} held out" if held_out else ""), ""]
-        lines += figures(_COLUMNS, document["verdicts"])
-        return "\n".join([*lines, *self._remarks()])
-
-    def _remarks(self) -> list[str]:
-        """A note if a baseline has a smaller loss."""
-        verdicts = self.document["verdicts"]
-        chosen = verdicts[-1]
-        key, where = ("measured", "these records") if chosen["held_out"] is None else ("held_out", "held-out records")
-        better = [v["name"] for v in verdicts if v["name"] in ("paper", "even") and v[key] < chosen[key]]
-        return ["", f"on {where}, the learned schedule is not better than: {', '.join(better)}"] if better else []
+        lines += [f"loss per response token (teacher-forced cross-entropy) on {document['records']} records", ""]
+        return "\n".join([*lines, *figures(_COLUMNS, document["candidates"])])
 
 
 @isolated_torch()
@@ -122,8 +110,7 @@ def calibrate(
     """Learn drop order, prompt layers and depth on records with responses, for a speed-up; and a fit. No gradients.
 
     The depth decreases linearly over the text, as far as the target requires. The fit replaces skipped layers by linear
-    maps (least squares), whose time counts. The
-    loss of the schedule is compared with the paper's schedule and with evenly spaced layers, which have no fit.
+    maps (least squares), whose time counts.
 
     Parameters
     ----------
@@ -141,7 +128,7 @@ def calibrate(
         Reading of `time.perf_counter()` at which the search ends with what it has. Default: it takes its time.
     **options
         Fields of `CalibrateOptions`: target_speedup or nominal_speedup; one of task, prompt_template and prompt_field,
-        with response_field; records, held_out, prompt_depths, fit, …
+        with response_field; records, prompt_depths, fit, …
 
     Raises
     ------
@@ -162,21 +149,16 @@ def calibrate(
     with ExitStack() as stack:
         loaded = stack.enter_context(_without_fit(model))
         examples = encode_source(file, "data", template, loaded, settings)[0]
-        learn, check = draw_records(examples, settings.records, settings.held_out, settings.seed)
-        fitter = _fitter(loaded, examples, learn, check, settings, until) if settings.fit else None
-        # The time of a batch's prompts depends on their sum; the cache reads of a step on a typical prompt.
-        prompt_len = round((fmean if settings.whole else median)(len(e.prompt) for e in examples))
-        origin = f"from {cost}" if isinstance(cost, str | Path) else "given"
-        if settings.target_speedup is None:
-            origin = "layers only"
-        elif known_cost is None:
-            source = find_cost(model, batch=settings.batch, prompt_len=prompt_len)
-            known_cost, origin = source.cost, source.origin
-        fitted = _with_fit(known_cost, settings, checkpoint) if known_cost is not None and settings.whole else None
-        lengths, shared = [len(e.response) for e in examples], lenders(checkpoint.config)
-        goal = set_goal(settings, known_cost, prompt_len, lengths, checkpoint.num_layers, fitted, shared)
+        learn = draw_records(examples, settings.records, settings.seed)
+        fitter = _fitter(loaded, examples, learn, settings, until) if settings.fit else None
+        prompt_len = round(fmean(len(example.prompt) for example in examples))
+        if known_cost is None and settings.target_speedup is not None:
+            known_cost = find_cost(model, batch=settings.batch, prompt_len=prompt_len).cost
+        step_cost = None if known_cost is None else _with_fit(known_cost, settings, checkpoint)
+        lengths, shared = [len(example.response) for example in examples], lenders(checkpoint.config)
+        goal = set_goal(settings, step_cost, prompt_len, lengths, checkpoint.num_layers, shared)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
-        result = search_model(settings, goal, loaded, learn, check, fitter, directory / STORE_FILE, until)
+        result = search_model(settings, goal, loaded, learn, fitter, directory / STORE_FILE, until)
         if result.fit is not None:
             result.fit.about["base"] = base_sample(loaded.model)
     document = {
@@ -185,10 +167,8 @@ def calibrate(
         "seconds_per_batch": goal.workload.full_seconds,
         "options": asdict(settings),
         "records": len(learn),
-        "held_out_records": len(check),
         "prompt_len": prompt_len,
         "cost": goal.workload.cost.to_dict(),
-        "cost_origin": origin,
         "environment": environment(),
         **result.to_dict(),
     }
@@ -206,10 +186,10 @@ def _settings_for(settings: CalibrateOptions, checkpoint: Checkpoint) -> Calibra
     return settings
 
 
-def _with_fit(cost: CostModel, settings: CalibrateOptions, checkpoint: Checkpoint) -> CostModel | None:
-    """Return the cost with the maps of a fit; None without a fit, or if the cost has them."""
+def _with_fit(cost: CostModel, settings: CalibrateOptions, checkpoint: Checkpoint) -> CostModel:
+    """Return the cost with the maps of a fit, if there is to be one and the cost has none."""
     if not settings.fit or cost.bridge_share:
-        return None
+        return cost
     geometry = ModelGeometry.from_config(checkpoint.config)
     return cost.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
 
@@ -238,64 +218,39 @@ def _fitter(
     loaded: LoadedModel,
     examples: Sequence[Example],
     learn: Sequence[Example],
-    check: Sequence[Example],
     settings: CalibrateOptions,
     until: float,
 ) -> Fitter:
     """Make the fitter on records for a fit; refuses, before measurements, records with too few tokens for a map."""
     width = loaded.model.config.get_text_config(decoder=True).hidden_size
-    records = records_for_fit(examples, learn, check, settings, width)
+    records = records_for_fit(examples, learn, settings, width)
     tokens = sum(len(record.response) for record in records)
     if tokens <= width:
-        raise UsageError(
-            f"{tokens} response tokens are too few to fit maps of {width} columns: give more or longer records, or no "
-            "fit"
-        )
+        few = f"{tokens} response tokens are too few to fit maps of {width} columns"
+        raise UsageError(f"{few}: give more or longer records, or no fit")
     return Fitter(loaded.model, batches_of(records, min(_FIT_ROWS, settings.batch_size)), settings, until)
 
 
-def draw_records(
-    examples: Sequence[Example], records: int, held_out: int, seed: int
-) -> tuple[list[Example], list[Example]]:
-    """Records to learn from, and held-out records with other prompts; the same for the same seed."""
+def draw_records(examples: Sequence[Example], records: int, seed: int) -> list[Example]:
+    """Records to learn from, of as many prompts as possible; the same for the same seed."""
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
     for example in examples:
         by_prompt.setdefault(example.prompt, []).append(example)
     groups = list(by_prompt.values())
     random.Random(seed).shuffle(groups)
-    learn, rest = _take(groups, records)
-    check, _ = _take(rest, held_out)
-    if len(check) < held_out:
-        note(f"only {len(check)} of {held_out} records are held out: there are not enough other prompts")
-    return learn, check
-
-
-def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], list[list[Example]]]:
-    """The first `count` records, from as many prompts as possible, and the groups of which none was taken."""
-    taken: list[Example] = []
-    for rank in range(max(map(len, groups), default=0)):
-        for used, group in enumerate(groups):
-            if len(taken) == count:
-                return taken, list(groups[used if rank == 0 else len(groups) :])
-            if rank < len(group):
-                taken.append(group[rank])
-    return taken, []
+    ranked = (group[rank] for rank in range(max(map(len, groups))) for group in groups if rank < len(group))
+    return list(islice(ranked, records))
 
 
 def records_for_fit(
-    examples: Sequence[Example],
-    learn: Sequence[Example],
-    check: Sequence[Example],
-    settings: FitOptions,
-    hidden_size: int,
+    examples: Sequence[Example], learn: Sequence[Example], settings: FitOptions, hidden_size: int
 ) -> list[Example]:
-    """Records to fit on, in the order of their lengths: those to learn from, then others; none has a held-out prompt.
+    """Records to fit on, in the order of their lengths: those to learn from, then others.
 
     Records are taken up to the tokens of the settings, or for long prompts until their responses have
     `_TOKENS_A_COLUMN` tokens for each column of a bridge.
     """
-    checked = {example.prompt for example in check}
-    others = [e for e in examples if e.prompt not in checked and e not in learn]
+    others = [example for example in examples if example not in learn]
     taken: list[Example] = []
     tokens = answers = 0
     for example in [*learn, *others][: settings.fit_records]:

@@ -1,4 +1,4 @@
-"""From a target to a limit in seconds, and the baselines to beat there: the paper's schedule, evenly spaced layers."""
+"""From a target to a limit in seconds, the prompt sets with which it is in reach, and the paper's schedule for it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,18 @@ def layers_only(num_layers: int) -> CostModel:
 class Goal:
     """The search target: a time limit, the workload that it is for, the prompt sets to try.
 
-    `workload` has the cost of a fit, if there is to be one; `unfitted` has not, and the baselines are solved under it.
     `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. Schedules
-    are linear decays over `seq_len` positions, or flat. `paper` and `even` are baselines of this cost.
-    `prompts` are the prompt sets with which the target is in reach, those of one depth together. `shared`: the layers
-    that read another's keys and values, each with that layer.
+    are linear decays over `seq_len` positions, or flat. `paper` is the paper's schedule for the target. `prompts` are
+    the prompt sets with which the target is in reach, those of one depth together. `shared`: the layers that read
+    another's keys and values, each with that layer.
     """
 
     workload: TextCost
-    unfitted: TextCost
     limit: float
     least: int
     seq_len: int
     flat: bool
     paper: Schedule
-    even: Schedule
     prompts: tuple[tuple[PromptDepth, ...], ...]
     shared: Mapping[int, int]
 
@@ -106,12 +103,11 @@ def set_goal(
     prompt_len: int,
     lengths: Sequence[int],
     layers: int,
-    fitted: CostModel | None = None,
     shared: Mapping[int, int] | None = None,
 ) -> Goal:
     """The goal for texts of these lengths (generated tokens, end token included).
 
-    `cost`: needed for a wall-clock target. `fitted`: the cost with the fit that the schedule gets. `shared`: of `Goal`.
+    `cost`: needed for a wall-clock target, with the maps of a fit if there is to be one. `shared`: of `Goal`.
 
     Raises TargetError: no schedule that keeps warm-up layers and last layer reaches the target; UsageError:
     `warmup_layers` does not fit the model.
@@ -119,10 +115,9 @@ def set_goal(
     warmup, flat, shared = settings.warmup_layers, settings.flat, shared or {}
     lowest = _lowest_order(settings, layers, shared)
     floor = layers - len(lowest)
-    unfitted = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, whole=settings.whole)
-    workload = replace(unfitted, cost=fitted or unfitted.cost)
+    workload = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, whole=settings.whole)
     ordered = sorted(lengths)
-    seq_len = settings.seq_len or ordered[round(0.95 * (len(ordered) - 1))]
+    seq_len = ordered[round(0.95 * (len(ordered) - 1))]
     limit = _limit(settings, workload, seq_len)
     wanted, deepest = prompt_sets(settings, layers), {}
     for prompt in chain(*wanted):
@@ -137,15 +132,14 @@ def set_goal(
         target = settings.target_speedup or settings.nominal_speedup or 1
         raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
     prompts = tuple(filter(None, (tuple(prompt for prompt in sets if prompt in deepest) for sets in wanted)))
-    # Of baselines one prompt set is enough: the one that leaves both phases most.
+    # The paper's schedule has the prompt set that leaves both phases most.
     prompt = max(deepest, key=lambda each: min(layers if each == "full" else len(each), deepest[each]))
     depths = _depths(layers, lowest, warmup, seq_len, flat)
-    paper = replace(depths.within(unfitted, limit, prompt) or depths.schedule(0.0, prompt), name="paper")
-    even = replace(paper, drop_order=lent_order(paper.reordered("even").drop_order, shared), name="even")
+    paper = replace(depths.within(workload, limit, prompt) or depths.schedule(0.0, prompt), name="paper")
     least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls
     if not flat:
         least = max(layers - len(lowest), min(paper.budgets[-1], math.ceil(least / 2)))
-    return Goal(workload, unfitted, limit, least, seq_len, flat, paper, even, prompts, shared)
+    return Goal(workload, limit, least, seq_len, flat, paper, prompts, shared)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:

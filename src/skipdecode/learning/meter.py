@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,6 @@ from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import Schedule
 
-PartMeters = Callable[[Fit | None], dict[str, "LossMeter"]]
-"""From a fit to the meter of each part of the records."""
-
 _SHOWN = 3
 
 
@@ -47,9 +44,8 @@ def by_length(example: Example) -> tuple[int, int, str]:
 class LossMeter:
     """Measures schedules on records, which go through the model `batch_size` at a time.
 
-    The attachment's schedule changes with every measurement, and its fit to `fit`. What was measured before, of these
-    records under the name `part` with an equal fit in the `store`, is not measured again. `advance` is told after each
-    batch under a schedule.
+    The attachment's schedule changes with every measurement, and its fit to `fit`. What was measured before with an
+    equal fit, and is in the `store`, is not measured again. `advance` is told after each batch under a schedule.
     """
 
     def __init__(
@@ -58,7 +54,6 @@ class LossMeter:
         examples: Sequence[Example],
         store: ResumeLog,
         *,
-        part: str,
         batch_size: int,
         advance: Callable[[], object],
         fit: Fit | None = None,
@@ -67,7 +62,7 @@ class LossMeter:
         self._tokens = sum(len(example.response) for example in examples)
         self._attachment = attachment
         self._store = store
-        self._part = part if fit is None else f"{part}, fit {fit.digest()}"
+        self._name = "without a fit" if fit is None else f"fit {fit.digest()}"
         self._fit = fit
         self._advance = advance
 
@@ -83,7 +78,7 @@ class LossMeter:
 
     def _batch(self, number: int, schedule: Schedule) -> list[float]:
         """Summed losses of each record of a batch."""
-        key = f"{self._part}/{number}/{_behaviour(schedule)}"
+        key = f"{self._name}/{number}/{_behaviour(schedule)}"
         sums = self._store.get(key)
         if sums is None:
             sums = self._measured(self._batches[number])
@@ -105,14 +100,14 @@ class LossMeter:
 
 @contextmanager
 def measuring(
-    loaded: LoadedModel, parts: Mapping[str, list[Example]], batch_size: int, file: Path
-) -> Iterator[tuple[Attachment, PartMeters, Any]]:
-    """The attached model, the meters of each part that has records, and a progress bar; `file` keeps all losses."""
-    records = json.dumps([[[e.prompt, e.response] for e in rows] for rows in parts.values()])
+    loaded: LoadedModel, records: list[Example], batch_size: int, file: Path
+) -> Iterator[tuple[Attachment, Callable[[Fit | None], LossMeter], Any]]:
+    """The attached model, the meter of the records with a fit or none, a progress bar; `file` keeps all losses."""
+    texts = json.dumps([[example.prompt, example.response] for example in records])
     identity = {
         "model": loaded.checkpoint.name,
         "dtype": str(loaded.model.dtype),
-        "records": hashlib.sha256(records.encode()).hexdigest(),
+        "records": hashlib.sha256(texts.encode()).hexdigest(),
         "batch_size": batch_size,
         "checkpoint": checkpoint_digest(loaded),
     }
@@ -121,12 +116,8 @@ def measuring(
     bar = progress_bar(None, "batch", name="measuring")
     full = Schedule.full(loaded.checkpoint.num_layers)
     with closing(log) as store, bar, Attachment(loaded.model, full) as attachment:
-        meter = partial(LossMeter, attachment, store=store, batch_size=batch_size, advance=bar.update)
-
-        def meters(fit: Fit | None) -> dict[str, LossMeter]:
-            return {part: meter(rows, part=part, fit=fit) for part, rows in parts.items() if rows}
-
-        yield attachment, meters, bar
+        meter = partial(LossMeter, attachment, records, store, batch_size=batch_size, advance=bar.update)
+        yield attachment, lambda fit: meter(fit=fit), bar
 
 
 def _behaviour(schedule: Schedule) -> str:

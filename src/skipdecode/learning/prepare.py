@@ -328,12 +328,10 @@ class _Run:
             **self._record_options(answers),
             **options,
             batch=settings.batch if cost is None else 1,
-            held_out=0,  # the evaluation says more
-            baselines=False,
         ).document
         if pace is None:
             return Layers(replace(WHOLE, records=settings.test_records), 1)
-        gain = document["verdicts"][-1]["request_speedup"] - 1
+        gain = document["candidates"][0]["speedup"] - 1
         speedups = [1 + gain * share for share in (0.0, 1.0, *self.shares.values())]
         seconds = 60 * settings.minutes * clock.shares[Evaluation.label]
         size = pace.evaluation(seconds, document["seconds_per_batch"], settings.batch, speedups)

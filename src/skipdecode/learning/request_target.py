@@ -19,8 +19,7 @@ from skipdecode.models.families import lenders
 from skipdecode.models.loading.checkpoint import LoadedModel
 
 _ROUNDS, _BATCHES = 2, 2
-_WITHIN = 1.02  # a measurement is not better
-_MOST = 1.5  # times the target
+_WITHIN, _MOST = 1.02, 1.5  # closer than this is no difference; the most, times the target, that is planned
 
 
 def target_of_steps(
@@ -38,38 +37,35 @@ def target_of_steps(
 
     `until`: reading of `time.perf_counter()` at which the measurement ends. Raises TargetError: see `set_goal`.
     """
-    goal = _goal(settings, cost, loaded, examples)
+    prompt_len = round(fmean(len(example.prompt) for example in examples))
+    lengths, shared = [len(example.response) for example in examples], lenders(loaded.checkpoint.config)
+
+    def goal_of(target: float) -> Goal:
+        wanted = replace(settings, target_speedup=target)
+        return set_goal(wanted, cost, prompt_len, lengths, cost.num_layers, shared)
+
     wanted = settings.target_speedup or 1.0
+    goal = goal_of(wanted)
     full, planned = goal.workload.full_seconds, goal.workload.seconds(goal.paper)
     measured = _request_speedup(goal, loaded, examples, batch, until)
     if measured <= 1 or 1 / _WITHIN < full / planned / measured < _WITHIN:
         return wanted
     beside = (full - measured * planned) / (measured - 1)
-    left = max(full / (_MOST * wanted), (full + beside) / wanted - beside)
+    target = full / max(full / (_MOST * wanted), (full + beside) / wanted - beside)
     try:
-        target = full / left
-        _goal(replace(settings, target_speedup=target), cost, loaded, examples)
-    except TargetError:
-        note(f"requests gain {measured:.2f}x where steps gain {full / planned:.2f}x, and no schedule makes up for it")
-        return wanted
+        goal_of(target)
+    except TargetError:  # no schedule makes up for the difference
+        target = wanted
     note(f"requests gain {measured:.2f}x where steps gain {full / planned:.2f}x: planned for {target:.2f}x of steps")
     return target
-
-
-def _goal(settings: CalibrationSettings, cost: CostModel, loaded: LoadedModel, examples: Sequence[Example]) -> Goal:
-    prompt_len = round(fmean(len(example.prompt) for example in examples))
-    lengths, config = [len(example.response) for example in examples], loaded.checkpoint.config
-    return set_goal(settings, cost, prompt_len, lengths, cost.num_layers, shared=lenders(config))
 
 
 def _request_speedup(goal: Goal, loaded: LoadedModel, examples: Sequence[Example], batch: int, until: float) -> float:
     """Measure the speed-up of the paper's schedule for requests of these lengths, in the time there is."""
     backend = LLM(loaded).backend
-    full, ours = Method(backend), Method(backend, goal.paper)
+    methods = full, ours = Method(backend), Method(backend, goal.paper)
     chosen = [examples[i] for i in spread_over(len(examples), min(len(examples), _BATCHES * batch))]
     prompts, lengths = [example.prompt for example in chosen], [max(2, len(example.response)) for example in chosen]
-    share = fitting_share([full, ours], prompts[:batch], max(lengths), (until - time.perf_counter()) / 2)
-    turns = time_equal_lengths(
-        [full, ours], prompts, lengths, batch_size=batch, rounds=_ROUNDS, share=share, until=until
-    )
+    share = fitting_share(methods, prompts[:batch], max(lengths), (until - time.perf_counter()) / 2)
+    turns = time_equal_lengths(methods, prompts, lengths, batch_size=batch, rounds=_ROUNDS, share=share, until=until)
     return turns.ratio(full, ours, request_seconds(1 / share)) or 1.0

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from skipdecode.common.progress import note
-from skipdecode.cost.model import TextCost
 from skipdecode.data.batches import IGNORE, batches_of
 from skipdecode.data.examples import Example
 from skipdecode.errors import FitError
@@ -32,20 +31,40 @@ from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import lent_order
 
-Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule in the learned order, with the records' cross-entropy per response token under it.
+
+    `speedup` is over full depth on texts as long as the records: of whole requests in time, as the cost model has it,
+    or of layers for a nominal target, for which `decode_speedup` is None.
+    """
+
+    schedule: Schedule
+    loss: float
+    speedup: float
+    decode_speedup: float | None
+    mean_layers: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        about = {"name": self.schedule.name, "prompt_layers": len(self.schedule.prompt_layers())}
+        return about | vars(self) | {"schedule": self.schedule.to_dict()}
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was learned."""
+class SearchResult:
+    """The best schedule of each number of prompt layers, those of the smallest loss first, and what led to them."""
 
-    schedule: Schedule  # of the schedules in the learned order, the one whose prompt set measured best
+    candidates: tuple[Candidate, ...]
     order: tuple[int, ...]  # the learned drop order
     influence: tuple[float, ...]  # the block influence of each layer
-    # Full depth, the paper's schedule, evenly spaced layers, the other numbers of prompt layers, and `schedule`, each
-    # with its losses and speed-ups; see `_verdict`.
-    verdicts: tuple[dict[str, Any], ...]
-    fit: Fit | None = None  # the fit of `schedule`
+    fit: Fit | None  # of the first candidate's schedule
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule with the smallest loss."""
+        return self.candidates[0].schedule
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of every measurement."""
@@ -53,7 +72,7 @@ class Found:
             "schedule": self.schedule.to_dict(),
             "order": list(self.order),
             "block_influence": list(self.influence),
-            "verdicts": list(self.verdicts),
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
         }
 
 
@@ -61,51 +80,45 @@ def search_model(
     settings: CalibrationSettings,
     goal: Goal,
     loaded: LoadedModel,
-    learn: list[Example],
-    check: list[Example],
+    records: list[Example],
     fitter: Fitter | None,
     file: Path,
     until: float = math.inf,
-) -> Found:
-    """`search` on records to learn from and held-out records; without a fit if the model cannot be fitted.
+) -> SearchResult:
+    """`search` on records; without a fit if the model cannot be fitted.
 
     `file` keeps the measurements of an interrupted run. `until`: see `search`.
     """
     size = settings.batch_size
-    with measuring(loaded, {"learn": learn, "held out": check}, size, file) as (attachment, meters_of, bar):
+    with measuring(loaded, records, size, file) as (attachment, meter_of, bar):
 
-        def meters(fit: Fit | None) -> tuple[LossMeter, LossMeter | None]:
-            result = meters_of(fit)
+        def meter(fit: Fit | None) -> LossMeter:
             bar.unpause()  # after the influence of layers, or a fit
-            return result["learn"], result.get("held out")
+            return meter_of(fit)
 
-        counts = trials(settings, goal, fitter is not None), meters(None)
-        bar.reset(total=sum(wanted * meter.batches for wanted, meter in zip(*counts, strict=True) if meter))
-        influence = block_influence(attachment, learn, batch_size=size)
+        bar.reset(total=sum(map(len, goal.prompts)) * meter_of(None).batches)
+        influence = block_influence(attachment, records, batch_size=size)
         try:
-            result = search(settings, goal, influence, meters, fitter, until)
+            return search(settings, goal, influence, meter, fitter, until)
         except FitError as e:
             note(f"no fit: {e}")
-            result = search(settings, goal, influence, meters, until=until)
-        bar.total = bar.n
-    return result
+            return search(settings, goal, influence, meter, until=until)
 
 
 def search(
     settings: CalibrationSettings,
     goal: Goal,
     influence: Sequence[float],
-    meters: Meters,
+    meter_of: Callable[[Fit | None], LossMeter],
     fitter: Fitter | None = None,
     until: float = math.inf,
-) -> Found:
-    """Learn the prompt set, and measure the schedule next to the baselines.
+) -> SearchResult:
+    """Learn the prompt set.
 
-    `influence`: block influence of each layer; the layers go in its order. `meters`: measure, with a fit or none, the
-    records to learn from and those held out. With a `fitter`, the schedule, but no baseline, gets the fit of all
-    candidates. `until`: reading of `time.perf_counter()` after which no further prompt set is compared.
+    `influence`: block influence of each layer; the layers go in its order. With a `fitter`, all candidates have one
+    fit. `until`: reading of `time.perf_counter()` after which no further prompt set is compared.
 
-    Raises FitError, DivergedError: see `Fitter.fit` and `LossMeter.losses`.
+    Raises FitError, DivergedError: see `Fitter.fit` and `LossMeter.loss`.
     """
     layers = goal.workload.cost.num_layers
     ranked = sorted(range(settings.warmup_layers, layers - 1), key=lambda layer: (influence[layer], layer))
@@ -114,18 +127,24 @@ def search(
     every = list(chain(*sets))
     fitted = [schedule for schedule in every if not schedule.is_full]
     fit = fitter.fit(fitted) if fitter is not None and fitted else None
-    measured = _losses(every, meters(fit)[0], until)
-    known = [[schedule for schedule in of_depth if schedule in measured] for of_depth in sets]
-    tried = [min(of_depth, key=measured.__getitem__) for of_depth in known if of_depth]
-    tried.sort(key=lambda schedule: (measured[schedule], goal.workload.seconds(schedule)))
-    result, *others = (_named(schedule, settings) for schedule in tried)
-    bare = [Schedule.full(layers), goal.paper, goal.even] if settings.baselines else []
-    own = None if fit is None or result.is_full else fit.of_schedule(result)
-    if own is not None and settings.baselines:
-        bare.append(replace(result, name=f"{result.name}, without its fit"))
-    verdicts = [_verdict(s, settings, goal.unfitted, *meters(None)) for s in bare]
-    verdicts += [_verdict(s, settings, goal.workload, *meters(fit)) for s in (*others, result)]
-    return Found(result, order, tuple(influence), tuple(verdicts), own)
+    losses = _losses(every, meter_of(fit), until)
+    known = [[schedule for schedule in of_depth if schedule in losses] for of_depth in sets]
+    tried = [min(of_depth, key=losses.__getitem__) for of_depth in known if of_depth]
+    tried.sort(key=lambda schedule: (losses[schedule], goal.workload.seconds(schedule)))
+    decoding = None if settings.target_speedup is None else replace(goal.workload, whole=False)
+    candidates = [
+        Candidate(
+            _named(schedule, settings),
+            losses[schedule],
+            goal.workload.speedup(schedule),
+            None if decoding is None else decoding.speedup(schedule),
+            goal.workload.mean_layers(schedule),
+        )
+        for schedule in tried
+    ]
+    best = candidates[0].schedule
+    own = None if fit is None or best.is_full else fit.of_schedule(best)
+    return SearchResult(tuple(candidates), order, tuple(influence), own)
 
 
 def _losses(schedules: Sequence[Schedule], meter: LossMeter, until: float) -> dict[Schedule, float]:
@@ -144,35 +163,6 @@ def _named(schedule: Schedule, settings: CalibrationSettings) -> Schedule:
     if nominal is None:
         return schedule.named_by_layers("calibrated")
     return replace(schedule, name=f"calibrated-{nominal:g}x", family="calibrated")
-
-
-def trials(settings: CalibrationSettings, goal: Goal, fitted: bool) -> tuple[int, int]:
-    """About how many schedules `search` measures on the records, and on those held out."""
-    verdicts = settings.baselines * (3 + fitted) + len(goal.prompts)
-    return sum(map(len, goal.prompts)) + verdicts, verdicts
-
-
-def _verdict(
-    schedule: Schedule, settings: CalibrationSettings, workload: TextCost, meter: LossMeter, held_out: LossMeter | None
-) -> dict[str, Any]:
-    """A schedule with its losses per response token, on the records and on those held out, and its speed-ups.
-
-    `speedup` is over full depth on texts as long as the records: of what the target counts, in time as the cost model
-    has it, or in layers for a nominal target, which has no other two.
-    """
-    verdict: dict[str, Any] = {
-        "schedule": schedule.to_dict(),
-        "name": schedule.name,
-        "prompt_layers": len(schedule.prompt_layers()),
-        "speedup": workload.speedup(schedule),
-        "mean_layers": workload.mean_layers(schedule),
-        "measured": meter.loss(schedule),
-        "held_out": None if held_out is None else held_out.loss(schedule),
-    }
-    for name, whole in (("request_speedup", True), ("decode_speedup", False)):
-        timed = None if settings.target_speedup is None else replace(workload, whole=whole)
-        verdict[name] = timed and timed.speedup(schedule)
-    return verdict
 
 
 def block_influence(attachment: Attachment, examples: Sequence[Example], *, batch_size: int) -> tuple[float, ...]:

@@ -215,18 +215,11 @@ class CalibrationSettings(Options):
     )
     flat: bool = option("the same depth at every position, for servers, in place of a linear decrease", default=False)
     warmup_layers: int = option("first layers that always run", default=1, least=0)
-    seq_len: int | None = option(
-        "positions over which the paper's depth falls (default: 95th percentile of the responses' lengths)",
-        default=None,
-        least=1,
-    )
     records: int = option("records to learn from, a random sample by prompt", default=64, least=1)
-    held_out: int = option("held-out records with other prompts, only for measurements; 0: none", default=64, least=0)
     batch_size: int = option("records in a forward pass", default=8, least=1)
     batch: int = option("sequences decoded together, for the wall-clock target", default=1, least=1)
     seed: int = option("seed of the sample of records", default=0)
     spread_prompts: bool = setting("try evenly spaced prompt layers too", default=True)
-    baselines: bool = setting("measure full depth, the paper's schedule and evenly spaced layers too", default=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
