@@ -18,7 +18,7 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from skipdecode import Schedule, attach
-from skipdecode.models.checkpoint_schedule import SCHEDULE_FILE
+from skipdecode.models.checkpoint_schedule import ADAPTER_SCHEDULE_FILE
 from skipdecode.models.loading.hub import load_model
 
 
@@ -42,7 +42,7 @@ def main(model: str, train: str, out: str, speedup: float = 2, seq_len: int = 48
         trainer.train()
 
     trainer.model.save_pretrained(out)
-    schedule.save(f"{out}/{SCHEDULE_FILE}")  # so that load_model finds it
+    schedule.save(f"{out}/{ADAPTER_SCHEDULE_FILE}")  # so that load_model finds it
     return trainer
 
 

@@ -412,7 +412,7 @@ def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
 
 
 def test_a_stage_is_restored_with_its_types(tmp_path: Path) -> None:
-    timing = Timing(None, SearchSize(8, 2, False, 100))
+    timing = Timing(None, 2.0, SearchSize(8, 2, False, 100))
     with closing(Stages(tmp_path, {})) as stages:
         made = [stages.run(Timing, lambda: timing), stages.run(Layers, lambda: Layers(SHORT, 40))]
     with closing(Stages(tmp_path, {})) as stages:

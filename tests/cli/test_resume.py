@@ -22,7 +22,7 @@ from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.evaluation.metrics import METRICS
-from skipdecode.generation.records import open_writer
+from skipdecode.generation.output_files import open_writer
 from textgen_tools import command, log_entries, read_rows, save_tiny_model, subprocess_environment, write_rows
 from tiny import LAYERS, tiny_model
 from tuning_data import records, write_jsonl

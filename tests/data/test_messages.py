@@ -86,7 +86,7 @@ def tokenizer_of(template: str = TEMPLATE) -> Any:
 
 def read(row: dict[str, Any], tokenizer: Any) -> set[str]:
     """The last prompt of a record, as text, by each reader of files."""
-    (generated,) = PromptEncoder(tokenizer, None, PromptTemplate(chat=True)).encode([PromptTemplate().record(row)])
+    (generated,) = PromptEncoder(tokenizer, None, PromptTemplate(chat=True)).encode([PromptTemplate().record_of(row)])
     template = make_template(RecordOptions(chat=True), [row])
     examples, _ = encode_examples(read_file([row], template), template, tokenizer)
     task = replace(load_task("jsonl"), chat=True)
@@ -119,7 +119,7 @@ def test_a_conversation_gives_one_prompt_by_every_reader(names: list[str], with_
 )
 def test_half_of_a_pair_in_a_call_is_refused_by_every_reader(fields: dict[str, Any]) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant"} | fields, {"role": "user", "content": "b"}]
-    (prompt,) = PromptEncoder(tokenizer_of(), None).encode([PromptTemplate().record(chat)])
+    (prompt,) = PromptEncoder(tokenizer_of(), None).encode([PromptTemplate().record_of(chat)])
     assert "surrogate" in str(prompt.error)
     with pytest.raises(ApiError, match="surrogate"):
         chat_text(tokenizer_of(), ChatRequest(messages=chat).prompts()[0])  # type: ignore
@@ -129,7 +129,7 @@ def test_messages_that_a_template_leaves_out_are_said(capsys: Any) -> None:
     """With a template that knows neither, and one that knows the role `developer`."""
     chat = [{"role": role, "content": role} for role in ("developer", "user", "assistant", "tool", "user")]
     known = "{% for m in messages %}{% if m.role in ('user', 'developer') %}{{ m.content }}{% endif %}{% endfor %}"
-    (prompt,) = PromptEncoder(tokenizer_of(known), None).encode([PromptTemplate().record(chat)])
+    (prompt,) = PromptEncoder(tokenizer_of(known), None).encode([PromptTemplate().record_of(chat)])
     assert prompt.text == "developeruseruser"
     assert "not in the prompts: messages of the role 'tool'" in capsys.readouterr().err
     with pytest.raises(ApiError, match="does not use messages of the role tool") as refused:
@@ -147,7 +147,7 @@ def test_white_space_of_an_answer_is_learned(answer: str, template: str | None) 
     rows: list[Any] = [{"prompt": "a\n", "completion": answer}, {"question": "a", "answers": {"text": [answer] * 2}}]
     rows += [{"messages": chat}] if template else []
     for row in rows:
-        made = make_template(RecordOptions(), [row]).decided(tokenizer)
+        made = make_template(RecordOptions(), [row]).for_tokenizer(tokenizer)
         (example,), _ = encode_examples(read_file([row], made), made, tokenizer)
         assert tokenizer.decode(example.response) == answer + end
     rows = [{"text": "  def f():\n  return 1\n"}]
@@ -180,7 +180,7 @@ def test_a_call_keeps_the_indentation_of_the_text_before_it() -> None:
 )
 def test_a_message_that_cannot_be_used_is_named_by_its_own_field(message: Any, reason: str) -> None:
     row = {"messages": [message, {"role": "assistant", "content": "x"}]}
-    error = str(PromptTemplate().record(row).error)
+    error = str(PromptTemplate().record_of(row).error)
     with pytest.raises(DataError) as refused:
         read_file([row], make_template(RecordOptions(), [row]))
     for told in (error, str(refused.value)):

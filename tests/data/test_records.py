@@ -257,7 +257,7 @@ def test_fields_that_are_not_in_the_prompts_are_named_once(capsys: Any):
 def test_the_prompt_of_a_record_is_that_of_its_shape():
     alpaca = {"instruction": "To French", "input": "dog", "output": "chien", "text": "To French dog chien"}
     assert prompts_of([{"text": "hi"}, alpaca]) == ["hi", "To French\n\ndog"]
-    assert PromptTemplate().record(alpaca).guessed == "instruction and input"
+    assert PromptTemplate().record_of(alpaca).guessed == "instruction and input"
     two, text, null = prompts_of(
         [{"prompt": "p", "question": "q"}, {"messages": "hi"}, {"prompt": None, "question": "q"}]
     )

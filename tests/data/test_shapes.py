@@ -134,7 +134,7 @@ def test_a_shape_is_known_by_its_fields(name: str) -> None:
     task = Task("mine", "{mr}", ("response",), ("bleu",), 8)
     scored = load_records(task, source, shape=known_shape(source, "", "", task.template))
     assert [(one.prompt, one.references[0]) for one in scored.items] == expected * 200
-    assert PromptTemplate().record(row).prompt == (expected[-1][0] if name != "text" else row["text"])
+    assert PromptTemplate().record_of(row).prompt == (expected[-1][0] if name != "text" else row["text"])
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -184,7 +184,7 @@ def test_prepare_writes_calls_as_the_chat_template_does(tmp_path: Path) -> None:
     loaded = load_model(saved_model(tmp_path))
     loaded.tokenizer.chat_template = HERMES.removesuffix("<assistant>") + ASKS
     sources = Sources(PrepareOptions(), {"train": [{"messages": turns, "tools": TOOLS}] * 2}, tmp_path)
-    (row,) = [row for _, row in read_rows(sources.given(loaded).train)]
+    (row,) = [row for _, row in read_rows(sources.written_records(loaded).train)]
     assert row["response"] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 

@@ -17,7 +17,7 @@ from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.rows import Chunk, token_rows
 from skipdecode.engine.sequence import Sequence
-from skipdecode.models.fit import keep_fit
+from skipdecode.models.fit import set_fit
 from tiny import LAYERS, tiny_model
 
 NEW = 10
@@ -76,7 +76,7 @@ def test_mixed_forwards_equal_the_oracle_and_each_sequence_alone_bit_for_bit(tap
     """Split prompts and others, rows of all ages and depths, and drafts; a few prompt tokens in each forward."""
     model = tiny_model("llama")
     fit = None if taps is None else random_fit(model, [LOWER], taps=taps)
-    keep_fit(model, fit)
+    set_fit(model, fit)
     steps = [
         (Request(prompt_of(2 + 7 * i % 40, i % 9), NEW, exact=i % 4 == 1), SCHEDULES[i * 2 // 3 % 3]) for i in range(18)
     ]
@@ -104,7 +104,7 @@ def test_prompts_are_scored_as_their_tokens_run(kind: type, taps: int | None):
     """Beside others that are not scored, in parts, and with a prefix cache that has them already."""
     model = tiny_model("llama")
     fit = None if taps is None else random_fit(model, [LOWER], taps=taps)
-    keep_fit(model, fit)
+    set_fit(model, fit)
     options = {"refill_below": 1, "prompt_tokens": 7, "prefix_cache": True} if kind is FastEngine else {}
     engine = kind(model, SPLIT, max_rows=6, in_order=True, **options)
     lengths = [1, 2, 30, 18, 3, 25, 30, 9, 40]

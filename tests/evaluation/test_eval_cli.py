@@ -16,7 +16,7 @@ from eval_tools import ROWS, arguments, prepare
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.evaluation.metrics import MetricOptions, check_metrics
+from skipdecode.evaluation.metrics import EncoderOptions, check_metrics
 from skipdecode.evaluation.results import load_run
 from textgen_tools import save_tiny_model, write_rows
 
@@ -66,7 +66,7 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
     call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full", "--limit", "2", "--no-teacher-forced")
     call[call.index("--task") + 1] = str(tmp_path / "mine.yaml")
     start = time.perf_counter()
-    check_metrics(["bleu", "bertscore_f1"], MetricOptions(), lambda line: None)
+    check_metrics(["bleu", "bertscore_f1"], EncoderOptions(), lambda line: None)
     assert time.perf_counter() - start < 1
     assert main(call) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "bertscore_f1" in line]

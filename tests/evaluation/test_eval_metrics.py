@@ -18,7 +18,7 @@ from rouge_score import rouge_scorer
 from checkpoints import save_tiny_encoder
 from skipdecode.data.records import Record
 from skipdecode.errors import DataError, MissingExtraError, ModelLoadError, UsageError
-from skipdecode.evaluation.metrics import METRICS, MetricOptions, check_metrics, make_metrics, repeated
+from skipdecode.evaluation.metrics import METRICS, EncoderOptions, check_metrics, make_metrics, repeated
 
 # The example of sacrebleu's own documentation.
 OUTPUTS = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]
@@ -36,7 +36,7 @@ RAGGED = [
 HOLED = ["The dog bit a man.", "", "The man bit him."]
 
 
-def score(name: str, outputs: list[str], references: list[list[str]], options: MetricOptions | None = None) -> float:
+def score(name: str, outputs: list[str], references: list[list[str]], options: EncoderOptions | None = None) -> float:
     (metric,) = make_metrics([name], options)
     return metric.score(metric.statistics(outputs, references).sum(axis=0))
 
@@ -117,8 +117,8 @@ def test_names_and_numbers_are_found_in_every_script():
 def test_a_missing_library_is_told_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "bert_score", None)
     with pytest.raises(MissingExtraError):
-        check_metrics(["bertscore_f1"], MetricOptions(), print)
-    assert check_metrics(["bertscore_f1", "bleu"], MetricOptions(), print) == ["bleu"]
+        check_metrics(["bertscore_f1"], EncoderOptions(), print)
+    assert check_metrics(["bertscore_f1", "bleu"], EncoderOptions(), print) == ["bleu"]
 
 
 @pytest.mark.parametrize("name", ["bleu", "rougeL"])
@@ -159,7 +159,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_bertscore_is_bert_scores_best_reference(encoder: str):
     import bert_score
 
-    options = MetricOptions(bertscore_model=encoder, bertscore_layers=2)
+    options = EncoderOptions(bertscore_model=encoder, bertscore_layers=2)
     best = [
         max(bert_score.score([out], [ref], model_type=encoder, num_layers=2)[2].item() for ref in refs)
         for out, refs in zip(OUTPUTS, RAGGED, strict=True)
@@ -171,13 +171,13 @@ def test_bertscore_is_bert_scores_best_reference(encoder: str):
 
 def test_bertscore_says_what_it_lacks(encoder: str, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UsageError, match="name the layer with bertscore_layers"):
-        make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder))
+        make_metrics(["bertscore_f1"], EncoderOptions(bertscore_model=encoder))
     with pytest.raises(ModelLoadError, match="does not load at layer 9"):
-        make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder, bertscore_layers=9))
+        make_metrics(["bertscore_f1"], EncoderOptions(bertscore_model=encoder, bertscore_layers=9))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("gt_all") else find_spec(name))
     with pytest.raises(MissingExtraError, match=r"skipdecode\[bertscore\]"):
-        make_metrics(["bertscore_f1"], MetricOptions(bertscore_model="minilm"))
+        make_metrics(["bertscore_f1"], EncoderOptions(bertscore_model="minilm"))
 
 
 def test_statistics_are_scored_without_an_encoder(monkeypatch: pytest.MonkeyPatch):
@@ -188,5 +188,5 @@ def test_statistics_are_scored_without_an_encoder(monkeypatch: pytest.MonkeyPatc
 
 def test_encoder_directory_may_be_relative(encoder: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(Path(encoder).parent)
-    options = MetricOptions(bertscore_model=Path(encoder).name, bertscore_layers=1)
+    options = EncoderOptions(bertscore_model=Path(encoder).name, bertscore_layers=1)
     assert score("bertscore_f1", OUTPUTS[:1], [OUTPUTS[:1]], options) == pytest.approx(100, abs=1e-3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skipdecode.errors import OutputError
-from skipdecode.generation.records import FileWriter, StreamWriter, open_writer
+from skipdecode.generation.output_files import FileWriter, StreamWriter, open_writer
 from textgen_tools import read_rows
 
 SETTINGS = {"temperature": 0.0, "input": {"path": "in.jsonl", "bytes": 10}}

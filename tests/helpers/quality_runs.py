@@ -13,7 +13,7 @@ from skipdecode.data.records import Record
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
-from skipdecode.evaluation.metrics import MetricOptions, make_metrics
+from skipdecode.evaluation.metrics import EncoderOptions, make_metrics
 from skipdecode.evaluation.results import EvaluationSettings, Run
 from skipdecode.evaluation.run import TaskEvaluation
 from skipdecode.generation.speed import Generation, Method
@@ -70,7 +70,7 @@ def quality_runs(place: Path) -> dict[str, Run]:
     }
     encoder = place / "encoder"
     save_tiny_encoder(encoder, REFERENCES)
-    metrics = make_metrics(TASK.metrics, MetricOptions(str(encoder), 1))
+    metrics = make_metrics(TASK.metrics, EncoderOptions(str(encoder), 1))
     records = Records(tuple(Record(i, i, f"r{i}", f"{i}:", references=(text,)) for i, text in enumerate(REFERENCES)))
     about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
     settings = EvaluationSettings(batch_size=3, resamples=50)

@@ -348,6 +348,11 @@ def test_a_preparation_needs_no_data(model: str, tuned: Path, tmp_path: Path, ca
     printed = capsys.readouterr().out
     assert "time: own answers" in printed
     assert "perplexity against before" in printed
+    before = (learned := tmp_path / "ready" / "answers" / TRAIN_FILE).read_bytes()
+    learned.unlink()
+    assert main([*call, *WORDS]) == 0
+    assert "self.jsonl is gone" in capsys.readouterr().err
+    assert learned.read_bytes() == before
     out = tmp_path / "ready" / "fit"
     assert (out / "skipdecode.fit").is_file()
     generate = ["generate", model, "hello", "--schedule", str(out / "schedule.json"), "--max-new-tokens", "4"]

@@ -17,7 +17,7 @@ from skipdecode import Schedule, attach
 from skipdecode.data.batches import IGNORE, Batch, collate
 from skipdecode.data.examples import Example
 from skipdecode.learning import objective
-from skipdecode.learning.distributions import Taught
+from skipdecode.learning.distributions import TeacherTopK
 from skipdecode.learning.objective import (
     KeptTeacher,
     Objective,
@@ -221,7 +221,7 @@ def test_the_gradient_of_top_tokens_is_that_of_the_formula(weight: float) -> Non
     torch.manual_seed(0)
     student, teacher = torch.randn(2, 70, VOCAB).mul(3).unbind()
     targets = torch.randint(VOCAB, (70,)).where(torch.rand(70) < 0.8, IGNORE)
-    taught = Taught(*teacher.log_softmax(-1).topk(8))
+    taught = TeacherTopK(*teacher.log_softmax(-1).topk(8))
     student.requires_grad_()
     guess, wanted = student.log_softmax(-1), teacher.log_softmax(-1)
     top = torch.zeros_like(guess, dtype=torch.bool).scatter(1, taught.top_tokens, True)

@@ -27,7 +27,7 @@ from skipdecode.learning.objective import Objective
 from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.trainer import Tuner
 from skipdecode.models.checkpoint_schedule import FIT_FILE
-from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.fit import Fit, set_fit
 from skipdecode.models.loading.hub import load_model
 from tuning_data import LAYERS, records, save_model, tuning_model
 
@@ -70,7 +70,7 @@ def tune(
     options = BASICS | (changes or {})
     model = tuning_model(options.pop("model_type", "llama"), **options.pop("model_options", {}))
     if fitted := options.pop("fit", False):
-        keep_fit(model, random_fit(model, [LOWER]))
+        set_fit(model, random_fit(model, [LOWER]))
     schedule = replace(TARGET, prompt=LOWER) if fitted else TARGET
     return Tuner(model, TOKENIZER, train, DEV, schedule, TuneConfig(**options), out, base and str(base)).run(
         resume=resume

@@ -23,7 +23,7 @@ from skipdecode.engine.model_spec import read_model
 from skipdecode.engine.requests import Request
 from skipdecode.errors import FitError, UnfitModelError
 from skipdecode.models.checkpoint_schedule import FIT_FILE
-from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.fit import Fit, set_fit
 from skipdecode.models.loading.fit_file import FitFile
 from tiny import LAYERS, shared_model, tiny_model
 
@@ -57,7 +57,7 @@ def refused(path):
     with pytest.raises(FitError):
         attach(model, SCHEDULE, Fit.load(path))
     with pytest.raises(FitError):
-        keep_fit(model, Fit.load(path))
+        set_fit(model, Fit.load(path))
 
 
 ROWS = ("maps.0.5.weight", "maps.0.5.bias", "maps.0.5.first")
@@ -210,7 +210,7 @@ def test_every_right_fit_loads(tmp_path, family, sets, rank, taps):
     model = tiny_model(family)
     prompts = [] if family == "gpt2" else [(0, *sorted(layers)) for layers in sets]
     random_fit(model, prompts, rank=rank, taps=taps).save(tmp_path / FIT_FILE)
-    keep_fit(model, FitFile(tmp_path / FIT_FILE).load(model))
+    set_fit(model, FitFile(tmp_path / FIT_FILE).load(model))
 
 
 def test_damaged_bytes_are_refused(tmp_path, parts):

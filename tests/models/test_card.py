@@ -17,7 +17,7 @@ from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import LLM, Schedule
 from skipdecode.cli import main
 from skipdecode.errors import ModelLoadError, UsageError, WriteError
-from skipdecode.models.fit import fit_of, keep_fit
+from skipdecode.models.fit import fit_of, set_fit
 from skipdecode.models.loading.card import write_card
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.export import possible_formats
@@ -43,7 +43,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def tuned(base: str, out: Path, *, adapter: bool = True) -> Path:
     loaded = load_model(base, device="cpu")
     model = save_adapter(out.parent / "made", base) if adapter else loaded.model
-    keep_fit(model, random_fit(loaded.model, [(0, 1, 2)]))
+    set_fit(model, random_fit(loaded.model, [(0, 1, 2)]))
     save_tuned(model, loaded.tokenizer, SCHEDULE, out, base_name=base)
     write_card(out, loaded.checkpoint, SCHEDULE, "tune")
     return out

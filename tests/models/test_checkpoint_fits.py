@@ -18,8 +18,8 @@ from hub_server import hub_of, use_hub
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
 from skipdecode.errors import FitError, ModelLoadError
-from skipdecode.models.checkpoint_schedule import FIT_FILE, SCHEDULE_FILE
-from skipdecode.models.fit import Fit, fit_of, keep_fit
+from skipdecode.models.checkpoint_schedule import ADAPTER_SCHEDULE_FILE, FIT_FILE
+from skipdecode.models.fit import Fit, fit_of, set_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
@@ -42,7 +42,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_checkpoint(base)
     for name in ("whole", "adapter"):
         loaded = load_model(str(base), device="cpu")
-        keep_fit(loaded.model, random_fit(loaded.model, [LOWER], seed=len(name)))
+        set_fit(loaded.model, random_fit(loaded.model, [LOWER], seed=len(name)))
         model = loaded.model if name == "whole" else adapted(loaded.model)
         save_tuned(model, loaded.tokenizer, SCHEDULE, where / name, base_name=str(base))
     return where
@@ -105,7 +105,7 @@ def test_attach_finds_the_fit_of_a_model_that_transformers_loaded(tuned: Path, t
     expected = text(load_model(str(folder), device="cpu").model)
     assert text(AutoModelForCausalLM.from_pretrained(folder)) == expected
     bare = AutoModelForCausalLM.from_pretrained(folder)
-    keep_fit(bare, None)
+    set_fit(bare, None)
     assert text(bare) != expected
     (folder / FIT_FILE).unlink()
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -142,7 +142,7 @@ def test_a_merge_that_unties_the_head_keeps_the_fit(tmp_path: Path) -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     fit = random_fit(model, [LOWER])
     fit.about["base"] = base_sample(model)
-    keep_fit(model, fit)
+    set_fit(model, fit)
     tuned = adapted(model, "lm_head").eval()
     expected = text(tuned, SCHEDULE)
     save_tuned(merge_adapter(tuned), None, SCHEDULE, tmp_path / "merged")
@@ -161,4 +161,4 @@ def test_a_hub_id_brings_its_fit_and_keeps_it_without_the_hub(
         load_model("owner/whole", device="cpu")
     assert text(load_model("owner/whole", device="cpu").model) == expected
     with pytest.raises(ModelLoadError, match="does not say"):
-        find_file("owner/other", SCHEDULE_FILE)
+        find_file("owner/other", ADAPTER_SCHEDULE_FILE)

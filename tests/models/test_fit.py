@@ -30,7 +30,7 @@ from skipdecode.learning.fitting import Fitter
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.checkpoint_schedule import FIT_FILE, bundled_schedules, schedule_file
 from skipdecode.models.families import decoder_layers, keys_and_values, projects
-from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.fit import Fit, set_fit
 from skipdecode.models.fit_maps import PromptMap
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.hub import load_model
@@ -112,7 +112,7 @@ def test_the_fast_engine_equals_the_gates(family: str, name: str):
     """In batches, with parts of prompts of a few tokens, and with a prefix cache."""
     model, (prompt, taps) = tiny_model(family).eval(), PROMPTS[name]
     prompts = [] if isinstance(prompt, str) or None in projections(model) else [prompt]
-    keep_fit(model, random_fit(model, prompts, taps=taps))
+    set_fit(model, random_fit(model, prompts, taps=taps))
     schedule = replace(Schedule.from_speedup(LAYERS, 2, seq_len=8), prompt=prompt)
     random = torch.Generator().manual_seed(3)
     first = torch.randint(3, 100, (40,), generator=random).tolist()
@@ -131,7 +131,7 @@ def test_a_bridge_of_rank_0_is_its_bias_on_both_engines():
     model = tiny_model("llama").eval()
     requests = [Request((5, 6, 7), max_new_tokens=NEW), Request((9,), max_new_tokens=NEW)]
     bare = [row.tokens for row in FastEngine(model, FLAT, max_rows=2).decode(requests)]
-    keep_fit(model, random_fit(model, rank=0))
+    set_fit(model, random_fit(model, rank=0))
     engines = FastEngine(model, FLAT, max_rows=2), GatedEngine(model, FLAT, max_rows=1)
     fast, gated = ([row.tokens for row in engine.decode(requests)] for engine in engines)
     assert fast == gated != bare
@@ -199,9 +199,9 @@ def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
         pairs = [text[:20] for text in texts[:10]], [text[20:] for text in texts[:10]]
         distance = {}
         for name, used in (("fitted", fit), ("skipped", None)):
-            keep_fit(model, used)
+            set_fit(model, used)
             distance[name] = sum(row["kl"].mean() for row in token_fidelity(model, schedule, *pairs))
-            keep_fit(model, None)
+            set_fit(model, None)
         assert distance["fitted"] < (0.9 if family in FITTED else 1) * distance["skipped"], schedule.name
 
 

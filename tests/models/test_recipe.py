@@ -121,7 +121,7 @@ TWO = Recipe(PromptTemplate("{colour} {thing}:"))
     ],
 )
 def test_a_row_or_text_becomes_the_prompt_it_was_tuned_on(recipe: Recipe | None, prompt: Any, expected: Any) -> None:
-    record = (tuned_template(recipe) or PromptTemplate()).record(prompt)
+    record = (tuned_template(recipe) or PromptTemplate()).record_of(prompt)
     assert (record.prompt, record.error) == (expected, None)
 
 

@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from skipdecode.cli.options import BASE, MODEL, SCHEDULE_FILE, CheckpointRules, EngineOptions, choose_schedule
+from skipdecode.cli.options import BASE, MODEL, READS_SCHEDULE, CheckpointRules, EngineOptions, choose_schedule
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.prompts import prompt_room
 from skipdecode.data.tasks import task_file
-from skipdecode.evaluation.metrics import MetricOptions, check_metrics
+from skipdecode.evaluation.metrics import EncoderOptions, check_metrics
 from skipdecode.evaluation.results import EVAL_DIRECTORY, EvaluationOptions, load_run
 from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, model_files
@@ -73,7 +73,7 @@ class Config(EvaluationOptions, EngineOptions, CheckpointRules):
         default=(),
         alias="methods",
         parse=schedule_file,
-        path=SCHEDULE_FILE,
+        path=READS_SCHEDULE,
     )
     seq_len: int | None = option(
         "positions over which a speed-up decreases the depth (default: the 95th percentile of the response lengths)",
@@ -110,7 +110,7 @@ class Config(EvaluationOptions, EngineOptions, CheckpointRules):
 
 def run(config: Config) -> int:
     """Evaluate or compare, and print."""
-    check_metrics(config.metrics, config.part(MetricOptions))
+    check_metrics(config.metrics, config.part(EncoderOptions))
     scores = _compared(config) if config.compare else _evaluated(config)
     if config.json:
         print(json.dumps(scores.document, indent=1))
@@ -178,7 +178,7 @@ def _schedules(config: Config) -> Schedule | list[Schedule]:
 
 def _default_seq_len(config: Config) -> int:
     from skipdecode.evaluation.evaluate import task_of
-    from skipdecode.evaluation.self_generated import OwnTexts
+    from skipdecode.evaluation.own_texts import OwnTexts
 
     if config.without_references:
         return config.max_new_tokens or OwnTexts.TOKENS

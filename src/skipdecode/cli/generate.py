@@ -3,10 +3,10 @@
 Prompts are arguments, lines of a text file, or records of a JSONL or CSV file. A tuned checkpoint has the prompt
 template that it was tuned on. The template is used for records that have its fields, and for plain texts if it has one
 field; --prompt-template, --task and --no-template change this. Without a template, prompts are chats if the model has a
-chat template (--no-template: texts that the model continues), and --prompt-field selects the prompt (default:
-prompt, messages, text, instruction with input, input, question or mr). The chat template gets all fields of messages,
-and the record's system and tools; an answer at the end of messages is left out. A note names, once, fields of records
-that are not in the prompts.
+chat template (--no-template: texts that the model continues), and --prompt-field selects the prompt (default: prompt,
+messages, conversations, text, instruction with input, input, question or mr). The chat template gets all fields of
+messages, and the record's system and tools; an answer at the end of messages is left out. A note names, once, fields of
+records that are not in the prompts.
 
 An output record has the id of its prompt (field "id", else the line number), "text", "new_tokens" and "finish_reason"
 (eos, length, stop, or error: a JSON schema that takes too much work); the order is that of the input. For an input
@@ -52,7 +52,7 @@ from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.batch_lines import answer_line, prompt_reader
 from skipdecode.generation.decoding import Decoding, Output
 from skipdecode.generation.grammar import Grammars
-from skipdecode.generation.records import (
+from skipdecode.generation.output_files import (
     WINDOW_BATCHES,
     LineFormat,
     RowWriter,
@@ -136,10 +136,12 @@ def run(config: Config) -> int:
             Grammars(None, 0, ()).compile("json", schema)  # refused before weights are loaded
         rows, first = source.check(read, all_usable=not config.skips_bad)
         llm = _loaded(config)
-        template = llm.decided(chosen)
+        template = llm.resolve_template(chosen)
         encoder = llm.encoder(template)
-        is_guessed = first.guessed and source.name != ARGUMENTS
-        _note_template(config, template, tuned, f"{source.name}: records of {first.guessed}" if is_guessed else None)
+        guess = None
+        if first.guessed and source.name != ARGUMENTS:
+            guess = f"{source.name}: records of {first.guessed}"
+        _note_template(config, template, tuned, guess)
         decoding = Decoding(
             sampling=llm.constrained(replace(llm.backend.sampling, **config.sampling_fields()), schema),
             max_new_tokens=config.max_new_tokens,
@@ -249,7 +251,7 @@ def _all_usable(llm: LLM, prompts: Iterable[EncodedPrompt], decoding: Decoding) 
     usable = []
     for prompt in prompts:
         try:
-            llm.begin(prompt, decoding)
+            llm.make_request(prompt, decoding)
         except DataError as e:
             raise DataError(str(e), prompt.record.line) from None
         usable.append(prompt)

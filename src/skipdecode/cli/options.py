@@ -43,7 +43,7 @@ def device_name(text: str) -> str:
     return text
 
 
-SCHEDULE_FILE = Reads(lambda text: (Path(base_of(text)),))
+READS_SCHEDULE = Reads(lambda text: (Path(base_of(text)),))
 BASE = "for an adapter: its base model, a directory or a name (default: the one that the adapter names)"
 MODEL = (
     "directory of a model or an adapter, hub id (owner/name, owner/name@REVISION), smollm2-135m, or its adapters "
@@ -195,7 +195,7 @@ class ScheduleOptions(Options):
         "full depth)",
         default=None,
         parse=schedule_file,
-        path=SCHEDULE_FILE,
+        path=READS_SCHEDULE,
     )
     seq_len: int | None = option(
         "positions over which a speed-up such as 2x decreases the depth; best near the real output length (default: "

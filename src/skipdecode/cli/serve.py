@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import SCHEDULE_FILE, ChatOptions, CheckpointRules, EngineOptions
+from skipdecode.cli.options import READS_SCHEDULE, ChatOptions, CheckpointRules, EngineOptions
 from skipdecode.common.options import Reads, kinds, option, setting
 from skipdecode.common.progress import note
 from skipdecode.engine.rules import Rules
@@ -36,7 +36,7 @@ class Config(Binding, ServerLimits, EngineOptions, ChatOptions, CheckpointRules,
         "schedules that requests can select (see below); :flat ones are faster in a server",
         default=(),
         parse=schedule_file,
-        path=SCHEDULE_FILE,
+        path=READS_SCHEDULE,
     )
     default: str | None = setting("schedule of requests that name none (default: the checkpoint's own)", default=None)
     seq_len: int = option("positions over which a nominal speed-up decreases the depth", default=128, least=1)

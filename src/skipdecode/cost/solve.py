@@ -13,7 +13,6 @@ from skipdecode.cost.model import CostModel, TextCost, between
 from skipdecode.errors import TargetError, UsageError
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule import order as layer_order
-from skipdecode.schedule.order import Order
 
 Auto = Literal["auto"]
 """The layers of prompts follow from the target; see `solve`."""
@@ -28,11 +27,11 @@ _SLACK = 1 + 1e-12
 class Depths:
     """Schedules that differ in depth alone: linear decays over `positions`, or flat ones with a `spread` of 0.
 
-    An `order` by its name may depend on the depth ("even"); layers that a list does not name always run.
+    Layers that the drop order does not name always run.
     """
 
     layers: int
-    order: Order | tuple[int, ...]
+    order: tuple[int, ...]
     warmup: int
     positions: int
     spread: float = SPREAD
@@ -40,8 +39,7 @@ class Depths:
 
     def schedule(self, depth: float, prompt: PromptDepth | Auto) -> Schedule:
         """The schedule of a depth from 0, the least, to 3, full; auto: half depth at 1, full prompts from 2."""
-        order = layer_order.bottom_up(self.layers, self.warmup) if isinstance(self.order, str) else self.order
-        least, most = float(max(1, self.layers - len(order))), float(self.layers)
+        least, most = float(max(1, self.layers - len(self.order))), float(self.layers)
         half, ends = max(least, most / 2), ((0.0, least / (1 + self.spread), least), (3.0, most, most))
         stages = (ends[0], (1.0, half, half), (2.0, half, most), ends[1]) if prompt == "auto" else ends
         mean, lowest = between(stages, depth)
@@ -49,8 +47,7 @@ class Depths:
             run = max(self.warmup, round(lowest))
             prompt = "full" if run == self.layers else tuple(range(run))
         budgets = _decay(mean, self.spread, self.positions, int(least), self.layers)
-        schedule = Schedule(self.layers, order, budgets, self.warmup, prompt, self.name)
-        return schedule.reordered(self.order) if isinstance(self.order, str) else schedule
+        return Schedule(self.layers, self.order, budgets, self.warmup, prompt, self.name)
 
     def within(self, texts: TextCost, seconds: float, prompt: PromptDepth | Auto = "full") -> Schedule | None:
         """The deepest schedule that takes `seconds` at most; None if there is none."""

@@ -26,7 +26,7 @@ from skipdecode.engine import kernels
 from skipdecode.engine.opening import Backend, open_engines, running_dtype
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.models.families import layers_in, lent_last, projects, unwrap
-from skipdecode.models.fit import another_fit
+from skipdecode.models.fit import temporary_fit
 from skipdecode.models.loading.checkpoint import Checkpoint, Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
 from skipdecode.schedule import Schedule
@@ -149,7 +149,7 @@ class _Place:
         if model is None:
             loaded = load_model(self.checkpoint, dtype=self.dtype, device=str(self.device), require_tokenizer=False)
             model = loaded.model
-        with another_fit(model, None):  # whose part of a step `CostModel.with_fit` counts
+        with temporary_fit(model, None):  # whose part of a step `CostModel.with_fit` counts
             backend = open_engines(model, self.engine, note, self.quantization, generation_config=False)
         cost = measure_cost(backend, batch=self.batch, prompt_len=self.prompt_len, progress=True, until=until)
         kind, origin = str(unwrap(model).dtype).removeprefix("torch."), _measured_origin(backend, cost, self.device)

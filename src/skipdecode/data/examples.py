@@ -220,7 +220,7 @@ def encode_source(
     limits = [most for most in (options.max_length, context_length(loaded.model.config)) if most is not None]
     examples, rejects = encode_examples(
         file,
-        template.decided(loaded.tokenizer),
+        template.for_tokenizer(loaded.tokenizer),
         loaded.tokenizer,
         max_length=min(limits, default=None),
         vocabulary=vocabulary_size(loaded.model),

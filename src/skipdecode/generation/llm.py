@@ -228,7 +228,7 @@ class LLM(TextModel):
         with self._lock, isolated_torch():
             (encoded,), decoding, schedule = self._prepared([prompt], max_new_tokens, **options)
             try:
-                row = self.begin(encoded, decoding)
+                row = self.make_request(encoded, decoding)
             except DataError as e:
                 raise DataError(str(e), index=0) from None
             engine, stats = self._take_engine()
@@ -249,7 +249,8 @@ class LLM(TextModel):
         chosen = PromptTemplate(text)
         with self._lock, isolated_torch():
             if template and text is None:
-                chosen = self.decided(tuned_template(self.loaded.checkpoint.recipe) or PromptTemplate(chat=None))
+                tuned = tuned_template(self.loaded.checkpoint.recipe)
+                chosen = self.resolve_template(tuned or PromptTemplate(chat=None))
             rows = ((1, chosen.row(prompt)) for prompt in listed(prompts, "prompts"))
             return self.encoder(chosen).encode(list(read_records(rows, prompt_reader(chosen))))
 

@@ -69,7 +69,7 @@ class TextLoop(Generic[G]):
             self.remove(request)
         return pieces
 
-    def ended(self) -> list[G]:
+    def advance(self) -> list[G]:
         """Run a step of the engine; returns the requests that ended with it."""
         ended = []
         for request, out in self.step():

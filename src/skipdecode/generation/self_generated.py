@@ -37,7 +37,7 @@ from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.batch_lines import prompt_reader
 from skipdecode.generation.decoding import Decoding, OutputRecord
-from skipdecode.generation.records import WINDOW_BATCHES
+from skipdecode.generation.output_files import WINDOW_BATCHES
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
@@ -371,7 +371,7 @@ def own_answers(
     from skipdecode.generation.llm import LLM
 
     template = self_template(records) or tuned_template(loaded.checkpoint.recipe) or PROMPT_AND_RESPONSE
-    template = template.decided(loaded.tokenizer)
+    template = template.for_tokenizer(loaded.tokenizer)
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
     data = SelfGeneratedData(LLM(loaded), *about, until)
     return template, data.write_records(held_out, tested)

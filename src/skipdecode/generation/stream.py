@@ -53,7 +53,7 @@ class TextStream(Iterator[str]):
             with self._turn:
                 before = len(self.text)
                 try:
-                    self._loop.ended()
+                    self._loop.advance()
                 except BaseException:
                     self._open = False
                     self._loop.engine.close()

@@ -85,10 +85,10 @@ class TextModel:
         """
         return self.loaded.checkpoint.parse(self._schedule if requested is None else requested, max_new_tokens)
 
-    def decided(self, template: PromptTemplate) -> PromptTemplate:
+    def resolve_template(self, template: PromptTemplate) -> PromptTemplate:
         """Return the template for the model's tokenizer; a broken default chat template is noted, and left out."""
         try:
-            return template.decided(self.tokenizer)
+            return template.for_tokenizer(self.tokenizer)
         except ModelLoadError as e:
             line = f"{e}; prompts are left as they are"
             if line not in self._noted:
@@ -107,7 +107,7 @@ class TextModel:
             return sampling
         return replace(sampling, grammar=self.grammars.compile("json", json_schema))
 
-    def begin(self, prompt: EncodedPrompt, decoding: Decoding) -> RunningPrompt:
+    def make_request(self, prompt: EncodedPrompt, decoding: Decoding) -> RunningPrompt:
         """Make the request of a prompt and the reader of its text.
 
         Raises DataError: the prompt cannot be used, or its record asks for what the model cannot do.
@@ -159,7 +159,7 @@ class TextModel:
                     with self._lock:
                         loop.submit((each for each in begun if isinstance(each, RunningPrompt)), schedule)
                 with self._lock:
-                    ended = loop.ended()
+                    ended = loop.advance()
                     if cut():
                         ended, more = ended + loop.cut(), False
                 for running in ended:
@@ -169,7 +169,7 @@ class TextModel:
     def _begun(self, prompt: EncodedPrompt, decoding: Decoding) -> RunningPrompt | Output:
         """Begin a prompt; returns its output if it cannot be used."""
         try:
-            return self.begin(prompt, decoding)
+            return self.make_request(prompt, decoding)
         except DataError as e:
             return Output(replace(prompt, error=str(e)))
 

@@ -11,7 +11,7 @@ from skipdecode.common.resume import ResumeLog
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request
 from skipdecode.generation.speed import OutOfTime, groups_in_time, steps_until
-from skipdecode.learning.distributions import Taught
+from skipdecode.learning.distributions import TeacherTopK
 
 TOP_K = 32
 """Tokens of a distribution that are kept."""
@@ -27,7 +27,7 @@ def greedy_answers(
     ends: Collection[int],
     until: float = math.inf,
     progress: Callable[[int], None] = lambda answers: None,
-) -> Iterator[tuple[list[int], Taught]]:
+) -> Iterator[tuple[list[int], TeacherTopK]]:
     """Yield the tokens and the distributions of the answers to the first prompts, as many as the time allows.
 
     `log` keeps the answers of an interrupted run. `until`: reading of `time.perf_counter()`.
@@ -41,10 +41,10 @@ def greedy_answers(
             if answers is None:
                 requests = [Request(tuple(prompts[i]), max_new_tokens, sampling, stops) for i in group]
                 answers = [
-                    ([out.token for out in steps], Taught.of_steps([out.top for out in steps]).to_text())
+                    ([out.token for out in steps], TeacherTopK.of_steps([out.top for out in steps]).to_text())
                     for steps in steps_until(engine, requests, limit)
                 ]
                 log.put(key, answers)
             for tokens, text in answers:
-                yield tokens, Taught.from_text(text, len(tokens))
+                yield tokens, TeacherTopK.from_text(text, len(tokens))
             progress(len(group))

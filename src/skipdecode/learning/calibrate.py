@@ -35,7 +35,7 @@ from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOption
 from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.families import lenders
-from skipdecode.models.fit import Fit, another_fit
+from skipdecode.models.fit import Fit, temporary_fit
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
@@ -210,7 +210,7 @@ def _without_fit(model: Model) -> Iterator[LoadedModel]:
     """The model, in fp32 on a CPU that emulates bf16, without its fit: a calibration computes another."""
     loaded = loaded_of(model) or load(open_checkpoint(model))
     loaded = replace(loaded, model=in_hardware_type(loaded.model))
-    with another_fit(loaded.model, None):
+    with temporary_fit(loaded.model, None):
         yield loaded
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from skipdecode.learning.stage_log import Stages
-from skipdecode.learning.stages import Answers, Evaluation, FullDepth, Layers
+from skipdecode.learning.stages import Evaluation, FullDepth, Layers, LearningRecords
 
 TUNED_SHARE = 1 / 2
 """Of the minutes, at least, at full depth and under the schedule; the other stages shrink first."""
@@ -38,7 +38,7 @@ class Clock:
     @cached_property
     def shares(self) -> dict[str, float]:
         """The most that each stage takes of the minutes; all together leave `TUNED_SHARE` to both tunings."""
-        shares = {Answers.label: _ANSWERS, Layers.label: _LAYERS, Evaluation.label: _EVALUATION}
+        shares = {LearningRecords.label: _ANSWERS, Layers.label: _LAYERS, Evaluation.label: _EVALUATION}
         room = 1 - TUNED_SHARE - (1 + self._LOADS) * self.loading / (60 * self.minutes or math.inf)
         scale = min(1.0, max(_LEAST_SCALE, room / (sum(shares.values()) + _EVALUATION)))
         full = {} if self.from_prompts else {FullDepth.label: _FULL}
@@ -52,7 +52,7 @@ class Clock:
         labels = list(self.shares)
         before = sum(self.shares[other] for other in labels[: labels.index(label) + 1])
         own = time.perf_counter() + 60 * self.minutes * self.shares[label] if self.minutes else math.inf
-        if label == Answers.label:  # of few answers nothing is learned, so a stage before it does not shorten it
+        if label == LearningRecords.label:  # nothing is learned of few answers: no stage before shortens this one
             return own
         return min(own, self._reading(self.loading + 60 * self.minutes * before))
 

@@ -21,14 +21,14 @@ from skipdecode.errors import DataError
 TextKey = tuple[int, ...]
 
 
-class Taught(NamedTuple):
+class TeacherTopK(NamedTuple):
     """A teacher's top-k tokens at each position with their log-probabilities, both (positions, k)."""
 
     log_probabilities: Tensor
     top_tokens: Tensor
 
     @classmethod
-    def of_steps(cls, steps: Sequence[Sequence[tuple[int, float]]]) -> Taught:
+    def of_steps(cls, steps: Sequence[Sequence[tuple[int, float]]]) -> TeacherTopK:
         """Of the top tokens with their log-probabilities at each position, as many at all of them."""
         pairs = torch.tensor(steps, dtype=torch.float64)
         return cls(pairs[..., 1].half(), pairs[..., 0].int())
@@ -38,7 +38,7 @@ class Taught(NamedTuple):
         return [base64.b64encode(part.numpy().tobytes()).decode() for part in self]
 
     @classmethod
-    def from_text(cls, text: Sequence[str], positions: int) -> Taught:
+    def from_text(cls, text: Sequence[str], positions: int) -> TeacherTopK:
         """What `to_text` returned."""
         parts = zip(text, (torch.float16, torch.int32), strict=True)
         return cls(*(torch.frombuffer(bytearray(base64.b64decode(t)), dtype=d).view(positions, -1) for t, d in parts))
@@ -49,7 +49,7 @@ def text_key(prompt: Sequence[int], response: Sequence[int]) -> TextKey:
     return len(response), *prompt, *response
 
 
-def save_distributions(path: Path, texts: Mapping[TextKey, Taught]) -> None:
+def save_distributions(path: Path, texts: Mapping[TextKey, TeacherTopK]) -> None:
     """Write the distributions of at least one text. Raises WriteError."""
     tensors = {
         "keys": torch.tensor([number for key in texts for number in key], dtype=torch.int32),
@@ -60,7 +60,7 @@ def save_distributions(path: Path, texts: Mapping[TextKey, Taught]) -> None:
     write_whole(path, save(tensors))
 
 
-def load_distributions(path: Path) -> dict[TextKey, Taught]:
+def load_distributions(path: Path) -> dict[TextKey, TeacherTopK]:
     """What `save_distributions` wrote; raises DataError if it cannot be read."""
     try:
         tensors = load_file(path)
@@ -68,5 +68,5 @@ def load_distributions(path: Path) -> dict[TextKey, Taught]:
         raise DataError(f"cannot read the distributions {path} ({e}): leave out `distributions`") from None
     keys = [tuple(key.tolist()) for key in torch.split(tensors["keys"], tensors["key_lengths"].tolist())]
     positions = [key[0] for key in keys]
-    parts = (torch.split(tensors[name], positions) for name in Taught._fields)
-    return dict(zip(keys, map(Taught, *parts), strict=True))
+    parts = (torch.split(tensors[name], positions) for name in TeacherTopK._fields)
+    return dict(zip(keys, map(TeacherTopK, *parts), strict=True))

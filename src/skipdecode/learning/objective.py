@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from skipdecode.data.batches import IGNORE, Batch
-from skipdecode.learning.distributions import Taught, TextKey, text_key
+from skipdecode.learning.distributions import TeacherTopK, TextKey, text_key
 from skipdecode.models.attach import Attachment
 from skipdecode.models.forward import response_logits
 from skipdecode.schedule import Schedule
@@ -101,12 +101,12 @@ class KeptTeacher:
     need not be computed; the others are then of as many tokens.
     """
 
-    def __init__(self, teacher: Teacher, top_k: int, known: Mapping[TextKey, Taught] | None = None) -> None:
+    def __init__(self, teacher: Teacher, top_k: int, known: Mapping[TextKey, TeacherTopK] | None = None) -> None:
         self._teacher, self._kept = teacher, dict(known or {})
         widths = (taught.top_tokens.shape[1] for taught in self._kept.values())
         self._top_k = next(widths, top_k)
 
-    def taught(self, batch: Batch) -> Taught:
+    def taught(self, batch: Batch) -> TeacherTopK:
         """The distributions at the response columns of a batch, flattened."""
         texts = zip(batch.input_ids, batch.attention_mask > 0, batch.targets != IGNORE, strict=True)
         rows = [(ids[mask].tolist(), int(counted.sum())) for ids, mask, counted in texts]
@@ -117,12 +117,12 @@ class KeptTeacher:
         device, pad = batch.input_ids.device, torch.nn.utils.rnn.pad_sequence
         taught = [self._kept[key] for key in keys]
         values, tokens = (pad(list(part), batch_first=True) for part in zip(*taught, strict=True))
-        return Taught(values.to(device).flatten(0, 1), tokens.to(device).flatten(0, 1).long())
+        return TeacherTopK(values.to(device).flatten(0, 1), tokens.to(device).flatten(0, 1).long())
 
-    def _top(self, logits: Tensor) -> Taught:
+    def _top(self, logits: Tensor) -> TeacherTopK:
         parts = [functional.log_softmax(part.float(), -1) for part in torch.split(logits, _TOKENS)]
         values, tokens = zip(*(part.topk(min(self._top_k, part.shape[-1])) for part in parts), strict=True)
-        return Taught(torch.cat(values).half().cpu(), torch.cat(tokens).int().cpu())
+        return TeacherTopK(torch.cat(values).half().cpu(), torch.cat(tokens).int().cpu())
 
 
 class Objective:
@@ -155,13 +155,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def token_losses(
-    student: Tensor, targets: Tensor, teacher: Tensor | Taught | None = None, weight: float = 0.0
+    student: Tensor, targets: Tensor, teacher: Tensor | TeacherTopK | None = None, weight: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum over the tokens that count: (1 - weight) * CE + weight * KL(teacher || student), with gradient; CE; KL.
 
     `student` and `teacher` are logits, (tokens, vocabulary), `targets` (tokens,) with `IGNORE` where a token does not
-    count. Without a teacher the first sum is the cross-entropy; of one that is `Taught`, all tokens beside its top-k
-    count as one.
+    count. Without a teacher the first sum is the cross-entropy. Tokens that `TeacherTopK` does not have count as one.
     """
     total, cross_entropy, kl = _TokenLosses.apply(student, targets, teacher, weight)  # type: ignore[no-untyped-call]
     return total, cross_entropy, kl
@@ -170,7 +169,7 @@ def token_losses(
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, targets: Tensor, teacher: Tensor | Taught | None, weight: float
+        ctx: Any, student: Tensor, targets: Tensor, teacher: Tensor | TeacherTopK | None, weight: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.zeros_like(student) if ctx.needs_input_grad[0] else None
         sums = torch.zeros(3, device=student.device)
@@ -179,7 +178,7 @@ class _TokenLosses(torch.autograd.Function):
             if isinstance(teacher, Tensor):
                 losses, part = _part_of_all_tokens(guess, targets[rows], teacher[rows], weight)
             else:
-                taught = None if teacher is None else Taught(*(each[rows] for each in teacher))
+                taught = None if teacher is None else TeacherTopK(*(each[rows] for each in teacher))
                 losses, part = _part_of_top_tokens(guess, targets[rows], taught, weight)
             sums += losses
             if gradient is not None:
@@ -209,7 +208,9 @@ def _part_of_all_tokens(guess: Tensor, targets: Tensor, teacher: Tensor, weight:
     return torch.stack(((1 - weight) * cross_entropy + weight * kl, cross_entropy, kl)), gradient
 
 
-def _part_of_top_tokens(guess: Tensor, targets: Tensor, teacher: Taught | None, weight: float) -> tuple[Tensor, Tensor]:
+def _part_of_top_tokens(
+    guess: Tensor, targets: Tensor, teacher: TeacherTopK | None, weight: float
+) -> tuple[Tensor, Tensor]:
     """The same for a teacher's top-k tokens, or none: the losses depend on few of the log-probabilities `guess`."""
     tokens = targets[:, None]
     cross_entropy, kl = -guess.gather(1, tokens).sum(), guess.new_zeros(())

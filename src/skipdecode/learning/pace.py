@@ -59,7 +59,7 @@ class Pace:
         return cls(batch.tokens / took, fmean(prompts) + fmean(responses), fmean(prompts), max(responses))
 
     def enough(self, width: int) -> float:
-        """Return about the minutes of which half are left to tune, after small stages, for texts of this length."""
+        """Return about the minutes of which half are left to tune where all other stages are at their least."""
         search = _PRODUCTS * (2 * _TOKENS_A_COLUMN * width + 4 * _LEAST_RECORDS * self.text_tokens)
         evaluation = 4 * _LEAST_TEXTS * self.text_tokens * 2  # four methods; generated, timed and read
         return 2 * (24 * self.text_tokens + search + 2 * evaluation) / self.tokens_per_second / 60

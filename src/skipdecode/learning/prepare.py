@@ -43,7 +43,7 @@ from skipdecode.learning.settings import (
 )
 from skipdecode.learning.sources import Sources
 from skipdecode.learning.stage_log import Stages
-from skipdecode.learning.stages import Answers, Evaluation, FullDepth, Layers, Timing, Tuning, TuningPlan
+from skipdecode.learning.stages import Evaluation, FullDepth, Layers, LearningRecords, Timing, Tuning, TuningPlan
 from skipdecode.learning.tune import Tuned, tune
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.loading.adapter import merge_adapter
@@ -51,13 +51,13 @@ from skipdecode.models.loading.checkpoint import Model, loaded_of, open_checkpoi
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import Schedule
 
-_OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors")
+_OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors", "self*.jsonl")
 _TUNED_UNDER = "tuned-under.json"
 # results/ready-smollm2-135m.json, results/prepare-e2e-qwen2.5-coder-0.5b.json
 _BEFORE = "of E2E, SmolLM2-135M kept 99.8% at 2.5x after 30 minutes, Qwen2.5-Coder-0.5B 99.3% at 2.2x after 45"
 _SOME_RECORDS = 64  # to see how long texts are
 _SOME_POSITIONS = 64  # to see whether a speed-up is possible at all
-_PACE, _BATCH = 75, 4
+_CHECKPOINT_EVERY, _BATCH_SIZE = 75, 4
 _EVALUATIONS = 5  # of the dev records, in a tuning
 _TO_LEARN = 0.02  # of the dev loss: if the first steps at full depth take off less, the checkpoint does the task
 _LEAST_STEPS = 10  # of a tuning at full depth, and between two evaluations
@@ -131,7 +131,10 @@ def prepare(
 
 
 class _Run:
-    """The arguments of `prepare`, and its stages. Wrong options and records are refused before any work."""
+    """The arguments of `prepare`, and its stages. Wrong options and records are refused before any work.
+
+    `loaded`: the model of all stages, until `_full_depth` puts the model that it has tuned in its place.
+    """
 
     def __init__(
         self,
@@ -141,7 +144,8 @@ class _Run:
         cost: CostModel | str | Path | None,
         out: Path,
     ) -> None:
-        self.settings, self.cost, self.out, self.fit, self.full = settings, cost, out, out / "fit", out / FULL
+        self.settings, self.cost, self.out = settings, cost, out
+        self.fit_directory, self.full_directory = out / "fit", out / FULL
         self.target = settings.target_speedup or settings.TARGET
         self.shares = MILDER if settings.keep is not None and settings.target_speedup is None else NEIGHBOURS
         depths = CalibrationSettings(target_speedup=self.target, prompt_depths=settings.prompt_depths)
@@ -164,23 +168,23 @@ class _Run:
         with closing(Stages(out, self._depends_on(), _OUTPUTS, started, overwrite=overwrite)) as stages:
             clock = Clock(stages, minutes, settings.self, self.loading)
             note(self._plan(clock))
-            answers, full = self._texts(stages, clock)
-            pace = self._pace(stages, answers) if minutes else None
+            records, full = self._texts(stages, clock)
+            pace = self._pace(stages, records) if minutes else None
             try:
                 timing = None
                 if pace is not None:
-                    timing = stages.run(Timing, lambda: self._timing(answers, pace, clock.until(Layers.label)))
-                choose = partial(self._layers, answers, pace, timing, clock)
+                    timing = stages.run(Timing, lambda: self._timing(records, pace, clock.until(Layers.label)))
+                choose = partial(self._layers, records, pace, timing, clock)
                 learned = full and full.scores and asdict(full)
-                layers = stages.run(Layers, choose, directory=self.fit, reads=learned)
+                layers = stages.run(Layers, choose, directory=self.fit_directory, reads=learned)
             except (TargetError, UsageError, DataError):
                 stages.forget()
                 raise
-            fit = stages.files(Layers)
-            target = Schedule.load(self.fit / SCHEDULE_FILE)
+            fit_digests = stages.files(Layers)
+            target = Schedule.load(self.fit_directory / SCHEDULE_FILE)
             evaluation = self._evaluation
             evaluate_first = partial(evaluation.run, layers, target, clock.until(Evaluation.label))
-            before = stages.run(Evaluation, evaluate_first, minutes=0.0, reads=fit)
+            before = stages.run(Evaluation, evaluate_first, minutes=0.0, reads=fit_digests)
             schedule = evaluation.to_tune(target, before)
             left = TuningPlan(0.0)
             if pace is not None:
@@ -189,10 +193,10 @@ class _Run:
             if pace is not None and not left.is_too_short(minutes):
                 note(f"{left.minutes:.1f} minutes of tuning for {schedule.name}")
                 directory = tuned_directory(out, minutes)
-                work = partial(self._tuned, answers, left, directory, pace, schedule)
-                tuning = stages.run(Tuning, work, minutes=minutes, directory=directory, reads=fit)
+                work = partial(self._tuned, records, left, directory, pace, schedule)
+                tuning = stages.run(Tuning, work, minutes=minutes, directory=directory, reads=fit_digests)
                 evaluate_last = partial(evaluation.run, layers, schedule, clock.end, before, directory)
-                stages.run(Evaluation, evaluate_last, minutes=minutes, reads=[fit, tuning.result])
+                stages.run(Evaluation, evaluate_last, minutes=minutes, reads=[fit_digests, tuning.result])
             elif minutes:
                 note(f"{minutes:g} minutes leave {max(0.0, left.minutes):.1f} to tune")
             results = Results(self.settings, self.name, schedule, left.minutes, full)
@@ -223,42 +227,43 @@ class _Run:
 
     @property
     def _evaluation(self) -> ScheduleEvaluation:
-        return ScheduleEvaluation(self.settings, self.sources, self.loaded, self.shares, self.out, self.fit)
+        return ScheduleEvaluation(self.settings, self.sources, self.loaded, self.shares, self.out, self.fit_directory)
 
     @property
     def width(self) -> int:
         """hidden_size of the model."""
         return ModelGeometry.from_config(self.loaded.checkpoint.config).hidden_size
 
-    def _record_options(self, answers: Answers) -> dict[str, Any]:
+    def _record_options(self, records: LearningRecords) -> dict[str, Any]:
         """Options of both `calibrate` and `tune`."""
-        return {"seed": self.settings.seed, **asdict(answers.options)}
+        return {"seed": self.settings.seed, **asdict(records.options)}
 
-    def _texts(self, stages: Stages, clock: Clock) -> tuple[Answers, FullDepth | None]:
+    def _texts(self, stages: Stages, clock: Clock) -> tuple[LearningRecords, FullDepth | None]:
         """What the schedule learns: the model's answers, or responses that still teach; and the tuning before."""
-        responses = None if self.settings.self else self.sources.given(self.loaded)
+        responses = None if self.settings.self else self.sources.written_records(self.loaded)
         if self.settings.minutes and not stages.finished():
             self._warn(Pace.of(self.loaded.model, [TYPICAL]) if responses is None else self._pace(stages, responses))
         if responses is None:
-            until = clock.until(Answers.label)
-            return stages.run(Answers, lambda: self.sources.answers(self.loaded, until)), None
+            until = clock.until(LearningRecords.label)
+            work = partial(self.sources.self_generate, self.loaded, until)
+            return stages.run(LearningRecords, work, directory=self.out / "answers"), None
         full = self._full_depth(stages, responses, clock)
         if full is None or full.learns_responses:
             return responses, full
-        greedy = partial(self.sources.answered, responses, self.loaded, clock.until(Answers.label))
-        return stages.run(Answers, greedy, reads=asdict(full)), full
+        work = partial(self.sources.answer_records, responses, self.loaded, clock.until(LearningRecords.label))
+        return stages.run(LearningRecords, work, directory=self.out / "answers", reads=asdict(full)), full
 
-    def _pace(self, stages: Stages, answers: Answers) -> Pace:
+    def _pace(self, stages: Stages, records: LearningRecords) -> Pace:
         """Measure the model's speed of learning, once, on a sample of the records."""
 
-        return stages.run(Pace, lambda: Pace.of(self.loaded.model, self._sample(answers)))
+        return stages.run(Pace, lambda: Pace.of(self.loaded.model, self._sample(records)))
 
-    def _sample(self, answers: Answers) -> list[Example]:
-        template = make_template(answers.options)
-        file = read_file(answers.train, template, limit=_SOME_RECORDS, skip_bad=True)
-        return encode_source(file, "train", template, self.loaded, answers.options)[0]
+    def _sample(self, records: LearningRecords) -> list[Example]:
+        template = make_template(records.options)
+        file = read_file(records.train, template, limit=_SOME_RECORDS, skip_bad=True)
+        return encode_source(file, "train", template, self.loaded, records.options)[0]
 
-    def _full_depth(self, stages: Stages, responses: Answers, clock: Clock) -> FullDepth | None:
+    def _full_depth(self, stages: Stages, responses: LearningRecords, clock: Clock) -> FullDepth | None:
         """The tuning at full depth, whose model takes the place of the checkpoint; None if there is no time for it."""
         known, minutes = stages.find(FullDepth), self.settings.minutes
         if known is not None and known.serves(minutes):
@@ -266,29 +271,29 @@ class _Run:
         if not minutes:
             return None
         pace, plan = self._pace(stages, responses), minutes * clock.shares[FullDepth.label] * _TUNES_OF_FULL
-        if pace.steps(60 * plan, _BATCH) < _LEAST_STEPS:
+        if pace.steps(60 * plan, _BATCH_SIZE) < _LEAST_STEPS:
             return None
         work = partial(self._tuned_at_full_depth, responses, pace, minutes, plan)
-        full = stages.run(FullDepth, work, directory=self.full, reads=minutes)
+        full = stages.run(FullDepth, work, directory=self.full_directory, reads=minutes)
         if full.scores is not None:
             old = self.loaded
             dtype, device = str(old.model.dtype).removeprefix("torch."), str(old.model.device)
-            tuned = load(self.full, dtype=dtype, device=device, base=old.checkpoint.given_base)
+            tuned = load(self.full_directory, dtype=dtype, device=device, base=old.checkpoint.given_base)
             self.loaded = replace(tuned, model=merge_adapter(tuned.model))
         return full
 
-    def _tuned_at_full_depth(self, responses: Answers, pace: Pace, minutes: float, plan: float) -> FullDepth:
+    def _tuned_at_full_depth(self, responses: LearningRecords, pace: Pace, minutes: float, plan: float) -> FullDepth:
         """Tune for `plan` minutes at full depth, as long as each evaluation lowers the dev loss.
 
         A checkpoint that does the task is one whose loss the first steps do not lower clearly: no score says that alike
         for all tasks.
         """
         more = {"early_stop": _TO_LEARN, "train_fit": False}
-        losses = self._tune(responses, self.full, "full", plan, pace, **more).dev_losses
+        losses = self._tune(responses, self.full_directory, "full", plan, pace, **more).dev_losses
         first, best = losses[0][1], min(loss for _, loss in losses)
         scores = None
         if best > (1 - _TO_LEARN) * first:
-            shutil.rmtree(self.full)
+            shutil.rmtree(self.full_directory)
             note(
                 f"tuning at full depth lowers the dev loss from {first:.3f} to {best:.3f} only: the model does the task"
             )
@@ -299,18 +304,18 @@ class _Run:
             scores = dict(rows[0]["scores"])
         return FullDepth(minutes, losses, scores)
 
-    def _timing(self, answers: Answers, pace: Pace, until: float) -> Timing:
+    def _timing(self, records: LearningRecords, pace: Pace, until: float) -> Timing:
         """Measure the cost of a step and of whole requests, and size the search that ends at `until`."""
         loaded, batch, cost, target = self.loaded, self.settings.batch, None, self.target
         if self.cost is None:
             half = (time.perf_counter() + until) / 2
             cost = find_cost(loaded, batch=batch, prompt_len=round(pace.prompt_tokens), until=half).cost
-            target = target_of_steps(self.depths, cost, loaded, self._sample(answers), batch, half)
+            target = target_of_steps(self.depths, cost, loaded, self._sample(records), batch, half)
         sets = prompt_sets(self.depths, loaded.checkpoint.num_layers)
         size = pace.search(until - time.perf_counter(), self.width, len(sets))
         return Timing(None if cost is None else cost.to_dict(), target, size)
 
-    def _layers(self, answers: Answers, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:
+    def _layers(self, records: LearningRecords, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:
         """Choose the layers, fit the maps that replace them, and size the evaluations of them."""
         settings = self.settings
         names = ("prompt_depths", *(field.name for field in fields(FitOptions)))
@@ -321,11 +326,11 @@ class _Run:
         cost = self.cost if timing is None or timing.cost is None else CostModel.from_dict(timing.cost)
         document = calibrate(
             self.loaded,
-            answers.train,
-            out=self.fit,
+            records.train,
+            out=self.fit_directory,
             cost=cost,
             until=clock.until(Layers.label),
-            **self._record_options(answers),
+            **self._record_options(records),
             **options,
             batch=settings.batch if cost is None else 1,
         ).document
@@ -338,22 +343,24 @@ class _Run:
         size = replace(size, records=min(size.records, settings.test_records))
         return Layers(size, max(1, round(pace.text_tokens - document["prompt_len"])))
 
-    def _tuned(self, answers: Answers, plan: TuningPlan, directory: Path, pace: Pace, schedule: Schedule) -> Tuning:
+    def _tuned(
+        self, records: LearningRecords, plan: TuningPlan, directory: Path, pace: Pace, schedule: Schedule
+    ) -> Tuning:
         """Tune from the fit; the model's own answers are distilled from full depth."""
         settings = self.settings
         others, nominal = settings.sampled_speedups, schedule.nominal_speedup
-        schedule.save(file := self.fit / _TUNED_UNDER)
-        weight = float(answers.own) if settings.distill_weight is None else settings.distill_weight
+        schedule.save(file := self.fit_directory / _TUNED_UNDER)
+        weight = float(records.own) if settings.distill_weight is None else settings.distill_weight
         # The target as often as all others together.
         speedups = (*others, *[nominal] * len(others))
         tuned = self._tune(
-            answers, directory, file, plan.minutes, pace, nominal, sampled_speedups=speedups, distill_weight=weight
+            records, directory, file, plan.minutes, pace, nominal, sampled_speedups=speedups, distill_weight=weight
         )
         return Tuning(dict(tuned.result), tuned.dev_losses)
 
     def _tune(
         self,
-        answers: Answers,
+        records: LearningRecords,
         out: Path,
         schedule: str | Path,
         minutes: float,
@@ -364,19 +371,19 @@ class _Run:
         settings = self.settings
         return tune(
             self.loaded,
-            answers.train,
-            answers.dev,
+            records.train,
+            records.dev,
             out=out,
             schedule=schedule,
             minutes=minutes,
-            **self._record_options(answers),
+            **self._record_options(records),
             learning_rate=settings.rate(self.width),
-            batch_size=_BATCH,
+            batch_size=_BATCH_SIZE,
             full=settings.full,
             merge=self.loaded.checkpoint.adapter is not None and not settings.full,
-            eval_every=max(_LEAST_STEPS, pace.steps(60 * minutes * speedup / _EVALUATIONS, _BATCH)),
-            checkpoint_every=_PACE,
+            eval_every=max(_LEAST_STEPS, pace.steps(60 * minutes * speedup / _EVALUATIONS, _BATCH_SIZE)),
+            checkpoint_every=_CHECKPOINT_EVERY,
             dev_records=pace.dev_records(60 * settings.minutes),
-            distributions=answers.distributions,
+            distributions=records.distributions,
             **more,
         )

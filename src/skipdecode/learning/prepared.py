@@ -36,7 +36,7 @@ from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.stage_log import Stages
 from skipdecode.learning.stages import Evaluation, FullDepth, Tuning, TuningPlan
 from skipdecode.models.checkpoint_schedule import FIT_FILE
-from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.fit import Fit, set_fit
 from skipdecode.models.loading.card import EVALUATION_FILE, PICTURE_FILE, push_to_hub, write_card
 from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
 from skipdecode.models.loading.fit_file import FitFile
@@ -92,7 +92,7 @@ class Prepared(Printed):
         use = prepared_use(self.out)
         if (file := self.schedule_file.with_name(FIT_FILE)).is_file() and use["schedule"] != "full":
             fit = FitFile(file, schedules=(str(self.schedule_file),)).load(self._loaded.model)
-            keep_fit(self._loaded.model, fit)
+            set_fit(self._loaded.model, fit)
         return LLM(self._loaded, use["schedule"], quantization=use.get("quantization", "none"))
 
     @property

@@ -1,4 +1,4 @@
-"""From the speed-up of whole requests that is asked for to the speed-up of steps that is planned."""
+"""The speed-up by the cost model that is needed for a speed-up of whole requests."""
 
 from __future__ import annotations
 

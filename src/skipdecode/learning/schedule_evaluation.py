@@ -10,7 +10,7 @@ from typing import Any
 from skipdecode.data.tasks import Task
 from skipdecode.evaluation.compare import with_kept
 from skipdecode.evaluation.evaluate import AnySchedule, evaluate
-from skipdecode.evaluation.metrics import MetricOptions
+from skipdecode.evaluation.metrics import EncoderOptions
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import squeezed
 from skipdecode.learning.prepared import MILDER, NEIGHBOURS, neighbours
@@ -18,7 +18,7 @@ from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.sources import Sources
 from skipdecode.learning.stages import Evaluation, Layers
 from skipdecode.models.checkpoint_schedule import FIT_FILE
-from skipdecode.models.fit import another_fit, fit_of
+from skipdecode.models.fit import fit_of, temporary_fit
 from skipdecode.models.loading.checkpoint import LoadedModel, Model
 from skipdecode.models.loading.fit_file import FitFile
 from skipdecode.schedule import Schedule
@@ -56,7 +56,7 @@ class ScheduleEvaluation:
         if before is not None:
             layers = replace(layers, size=replace(layers.size, records=before.rows[0]["records"]))
         file, model = self.fit / FIT_FILE, self.loaded.model
-        with another_fit(model, FitFile(file).load(model) if file.is_file() else fit_of(model)):
+        with temporary_fit(model, FitFile(file).load(model) if file.is_file() else fit_of(model)):
             rows = self._rows(LLM(self.loaded), layers, target, until, tuned)
         if before is not None:
             speeds = {row["name"]: {name: row[name] for name in _SPEEDS} for row in before.rows}
@@ -90,7 +90,7 @@ class ScheduleEvaluation:
         if task is None:
             options |= {"prompts": self.sources.test}
         else:
-            options |= {"data": self.sources.test, "task": task, **asdict(settings.part(MetricOptions))}
+            options |= {"data": self.sources.test, "task": task, **asdict(settings.part(EncoderOptions))}
         return evaluate(
             model,
             schedules=schedules,

@@ -113,7 +113,7 @@ def search(
     fitter: Fitter | None = None,
     until: float = math.inf,
 ) -> SearchResult:
-    """Learn the prompt set.
+    """Order the layers by influence, fit their maps once, and compare the prompt sets by their loss.
 
     `influence`: block influence of each layer; the layers go in its order. With a `fitter`, all candidates have one
     fit. `until`: reading of `time.perf_counter()` after which no further prompt set is compared.

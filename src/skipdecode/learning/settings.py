@@ -15,7 +15,7 @@ from skipdecode.common.options import Options, option, setting
 from skipdecode.data.examples import RecordOptions
 from skipdecode.engine.requests import BATCH
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.metrics import MetricOptions
+from skipdecode.evaluation.metrics import EncoderOptions
 from skipdecode.generation.self_generated import ABOUT_FILE, SelfGeneratedOptions
 from skipdecode.models.recipe import sampled_schedules
 from skipdecode.schedule import Schedule
@@ -263,7 +263,7 @@ class CalibrateOptions(CalibrationSettings, FitOptions, RecordOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, MetricOptions):
+class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, EncoderOptions):
     """Options of `skipdecode.prepare`; each field's help text is its documentation."""
 
     EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev", "base")}

@@ -24,7 +24,7 @@ from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.method_runs import in_w8a8
-from skipdecode.evaluation.metrics import MetricOptions, check_metrics
+from skipdecode.evaluation.metrics import EncoderOptions, check_metric, check_metrics
 from skipdecode.generation.self_generated import (
     DEV_FILE,
     TEST_FILE,
@@ -34,9 +34,9 @@ from skipdecode.generation.self_generated import (
     without_broken_end,
 )
 from skipdecode.learning.answers import greedy_answers
-from skipdecode.learning.distributions import Taught, TextKey, save_distributions, text_key
+from skipdecode.learning.distributions import TeacherTopK, TextKey, save_distributions, text_key
 from skipdecode.learning.settings import PrepareOptions
-from skipdecode.learning.stages import Answers
+from skipdecode.learning.stages import LearningRecords
 from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.loading.identity import checkpoint_digest
 
@@ -79,7 +79,7 @@ class Sources:
             if isinstance(test, str | Path):
                 open_prompts(replace(settings, prompts=str(test)))
             return
-        check_metrics(self.task(1).metrics, settings.part(MetricOptions), note)
+        check_metrics(self.task(1).metrics, settings.part(EncoderOptions), note)
         if not settings.self:
             whole = self._template.shape is not None
             learned = {name: one for name, one in self._sources.items() if whole or name != "test"}
@@ -99,14 +99,14 @@ class Sources:
     def task(self, most: int) -> Task:
         """The task, or the records' prompt and response; `most` is the maximum number of new tokens."""
         if self._settings.task:
-            return load_task(self._settings.task)
+            return load_task(self._settings.task, check_metric)
         template = make_template(self._settings) if self._settings.self else self._template
         how = ("bleu", "rougeL", "chrf"), most
         return Task("records", str(template.text), template.responses, *how, chat=bool(template.chat))
 
-    def given(self, loaded: LoadedModel) -> Answers:
+    def written_records(self, loaded: LoadedModel) -> LearningRecords:
         """The records and their options: as they are, or, of a known shape or with a part held out, as files."""
-        self._template = template = self._template.decided(loaded.tokenizer)
+        self._template = template = self._template.for_tokenizer(loaded.tokenizer)
         settings = self._settings
         options = settings.part(RecordOptions) if settings.task else self._options(template)
         for name, file in self._rewritten.items():
@@ -114,14 +114,14 @@ class Sources:
             refuse_rejects(name, written.skipped, skip_bad=settings.skips_bad)
             self._sources[name] = path = str(self._out / "records" / f"{name}.jsonl")
             _write(Path(path), written, template.responses[0])
-        return Answers(self._sources["train"], self._sources["dev"], options)
+        return LearningRecords(self._sources["train"], self._sources["dev"], options)
 
     def _options(self, template: PromptTemplate) -> RecordOptions:
         """The options of records without a task, for this template."""
         options = replace(self._settings.part(RecordOptions), prompt_template=template.text, prompt_field=None)
         return replace(options, response_field=template.responses[0], chat=bool(template.chat))
 
-    def answered(self, responses: Answers, loaded: LoadedModel, until: float) -> Answers:
+    def answer_records(self, responses: LearningRecords, loaded: LoadedModel, until: float) -> LearningRecords:
         """The prompts of given records with the model's greedy answers at full depth, as many as the time allows.
 
         An answer that is longer than any response is cut after its last whole sentence.
@@ -140,7 +140,7 @@ class Sources:
         backend = in_w8a8(backend) or backend  # its answers are as good, and take half of the time
         # That of another tuning at full depth is replaced.
         log = ResumeLog(directory / _ANSWERS_LOG, about, what="answers", remedy=ANEW, restart=True)
-        answered, distributions = [], dict[TextKey, Taught]()
+        answered, distributions = [], dict[TextKey, TeacherTopK]()
         with closing(log), progress_bar(len(examples), "answer") as bar:
             answers = greedy_answers(
                 backend,
@@ -164,10 +164,10 @@ class Sources:
         for name, part in zip((TRAIN_FILE, DEV_FILE), parts, strict=True):
             _write(directory / name, part, template.responses[0])
         save_distributions(directory / DISTRIBUTIONS_FILE, distributions)
-        train, dev = (str(directory / name) for name in (TRAIN_FILE, DEV_FILE))
-        return Answers(train, dev, responses.options, own=True, distributions=str(directory / DISTRIBUTIONS_FILE))
+        train, dev, top = (str(directory / name) for name in (TRAIN_FILE, DEV_FILE, DISTRIBUTIONS_FILE))
+        return LearningRecords(train, dev, responses.options, own=True, distributions=top)
 
-    def answers(self, loaded: LoadedModel, until: float) -> Answers:
+    def self_generate(self, loaded: LoadedModel, until: float) -> LearningRecords:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
         settings, directory, held_out = self._settings, self._out / "answers", "test" not in self._sources
         count = held_out * min(_TESTED, settings.test_records)
@@ -185,7 +185,7 @@ class Sources:
         options = settings.part(RecordOptions) if settings.task else self._options(template)
         # An answer may be a token longer when it is read again, and then exceed the context.
         options = replace(options, bad_records="skip")
-        return Answers(str(directory / TRAIN_FILE), str(directory / DEV_FILE), options, own=True)
+        return LearningRecords(str(directory / TRAIN_FILE), str(directory / DEV_FILE), options, own=True)
 
 
 def _write(path: Path, file: Records, field: str) -> None:

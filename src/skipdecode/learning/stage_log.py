@@ -1,5 +1,6 @@
-"""The log of the stages of `prepare`: each is done once, counts the time of all its processes, and is done again if its
-files are lost or what it read has changed.
+"""The log of the stages of `prepare`: each is done once, and counts the time of all its processes.
+
+It is done again if a file that it made in its directory is lost, or what it read has changed.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.errors import SkipDecodeError
 from skipdecode.learning.pace import Pace
 from skipdecode.learning.settings import CLOCK_FILE, PREPARE_LOG
-from skipdecode.learning.stages import Answers, Evaluation, FullDepth, Layers, Timing, Tuning, TuningPlan
+from skipdecode.learning.stages import Evaluation, FullDepth, Layers, LearningRecords, Timing, Tuning, TuningPlan
 from skipdecode.models.loading.card import PICTURE_FILE
-from skipdecode.models.recipe import RECIPE_FILE
 
 _DIRECTORIES = ("answers", "records", "full", "fit", "tuned-*", "eval-*")
 
-T = TypeVar("T", Answers, Pace, FullDepth, Timing, Layers, Evaluation, TuningPlan, Tuning)
+T = TypeVar("T", LearningRecords, Pace, FullDepth, Timing, Layers, Evaluation, TuningPlan, Tuning)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Stages:
         return dict(self._log.get(kind.label)["files"])
 
     def spent(self) -> float:
-        """Seconds of the finished stages that all minutes share, and of this process outside of stages."""
+        """Seconds of the finished stages that all minutes share, and of this process that no finished stage counts."""
         shared = sum(stage.seconds for stage in self.finished() if not stage.minutes)
         return shared + self._before + time.perf_counter() - self._started - self._here
 
@@ -137,11 +137,10 @@ class Stages:
         done = None if value is None else Finished(**value)
         if done is not None and done.stage.keys() != {field.name for field in fields(kind)}:
             done = None  # of an earlier version
-        if done is not None and directory is not None and (lost := _lost(directory, done.files)):
-            note(f"{directory / lost} is gone, or not the file that this run made: the stage {key!r} is done again")
-            (directory / RECIPE_FILE).unlink(missing_ok=True)  # else the tuning would be told as finished
-            done = None
-        if done is not None and done.reads != reads:
+        lost = None if done is None or directory is None else _lost(directory, done.files)
+        if lost is not None:
+            note(f"{lost} is gone, or not the file that this run made: the stage {key!r} is done again")
+        if done is not None and (lost is not None or done.reads != reads):
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)
             self._log.put(key, None)  # if this process is killed, the next one continues what begins here
@@ -189,12 +188,10 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _lost(directory: Path, files: Mapping[str, str]) -> str | None:
+def _lost(directory: Path, files: Mapping[str, str]) -> Path | None:
     """The first file that is not there as it was made; None if all are."""
-    for name, known in files.items():
-        if not (directory / name).is_file() or _digest(directory / name) != known:
-            return name
-    return None
+    paths = ((directory / name, known) for name, known in files.items())
+    return next((path for path, known in paths if not path.is_file() or _digest(path) != known), None)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The stages of `prepare` as data: what each leaves to later ones. A class and its minutes are the key in the log."""
+"""The stages of `prepare` as data: what each leaves to later ones. A label and its minutes are the key in the log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _DETERMINED = 0.5  # nats a token: above it other writers had written other resp
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The records of all later stages: the user's, or the model's `own` answers."""
+class LearningRecords:
+    """The records that all later stages learn: with the user's responses, or with the model's `own` answers."""
 
     label: ClassVar = "answers"
     train: Source
@@ -74,7 +74,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Layers:
-    """The schedule that reaches the target is saved beside its fit; the size of both evaluations of it.
+    """The size of both evaluations; the schedule that reaches the target and its fit are files of the stage.
 
     `request_tokens`: mean new tokens of a record.
     """

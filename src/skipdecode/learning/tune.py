@@ -38,7 +38,7 @@ from skipdecode.learning.checkpoint import (
 )
 from skipdecode.learning.settings import TuneOptions
 from skipdecode.models.checkpoint_schedule import FIT_FILE
-from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.fit import Fit, set_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.card import write_card
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, loaded_of, open_checkpoint
@@ -244,7 +244,7 @@ class _Run:
         under = self.checkpoint.folder if self.goes_on else loaded.checkpoint.own_folder
         recipe = make_recipe(
             asdict(settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base},
-            template.decided(loaded.tokenizer),
+            template.for_tokenizer(loaded.tokenizer),
             schedule,
             {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | generated,
             environment(),
@@ -319,7 +319,7 @@ class _Run:
         if isinstance(fit, str | Path):
             fit = FitFile(Path(fit) / FIT_FILE if Path(fit).is_dir() else Path(fit)).load(loaded.model)
         if fit is not None:
-            keep_fit(loaded.model, fit)
+            set_fit(loaded.model, fit)
         digest = checkpoint_digest(loaded)
         if digest["fit"] is not None:
             note(f"the fit is {'trained with the weights' if settings.train_fit else 'not trained'}")

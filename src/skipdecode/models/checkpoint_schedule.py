@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from skipdecode.models.fit import Fit
 
 ADAPTER_FILE = "adapter_config.json"
-SCHEDULE_FILE = "skipdecode.json"
+ADAPTER_SCHEDULE_FILE = "skipdecode.json"
 FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
 GENERATION_FILE = "generation_config.json"
 _FITS = Path(__file__).parent / "fits"
@@ -56,7 +56,7 @@ def schedule_in_config(entries: Fields, num_layers: int, where: str) -> Schedule
 
 def schedule_of_adapter(folder: Path, num_layers: int) -> Schedule | None:
     """The schedule in an adapter's directory, for a base model of so many layers; a ScheduleError names the file."""
-    file = folder / SCHEDULE_FILE
+    file = folder / ADAPTER_SCHEDULE_FILE
     if not file.is_file():
         return None
     schedule = Schedule.load(file)

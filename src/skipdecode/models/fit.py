@@ -136,7 +136,7 @@ class Fit(nn.Module):
                     f"has {wanted} there: fit this model with skipdecode prepare"
                 )
 
-    def check_is(self, digest: str | None, name: object = "the fit") -> None:
+    def check_digest(self, digest: str | None, name: object = "the fit") -> None:
         """Raise FitError unless the fit has this digest; None: any."""
         if digest is not None and digest != self.digest():
             raise FitError(
@@ -264,7 +264,7 @@ class Fit(nn.Module):
                 raise FitError(f"tensor '{name}.{part}' has numbers that are not finite")
 
 
-def keep_fit(model: PreTrainedModel, fit: Fit | None) -> None:
+def set_fit(model: PreTrainedModel, fit: Fit | None) -> None:
     """Store a fit in a loaded model; None: it has none, even if its checkpoint has one.
 
     Raises FitError if the fit is for another model.
@@ -276,14 +276,14 @@ def keep_fit(model: PreTrainedModel, fit: Fit | None) -> None:
 
 
 @contextlib.contextmanager
-def another_fit(model: PreTrainedModel, fit: Fit | None) -> Iterator[None]:
+def temporary_fit(model: PreTrainedModel, fit: Fit | None) -> Iterator[None]:
     """A context in which a loaded model has this fit, or none."""
     before = fit_of(model)
-    keep_fit(model, fit)
+    set_fit(model, fit)
     try:
         yield
     finally:
-        keep_fit(model, before)
+        set_fit(model, before)
 
 
 def fit_of(model: PreTrainedModel) -> Fit | None:
@@ -292,8 +292,8 @@ def fit_of(model: PreTrainedModel) -> Fit | None:
     return fit
 
 
-def knows_fit(model: PreTrainedModel) -> bool:
-    """Whether `keep_fit` has said which fit a model has, or that it has none."""
+def is_fit_set(model: PreTrainedModel) -> bool:
+    """Whether `set_fit` has said which fit a model has, or that it has none."""
     return _KEPT in unwrap(model).__dict__
 
 

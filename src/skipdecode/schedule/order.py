@@ -14,7 +14,6 @@ from typing import Literal
 from skipdecode.common.plain import unwrapped
 from skipdecode.errors import ScheduleError
 
-Order = Literal["bottom-up", "even", "top-down"]
 PromptDepth = Literal["full", "max_exit"] | tuple[int, ...]
 _MOST_POSITIONS = 1_000_000
 

@@ -21,7 +21,6 @@ from skipdecode.common.plain import unwrapped
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.order import (
-    Order,
     PromptDepth,
     check_budgets,
     check_layers,
@@ -231,15 +230,6 @@ class Schedule:
         budgets = (max(self.budgets[-1], round(self.mean_budget())),)
         variant = "-".join(filter(None, (self.variant, "flat")))
         return replace(self, budgets=budgets, name=f"{self.name}-flat", variant=variant)
-
-    def reordered(self, order: Order) -> Self:
-        """A schedule with the same budgets, and so the same cost, and another drop order; "even" is even at the end."""
-        layers, warmup = self.num_layers, self.warmup_layers
-        if order == "even":
-            drop_order = layer_order.evenly_spaced(layers, self.budgets[-1], warmup)
-        else:
-            drop_order = (layer_order.top_down if order == "top-down" else layer_order.bottom_up)(layers, warmup)
-        return replace(self, drop_order=drop_order)
 
     def with_prompt(self, prompt: PromptDepth) -> Self:
         """This schedule with another prompt set; the name has its number of layers, as in "skipdecode-p15-3x"."""

@@ -167,7 +167,7 @@ class Preprocessor:
         return template
 
     def _templated_tokens(self, prompt: str) -> list[int]:
-        encoded = self._templated.encode([self._template.record(prompt)])[0]
+        encoded = self._templated.encode([self._template.record_of(prompt)])[0]
         if encoded.error is not None:
             hint = " (in a request: skipdecode.template=false)" if prompt.strip() else ""
             raise invalid(encoded.error + hint, "prompt")

@@ -47,7 +47,7 @@ def checkpoint_fit(model: ModelConfig) -> Fit | None:
     if found is None:
         return None
     fit, config, file = Fit.load(found.file), model.hf_text_config, found.file
-    fit.check_is(digest, f"fit {file}")
+    fit.check_digest(digest, f"fit {file}")
     keys = 2 * model.get_total_num_kv_heads() * model.get_head_size()
     fit.check_sizes(config.hidden_size, [keys] * config.num_hidden_layers, f"fit {file}")
     return fit

@@ -21,7 +21,7 @@ from engines import (
 from fits import random_fit
 from skipdecode import Schedule
 from skipdecode.models.checkpoint_schedule import FIT_FILE
-from skipdecode.models.fit import Fit, keep_fit
+from skipdecode.models.fit import Fit, set_fit
 from tiny import LAYERS
 
 LOWER, GAPS = (0, 1, 2, 3), (0, 1, 3, 6)
@@ -42,7 +42,7 @@ def save_fitted(folder: Path, model_type: str = "llama", taps: int = 0, **change
     """A tiny checkpoint with bridges, and maps for two prompt sets; returns the transformers model with its fit."""
     model = save_tiny(folder, SCHEDULES["paper"], model_type, **changes)
     random_fit(model, [LOWER, GAPS], taps=taps).save(folder / FIT_FILE)
-    keep_fit(model, Fit.load(folder / FIT_FILE))
+    set_fit(model, Fit.load(folder / FIT_FILE))
     return model
 
 
@@ -71,9 +71,9 @@ def test_ragged_requests(checkpoint: Any, running: Any, name: str):
     texts, (folder, model) = prompts(LENGTHS), checkpoint
     expected = reference(model, SCHEDULES[name], texts, NEW)
     assert generate(running, texts, NEW, [name] * len(texts)) == expected
-    keep_fit(model, None)
+    set_fit(model, None)
     without = reference(model, SCHEDULES[name], texts, NEW)
-    keep_fit(model, Fit.load(folder / FIT_FILE))
+    set_fit(model, Fit.load(folder / FIT_FILE))
     assert without != expected, "the fit must matter for this test"
 
 

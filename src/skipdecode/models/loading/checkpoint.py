@@ -19,8 +19,8 @@ from skipdecode.common.types import PeftModel, PretrainedConfig, PreTrainedModel
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.checkpoint_schedule import (
     ADAPTER_FILE,
+    ADAPTER_SCHEDULE_FILE,
     FIT_FILE,
-    SCHEDULE_FILE,
     digest_in,
     schedule_file,
     schedule_in_config,
@@ -257,7 +257,7 @@ def _config_file(name: str, folder: Path) -> Path:
 
 def _fit_folder(base: str, adapter: Path | None, folder: Path, entries: Fields) -> tuple[Path | None, str | None]:
     """The directory of the checkpoint's own fit, and its digest: the adapter if it has a schedule, else the base."""
-    if adapter is not None and any((adapter / name).exists() for name in (SCHEDULE_FILE, FIT_FILE)):
+    if adapter is not None and any((adapter / name).exists() for name in (ADAPTER_SCHEDULE_FILE, FIT_FILE)):
         mapping = _adapter_settings(adapter).get("auto_mapping")
         return adapter, digest_in(mapping if isinstance(mapping, dict) else {})
     return (None, None) if base == smollm2.NAME else (folder, digest_in(entries))

@@ -44,7 +44,7 @@ class FitFile:
         from skipdecode.models.fit import Fit
 
         fit, name = Fit.load(self.file), f"fit {self.file}"
-        fit.check_is(self.digest, name)
+        fit.check_digest(self.digest, name)
         fit.check_fits(model, name)
         for schedule in self.schedules:
             fit.check_prompts(Schedule.load(schedule), name)
@@ -88,11 +88,11 @@ def fit_of_checkpoint(model: PreTrainedModel) -> Fit | None:
 
     Raises FitError: the weights were tuned with a fit that is not there, is another one, or was not loaded with them.
     """
-    from skipdecode.models.fit import fit_of, keep_fit, knows_fit
+    from skipdecode.models.fit import fit_of, is_fit_set, set_fit
 
     of_adapter, digest = digest_of_model(model)
     where = getattr(unwrap(model).config, "_name_or_path", "")
-    if knows_fit(model) or (digest is None and (of_adapter or not Path(where or "?").is_dir())):
+    if is_fit_set(model) or (digest is None and (of_adapter or not Path(where or "?").is_dir())):
         return fit_of(model)
     if of_adapter or not where:
         raise FitError(
@@ -101,5 +101,5 @@ def fit_of_checkpoint(model: PreTrainedModel) -> Fit | None:
             "weights, or load the model with load_model of skipdecode.models.loading.hub"
         )
     if (file := choose_fit(where, digest)) is not None:
-        keep_fit(model, file.load(model))
+        set_fit(model, file.load(model))
     return fit_of(model)

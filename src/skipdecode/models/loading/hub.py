@@ -43,7 +43,7 @@ def load_model(
     name: str | Path | Checkpoint, *, dtype: str = "auto", device: str | None = None, require_tokenizer: bool = True
 ) -> LoadedModel:
     """Load a model as `skipdecode.engine.opening.load` does; `dtype` "auto" is the type in the checkpoint."""
-    from skipdecode.models.fit import keep_fit
+    from skipdecode.models.fit import set_fit
 
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
@@ -65,7 +65,7 @@ def load_model(
     record_tuned_under(model, checkpoint.tuned_under)
     fit = checkpoint.fit
     if fit is not None:
-        keep_fit(model, fit.load(model))
+        set_fit(model, fit.load(model))
     if adapter is not None:
         sample = base_sample(model)
         check_base(sample, checkpoint.base, adapter, None if recipe is None else recipe.base)

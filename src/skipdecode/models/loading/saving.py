@@ -25,14 +25,14 @@ from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.common.types import PeftModel, PreTrainedModel, Tokenizer
 from skipdecode.models.checkpoint_schedule import (
+    ADAPTER_SCHEDULE_FILE,
     FIT_FILE,
     GENERATION_FILE,
-    SCHEDULE_FILE,
     store_in_adapter,
     store_in_config,
 )
 from skipdecode.models.families import unwrap
-from skipdecode.models.fit import Fit, fit_of, fit_state, keep_fit
+from skipdecode.models.fit import Fit, fit_of, fit_state, set_fit
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
@@ -105,7 +105,7 @@ def save_tuned(
         with writing(directory / _PEFT_WEIGHTS, sum(tensor.nbytes for tensor in adapter.values())):
             model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
         save_tokenizer(tokenizer, partial, shown=directory)
-        schedule.save(partial / SCHEDULE_FILE)
+        schedule.save(partial / ADAPTER_SCHEDULE_FILE)
         # It may name another end than the base's; unchecked, as transformers saves no config that it finds odd.
         unwrap(model).generation_config.to_json_file(partial / GENERATION_FILE)
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
@@ -125,7 +125,7 @@ def merge_saved(model: PeftModel, directory: Path) -> PreTrainedModel:
 
     peft.set_peft_model_state_dict(model, load_file(directory / _PEFT_WEIGHTS))
     if (file := directory / FIT_FILE).is_file():
-        keep_fit(model, Fit.load(file))
+        set_fit(model, Fit.load(file))
     return merge_adapter(model)
 
 

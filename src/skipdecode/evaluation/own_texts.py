@@ -142,7 +142,7 @@ class OwnTexts:
         loaded, base = self.llm.loaded, self.base.loaded
         recipe = loaded.checkpoint.recipe
         tuned = PromptTemplate("{prompt}", chat=True) if self.options.chat else tuned_template(recipe)
-        template = (tuned or PROMPT_AND_RESPONSE).decided(base.tokenizer)
+        template = (tuned or PROMPT_AND_RESPONSE).for_tokenizer(base.tokenizer)
         seed = row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"
         about = self.base, template, self._generated, self.source, out, seed, skip_bad, self.options.overwrite
