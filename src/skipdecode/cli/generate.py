@@ -166,7 +166,7 @@ def run(config: Config) -> int:
                 stats = _write_outputs(config, llm, prompts, decoding, writer, rows)
             except KeyboardInterrupt as stop:
                 raise type(stop)(f": {writer.resume_hint}") from None
-    _tell(config, stats, settings)
+    _print_summary(config, stats, settings)
     return 1 if stats.bad_rows else 0
 
 
@@ -302,7 +302,7 @@ def _line(config: Config, llm: LLM, output: Output) -> Mapping[str, object]:
     return output.to_record(output.prompt if config.include_prompt else None)
 
 
-def _tell(config: Config, stats: RunStats, settings: Json) -> None:
+def _print_summary(config: Config, stats: RunStats, settings: Json) -> None:
     from skipdecode.generation.stats import summary_lines
 
     for line in summary_lines(stats):

@@ -70,7 +70,7 @@ def find_cost(
         kind = str(loaded_model.dtype)
         kind = "auto" if kind == str(getattr(checkpoint.config, "dtype", None)) else kind.removeprefix("torch.")
         engine = {"dtype": kind, "device": str(loaded_model.device)} | engine
-    cache = _Place.of(checkpoint, batch, prompt_len, **engine)
+    cache = _Conditions.of(checkpoint, batch, prompt_len, **engine)
     if not remeasure and (stored := cache.kept()) is not None:
         return stored
     return cache.measured(loaded_model, until)
@@ -84,7 +84,7 @@ def solver_limits(config: transformers.PretrainedConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Conditions:
     """The conditions of a measurement, and the file that keeps it."""
 
     checkpoint: Checkpoint

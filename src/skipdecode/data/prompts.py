@@ -43,7 +43,7 @@ class PromptEncoder:
     `context`: tokens of the model's context (`context_length`): a prompt must leave room for one more. `template`: of
     the records: whether plain prompts are chats (which has been decided), their system message, and which field may be
     cut. Chats always go through the chat template. Default: plain prompts. `vocabulary`: tokens of the model
-    (`vocabulary_size`): prompts with others are refused. Default: any. `told`: fields that a note has named because
+    (`vocabulary_size`): prompts with others are refused. Default: any. `noted`: fields that a note has named because
     they are not in the prompts: each is named once. Default: none yet. `variables`: of the chat template, for every
     chat.
 
@@ -59,13 +59,13 @@ class PromptEncoder:
         template: PromptTemplate = _PLAIN,
         *,
         vocabulary: int | None = None,
-        told: set[str] | None = None,
+        noted: set[str] | None = None,
         variables: Fields | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._context = context
-        self._told = set() if told is None else told
+        self._noted = set() if noted is None else noted
         self._template = template
         self._variables = checked_variables(tokenizer, variables)
         if template.chat and (fault := chat_fault(tokenizer)) is not None:
@@ -115,7 +115,7 @@ class PromptEncoder:
         """The text of a record, or of the record with another prompt."""
         words, extra = record.prompt if prompt is None else prompt, record.for_chat
         if isinstance(words, str) and not self._is_chat(record):
-            self._tell({*record.left_out, *map(repr, extra)})
+            self._note_unused({*record.left_out, *map(repr, extra)})
             return words
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise DataError("the record is a chat, but the model's tokenizer has no chat template")
@@ -129,13 +129,13 @@ class PromptEncoder:
         text = render_chat(self._tokenizer, messages, tools, variables=self._variables)
         unused |= unused_fields(self._tokenizer, messages, tools, text, self._variables)
         roles = unused_roles(self._tokenizer, messages, tools, self._variables)
-        self._tell({*record.left_out, *map(repr, unused), *(f"messages of the role {role!r}" for role in roles)})
+        self._note_unused({*record.left_out, *map(repr, unused), *(f"messages of the role {role!r}" for role in roles)})
         return text
 
-    def _tell(self, left_out: set[str]) -> None:
+    def _note_unused(self, left_out: set[str]) -> None:
         """Name fields of records that are not in the prompts, each once."""
-        if new := sorted(left_out - self._told):
-            self._told.update(new)
+        if new := sorted(left_out - self._noted):
+            self._noted.update(new)
             note(f"fields of the records that are not in the prompts: {', '.join(new)}")
 
     def _token_ids(self, texts: list[str], is_chat: bool) -> list[list[int]]:

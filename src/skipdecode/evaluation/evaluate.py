@@ -212,7 +212,7 @@ class _Evaluation:
         most = options.max_new_tokens or chosen.max_new_tokens
         prompt_room(context_length(self.checkpoint.config), most)
         schedules = self._chosen(chosen.response_tokens.get("p95", most)) or [self.checkpoint.parse(None, most)]
-        places = self._places(schedules, out)
+        directories = self._directories(schedules, out)
         records = load_records(chosen, data, shape=shape, skip_bad=skip_bad, limit=options.limit)
         note_left_out(records.skipped)
         if task is None:
@@ -231,11 +231,11 @@ class _Evaluation:
         untuned = llm.loaded.untuned_line(s for s in schedules if not s.is_full)
         for line in (untuned, f"engine: {llm.backend.name}"):
             note(line) if line else None
-        methods = {directory: Method(llm.backend, s) for directory, s in places.items()}
+        methods = {directory: Method(llm.backend, s) for directory, s in directories.items()}
         if options.full_depth and not any(method.full_depth for method in methods.values()):
             methods = {out / "full": Method(llm.backend), **methods}
         if options.w8a8:
-            methods |= {out / _folder(m.name): m for m in with_w8a8(llm.backend, [*places.values()])}
+            methods |= {out / _folder(m.name): m for m in with_w8a8(llm.backend, [*directories.values()])}
         loaded = llm.loaded
         about = {
             **model_about(llm, options.name),
@@ -249,23 +249,23 @@ class _Evaluation:
         )
         return work.run(methods, out, overwrite=options.overwrite)
 
-    def _places(self, schedules: Sequence[Schedule], out: Path) -> dict[Path, Schedule]:
+    def _directories(self, schedules: Sequence[Schedule], out: Path) -> dict[Path, Schedule]:
         """The directory of each schedule's results; refuses directories that are not free."""
-        places: dict[Path, Schedule] = {}
+        directories: dict[Path, Schedule] = {}
         for schedule in schedules:
             name = method_name(schedule)
             directory = out if self.one or not self.schedules else out / _folder(name)
-            if directory in places:
+            if directory in directories:
                 raise UsageError(f"the schedules have {name} twice: leave one out, or give them different names")
-            places[directory] = schedule
+            directories[directory] = schedule
         # Of an unfinished run, `TaskEvaluation` checks whether it is the same: that needs the loaded model.
         if self.saved and not self.options.overwrite and not is_unfinished(out):
-            wanted = {*places, out / "full"}
+            wanted = {*directories, out / "full"}
             for directory in wanted:
                 EVAL_DIRECTORY.check(directory)
             for directory in wanted:
                 check_free(directory, overwrite=False)
-        return places
+        return directories
 
     def on_texts(self, prompts: str | Path | Sequence[str] | None, base: Model | None, out: Path) -> Run:
         options = self.options

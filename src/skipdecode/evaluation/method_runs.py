@@ -67,7 +67,7 @@ def with_w8a8(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
     """Full depth and the schedules with W8A8 weights; none where the backend has no such weights on this machine."""
     if (fast := in_w8a8(backend)) is None:
         return []
-    full = Method(fast, name="full, w8a8", beside=True)
+    full = Method(fast, name="full, w8a8", variant=True)
     return [full, *(Method(fast, s, f"{s.name}, w8a8") for s in schedules if not s.is_full)]
 
 

@@ -111,11 +111,11 @@ class OwnTexts:
             log.remove()
         for variant, row in zip(variants, rows, strict=True):
             row |= speeds.get(variant, {})
-        said = {one.name: one.texts(texts[one], tokenizer) for one in variants}
+        texts_of = {one.name: one.texts(texts[one], tokenizer) for one in variants}
         document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
         document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
         outputs = [
-            {"id": record.id, "prompt": record.prompt, "texts": {name: each[i] for name, each in said.items()}}
+            {"id": record.id, "prompt": record.prompt, "texts": {name: each[i] for name, each in texts_of.items()}}
             for i, record in enumerate(records)
         ]
         forget_prompts(out)

@@ -56,9 +56,9 @@ class TaskEvaluation:
     model: Any
     tokenizer: Any
     task: Task
-    given: Records
+    source: Records
     metrics: Sequence[Metric]
-    asked: EvaluationSettings
+    options: EvaluationSettings
     config: Mapping[str, Any]
     skip_bad: bool = False
     until: float = math.inf
@@ -82,7 +82,7 @@ class TaskEvaluation:
 
     def _of_first(self, count: int) -> TaskEvaluation:
         """The same evaluation of the first records alone."""
-        return replace(self, given=replace(self.records, items=self.records.items[:count]))
+        return replace(self, source=replace(self.records, items=self.records.items[:count]))
 
     def _finished_runs(
         self, methods: Mapping[Path, Method], outputs: Mapping[Method, Outputs], log: ResumeLog
@@ -108,7 +108,7 @@ class TaskEvaluation:
     @cached_property
     def settings(self) -> EvaluationSettings:
         """The settings, with the task's longest output if no other is asked for."""
-        return replace(self.asked, max_new_tokens=self.asked.max_new_tokens or self.task.max_new_tokens)
+        return replace(self.options, max_new_tokens=self.options.max_new_tokens or self.task.max_new_tokens)
 
     @property
     def records(self) -> Records:
@@ -125,9 +125,9 @@ class TaskEvaluation:
         tokenizer, vocabulary = self.tokenizer, vocabulary_size(self.model)
         room = prompt_room(context_length(self.model.config), self.settings.max_new_tokens or 0)
         fitting, prompts = encode_prompts(
-            self.task.template, self.given, tokenizer, room=room, vocabulary=vocabulary, skip_bad=self.skip_bad
+            self.task.template, self.source, tokenizer, room=room, vocabulary=vocabulary, skip_bad=self.skip_bad
         )
-        note_left_out(fitting.skipped[len(self.given.skipped) :])
+        note_left_out(fitting.skipped[len(self.source.skipped) :])
         if self.settings.teacher_forced:
             texts = [record.references[0] for record in fitting.items]
             for record, ids in zip(fitting.items, response_ids(texts, tokenizer, chat=self.task.chat), strict=True):

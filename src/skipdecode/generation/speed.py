@@ -61,7 +61,7 @@ class Method:
     """Greedy decoding of a backend's model under a schedule, by default full depth, with which others are compared.
 
     `name` is the label in tables, by default the schedule's. `exact`: with drafts from the text and from earlier
-    answers. `beside`: another way to decode at full depth, which is compared with the plain one.
+    answers. `variant`: another way to decode at full depth, which is compared with the plain one.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Method:
         schedule: Schedule | None = None,
         name: str | None = None,
         *,
-        beside: bool = False,
+        variant: bool = False,
         exact: bool = True,
     ) -> None:
         self.backend, self.exact = backend, exact
         self.schedule = Schedule.full(backend.num_layers) if schedule is None else schedule
-        self.full_depth = self.schedule.is_full and not beside
+        self.full_depth = self.schedule.is_full and not variant
         self.name = name or method_name(self.schedule)
 
     @property

@@ -99,7 +99,7 @@ class TextModel:
     def encoder(self, template: PromptTemplate) -> PromptEncoder:
         """Make the encoder of prompts of a template; see `PromptEncoder`."""
         of_model, size = (self.tokenizer, self.context), vocabulary_size(self.loaded.model)
-        return PromptEncoder(*of_model, template, vocabulary=size, told=self._noted, variables=self.variables)
+        return PromptEncoder(*of_model, template, vocabulary=size, noted=self._noted, variables=self.variables)
 
     def constrained(self, sampling: Sampling, json_schema: JsonSchema | None) -> Sampling:
         """Return settings under which texts fit a JSON schema, if there is one; raises `GrammarError`."""

@@ -96,7 +96,7 @@ class Checkpoints:
             shutil.rmtree(final, ignore_errors=True)
             give_usual_mode(partial)
             os.replace(partial, final)
-            for old in self._found()[:-_KEEP]:
+            for old in self._saved()[:-_KEEP]:
                 shutil.rmtree(old)
         self._accelerator.wait_for_everyone()
 
@@ -105,7 +105,7 @@ class Checkpoints:
 
         Raises OutputError: there are some, and none can be read.
         """
-        newest = self._found()
+        newest = self._saved()
         for checkpoint in reversed(newest):
             try:
                 self._accelerator.load_state(str(checkpoint))
@@ -129,7 +129,7 @@ class Checkpoints:
         if self._accelerator.is_main_process:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _found(self) -> list[Path]:
+    def _saved(self) -> list[Path]:
         return sorted(p for p in self._directory.glob("step-*") if p.is_dir() and not p.suffix)
 
     # accelerate's hooks: an entry taken off the list is a model that accelerate neither stores nor loads.

@@ -81,8 +81,8 @@ class Prepared(Printed):
     @property
     def schedule(self) -> Schedule:
         """The schedule of the tuning; without tuning, that of the target."""
-        carried = open_checkpoint(self.path).schedule if self.path else None
-        return carried or Schedule.load(self.schedule_file)
+        tuned = open_checkpoint(self.path).schedule if self.path else None
+        return tuned or Schedule.load(self.schedule_file)
 
     @cached_property
     def llm(self) -> LLM:

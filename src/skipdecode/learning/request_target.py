@@ -50,8 +50,8 @@ def target_of_steps(
     measured = _request_speedup(goal, loaded, examples, batch, until)
     if measured <= 1 or 1 / _WITHIN < full / planned / measured < _WITHIN:
         return wanted
-    beside = (full - measured * planned) / (measured - 1)
-    target = full / max(full / (_MOST * wanted), (full + beside) / wanted - beside)
+    outside = (full - measured * planned) / (measured - 1)
+    target = full / max(full / (_MOST * wanted), (full + outside) / wanted - outside)
     try:
         goal_of(target)
     except TargetError:  # no schedule makes up for the difference

@@ -194,18 +194,18 @@ class _Run:
 
     settings: TuneOptions
     checkpoint: Checkpoint
-    given: LoadedModel | None
+    model: LoadedModel | None
     train: Source | None
     dev: Source | None
     out: Path
-    asked: Schedule | str | Path | None
+    requested: Schedule | str | Path | None
     seq_len: int | None
     fit: Fit | str | Path | None
     recipe: Json | None
     overwrite: bool
 
     @property
-    def goes_on(self) -> bool:
+    def continues_adapter(self) -> bool:
         """Whether the model is an adapter that is tuned further, on its own base."""
         return self.checkpoint.adapter is not None and not (self.settings.full or self.settings.merge)
 
@@ -223,7 +223,7 @@ class _Run:
         if template is None:
             state.wait_for_everyone()
             with state.main_process_first():  # other processes use its result
-                loaded = self.given or load(self.checkpoint)
+                loaded = self.model or load(self.checkpoint)
                 # Refused before texts are generated.
                 settings.curriculum(self._schedule([settings.self_tokens])[0])
                 template, generated["self"] = own_answers(
@@ -241,7 +241,7 @@ class _Run:
         _name_ends(loaded, train)
         schedule, origin = self._schedule([len(example.response) for example in train])
         note(f"schedule {schedule.name}: {origin}")
-        under = self.checkpoint.folder if self.goes_on else loaded.checkpoint.own_folder
+        under = self.checkpoint.folder if self.continues_adapter else loaded.checkpoint.own_folder
         recipe = make_recipe(
             asdict(settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base},
             template.for_tokenizer(loaded.tokenizer),
@@ -291,7 +291,8 @@ class _Run:
             )
         if settings.self:
             self_template(settings)
-        if self.goes_on and (fresh := [n for n in _FRESH_LORA if getattr(settings, n) != getattr(TuneOptions, n)]):
+        fresh = [name for name in _FRESH_LORA if getattr(settings, name) != getattr(TuneOptions, name)]
+        if self.continues_adapter and fresh:
             raise UsageError(
                 f"{self.checkpoint.name} is an adapter, which is tuned further: leave out `{fresh[0]}`, or add "
                 "`merge`, which merges it and tunes a fresh one"
@@ -309,12 +310,12 @@ class _Run:
         # Trained weights are fp32; mixed precision is for the forward pass. The base of a LoRA keeps its type.
         in_hardware = torch.cuda.is_available() or multiplies_bf16("cpu")
         as_stored = in_hardware and not settings.full and settings.precision != "fp32"
-        if self.given is None:
+        if self.model is None:
             loaded = load(self.checkpoint, dtype="auto" if as_stored else "float32")
         else:
-            loaded = replace(self.given, model=copied(self.given.model, None if as_stored else torch.float32))
+            loaded = replace(self.model, model=copied(self.model.model, None if as_stored else torch.float32))
         fit, file = self.fit, self.checkpoint.fit
-        if fit is None and self.given is not None and file is not None and file != self.given.checkpoint.fit:
+        if fit is None and self.model is not None and file is not None and file != self.model.checkpoint.fit:
             fit = file.file  # beside the schedule file
         if isinstance(fit, str | Path):
             fit = FitFile(Path(fit) / FIT_FILE if Path(fit).is_dir() else Path(fit)).load(loaded.model)
@@ -323,7 +324,7 @@ class _Run:
         digest = checkpoint_digest(loaded)
         if digest["fit"] is not None:
             note(f"the fit is {'trained with the weights' if settings.train_fit else 'not trained'}")
-        if not self.goes_on:
+        if not self.continues_adapter:
             return replace(loaded, model=merge_adapter(loaded.model)), digest
         rows, known = vocabulary_size(loaded.model), self.checkpoint.config.get_text_config(decoder=True).vocab_size
         if rows != known:
@@ -335,7 +336,7 @@ class _Run:
 
     def _schedule(self, lengths: Sequence[int]) -> tuple[Schedule, str]:
         """The schedule and its origin; positions by default: the 95th percentile of `lengths`."""
-        own, stored, requested = self.checkpoint.schedule, (self.recipe or {}).get("schedule"), self.asked
+        own, stored, requested = self.checkpoint.schedule, (self.recipe or {}).get("schedule"), self.requested
         longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
         origin = "because neither the call nor the checkpoint names one" if own is None else "the checkpoint's own"
         if stored is not None:
@@ -357,11 +358,11 @@ class _Run:
         from skipdecode.learning.trainer import Tuner
 
         checkpoint = self.checkpoint
-        here = not self.goes_on and Path(checkpoint.name).expanduser().is_dir()
+        here = not self.continues_adapter and Path(checkpoint.name).expanduser().is_dir()
         base = str(loaded.checkpoint.own_folder.resolve()) if here else checkpoint.base
         if checkpoint.given_base is not None and Path(base).expanduser().is_dir():
             base = str(Path(base).expanduser().resolve())
-        dtype = checkpoint.config.dtype if self.given is None else self.given.model.dtype
+        dtype = checkpoint.config.dtype if self.model is None else self.model.model.dtype
         return Tuner(
             *(loaded.model, loaded.tokenizer, train, dev, schedule, self.settings, self.out),
             base_name=base,

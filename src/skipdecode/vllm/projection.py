@@ -284,7 +284,7 @@ class TapMemory:
         self.taps, self._stops = taps, stops
         self._kept: dict[tuple[int, ...], Tensor] = {}
         self._written: dict[tuple[int, ...], Tensor] = {}
-        self._found: dict[tuple[int, ...], Tensor] = {}
+        self._earlier: dict[tuple[int, ...], Tensor] = {}
         self._step: dict[str, Tensor] | None = None
         self._most = 0  # places that the step needs
 
@@ -298,9 +298,9 @@ class TapMemory:
     def before(self, layer: int, states: Callable[[], Tensor]) -> Tensor:
         """The normed states before each row, (rows, taps * width), at a layer; `states` gives those of all rows."""
         stop = self._stops[layer]
-        if stop not in self._found:
-            self._found[stop] = self._look_back(stop, states())
-        return self._found[stop]
+        if stop not in self._earlier:
+            self._earlier[stop] = self._look_back(stop, states())
+        return self._earlier[stop]
 
     def _look_back(self, stop: tuple[int, ...], states: Tensor) -> Tensor:
         if self._step is None:
@@ -319,7 +319,7 @@ class TapMemory:
         if self._step is not None:
             for stop, states in self._written.items():
                 self._kept[stop][self._step["kept_at"]] = states
-        self._step, self._written, self._found = None, {}, {}
+        self._step, self._written, self._earlier = None, {}, {}
 
     def _grown(self, stop: tuple[int, ...], like: Tensor) -> Tensor:
         """The memory of a stop, large enough for the step."""

@@ -88,10 +88,10 @@ class PluginSettings(Options):
         return cls.from_config(None, extra.get(KEY) if isinstance(extra, dict) else None)
 
     @classmethod
-    def from_config(cls, carried: object, options: object) -> Self | None:
+    def from_config(cls, config_value: object, options: object) -> Self | None:
         """Settings from the checkpoint's schedule and the user's options; None if neither has a schedule.
 
-        `carried`: value of `skipdecode` in the model's config. `options`: value of `skipdecode` in `additional_config`:
+        `config_value`: `skipdecode` in the model's config. `options`: `skipdecode` in `additional_config`:
         fields of this class, `schedules` as a list of dictionaries.
         """
         if not isinstance(options, dict | None):
@@ -99,7 +99,7 @@ class PluginSettings(Options):
         options = dict(options or {})
         for name in options:
             check_name("option", name, [f.name for f in fields(PluginSettings)])
-        schedules = [] if carried is None else [Schedule.from_dict(carried)]
+        schedules = [] if config_value is None else [Schedule.from_dict(config_value)]
         schedules += [Schedule.from_dict(data) for data in options.pop("schedules", ())]
         if not schedules:
             if options:
