@@ -33,7 +33,7 @@ from skipdecode.cli.arguments import (
 )
 from skipdecode.common.environment import COMMAND, isolated_torch
 from skipdecode.common.options import kinds, near
-from skipdecode.common.progress import detailed, quiet
+from skipdecode.common.progress import detailed, note, quiet
 from skipdecode.errors import SkipDecodeError
 from skipdecode.schedule.grammar import SCHEDULES
 
@@ -133,6 +133,8 @@ def _run(arguments: list[str]) -> int:
         with claimed(config):
             check_together(config)
             check_inputs(config)
+            if sys.modules.get("torch") is None and (model := getattr(config, "model", None)):
+                note(f"loading {model}")  # seconds pass before torch is imported
             return int(module.run(config))
     except KeyboardInterrupt as stop:
         continues = "; the same command continues" if resumes(module.Config) else ""
