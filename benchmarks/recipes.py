@@ -77,9 +77,10 @@ def measured(model: LoadedModel, run: Path, name: str, schedule: Schedule, optio
     )
     how: dict[str, Any] = {"task": options.task, "limit": 64, "batch_size": 8, "teacher_forced": False}
     full, row = skipdecode.evaluate(str(tuned.path), options.data, out=folder / "eval", overwrite=True, **how).rows
-    scores = {"scores": row["scores"], "full_depth_scores": full["scores"], "copied": row["copied"]}
-    speeds = {key: row[key] for key in ("name", "request_speedup", "request_speedup_alone")}
-    return {"recipe": name, "schedule": schedule.to_dict(), "tokens": tuned.result["tokens"], **speeds, **scores}
+    depth = " to ".join(map(str, dict.fromkeys((schedule.budgets[0], schedule.budgets[-1]))))
+    about = {"recipe": name, "layers": [len(schedule.prompt_layers()), depth], "schedule": schedule.to_dict()}
+    about |= {"tokens": tuned.result["tokens"], "full_depth_scores": full["scores"]}
+    return about | {key: row[key] for key in ("request_speedup", "request_speedup_alone", "scores", "copied")}
 
 
 def main() -> None:

@@ -345,6 +345,19 @@ def lm_eval(document: Row) -> Table:
     return table(document["rows"], [("model", "{model}"), ("schedule", "{name}"), ("nominal", nominal), *tasks])
 
 
+def recipes(document: Row) -> Table:
+    """What recipes of the field keep after the same minutes, beside the project's."""
+    columns: list[Column] = [
+        ("recipe", "{recipe}"),
+        ("layers of prompts; of new tokens", lambda row: "{0}; {1}".format(*row["layers"])),
+        ("tokens learned", "{tokens:,}"),
+        ("request speed-up", times("request_speedup")),
+        ("quality kept", "{kept:.1%}"),
+        ("values copied", "{copied:.1f}%"),
+    ]
+    return table(document["rows"], columns)
+
+
 def plain(rows: Sequence[Row]) -> Table:
     """The fields of rows as they are."""
     return [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
@@ -416,6 +429,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "humaneval": ("humaneval", humaneval),
     "lm-eval": ("lm-eval", lm_eval),
     "memory": ("memory", memory),
+    "recipes": ("recipes", recipes),
     "names": ("unseen-names", names),
     "prepared-rows": ("prepared-rows", prepared_rows),
     "products": ("product-speed", products),
