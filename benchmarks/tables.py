@@ -349,7 +349,7 @@ def recipes(document: Row) -> Table:
     """What recipes of the field keep after the same minutes, beside the project's."""
     columns: list[Column] = [
         ("recipe", "{recipe}"),
-        ("layers of prompts; of new tokens", lambda row: "{0}; {1}".format(*row["layers"])),
+        ("layers of prompts; of new tokens", lambda row: "{}; {}".format(*row["layers"])),
         ("tokens learned", "{tokens:,}"),
         ("request speed-up", times("request_speedup")),
         ("quality kept", "{kept:.1%}"),

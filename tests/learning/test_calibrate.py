@@ -260,6 +260,8 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
 
 def test_a_server_gets_a_flat_schedule(files: Files) -> None:
     assert learned(files, nominal_speedup=2, flat=True, data="short").schedule.is_flat
+    found = learned(files, target_speedup=1.9, prompt_depths=("max_exit",), flat=True)
+    assert found.fit and found.schedule.prompt_layers() == found.schedule.layers(0)
 
 
 def test_layers_go_by_block_influence_and_the_table_is_for_people(files: Files, tmp_path: Path) -> None:
@@ -300,7 +302,6 @@ def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files)
         ),
         ({"target_speedup": 2, "prompt_depths": ("9",)}, ScheduleError, "a number from 1 to 8"),
         ({"target_speedup": 2, "prompt_depths": ("1-3",)}, ScheduleError, "leaves out layer 0"),
-        ({"target_speedup": 2, "prompt_depths": ("max_exit",)}, UsageError, "max_exit"),
         ({"nominal_speedup": 2, "prompt_depths": ("4",)}, UsageError, "`prompt_depths` belongs to `target_speedup`"),
         ({"nominal_speedup": 2, "cost": "cost.json"}, UsageError, "`cost` is for a `target_speedup`"),
         ({"target_speedup": 2, "cost": CostModel.of_step(9, 1, 0.0, 1.0)}, UsageError, "9 layers"),

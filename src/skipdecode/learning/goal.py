@@ -64,8 +64,6 @@ def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[Prompt
     sets: list[tuple[PromptDepth, ...]] = []
     for word in settings.prompt_depths or ("full", *(str(max(1, warmup, round(layers * s))) for s in _PROMPT_SHARES)):
         prompt = prompt_set(word, layers)
-        if prompt == "max_exit":
-            raise UsageError("`prompt_depths`: max_exit depends on the schedule that is searched: list its layers")
         spread = settings.spread_prompts and word.isdecimal() and warmup < int(word) < layers
         even = (Schedule.even(layers, int(word), warmup_layers=warmup).layers(0),) if spread else ()
         sets.append((prompt, *even))
@@ -122,7 +120,7 @@ def set_goal(
     wanted, deepest = prompt_sets(settings, layers), {}
     for prompt in chain(*wanted):
         # What prompts run goes first: then they project the most layers, the order that costs most.
-        order = sorted(lowest, key=lambda layer: prompt != "full" and layer not in prompt)
+        order = sorted(lowest, key=lambda layer: isinstance(prompt, tuple) and layer not in prompt)
         flat_schedule = _depths(layers, tuple(order), warmup, 1, True).within(workload, limit, prompt)
         if flat_schedule is not None and flat_schedule.budgets[0] >= floor:
             deepest[prompt] = flat_schedule.budgets[0]
@@ -133,7 +131,7 @@ def set_goal(
         raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
     prompts = tuple(filter(None, (tuple(prompt for prompt in sets if prompt in deepest) for sets in wanted)))
     # The paper's schedule has the prompt set that leaves both phases most.
-    prompt = max(deepest, key=lambda each: min(layers if each == "full" else len(each), deepest[each]))
+    prompt = max(deepest, key=lambda each: min(len(each) if isinstance(each, tuple) else layers, deepest[each]))
     depths = _depths(layers, lowest, warmup, seq_len, flat)
     paper = replace(depths.within(workload, limit, prompt) or depths.schedule(0.0, prompt), name="paper")
     least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls

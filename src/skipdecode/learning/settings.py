@@ -204,8 +204,9 @@ class CalibrationSettings(Options):
         least=1,
     )
     prompt_depths: tuple[str, ...] = option(
-        "prompt layers to try for `target_speedup`: full, numbers (the lowest n or n evenly spaced ones, whichever "
-        "lose less), lists such as 0-14,20 (default: full, and 2/3, 1/2 and 1/3 of the layers)",
+        "prompt layers to try for `target_speedup`: full, max_exit (those of the first new token), numbers (the lowest "
+        "n or n evenly spaced ones, whichever lose less), lists such as 0-14,20 (default: full, and 2/3, 1/2 and 1/3 "
+        "of the layers)",
         default=(),
     )
     nominal_speedup: float | None = option(
@@ -291,8 +292,8 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, EncoderOpt
     batch: int = option("sequences decoded together", default=BATCH, least=1)
     order_records: int = setting("records on which drop orders and prompt layers are compared", default=8, least=1)
     prompt_depths: tuple[str, ...] = option(
-        "prompt layers to try: full, numbers (the lowest n or n evenly spaced ones, whichever lose less), lists such "
-        "as 0-14,20 (default: full, and 2/3, 1/2 and 1/3 of the layers)",
+        "prompt layers to try: full, max_exit (those of the first new token), numbers (the lowest n or n evenly spaced "
+        "ones, whichever lose less), lists such as 0-14,20 (default: full, and 2/3, 1/2 and 1/3 of the layers)",
         default=(),
     )
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
