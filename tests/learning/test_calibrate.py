@@ -239,8 +239,7 @@ def test_prompt_sets_are_measured_once_and_reported(files: Files, tmp_path: Path
     again = learned(files, tmp_path, **options)
     assert (again.losses, again.schedule) == (first.losses, first.schedule)
     assert log_entries(tmp_path / "measured.sqlite") == measured
-    printed = str(again)
-    assert printed.index("decode speed-up") < printed.index("prompt layers")
+    assert "decode speed-up" in str(again)
 
 
 @pytest.mark.slow
