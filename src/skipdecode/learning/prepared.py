@@ -199,7 +199,8 @@ class Prepared(Printed):
         yield from self._quality()
         known = {minutes: kept for minutes, kept in document["kept_by_minutes"].items() if kept is not None}
         if low := near_zero(rows):
-            yield f"the model does not do this task yet: {low}; there is no share to keep: tune it at full depth first"
+            remedy = "tune it at full depth first" if document["full_depth"] is None else "give more minutes"
+            yield f"the model does not do this task yet: {low}; there is no share to keep: {remedy}"
         elif known:
             kept = ", ".join(f"{share:.1%} after {float(minutes):g} minutes" for minutes, share in known.items())
             yield f"speed by skipping: {document['target']} keeps {kept}"
