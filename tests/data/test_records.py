@@ -228,7 +228,8 @@ def prompts_of(
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = jinja
     template = template or PromptTemplate(**options)
-    return [p.error or p.text for p in PromptEncoder(tokenizer, None, template).encode([*map(template.record, rows)])]
+    records = [*map(template.record_of, rows)]
+    return [p.error or p.text for p in PromptEncoder(tokenizer, None, template).encode(records)]
 
 
 def test_a_chat_goes_into_its_template_with_calls_names_and_tools():
