@@ -255,10 +255,10 @@ class _Run:
 
     def _pace(self, stages: Stages, records: LearningRecords) -> Pace:
         """Measure the model's speed of learning, once, on a sample of the records."""
-
         return stages.run(Pace, lambda: Pace.of(self.loaded.model, self._sample(records)))
 
     def _sample(self, records: LearningRecords) -> list[Example]:
+        """The first records that can be used, for lengths and speeds."""
         template = make_template(records.options)
         file = read_file(records.train, template, limit=_SOME_RECORDS, skip_bad=True)
         return encode_source(file, "train", template, self.loaded, records.options)[0]
@@ -319,10 +319,9 @@ class _Run:
         """Choose the layers, fit the maps that replace them, and size the evaluations of them."""
         settings = self.settings
         names = ("prompt_depths", *(field.name for field in fields(FitOptions)))
-        options = {name: getattr(settings, name) for name in names}
-        options |= {"records": settings.order_records, "target_speedup": self.target}
+        options = {name: getattr(settings, name) for name in names} | {"records": settings.order_records}
         if timing is not None:
-            options |= asdict(timing.search) | {"target_speedup": timing.target}
+            options |= asdict(timing.search)
         cost = self.cost if timing is None or timing.cost is None else CostModel.from_dict(timing.cost)
         document = calibrate(
             self.loaded,
@@ -332,6 +331,7 @@ class _Run:
             until=clock.until(Layers.label),
             **self._record_options(records),
             **options,
+            target_speedup=self.target if timing is None else timing.target,
             batch=settings.batch if cost is None else 1,
         ).document
         if pace is None:

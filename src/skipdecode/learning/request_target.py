@@ -47,8 +47,8 @@ def target_of_steps(
     wanted = settings.target_speedup or 1.0
     goal = goal_of(wanted)
     full, planned = goal.workload.full_seconds, goal.workload.seconds(goal.paper)
-    measured = _request_speedup(goal, loaded, examples, batch, until)
-    if measured <= 1 or 1 / _WITHIN < full / planned / measured < _WITHIN:
+    predicted, measured = full / planned, _request_speedup(goal, loaded, examples, batch, until)
+    if measured <= 1 or 1 / _WITHIN < predicted / measured < _WITHIN:
         return wanted
     outside = (full - measured * planned) / (measured - 1)
     target = full / max(full / (_MOST * wanted), (full + outside) / wanted - outside)
@@ -56,7 +56,7 @@ def target_of_steps(
         goal_of(target)
     except TargetError:  # no schedule makes up for the difference
         target = wanted
-    note(f"requests gain {measured:.2f}x where steps gain {full / planned:.2f}x: planned for {target:.2f}x of steps")
+    note(f"requests gain {measured:.2f}x where steps gain {predicted:.2f}x: planned for {target:.2f}x of steps")
     return target
 
 
