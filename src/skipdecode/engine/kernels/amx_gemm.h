@@ -2,7 +2,8 @@
 //
 // A product of tiles has a left side, 16 rows that lie anywhere, and a right side in words: [word, column]. W8A8's blocks of
 // weights are a right side as they are; bf16 weights are the left side, and the activations are packed as the right one. So
-// neither is stored twice or in another order. An output is one chain of sums in the order of k, whatever the other rows are.
+// neither is stored twice or in another order. An output is one chain of sums in the order of k, whatever the other rows are; of
+// bytes, a chain of the sums of groups.
 #pragma once
 
 #include "amx.h"
@@ -83,7 +84,8 @@ struct TilesOfBytes {
   static constexpr int64_t kRunRows = kTile;  // weight rows that lie together, step by step
   static int64_t steps(const LinearArgs& a) { return a.ldw / kTileRowBytes; }
   static int64_t whole(const LinearArgs& a) { return steps(a); }
-  static int64_t row_size(const LinearArgs& a) { return Bytes::parts(a) + Bytes::kBehind; }
+  static constexpr int64_t kGroupSteps = 4 * Bytes::kGroupWords / kTileRowBytes;
+  static int64_t row_size(const LinearArgs& a) { return Bytes::row_size(a); }
   static int64_t group_size(const LinearArgs& a) { return kTile * row_size(a); }
   static int64_t weight_rows(const LinearArgs&, int64_t) { return kTile; }  // blocks are padded
   template <int S, int L, int R>
@@ -98,19 +100,24 @@ struct TilesOfBytes {
   static TileSource activations(const LinearArgs& a, const float* group, int64_t, int64_t step) {
     return {(const char*)group + step * kTileRowBytes, 4 * row_size(a)};
   }
-  static void put(const LinearArgs& a, const float* sums, const float* group, int64_t rows, int64_t n, float* y) {
+  // sums += the integers of the group of columns at `step`.
+  static void add_group(const LinearArgs& a, const float* integers, const float* group, int64_t rows, int64_t step, float* sums) {
+    const float* behind = group + Bytes::parts(a) + step / kGroupSteps * 2;
+    for (int64_t r = 0; r < rows; r++, behind += row_size(a))
+      for (int64_t i = r * kTile; i < (r + 1) * kTile; i += LANES)
+        store(sums + i, Bytes::add_group(load(integers + i), behind, step ? load(sums + i) : vf{}));
+  }
+  static void put(const LinearArgs& a, const float* sums, int64_t rows, int64_t n, float* y) {
     for (int64_t r = 0; r < rows; r++)
-      for (int64_t i = 0; i < kTile && n + i < a.n; i += LANES) {
-        const vf out = Bytes::output(load(sums + r * kTile + i), group + (r + 1) * row_size(a) - Bytes::kBehind);
-        write(a, y + r * a.ldy, n + i, std::min<int64_t>(LANES, a.n - n - i), out);
-      }
+      for (int64_t i = 0; i < kTile && n + i < a.n; i += LANES)
+        write(a, y + r * a.ldy, n + i, std::min<int64_t>(LANES, a.n - n - i), load(sums + r * kTile + i));
   }
 };
 
 // Activations rounded to bf16, two to a word: [word, row].
 struct TilesOfBf16 {
   static constexpr bool kWeightsLeft = true;
-  static constexpr int64_t kRunRows = 1, kColumns = kTileRowBytes / 2;  // columns of a step
+  static constexpr int64_t kRunRows = 1, kGroupSteps = 1, kColumns = kTileRowBytes / 2;  // columns of a step
   static int64_t steps(const LinearArgs& a) { return parts_of(a.k, kColumns); }
   static int64_t whole(const LinearArgs& a) { return a.k / kColumns; }
   static int64_t words(const LinearArgs& a) { return parts_of(a.k, kStep) * kStep / 2; }
@@ -149,7 +156,7 @@ struct TilesOfBf16 {
   static TileSource activations(const LinearArgs&, const float* group, int64_t rows, int64_t step) {
     return {(const char*)(group + step * kTile * rows), 4 * rows};
   }
-  static void put(const LinearArgs& a, const float* sums, const float*, int64_t rows, int64_t n, float* y) {
+  static void put(const LinearArgs& a, const float* sums, int64_t rows, int64_t n, float* y) {
     for (int64_t i = 0; i < kTile && n + i < a.n; i += LANES)
       for (int64_t c = 0; c < rows; c += LANES) {
         vf t[LANES];
@@ -194,6 +201,11 @@ struct TileBlock {
   }
 
   void add(const LinearArgs& a, int64_t step, int64_t steps, TileFetch& next, int64_t each, float* sums) const {
+    if constexpr (T::kGroupSteps > 1) {
+      for (const int64_t end = step + steps; step < end; step += T::kGroupSteps)
+        add_group(a, step, std::min(T::kGroupSteps, end - step), next, each, sums);
+      return;
+    }
     const int64_t whole = std::min(steps, T::whole(a) - step);
     TileSource weights[2], inputs[2];
     for (int64_t i = 0; i < 2; i++) {
@@ -210,6 +222,21 @@ struct TileBlock {
     add(weights, inputs, 1, step + whole == 0, next, each, sums);
   }
 
+  void add_group(const LinearArgs& a, int64_t step, int64_t steps, TileFetch& next, int64_t each, float* sums) const {
+    alignas(64) float integers[kTileSums];
+    TileSource weights[2], inputs[2];
+    for (int64_t i = 0; i < 2; i++) {
+      weights[i] = T::weights(a, n + i * kTile, step);
+      inputs[i] = T::activations(a, x + i * T::group_size(a), rows_of(i), step);
+    }
+    add(weights, inputs, steps, true, next, each, integers);
+    for (int64_t w = 0; w < tiles; w++)
+      for (int64_t g = 0; g < groups(); g++) {
+        const int64_t at = (2 * g + w) * kTile * kTile;
+        T::add_group(a, integers + at, x + g * T::group_size(a), rows_of(g), step, sums + at);
+      }
+  }
+
   void add(const TileSource* weights, const TileSource* inputs, int64_t steps, bool first, TileFetch& next, int64_t each,
            float* sums) const {
     const TileSource *left = T::kWeightsLeft ? weights : inputs, *right = T::kWeightsLeft ? inputs : weights;
@@ -223,7 +250,7 @@ struct TileBlock {
     for (int64_t w = 0; w < tiles; w++)
       for (int64_t g = 0; g < groups(); g++) {
         const float* of = sums + (T::kWeightsLeft ? 2 * w + g : 2 * g + w) * kTile * kTile;
-        T::put(a, of, x + g * T::group_size(a), rows_of(g), n + w * kTile, y + g * kTile * a.ldy);
+        T::put(a, of, rows_of(g), n + w * kTile, y + g * kTile * a.ldy);
       }
   }
 };
@@ -254,7 +281,7 @@ void rows_by_tiles(const LinearArgs& a, const float* x, float* y, int64_t m, con
   const int64_t steps = T::steps(a), parts = parts_of((last - first) * kTile * steps * kTileRowBytes, kPanelBytes);
   const int64_t pairs = parts_of(last - first, 2), slab = parts > 1 ? kSlabStrips : 1;
   if (!pairs || !strips) return;
-  const int64_t depth = parts_of(steps, parts);
+  const int64_t depth = parts_of(parts_of(steps, parts), T::kGroupSteps) * T::kGroupSteps;
   held.resize(parts_of((parts > 1 ? slab * pairs : 1) * kTileSums, LANES));
   const auto block_at = [&](int64_t strip) { return begin + count * strip / strips; };
   const auto fetch_at = [&](int64_t strip, int64_t step) {

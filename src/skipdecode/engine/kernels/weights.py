@@ -6,7 +6,7 @@ to programs that ask for them before the memory is first written.
 int8: each output row has one fp32 scale. A weight is its integer (-127 to 127) times the scale.
 
 w8a8: the integers and scales of int8, in the order in which a CPU multiplies bytes by bytes. Activations are rounded to
-127ths of the largest in their row. This is the same in every step, so a row does not depend on its batch.
+127ths of the largest in their group of 256 columns, so a row does not depend on its batch.
 """
 
 from __future__ import annotations

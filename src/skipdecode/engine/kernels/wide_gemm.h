@@ -5,7 +5,7 @@
 //
 // Weights that lie in rows are turned, a strip at a time, for all activation rows. What is lane l of the narrow kernels' vector
 // sum is chain l here, and chains are added in the order of `sums_of`: both give the same bits, so a row's result does not
-// depend on which of them its batch took. Sums of bytes are integers, exact in any order.
+// depend on which of them its batch took. Sums of bytes are integers, exact in any order; those of groups are added in order.
 #pragma once
 
 #include "amx.h"
@@ -21,6 +21,26 @@ constexpr int64_t kWideRows = 512;  // activation rows packed at a time
 constexpr int64_t kLongStrip = 128 * 1024;  // bytes
 constexpr int kTileVectors = LANES == 16 ? 3 : 2;  // as many sums of 6 rows as registers hold
 
+// acc[r][v] += the products of M activation rows and V vectors of weight rows over the words from begin to end.
+template <class T, int M, int V>
+INLINE void add_words(vf (&acc)[M][V], const float*& w, const float* x, int64_t ldx, int64_t begin, int64_t end, int64_t apart,
+                      const char*& ahead, int64_t by) {
+  for (int64_t i = begin; i < end; i++, w += T::kVectors * LANES, ahead += by) {
+    vf part[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+      part[v] = T::weights(load(w + v * apart));
+      if (T::kFetches) __builtin_prefetch(ahead + 4 * v * apart, 0, 2);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < M; r++) {
+      const vf word = splat_word(x + r * ldx + i);
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) acc[r][v] = hold(T::add_product(part[v], word, acc[r][v]));
+    }
+  }
+}
+
 // out[r * V + v]: the sums of M activation rows with V vectors of weight rows. w: [vector, chain, part] vectors, or those of a
 // block of kVectors side by side: [block, part, vector]; x: M rows, `ldx` floats apart, of [chain, part] words; chains in the
 // order in which they are added. `by` bytes a part of each vector or block are fetched from `ahead` on.
@@ -31,20 +51,7 @@ __attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx,
   vf held[4][M * V];  // sums of 1, 2, 4 and 8 chains that wait for as many
   for (int order = 0; order < T::kChains; order++, x += parts) {
     vf acc[M][V] = {};
-    for (int64_t i = 0; i < parts; i++, w += T::kVectors * LANES, ahead += by) {
-      vf part[V];
-#pragma GCC unroll 8
-      for (int v = 0; v < V; v++) {
-        part[v] = T::weights(load(w + v * apart));
-        if (T::kFetches) __builtin_prefetch(ahead + 4 * v * apart, 0, 2);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < M; r++) {
-        const vf word = splat_word(x + r * ldx + i);
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) acc[r][v] = T::add_product(part[v], word, acc[r][v]);
-      }
-    }
+    add_words<T>(acc, w, x, ldx, 0, parts, apart, ahead, by);
     int level = 0;
     for (; order >> level & 1; level++)
 #pragma GCC unroll 32
@@ -55,15 +62,36 @@ __attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx,
   }
 }
 
+// The same where groups of words have sums of their own, which are added in order.
+template <class T, int M, int V>
+__attribute__((noinline)) void tile_of_groups(const float* w, const float* x, int64_t ldx, int64_t parts, const char* ahead,
+                                              int64_t by, vf* out) {
+  const int64_t apart = T::kVectors > 1 ? LANES : parts * LANES;
+  vf total[M][V] = {};
+  for (int64_t begin = 0; begin < parts; begin += T::kGroupWords) {
+    vf acc[M][V];  // GCC copies all of them in each iteration where it knows what they begin with
+#pragma GCC unroll 32
+    for (int i = 0; i < M * V; i++) acc[i / V][i % V] = hold(vf{});
+    add_words<T>(acc, w, x, ldx, begin, std::min(parts, begin + T::kGroupWords), apart, ahead, by);
+    const float* behind = x + parts + begin / T::kGroupWords * 2;
+#pragma GCC unroll 8
+    for (int r = 0; r < M; r++)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) total[r][v] = T::add_group(acc[r][v], behind + r * ldx, total[r][v]);
+  }
+#pragma GCC unroll 32
+  for (int i = 0; i < M * V; i++) out[i] = total[i / V][i % V];
+}
+
 // Weights that lie in rows.
 template <class F>
 struct Turned {
-  static constexpr int kChains = LANES, kVectors = 1, kRows = 6, kLeastVectors = 2, kBehind = 0;
+  static constexpr int kChains = LANES, kVectors = 1, kRows = 6, kLeastVectors = 2, kGroupWords = 0;
   static constexpr bool kFetches = false;  // by the tile; the rows are fetched while tiles of those before them run
   static int64_t parts(const LinearArgs& a) { return parts_of(a.k, kStep) * F::kParts; }
+  static int64_t row_size(const LinearArgs& a) { return kChains * parts(a); }
   INLINE vf weights(vf w) { return w; }
   INLINE vf add_product(vf w, vf x, vf sum) { return F::add_product(w, x, sum); }
-  INLINE vf output(vf sum, const float*) { return sum; }
 
   // An activation row through the prologue.
   static void pack_row(const LinearArgs& a, const float* x, float* out, std::vector<vf>& scratch) {
@@ -120,11 +148,16 @@ struct Turned {
 #if defined(__AVX512VNNI__) || (LANES == 8 && defined(__AVX2__))
 #define HAS_W8A8 1
 // Bytes: weights as 128 more than they are, in blocks of 16 rows ([part, row, 4 columns], see weights.py); activations rounded
-// to 127ths of their row's largest. Behind a packed row lie its scale and what its sums have too much.
+// to 127ths of the largest in their group of columns. Behind a packed row lie, for each group, its scale and what its sums have
+// too much. Groups are as short as tiles allow, which are stored at the end of each (W8A8 of 0.5B, KL to bf16: one group 4.1e-3,
+// groups of 512 1.8e-3, of 256 1.3e-3, of 64 0.9e-3).
 struct Bytes {
-  static constexpr int kChains = 1, kVectors = 16 / LANES, kRows = 4, kLeastVectors = kVectors, kBehind = LANES;
+  static constexpr int kChains = 1, kVectors = 16 / LANES, kRows = 4, kLeastVectors = kVectors, kGroupWords = 64;
   static constexpr bool kFetches = true;
   static int64_t parts(const LinearArgs& a) { return a.ldw / 4; }
+  static int64_t row_size(const LinearArgs& a) {
+    return parts(a) + parts_of(2 * parts_of(parts(a), kGroupWords), LANES) * LANES;
+  }
 #if LANES == 16
   INLINE vf weights(vf w) { return w; }
   INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
@@ -150,10 +183,11 @@ struct Bytes {
   constexpr static int32_t kTooMuch = 0;
 #endif
 #endif
-  INLINE vf output(vf sum, const float* behind) {
+  // `total` and the integer sum of a group of columns, of which `behind` has what lies behind the row.
+  INLINE vf add_group(vf sum, const float* behind, vf total) {
     int32_t more;
     memcpy(&more, behind + 1, 4);
-    return __builtin_convertvector((vi)sum - more, vf) * behind[0];
+    return fma(__builtin_convertvector((vi)sum - more, vf), splat(behind[0]), total);
   }
 
   struct Plain {
@@ -168,23 +202,30 @@ struct Bytes {
     const Stats stats = row_stats(a, x);
     pack<Plain>(a, x, row, LANES, 0, whole, stats);
     if (whole < a.k) pack_tail<Plain>(a, x, row + whole, LANES, stats);
+    constexpr int64_t group = 4 * kGroupWords / LANES;
+    float* behind = out + parts(a);
+    for (int64_t begin = 0; begin < count; begin += group, behind += 2)
+      pack_group(scratch.data() + begin, std::min(group, count - begin), out + begin * LANES / 4, behind);
+  }
+
+  static void pack_group(const vf* x, int64_t count, float* out, float* behind) {
     vf most{};
     for (int64_t i = 0; i < count; i++) {
-      const vf size = bits((vu)scratch[i] & 0x7fffffffu);
+      const vf size = bits((vu)x[i] & 0x7fffffffu);
       most = size > most ? size : most;
     }
     float largest = 1e-30f;
     for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]);
     vi sums{};
     for (int64_t i = 0; i < count; i++) {
-      const vi codes = whole_numbers(scratch[i] * (127.0f / largest));
+      const vi codes = whole_numbers(x[i] * (127.0f / largest));
       sums += codes;
       put_bytes(out + i * LANES / 4, codes);
     }
     int32_t more = 0;
     for (int i = 0; i < LANES; i++) more += kTooMuch * sums[i];
-    out[parts(a)] = largest / 127.0f;
-    memcpy(out + parts(a) + 1, &more, 4);
+    behind[0] = largest / 127.0f;
+    memcpy(behind + 1, &more, 4);
   }
 
   static const float* strip(const LinearArgs& a, int64_t n, int64_t, std::vector<vf>&) {
@@ -221,16 +262,17 @@ struct Corner {
 
 template <class T, int M, int V>
 INLINE void tile_out(const LinearArgs& a, const Corner& at) {
-  const int64_t parts = T::parts(a), ldx = T::kChains * parts + T::kBehind;
+  const int64_t parts = T::parts(a), ldx = T::row_size(a);
   const int64_t rows = std::min<int64_t>(M, at.rows);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t v = 0; v < at.vectors; v++) __builtin_prefetch(at.y + r * a.ldy + at.n + v * LANES, 1);
   vf sums[M * V];
-  tile<T, M, V>(at.w, at.x, ldx, parts, at.ahead, at.by, sums);
+  if constexpr (T::kGroupWords > 0) tile_of_groups<T, M, V>(at.w, at.x, ldx, parts, at.ahead, at.by, sums);
+  else tile<T, M, V>(at.w, at.x, ldx, parts, at.ahead, at.by, sums);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t v = 0; v < at.vectors; v++) {
       const int64_t n = at.n + v * LANES;
-      write(a, at.y + r * a.ldy, n, std::min<int64_t>(LANES, a.n - n), T::output(sums[r * V + v], at.x + (r + 1) * ldx - T::kBehind));
+      write(a, at.y + r * a.ldy, n, std::min<int64_t>(LANES, a.n - n), sums[r * V + v]);
     }
 }
 
@@ -254,7 +296,7 @@ template <class T>
 void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& team) {
   static thread_local std::vector<vf> memory, rows;
   constexpr int64_t kBlock = T::kVectors * LANES;  // weight rows
-  const int64_t size = T::kChains * T::parts(a) + T::kBehind, blocks = parts_of(a.n, kBlock);
+  const int64_t size = T::row_size(a), blocks = parts_of(a.n, kBlock);
   // Of few rows, each thread packs all for itself, which is cheaper than a barrier.
   const bool share = team.size > 1 && m >= kShareFrom;
   const int64_t room = (m + T::kRows) * size;
