@@ -4,8 +4,8 @@
       --out results/unseen-names-e2e-smollm2-135m.json
 
 E2E's 18 test names are all among the 34 of its training records, so its scores do not tell. Greedy, bf16; a name counts
-where it stands in the answer letter for letter. No first or last word
-is one of `benchmarks/invented_names.py`, which tuning may have seen.
+where it stands in the answer letter for letter. No syllable and no word is one of `skipdecode.learning.invented_names`,
+which tuning may have seen.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from invented_names import invented_names, renamed
 from shared import script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode import LLM, Schedule
 from skipdecode.data.tasks import load_task
+from skipdecode.learning.invented_names import invented_names, with_names
 from skipdecode.models.loading.checkpoint import open_checkpoint
 
 NAME = re.compile(r"(?:name|near)\[([^\]]+)\]")
@@ -40,7 +40,7 @@ def questions(data: Path, records: int) -> list[tuple[str, list[str]]]:
     with data.open(encoding="utf-8") as file:
         texts = dict.fromkeys(template.render(template.values(json.loads(line))) for line in file)
     renamings = [(text, invented_names(NAME.findall(text), draw, WORDS)) for text in list(texts)[:records]]
-    return [(renamed(text, names), list(names.values())) for text, names in renamings]
+    return [(with_names(text, names), list(names.values())) for text, names in renamings]
 
 
 def share(model: LLM, asked: Sequence[tuple[str, list[str]]], schedule: Schedule) -> float:

@@ -278,7 +278,7 @@ def test_one_run_at_a_time_writes_to_a_directory(place: Path, capsys: pytest.Cap
         first.wait()
     # What a kill leaves does not lock anybody out.
     assert main([*command, "--learning-rate", "0.5"]) == 2
-    assert "learning_rate of the options" in capsys.readouterr().err
+    assert "options.learning_rate" in capsys.readouterr().err
     assert not list(place.glob("run/.*"))
 
 

@@ -87,6 +87,24 @@ def enough(fitted: dict[str, Any]) -> float:
     return (took["layers"] + 2.2 * took["evaluation 0"] + 30) / 60
 
 
+NAMES = ["Ada", "Ben", "Cem", "Dov", "Eva", "Fay", "Gus", "Hal", "Ida", "Jon", "Kim", "Leo"]
+
+
+def named_records(path: Path) -> Path:
+    rows = [{"colour": "red", "thing": name, "ref": f"a red {name}"} for name in NAMES * 2]
+    return write_jsonl(path, rows)
+
+
+def test_responses_are_learned_under_invented_names_too(place: Path, tmp_path: Path, capsys: Any) -> None:
+    data = named_records(tmp_path / "named.jsonl")
+    more = (f"--train={data}", f"--dev={data}", "--no-fit", "--out", str(tmp_path / "out"))
+    said(capsys, arguments(place, "--minutes", "0", *more))
+    learned = read_rows(tmp_path / "out" / "records" / "named-train.jsonl")
+    assert [row["thing"] for row in learned[:24]] == NAMES * 2
+    assert {row["thing"] for row in learned[24:]}.isdisjoint(NAMES)
+    assert [row["ref"] for row in learned] == [f"a red {row['thing']}" for row in learned]
+
+
 def test_a_directory_of_prepare_can_be_moved(place: Path, capsys: Any) -> None:
     said(capsys, arguments(place, "--minutes", "0", "--fit-rank", "4"))
     moved = (place / "out").rename(place / "moved")
@@ -151,14 +169,19 @@ def test_a_checkpoint_that_does_the_task_is_not_tuned_at_full_depth_and_answers(
     place: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skipdecode.learning.prepare._TO_LEARN", 0.9)  # no tuning takes off so much
-    command = arguments(place, "--minutes", "0.7", "--no-fit", "--out", str(tmp_path / "out"))
+    names = named_records(tmp_path / "named.jsonl")
+    data = [f"--{name}={names}" for name in ("train", "dev")]
+    command = arguments(place, *data, "--minutes", "0.7", "--no-fit", "--out", str(tmp_path / "out"))
     found = said(capsys, command)
     assert found["full_depth"]["scores"] is None
     assert not (tmp_path / "out" / "full").exists()
-    learned = {row["thing"]: row["ref"] for row in read_rows(tmp_path / "out" / "answers" / TRAIN_FILE)}
-    given = {row["thing"]: row["ref"] for row in records(24)}
-    assert learned.keys() <= given.keys()
-    assert learned != given
+    learned = read_rows(tmp_path / "out" / "answers" / TRAIN_FILE)
+    assert {row["ref"] for row in learned}.isdisjoint({row["ref"] for row in read_rows(names)})
+    # Half of the prompts have names that no record has: they can only be copied.
+    assert 0.3 < sum(row["thing"] in NAMES for row in learned) / len(learned) < 0.7
+    copied = {row["name"]: row["names_copied"] for row in found["rows"]}
+    assert copied["full"] is not None
+    assert copied[found["target"]] is not None
     assert said(capsys, command) == found
 
 
@@ -169,6 +192,8 @@ def test_responses_are_learned_where_they_teach_more() -> None:
     assert not FullDepth(6, falling, {"bleu": 1.0}).learns_responses  # other writers had written other responses
     assert not FullDepth(6, flat, {"bleu": 1.0}).learns_responses
     assert not FullDepth(6, determined, None).learns_responses
+    assert not FullDepth(6, falling, {"bleu": 1.0}).is_learned
+    assert FullDepth(6, flat, {"bleu": 1.0}).is_learned  # so a BLEU of 1 is the task's
     assert not FullDepth(6, falling, {"bleu": 1.0}).serves(7)
     assert FullDepth(6, flat, {"bleu": 1.0}).serves(7)
 
@@ -412,7 +437,7 @@ def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
 
 
 def test_a_stage_is_restored_with_its_types(tmp_path: Path) -> None:
-    timing = Timing(None, 2.0, SearchSize(8, 2, False, 100))
+    timing = Timing(None, 2.0, SearchSize(8, 2, 100))
     with closing(Stages(tmp_path, {})) as stages:
         made = [stages.run(Timing, lambda: timing), stages.run(Layers, lambda: Layers(SHORT, 40))]
     with closing(Stages(tmp_path, {})) as stages:

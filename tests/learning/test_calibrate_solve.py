@@ -33,17 +33,17 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     def goal(target: float, **options) -> Goal:
         return set_goal(CalibrationSettings(target_speedup=target, **options), COST, 60, [20] * 4, LAYERS)
 
-    def depths(found: Goal) -> list[set[int]]:
-        return [{LAYERS if prompt == "full" else len(prompt) for prompt in sets} for sets in found.prompts]
+    def depths(found: Goal) -> list[str | int]:
+        return [prompt if isinstance(prompt, str) else len(prompt) for prompt in found.prompts]
 
-    assert depths(goal(1.0)) == [{12}, {8}, {6}, {4}]
+    assert depths(goal(1.0)) == ["full", 8, 6, 4, "max_exit"]
     steep = goal(2.6)
-    assert depths(steep) == [{4}]
+    assert depths(steep) == [4, "max_exit"]
     assert steep.workload.speedup(steep.paper) >= 2.6
-    assert len(steep.paper.prompt_layers()) == 4
-    assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [{4}, {5}]
+    assert 4 <= len(steep.paper.prompt_layers()) < 6
+    assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [4, 5]
     with pytest.raises(TargetError, match="whole request"):
-        goal(5.0)
+        goal(6.0)
 
 
 def test_goals(tmp_path):
@@ -54,7 +54,7 @@ def test_goals(tmp_path):
     flat = set_goal(CalibrationSettings(target_speedup=2.0, flat=True), COST, 10, [20] * 4, LAYERS)
     assert flat.paper.is_flat
     assert flat.least <= flat.paper.budgets[0]
-    with pytest.raises(TargetError, match=r"at batch 4.*2 of 12 layers.*the bound of the whole request is 3\.\d+x"):
+    with pytest.raises(TargetError, match=r"at batch 4.*2 of 12 layers.*the bound of the whole request is 4\.10x"):
         set_goal(CalibrationSettings(target_speedup=9.0), COST, 10, [20] * 4, LAYERS)
     assert layers_only(LAYERS).text(0, 9).speedup(Schedule.constant(LAYERS, 4)) == 3
 
@@ -63,7 +63,7 @@ def test_goals(tmp_path):
 def test_schedules_in_the_learned_order_reach_the_target_and_keep_the_least_layers(flat):
     goal = set_goal(CalibrationSettings(target_speedup=1.8, flat=flat), COST, 60, [20] * 4, LAYERS)
     order = (6, 3, 9, 4, 10, 2, 8, 1, 5, 7)[: LAYERS - goal.least]
-    found = [goal.schedule(order, prompt) for sets in goal.prompts for prompt in sets]
+    found = [goal.schedule(order, prompt) for prompt in goal.prompts]
     assert found
     for schedule in found:
         assert goal.workload.speedup(schedule) >= 1.8 - 1e-9

@@ -282,10 +282,10 @@ def test_another_command_in_a_directory_is_refused_with_both_and_overwrite_begin
     capsys.readouterr()
     second = arguments(files, out, "--learning-rate", "0.5")
     told = refused(capsys, second)
-    assert "learning_rate of the options: 0.0003 then, 0.5 now" in told
+    assert "options.learning_rate: 0.0003 then, 0.5 now" in told
     assert shlex.join(["skipdecode", *first]) in told
     other = files | {"train": str(write_jsonl(tmp_path / "other.jsonl", records(23)))}
-    assert "train of the data" in refused(capsys, arguments(other, out))
+    assert "data.train" in refused(capsys, arguments(other, out))
     before = curve(out)
     assert main([*second, "--overwrite"]) == 0
     assert curve(out) != before

@@ -157,12 +157,12 @@ class ResumeLog:
             raise OutputError(
                 f"{self.path} holds no {self._what} of this version{reason}: move it away{also}"
             ) from None
-        differences = list(_differences(json.loads(before), settings))
-        if differences and not restart:
-            more = len(differences) - _DIFFERENCES_SHOWN
-            shown = "; ".join(differences[:_DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+        changed = list(differences(json.loads(before), settings))
+        if changed and not restart:
+            more = len(changed) - _DIFFERENCES_SHOWN
+            shown = "; ".join(changed[:_DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
             raise OutputError(other_settings(self.path, shown, command, remedy))
-        return not differences
+        return not changed
 
     def _begin(self, settings: Fields) -> None:
         """Write the settings, without entries."""
@@ -177,10 +177,11 @@ def other_settings(path: Path, differences: str, command: str, remedy: str) -> s
     return f"{path} was started with other settings ({differences}){begun}: repeat {repeat} to continue, or {remedy}"
 
 
-def _differences(before: object, now: object, name: str = "") -> Iterator[str]:
+def differences(before: object, now: object, name: str = "") -> Iterator[str]:
+    """Yield in words what differs between two values made of dictionaries, by the dotted names of their entries."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*before, *(k for k in now if k not in before)]:
-            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield f"{name}: {_short(before)} then, {_short(now)} now"
 

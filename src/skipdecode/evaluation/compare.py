@@ -287,6 +287,7 @@ def kept_columns(rows: Sequence[Row]) -> dict[str, str | Callable[[Any], str]]:
         "decode": "{decode_speedup:.2f}x",
         "kept": "{kept:.1%}",
         "copied": "{copied:.1f}%",
+        "invented names": "{names_copied:.0%}",
         **dict(_column(name) for name in rows[0]["scores"]),
     }
 

@@ -336,7 +336,13 @@ _VALUE = regex.compile(rf"(?<!{_LETTER}|_)(?:{_NAME}(?: {_NAME})*|\d[\d.,]*\d)(?
 
 
 def repeated(record: Record, fields: Sequence[str]) -> list[str]:
-    """Names and numbers in these fields of a record that half of its references have too; a number has two digits.
+    """Names and numbers in these fields of a record that half of its references have too."""
+    texts = record.references
+    return [v for v in names_in(record, fields) if 2 * sum(v in text for text in texts) >= max(1, len(texts))]
+
+
+def names_in(record: Record, fields: Sequence[str]) -> list[str]:
+    """Names and numbers of two digits or more in these fields of a record, each once.
 
     A name begins with a capital letter, so a script without capitals has numbers alone.
     """
@@ -346,5 +352,4 @@ def repeated(record: Record, fields: Sequence[str]) -> list[str]:
         small = set(_WORD.findall(text))
         # A word that is written small elsewhere in the text began a sentence.
         values |= dict.fromkeys(value for value in _VALUE.findall(text) if value.lower() not in small - {value})
-    texts = record.references
-    return [value for value in values if 2 * sum(value in text for text in texts) >= max(1, len(texts))]
+    return list(values)

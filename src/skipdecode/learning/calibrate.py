@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from skipdecode.common.environment import environment, isolated_torch
@@ -29,7 +28,7 @@ from skipdecode.data.source import Source, read_file
 from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
 from skipdecode.learning.fitting import Fitter
-from skipdecode.learning.goal import set_goal, suited
+from skipdecode.learning.goal import goal_of_records, mean_prompt, suited
 from skipdecode.learning.search import search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
 from skipdecode.learning.tune import in_hardware_type
@@ -42,7 +41,7 @@ from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"
 _REPORT = "calibration.json"
-_TOKENS_A_COLUMN, _SHOWN_ORDER = 4, 12
+_ANSWER_TOKENS_A_COLUMN, _SHOWN_ORDER = 4, 12
 _FIT_ROWS = 4  # of like answers: rows of 8 of like prompts had half as many padded columns of answers again
 _COLUMNS = {
     "schedule": "{name}",
@@ -151,12 +150,11 @@ def calibrate(
         examples = encode_source(file, "data", template, loaded, settings)[0]
         learn = draw_records(examples, settings.records, settings.seed)
         fitter = _fitter(loaded, examples, learn, settings, until) if settings.fit else None
-        prompt_len = round(fmean(len(example.prompt) for example in examples))
+        prompt_len = mean_prompt(examples)
         if known_cost is None and settings.target_speedup is not None:
             known_cost = find_cost(model, batch=settings.batch, prompt_len=prompt_len).cost
         step_cost = None if known_cost is None else _with_fit(known_cost, settings, checkpoint)
-        lengths, shared = [len(example.response) for example in examples], lenders(checkpoint.config)
-        goal = set_goal(settings, step_cost, prompt_len, lengths, checkpoint.num_layers, shared)
+        goal = goal_of_records(settings, step_cost, examples, checkpoint.config)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         result = search_model(settings, goal, loaded, learn, fitter, directory / STORE_FILE, until)
         if result.fit is not None:
@@ -248,13 +246,13 @@ def records_for_fit(
     """Records to fit on, in the order of their lengths: those to learn from, then others.
 
     Records are taken up to the tokens of the settings, or for long prompts until their responses have
-    `_TOKENS_A_COLUMN` tokens for each column of a bridge.
+    `_ANSWER_TOKENS_A_COLUMN` tokens for each column of a bridge.
     """
     others = [example for example in examples if example not in learn]
     taken: list[Example] = []
     tokens = answers = 0
     for example in [*learn, *others][: settings.fit_records]:
-        if tokens >= settings.fit_tokens and answers >= _TOKENS_A_COLUMN * hidden_size:
+        if tokens >= settings.fit_tokens and answers >= _ANSWER_TOKENS_A_COLUMN * hidden_size:
             break
         taken.append(example)
         tokens += len(example.prompt) + len(example.response)

@@ -23,7 +23,7 @@ from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import give_usual_mode, write_whole, writing
 from skipdecode.common.jsonl import Json, heading
 from skipdecode.common.progress import note
-from skipdecode.common.resume import ANEW, other_settings
+from skipdecode.common.resume import ANEW, differences, other_settings
 from skipdecode.data.source import Records
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import OutputError, UsageError
@@ -267,10 +267,8 @@ def check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any], directory:
 
 def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield in words what differs between two recipes; other numbers of processes get other batches."""
-    if (before := stored.get("processes", 1)) != now["processes"]:
-        yield f"processes: {before} then, {now['processes']} now"
-    for part in _MUST_AGREE:
-        before, after = stored.get(part) or {}, now[part] or {}
-        for name in sorted(before.keys() | after.keys()):
-            if before.get(name) != after.get(name):
-                yield f"{name} of the {part}: {before.get(name)!r} then, {after.get(name)!r} now"
+    before, after = (
+        {"processes": recipe.get("processes", 1)} | {part: recipe.get(part) or {} for part in _MUST_AGREE}
+        for recipe in (stored, now)
+    )
+    return differences(before, after)

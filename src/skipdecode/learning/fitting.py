@@ -38,7 +38,7 @@ from skipdecode.schedule import Schedule
 
 _RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """Of the mean diagonal of the states' products."""
-_HELD_OUT = 5
+_TESTED_EVERY = 5
 """Every so many batches one is held out, to choose the ridge."""
 _LEAST_TOKENS = 4
 """A map of keys and values needs its inputs over this number of tokens; the ridge makes up for the rest."""
@@ -394,4 +394,4 @@ def _below(depth: frozenset[int], index: int) -> frozenset[int]:
 
 
 def _is_held_out(number: int) -> bool:
-    return number % _HELD_OUT == _HELD_OUT - 1
+    return number % _TESTED_EVERY == _TESTED_EVERY - 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from statistics import fmean
 from typing import Any, TypeVar
 
 from skipdecode.cost.model import CostModel, TextCost
 from skipdecode.cost.solve import Depths, out_of_reach
+from skipdecode.data.examples import Example
 from skipdecode.errors import TargetError, UsageError
 from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.models.families import check_schedule, layers_in, lenders, projects
@@ -31,8 +32,8 @@ class Goal:
 
     `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. Schedules
     are linear decays over `seq_len` positions, or flat. `paper` is the paper's schedule for the target. `prompts` are
-    the prompt sets with which the target is in reach, those of one depth together. `shared`: the layers that read
-    another's keys and values, each with that layer.
+    the prompt sets with which the target is in reach. `shared`: the layers that read another's keys and values, each
+    with that layer.
     """
 
     workload: TextCost
@@ -41,7 +42,7 @@ class Goal:
     seq_len: int
     flat: bool
     paper: Schedule
-    prompts: tuple[tuple[PromptDepth, ...], ...]
+    prompts: tuple[PromptDepth, ...]
     shared: Mapping[int, int]
 
     def schedule(self, order: Sequence[int], prompt: PromptDepth) -> Schedule:
@@ -56,30 +57,25 @@ def _depths(layers: int, order: tuple[int, ...], warmup: int, seq_len: int, flat
     return Depths(layers, order, warmup, **spread, name="calibrated")
 
 
-def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[PromptDepth, ...]]:
-    """The prompt sets to try, those of one depth together; raises a SkipDecodeError for one that cannot be."""
+def prompt_sets(settings: CalibrationSettings, layers: int) -> list[PromptDepth]:
+    """The prompt sets to try; raises a SkipDecodeError for one that cannot be."""
     if not settings.whole:
-        return [("full",)]
-    warmup = settings.warmup_layers
-    sets: list[tuple[PromptDepth, ...]] = []
-    for word in settings.prompt_depths or ("full", *(str(max(1, warmup, round(layers * s))) for s in _PROMPT_SHARES)):
-        prompt = prompt_set(word, layers)
-        spread = settings.spread_prompts and word.isdecimal() and warmup < int(word) < layers
-        even = (Schedule.even(layers, int(word), warmup_layers=warmup).layers(0),) if spread else ()
-        sets.append((prompt, *even))
-    return list(dict.fromkeys(sets))
+        return ["full"]
+    shares = (str(max(1, settings.warmup_layers, round(layers * share))) for share in _PROMPT_SHARES)
+    words = settings.prompt_depths or ("full", *shares, "max_exit")
+    return list(dict.fromkeys(prompt_set(word, layers) for word in words))
 
 
 def suited(settings: _Settings, config: Any) -> _Settings:
-    """The settings for a model with this transformers config: where prompts can have no sets, they run full depth.
+    """The settings for a model with this transformers config, in which prompts may have no sets of layers.
 
     Raises an error if the settings do not fit the model, before any work.
     """
     layers, warmup = layers_in(config), settings.warmup_layers
     if settings.whole and not settings.prompt_depths and not projects(config):
-        settings = replace(settings, prompt_depths=("full",))
+        settings = replace(settings, prompt_depths=("full", "max_exit"))
     _lowest_order(settings, layers, lenders(config))
-    for prompt in chain(*prompt_sets(settings, layers)):
+    for prompt in prompt_sets(settings, layers):
         check_schedule(config, Schedule.constant(layers, layers, warmup_layers=warmup, prompt=prompt))
     if settings.nominal_speedup is not None:
         Schedule.from_speedup(layers, settings.nominal_speedup, 64, warmup_layers=warmup)
@@ -93,6 +89,24 @@ def _lowest_order(settings: CalibrationSettings, layers: int, shared: Mapping[in
             f"`warmup_layers` {settings.warmup_layers} is not accepted for {layers} layers: give 0 to {layers - 1}"
         )
     return lent_order(bottom_up(layers, settings.warmup_layers), shared)
+
+
+def seq_len_of(lengths: Sequence[int]) -> int:
+    """Return the 95th percentile of the lengths of texts: the positions of a schedule for them."""
+    return sorted(lengths)[round(0.95 * (len(lengths) - 1))]
+
+
+def goal_of_records(
+    settings: CalibrationSettings, cost: CostModel | None, examples: Sequence[Example], config: Any
+) -> Goal:
+    """Return the goal for texts like these records, of a model with this transformers config; raises as `set_goal`."""
+    prompt_len, lengths = mean_prompt(examples), [len(example.response) for example in examples]
+    return set_goal(settings, cost, prompt_len, lengths, layers_in(config), lenders(config))
+
+
+def mean_prompt(examples: Sequence[Example]) -> int:
+    """Return the mean number of tokens of the prompts."""
+    return round(fmean(len(example.prompt) for example in examples))
 
 
 def set_goal(
@@ -114,11 +128,10 @@ def set_goal(
     lowest = _lowest_order(settings, layers, shared)
     floor = layers - len(lowest)
     workload = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, whole=settings.whole)
-    ordered = sorted(lengths)
-    seq_len = ordered[round(0.95 * (len(ordered) - 1))]
+    seq_len = seq_len_of(lengths)
     limit = _limit(settings, workload, seq_len)
-    wanted, deepest = prompt_sets(settings, layers), {}
-    for prompt in chain(*wanted):
+    wanted, deepest = prompt_sets(settings, layers), dict[PromptDepth, int]()
+    for prompt in wanted:
         # What prompts run goes first: then they project the most layers, the order that costs most.
         order = sorted(lowest, key=lambda layer: isinstance(prompt, tuple) and layer not in prompt)
         flat_schedule = _depths(layers, tuple(order), warmup, 1, True).within(workload, limit, prompt)
@@ -126,10 +139,9 @@ def set_goal(
             deepest[prompt] = flat_schedule.budgets[0]
     if not deepest:
         fewest = Schedule.constant(layers, floor, warmup_layers=0, drop_order=range(layers - 1))
-        best = max((replace(fewest, prompt=prompt) for prompt in chain(*wanted)), key=workload.speedup)
+        best = max((replace(fewest, prompt=prompt) for prompt in wanted), key=workload.speedup)
         target = settings.target_speedup or settings.nominal_speedup or 1
         raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
-    prompts = tuple(filter(None, (tuple(prompt for prompt in sets if prompt in deepest) for sets in wanted)))
     # The paper's schedule has the prompt set that leaves both phases most.
     prompt = max(deepest, key=lambda each: min(len(each) if isinstance(each, tuple) else layers, deepest[each]))
     depths = _depths(layers, lowest, warmup, seq_len, flat)
@@ -137,7 +149,7 @@ def set_goal(
     least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls
     if not flat:
         least = max(layers - len(lowest), min(paper.budgets[-1], math.ceil(least / 2)))
-    return Goal(workload, limit, least, seq_len, flat, paper, prompts, shared)
+    return Goal(workload, limit, least, seq_len, flat, paper, tuple(deepest), shared)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:

@@ -26,7 +26,7 @@ _STEP = 3  # times as long as a forward
 _LEAST_RECORDS, _MOST_RECORDS = 8, 64
 _TOKENS_A_COLUMN = 8  # of a fit, for each column of the states: fewer are taken only where nothing else is left to save
 _MOST_A_COLUMN = 28  # tokens of a fit: twice as many lower the KL by 3% (docs/LOG.md)
-_SEARCHES = (SearchSize(8, 4, True), SearchSize(8, 2, False), SearchSize(4, 2, False))
+_SEARCHES = (SearchSize(8, 4), SearchSize(8, 2), SearchSize(4, 2))
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Pace:
         evaluation = 4 * _LEAST_TEXTS * self.text_tokens * 2  # four methods; generated, timed and read
         return 2 * (24 * self.text_tokens + search + 2 * evaluation) / self.tokens_per_second / 60
 
-    def search(self, seconds: float, width: int, prompt_sets: int) -> SearchSize:
+    def search(self, seconds: float, width: int, prompt_sets: int, fits: int = 1) -> SearchSize:
         """Return the most thorough search that takes about so many seconds and whose fit has tokens, or the least one.
 
-        `width` is hidden_size, `prompt_sets` the number of prompt sets to try, without evenly spaced ones.
+        `width` is hidden_size, `prompt_sets` the number of prompt sets to try, and `fits` that of the fits that serve
+        them.
         """
         size, tokens = _SEARCHES[-1], 0.0
         for size in _SEARCHES:
-            sets = prompt_sets * (1 + size.spread_prompts)
-            measured = size.records * self.text_tokens * (1 + sets)
-            # Sets of the lowest layers share full depth's states; others have states of half of the layers.
-            passes = _PRODUCTS * (1 + 0.3 * size.fit_depths + (0.4 if size.spread_prompts else 0.05) * sets)
+            measured = size.records * self.text_tokens * (1 + prompt_sets)
+            # Sets of the lowest layers share full depth's states.
+            passes = _PRODUCTS * (fits * (1 + 0.3 * size.fit_depths) + 0.05 * prompt_sets)
             tokens = (seconds * self.tokens_per_second - measured) / passes
             if tokens >= _TOKENS_A_COLUMN * width:
                 break

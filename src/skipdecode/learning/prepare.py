@@ -249,7 +249,7 @@ class _Run:
             return stages.run(LearningRecords, work, directory=self.out / "answers"), None
         full = self._full_depth(stages, responses, clock)
         if full is None or full.learns_responses:
-            return responses, full
+            return self.sources.with_invented_names(responses), full
         work = partial(self.sources.answer_records, responses, self.loaded, clock.until(LearningRecords.label))
         return stages.run(LearningRecords, work, directory=self.out / "answers", reads=asdict(full)), full
 
@@ -312,7 +312,8 @@ class _Run:
             cost = find_cost(loaded, batch=batch, prompt_len=round(pace.prompt_tokens), until=half).cost
             target = target_of_steps(self.depths, cost, loaded, self._sample(records), batch, half)
         sets = prompt_sets(self.depths, loaded.checkpoint.num_layers)
-        size = pace.search(until - time.perf_counter(), self.width, len(sets))
+        fits = len({prompt == "max_exit" for prompt in sets})
+        size = pace.search(until - time.perf_counter(), self.width, len(sets), fits)
         return Timing(None if cost is None else cost.to_dict(), target, size)
 
     def _layers(self, records: LearningRecords, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:

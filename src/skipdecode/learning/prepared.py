@@ -184,6 +184,8 @@ class Prepared(Printed):
         yield depth_words(self.schedule)
         if any("quantization" in row for row in self.rows):
             yield "w8a8: 8-bit weights and activations"
+        if any(row.get("names_copied") is not None for row in self.rows):
+            yield "invented names: of names and numbers that no record has, those that are copied from the prompt"
 
     def _times(self) -> Iterator[str]:
         times = []
@@ -198,7 +200,7 @@ class Prepared(Printed):
         yield from impossible(rows)
         yield from self._quality()
         known = {minutes: kept for minutes, kept in document["kept_by_minutes"].items() if kept is not None}
-        if low := near_zero(rows):
+        if low := document["near_zero"]:
             remedy = "tune it at full depth first" if document["full_depth"] is None else "give more minutes"
             yield f"the model does not do this task yet: {low}; there is no share to keep: {remedy}"
         elif known:
@@ -254,7 +256,8 @@ class Results:
         minutes, finished, target = self.settings.minutes, stages.finished(), self.schedule.name
         evaluations = sorted(stages.evaluations(), key=lambda evaluation: evaluation.minutes)
         rows = with_kept([{"minutes": each.minutes, **row} for each in evaluations for row in each.rows])
-        if near_zero(rows):  # full depth, of which a share would be kept, does not do the task
+        low = "" if self.full_depth is not None and self.full_depth.is_learned else near_zero(rows)
+        if low:  # full depth, of which a share would be kept, does not do the task
             rows = [row | {"kept": None, "kept_interval": None} for row in rows]
         tuning = stages.find(Tuning, minutes)
         shown = minutes if tuning else 0.0
@@ -267,6 +270,7 @@ class Results:
         return heading("prepared") | {
             "model": self.model,
             "full_depth": self.full_depth and asdict(self.full_depth),
+            "near_zero": low,
             "minutes": shown,
             "minutes_given": minutes,
             "minutes_left": self.minutes_left,

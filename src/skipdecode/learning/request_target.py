@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 
 from skipdecode.common.progress import note
 from skipdecode.cost.model import CostModel
@@ -13,9 +12,8 @@ from skipdecode.data.examples import Example
 from skipdecode.errors import TargetError
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, fitting_share, request_seconds, spread_over, time_equal_lengths
-from skipdecode.learning.goal import Goal, set_goal
+from skipdecode.learning.goal import Goal, goal_of_records
 from skipdecode.learning.settings import CalibrationSettings
-from skipdecode.models.families import lenders
 from skipdecode.models.loading.checkpoint import LoadedModel
 
 _ROUNDS, _BATCHES = 2, 2
@@ -35,14 +33,11 @@ def target_of_steps(
     Drafts and shared prefixes, which a cost model does not know, save more at full depth: requests of a schedule of
     this target are measured, and the time that both sides have beside the model's is taken as equal.
 
-    `until`: reading of `time.perf_counter()` at which the measurement ends. Raises TargetError: see `set_goal`.
+    `until`: reading of `time.perf_counter()` at which the measurement ends. Raises TargetError: see `goal_of_records`.
     """
-    prompt_len = round(fmean(len(example.prompt) for example in examples))
-    lengths, shared = [len(example.response) for example in examples], lenders(loaded.checkpoint.config)
 
     def goal_of(target: float) -> Goal:
-        wanted = replace(settings, target_speedup=target)
-        return set_goal(wanted, cost, prompt_len, lengths, cost.num_layers, shared)
+        return goal_of_records(replace(settings, target_speedup=target), cost, examples, loaded.checkpoint.config)
 
     wanted = settings.target_speedup or 1.0
     goal = goal_of(wanted)

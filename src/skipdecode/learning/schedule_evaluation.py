@@ -7,23 +7,28 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.jsonl import Json
+from skipdecode.data.source import load_records, read_file
 from skipdecode.data.tasks import Task
+from skipdecode.engine.opening import load
 from skipdecode.evaluation.compare import with_kept
 from skipdecode.evaluation.evaluate import AnySchedule, evaluate
 from skipdecode.evaluation.metrics import EncoderOptions
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import squeezed
+from skipdecode.learning.invented_names import COUNTED, MEASURED, Renaming, names_copied
 from skipdecode.learning.prepared import MILDER, NEIGHBOURS, neighbours
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.sources import Sources
 from skipdecode.learning.stages import Evaluation, Layers
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import fit_of, temporary_fit
-from skipdecode.models.loading.checkpoint import LoadedModel, Model
+from skipdecode.models.loading.checkpoint import LoadedModel, Model, open_checkpoint
 from skipdecode.models.loading.fit_file import FitFile
 from skipdecode.schedule import Schedule
 
 _SPEEDS = ("request_speedup", "decode_speedup", "request_speedup_interval", "request_speedup_alone")
+_NAMED = 32  # records whose names are exchanged, to see whether names are copied
 _WITHIN_REACH = 2 / 3  # kept before tuning; half an hour brought 67% of E2E to 99.8%
 
 
@@ -63,9 +68,7 @@ class ScheduleEvaluation:
             rows = [row | speeds.get(row["name"], {}) | {n: v for n, v in row.items() if v is not None} for row in rows]
         return Evaluation(self.settings.minutes if tuned else 0.0, rows)
 
-    def _rows(
-        self, llm: LLM, layers: Layers, target: Schedule, until: float, tuned: Path | None
-    ) -> list[dict[str, Any]]:
+    def _rows(self, llm: LLM, layers: Layers, target: Schedule, until: float, tuned: Path | None) -> list[Json]:
         settings, size, directory = self.settings, layers.size, tuned or self.fit
         shares = NEIGHBOURS if tuned else self.shares
         # If there is time for one alone, it is the one most likely to keep the share.
@@ -80,11 +83,26 @@ class ScheduleEvaluation:
             options |= {"temperature": settings.self_temperature, "top_p": settings.self_top_p}
             share = options["max_new_tokens"] / layers.request_tokens
             schedules = [squeezed(schedule, share) for schedule in schedules]  # else cut texts look better
-        return self.scored(tuned or llm, schedules, directory.name, until, task, **options)
+        model = llm if tuned is None else LLM(load(open_checkpoint(tuned)))
+        rows = self.scored(model, schedules, directory.name, until, task, **options)
+        return rows if task is None else self._with_names(rows, model, schedules[0], task)
+
+    def _with_names(self, rows: list[Json], llm: LLM, target: Schedule, task: Task) -> list[Json]:
+        """The rows; those of full depth and the target with the share of invented names that they copy."""
+        known = read_file(self.sources.known, task.template, limit=COUNTED, skip_bad=True).items
+        renaming = Renaming.of(known, task.template, self.settings.seed, MEASURED)
+        file = load_records(task, self.sources.test, skip_bad=self.settings.skips_bad, limit=_NAMED)
+        others = [renaming.renamed(record) for record in file.items]
+        named = tuple(other for other, one in zip(others, file.items, strict=True) if other is not one)
+        if not named:
+            return rows
+        schedules, file = (Schedule.full(llm.num_layers), target), replace(file, items=named)
+        names = {s.name: names_copied(llm, s, task, file, renaming.common) for s in schedules}
+        return [row | {"names_copied": names.get(row["name"])} for row in rows]
 
     def scored(
         self, model: Model, schedules: Sequence[AnySchedule], name: str, until: float, task: Task | None, **options: Any
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """Evaluate schedules on the test records, or without a task on own texts; results are in eval-`name` too."""
         settings = self.settings
         if task is None:

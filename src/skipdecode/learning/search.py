@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best schedule of each number of prompt layers, those of the smallest loss first, and what led to them."""
+    """The schedule of each prompt set, those of the smallest loss first, and what led to them."""
 
     candidates: tuple[Candidate, ...]
     order: tuple[int, ...]  # the learned drop order
@@ -85,7 +84,7 @@ def search_model(
     file: Path,
     until: float = math.inf,
 ) -> SearchResult:
-    """`search` on records; without a fit if the model cannot be fitted.
+    """`search` on records.
 
     `file` keeps the measurements of an interrupted run. `until`: see `search`.
     """
@@ -96,13 +95,9 @@ def search_model(
             bar.unpause()  # after the influence of layers, or a fit
             return meter_of(fit)
 
-        bar.reset(total=sum(map(len, goal.prompts)) * meter_of(None).batches)
+        bar.reset(total=len(goal.prompts) * meter_of(None).batches)
         influence = block_influence(attachment, records, batch_size=size)
-        try:
-            return search(settings, goal, influence, meter, fitter, until)
-        except FitError as e:
-            note(f"no fit: {e}")
-            return search(settings, goal, influence, meter, until=until)
+        return search(settings, goal, influence, meter, fitter, until)
 
 
 def search(
@@ -113,24 +108,26 @@ def search(
     fitter: Fitter | None = None,
     until: float = math.inf,
 ) -> SearchResult:
-    """Order the layers by influence, fit their maps once, and compare the prompt sets by their loss.
+    """Order the layers by influence, fit their maps, and compare the prompt sets by their loss.
 
-    `influence`: block influence of each layer; the layers go in its order. With a `fitter`, all candidates have one
-    fit. `until`: reading of `time.perf_counter()` after which no further prompt set is compared.
+    `influence`: block influence of each layer; the layers go in its order. With a `fitter`, candidates whose prompts
+    run the first token's layers have one fit, and all others another. `until`: reading of `time.perf_counter()` after
+    which no further prompt set is compared.
 
-    Raises FitError, DivergedError: see `Fitter.fit` and `LossMeter.loss`.
+    Raises DivergedError: see `Fitter.fit` and `LossMeter.loss`.
     """
     layers = goal.workload.cost.num_layers
     ranked = sorted(range(settings.warmup_layers, layers - 1), key=lambda layer: (influence[layer], layer))
     order = lent_order(ranked, goal.shared)[: layers - goal.least]
-    sets = [[goal.schedule(order, prompt) for prompt in of_depth] for of_depth in goal.prompts]
-    every = list(chain(*sets))
-    fitted = [schedule for schedule in every if not schedule.is_full]
-    fit = fitter.fit(fitted) if fitter is not None and fitted else None
-    losses = _losses(every, meter_of(fit), until)
-    known = [[schedule for schedule in of_depth if schedule in losses] for of_depth in sets]
-    tried = [min(of_depth, key=losses.__getitem__) for of_depth in known if of_depth]
-    tried.sort(key=lambda schedule: (losses[schedule], goal.workload.seconds(schedule)))
+    groups = groups_by_fit([goal.schedule(order, prompt) for prompt in goal.prompts])
+    losses, fits = dict[Schedule, float](), dict[Schedule, Fit | None]()
+    for left, group in zip(range(len(groups), 0, -1), groups, strict=True):
+        now = time.perf_counter()
+        end = now + (until - now) / left
+        fit = None if fitter is None else _fit(replace(fitter, until=end), group)
+        losses |= _losses(group, meter_of(fit), end)
+        fits |= dict.fromkeys(group, fit)
+    tried = sorted(losses, key=lambda schedule: (losses[schedule], goal.workload.seconds(schedule)))
     decoding = None if settings.target_speedup is None else replace(goal.workload, whole=False)
     candidates = [
         Candidate(
@@ -143,8 +140,25 @@ def search(
         for schedule in tried
     ]
     best = candidates[0].schedule
+    fit = fits[tried[0]]
     own = None if fit is None or best.is_full else fit.of_schedule(best)
     return SearchResult(tuple(candidates), order, tuple(influence), own)
+
+
+def groups_by_fit(schedules: Sequence[Schedule]) -> list[list[Schedule]]:
+    """Group schedules that one fit serves: prompts that run what the first token runs take its bridges, others none."""
+    by_prompt = {alike: [s for s in schedules if (s.prompt == "max_exit") is alike] for alike in (False, True)}
+    return [group for group in by_prompt.values() if group]
+
+
+def _fit(fitter: Fitter, schedules: Sequence[Schedule]) -> Fit | None:
+    """The fit of schedules; None if they skip nothing or cannot be fitted."""
+    fitted = [schedule for schedule in schedules if not schedule.is_full]
+    try:
+        return fitter.fit(fitted) if fitted else None
+    except FitError as e:
+        note(f"no fit: {e}")
+        return None
 
 
 def _losses(schedules: Sequence[Schedule], meter: LossMeter, until: float) -> dict[Schedule, float]:

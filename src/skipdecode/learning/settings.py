@@ -205,8 +205,7 @@ class CalibrationSettings(Options):
     )
     prompt_depths: tuple[str, ...] = option(
         "prompt layers to try for `target_speedup`: full, max_exit (those of the first new token), numbers (the lowest "
-        "n or n evenly spaced ones, whichever lose less), lists such as 0-14,20 (default: full, and 2/3, 1/2 and 1/3 "
-        "of the layers)",
+        "n), lists such as 0-14,20 (default: full, max_exit, and 2/3, 1/2 and 1/3 of the layers)",
         default=(),
     )
     nominal_speedup: float | None = option(
@@ -220,7 +219,6 @@ class CalibrationSettings(Options):
     batch_size: int = option("records in a forward pass", default=8, least=1)
     batch: int = option("sequences decoded together, for the wall-clock target", default=1, least=1)
     seed: int = option("seed of the sample of records", default=0)
-    spread_prompts: bool = setting("try evenly spaced prompt layers too", default=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -292,8 +290,8 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, EncoderOpt
     batch: int = option("sequences decoded together", default=BATCH, least=1)
     order_records: int = setting("records on which drop orders and prompt layers are compared", default=8, least=1)
     prompt_depths: tuple[str, ...] = option(
-        "prompt layers to try: full, max_exit (those of the first new token), numbers (the lowest n or n evenly spaced "
-        "ones, whichever lose less), lists such as 0-14,20 (default: full, and 2/3, 1/2 and 1/3 of the layers)",
+        "prompt layers to try: full, max_exit (those of the first new token), numbers (the lowest n), lists such as "
+        "0-14,20 (default: full, max_exit, and 2/3, 1/2 and 1/3 of the layers)",
         default=(),
     )
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
@@ -331,7 +329,6 @@ class SearchSize:
 
     records: int
     fit_depths: int
-    spread_prompts: bool
     fit_tokens: int = 0
 
 

@@ -17,7 +17,7 @@ from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.common.rows import Input, dataset_id, read_rows
 from skipdecode.data.examples import RecordOptions, encode_source, make_template, written_turns
-from skipdecode.data.records import refuse_rejects
+from skipdecode.data.records import refuse_rejects, reject_summary
 from skipdecode.data.source import Records, Source, held_out, load_records, read_file
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.data.template import PromptTemplate
@@ -35,13 +35,14 @@ from skipdecode.generation.self_generated import (
 )
 from skipdecode.learning.answers import greedy_answers
 from skipdecode.learning.distributions import TeacherTopK, TextKey, save_distributions, text_key
+from skipdecode.learning.invented_names import Renaming
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.stages import LearningRecords
 from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.loading.identity import checkpoint_digest
 
 _ANSWERS_LOG, DISTRIBUTIONS_FILE = "answers.sqlite", "distributions.safetensors"
-_HELD_OUT = 256  # of the model's own answers, at most
+_MOST_DEV_RECORDS = 256  # of the model's own answers, at most
 _LEAST_ANSWERED = 20  # records: answers to fewer are not learned
 _MOST_ANSWERS = 4096
 _LONGER = 1.5  # than the longest response: an answer of so many tokens is cut
@@ -96,6 +97,11 @@ class Sources:
         """The records or prompts to evaluate on."""
         return self._sources.get("test") or self._sources.get("dev") or self._out / "answers" / TEST_FILE
 
+    @property
+    def known(self) -> Source:
+        """The records whose names tuning may learn by heart."""
+        return self._sources.get("train") or self.test
+
     def task(self, most: int) -> Task:
         """The task, or the records' prompt and response; `most` is the maximum number of new tokens."""
         if self._settings.task:
@@ -121,6 +127,23 @@ class Sources:
         options = replace(self._settings.part(RecordOptions), prompt_template=template.text, prompt_field=None)
         return replace(options, response_field=template.responses[0], chat=bool(template.chat))
 
+    def with_invented_names(self, responses: LearningRecords) -> LearningRecords:
+        """The records, and again those whose responses repeat names or numbers of the prompt, under invented ones."""
+        template, paths = make_template(responses.options), list[str]()
+        for name, source in (("train", responses.train), ("dev", responses.dev)):
+            file = read_file(source, template, skip_bad=True)
+            renaming = Renaming.of(file.items, template, self._settings.seed)
+            others = [renaming.renamed(record) for record in file.items]
+            pairs = zip(others, file.items, strict=True)
+            more = [replace(other, id=f"{one.id}, other names") for other, one in pairs if other is not one]
+            if file.skipped:
+                note(f"{name}: {reject_summary(file.skipped)}")
+            if more:
+                note(f"{name}: {len(more)} of {len(file.items)} records are learned under invented names too")
+            paths.append(str(self._out / "records" / f"named-{name}.jsonl"))
+            _write(Path(paths[-1]), replace(file, items=(*file.items, *more)), template.responses[0])
+        return replace(responses, train=paths[0], dev=paths[1])
+
     def answer_records(self, responses: LearningRecords, loaded: LoadedModel, until: float) -> LearningRecords:
         """The prompts of given records with the model's greedy answers at full depth, as many as the time allows.
 
@@ -130,6 +153,8 @@ class Sources:
         template, directory = make_template(options), self._out / "answers"
         file = read_file(responses.train, template, skip_bad=True)
         drawn = random.Random(self._settings.seed).sample(file.items, min(_MOST_ANSWERS, len(file.items)))
+        renaming = Renaming.of(drawn, template, self._settings.seed)
+        drawn[::2] = map(renaming.renamed, drawn[::2])
         records = {str(number): replace(one, id=number) for number, one in enumerate(drawn)}  # ids may repeat
         file = replace(file, items=tuple(records.values()), skipped=())
         examples, _ = encode_source(file, "train", template, loaded, options)
@@ -172,7 +197,7 @@ class Sources:
         settings, directory, held_out = self._settings, self._out / "answers", "test" not in self._sources
         count = held_out * min(_TESTED, settings.test_records)
         answer = partial(own_answers, loaded, settings, settings, self._prompts, directory)
-        template, _ = answer(seed=settings.seed, held_out=_HELD_OUT, tested=count, until=until)
+        template, _ = answer(seed=settings.seed, held_out=_MOST_DEV_RECORDS, tested=count, until=until)
         if held_out:
             rows = [row for _, row in read_rows(directory / TEST_FILE) if isinstance(row, dict)]
             if settings.task:  # the same prompts, with their references

@@ -46,6 +46,11 @@ class FullDepth:
         return self.scores is not None and self._best < (1 - _TEACHES) * halfway
 
     @property
+    def is_learned(self) -> bool:
+        """Whether the records teach full depth no more: a score that is low then is low by the task, as a summary's."""
+        return len(self.dev_losses) > 1 and not self.is_learning
+
+    @property
     def learns_responses(self) -> bool:
         """Whether responses teach more than the model's answers: the loss still falls, and prompts determine them."""
         return self.is_learning and self._best < _DETERMINED

@@ -36,6 +36,7 @@ from skipdecode.learning.checkpoint import (
     make_recipe,
     write_recipe,
 )
+from skipdecode.learning.goal import seq_len_of
 from skipdecode.learning.settings import TuneOptions
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit, set_fit
@@ -337,7 +338,6 @@ class _Run:
     def _schedule(self, lengths: Sequence[int]) -> tuple[Schedule, str]:
         """The schedule and its origin; positions by default: the 95th percentile of `lengths`."""
         own, stored, requested = self.checkpoint.schedule, (self.recipe or {}).get("schedule"), self.requested
-        longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
         origin = "because neither the call nor the checkpoint names one" if own is None else "the checkpoint's own"
         if stored is not None:
             own, origin = Schedule.from_dict(stored), "the recipe's"
@@ -352,7 +352,7 @@ class _Run:
             if self.seq_len is not None and not is_speedup(str(requested)):
                 raise UsageError(f"`seq_len` is for a nominal speed-up, not for {requested}: leave it out")
             own, origin = None, f"from {requested}"
-        return self.checkpoint.parse(requested, self.seq_len or longest, own), origin
+        return self.checkpoint.parse(requested, self.seq_len or seq_len_of(lengths), own), origin
 
     def _tuner(self, loaded: LoadedModel, train: list[Example], dev: list[Example], schedule: Schedule) -> Tuner:
         from skipdecode.learning.trainer import Tuner
