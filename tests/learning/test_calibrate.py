@@ -317,7 +317,7 @@ def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files)
         (
             {"target_speedup": 8, "fit": False},
             TargetError,
-            "2 for prompts, the bound of the whole request is ",
+            "2 for prompts, the bound of the whole request is 3.27x",
         ),
         ({"target_speedup": 2, "prompt_depths": ("9",)}, ScheduleError, "a number from 1 to 8"),
         ({"target_speedup": 2, "prompt_depths": ("1-3",)}, ScheduleError, "leaves out layer 0"),

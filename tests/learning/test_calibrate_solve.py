@@ -40,7 +40,7 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     steep = goal(2.6)
     assert depths(steep) == [4, "max_exit"]
     assert steep.workload.speedup(steep.paper) >= 2.6
-    assert 4 <= len(steep.paper.prompt_layers()) < 6
+    assert len(steep.paper.prompt_layers()) == 4
     assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [4, 5]
     with pytest.raises(TargetError, match="whole request"):
         goal(6.0)

@@ -119,7 +119,7 @@ def search(
     layers = goal.workload.cost.num_layers
     ranked = sorted(range(settings.warmup_layers, layers - 1), key=lambda layer: (influence[layer], layer))
     order = lent_order(ranked, goal.shared)[: layers - goal.least]
-    groups = groups_by_fit([goal.schedule(order, prompt) for prompt in goal.prompts])
+    groups = _groups_by_fit([goal.schedule(order, prompt) for prompt in goal.prompts])
     losses, fits = dict[Schedule, float](), dict[Schedule, Fit | None]()
     for left, group in zip(range(len(groups), 0, -1), groups, strict=True):
         now = time.perf_counter()
@@ -145,7 +145,7 @@ def search(
     return SearchResult(tuple(candidates), order, tuple(influence), own)
 
 
-def groups_by_fit(schedules: Sequence[Schedule]) -> list[list[Schedule]]:
+def _groups_by_fit(schedules: Sequence[Schedule]) -> list[list[Schedule]]:
     """Group schedules that one fit serves: prompts that run what the first token runs take its bridges, others none."""
     by_prompt = {alike: [s for s in schedules if (s.prompt == "max_exit") is alike] for alike in (False, True)}
     return [group for group in by_prompt.values() if group]
