@@ -16,9 +16,9 @@ from products import in_turn
 from serve_tools import running, tiny_service
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
+from skipdecode.engine.kv import PagedKV
 from skipdecode.engine.opening import Backend
-from skipdecode.engine.prefix import PrefixKV
-from skipdecode.engine.sequence import PromptLayers
+from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule.order import top_down
 from skipdecode.serving.middleware import ApiKeys
 from tiny import LAYERS, tiny_model
@@ -69,7 +69,7 @@ def rows_of(engine: FastEngine, requests: list[Request]) -> list[list[tuple[int,
     return rows
 
 
-def all_pages_are_free(kv: PrefixKV) -> bool:
+def all_pages_are_free(kv: PagedKV) -> bool:
     """Of an engine without rows: once nothing is kept, every page is free, once."""
     assert kv.bytes_held == 0 == kv.overlap
     while kv._idle:
@@ -217,17 +217,17 @@ def test_layers_that_only_the_prompt_ran_give_their_pages_to_the_answer():
 
 
 def test_least_recently_used_prompts_go_first_and_from_their_ends():
-    kv = PrefixKV(2, 1, 4, torch.float32, 4, most_bytes=0)
-    kv._most_idle = 2 * 5  # five blocks of two layers
+    kv = PagedKV(2, 1, 4, torch.float32, 4, prefix_bytes=10 * 128)  # five blocks of two layers
     kv.reserve(4, 64, 64)
     prompts = [(1,) * 13, (2,) * 9, (3,) * 5]  # three, two and one full pages of 4
 
     def run(prompt: tuple[int, ...]) -> int:
-        slot = kv.open()
-        found = kv.match(slot, PromptLayers((0, 1)), prompt, 0)
-        kv.extend(slot, (0, 1), len(prompt))
-        kv.keep(slot, PromptLayers((0, 1)), prompt, len(prompt))
-        kv.close(slot)
+        sequence = Sequence(0, Request(prompt, 1), Schedule.full(2))
+        sequence.slot = kv.open()
+        found = kv.match(sequence)
+        kv.extend(sequence.slot, (0, 1), len(prompt))
+        kv.keep(sequence, len(prompt))
+        kv.close(sequence.slot)
         return found
 
     assert [run(p) for p in prompts] == [0, 0, 0]
@@ -241,55 +241,51 @@ def test_least_recently_used_prompts_go_first_and_from_their_ends():
 
 def test_no_page_is_written_by_two_or_lost_whatever_happens():
     """Rows come, match, run, keep, leave layers, go; each reads its own tokens from its pages all the time."""
-    rng, layers = random.Random(1), PromptLayers((0, 1, 2))
-    kv = PrefixKV(3, 1, 1, torch.float32, 4, most_bytes=30 * 32)
+    rng = random.Random(1)
+    kv = PagedKV(3, 1, 1, torch.float32, 4, prefix_bytes=30 * 32)
     kv.reserve(6, 64, 6 * 3 * 8)
-    rows: dict[int, dict[str, Any]] = {}
+    rows: list[Sequence] = []
     for step in range(1500):
-        slot = rng.choice(list(rows)) if rows else None
-        row = rows.get(slot) if slot is not None else None
+        row = rng.choice(rows) if rows else None
         if len(rows) < 6 and rng.random() < 0.3:
-            text = tuple(rng.choice((1, 2)) for _ in range(rng.choice((4, 8, 12)))) + (step,) * rng.randint(1, 5)
-            rows[kv.open()] = {"text": text, "prompt": text, "fed": 0, "layers": list(layers.run)}
+            prompt = tuple(rng.choice((1, 2)) for _ in range(rng.choice((4, 8, 12)))) + (step,) * rng.randint(1, 5)
+            rows.append(Sequence(step, Request(prompt, 1), Schedule.full(3)))
+            rows[-1].slot = kv.open()
         elif row is None:
             continue
         elif rng.random() < 0.1:
-            kv.close(slot)
-            del rows[slot]
-        elif row["fed"] < len(row["prompt"]):
-            row["fed"] = kv.match(slot, layers, row["prompt"], row["fed"])
-            end = min(row["fed"] + rng.randint(1, 9), len(row["prompt"]))
-            kv.extend(slot, layers.run, end)
-            write(kv, slot, row, end)
-            kv.keep(slot, layers, row["prompt"], row["fed"])
-        elif row["fed"] < 30:
-            if len(row["layers"]) > 1 and rng.random() < 0.2:
-                kv.drop(slot, [row["layers"].pop()])
-            row["text"] += (step,)
-            kv.extend(slot, row["layers"], row["fed"] + 1)
-            write(kv, slot, row, row["fed"] + 1)
-        for other, its in rows.items():
-            for layer in its["layers"]:
-                found = [read(kv, layer, other, i) for i in range(its["fed"])]
-                assert found == [10_000 * layer + token for token in its["text"][: its["fed"]]]
-    for slot in list(rows):
-        kv.close(slot)
+            kv.close(row.slot)
+            rows.remove(row)
+        elif row.in_prefill:
+            row.ran = kv.match(row)
+            write(kv, row, min(row.ran + rng.randint(1, 9), len(row.request.prompt)))
+            kv.keep(row, row.ran)
+        elif row.ran < 30:
+            if len(row.layers) > 1 and rng.random() < 0.2:
+                kv.drop(row.slot, row.layers[-1:])
+                row.layers = row.layers[:-1]
+            row.output.append(step)
+            write(kv, row, row.ran + 1)
+        for each in rows:
+            for layer in each.layers:
+                found = [int(stored(kv, layer, each, i)) for i in range(each.ran)]
+                assert found == [10_000 * layer + token for token in (*each.request.prompt, *each.output)[: each.ran]]
+    for row in rows:
+        kv.close(row.slot)
     assert all_pages_are_free(kv)
 
 
-def place(kv: PrefixKV, layer: int, slot: int, position: int) -> torch.Tensor:
-    return kv.pages[int(kv.table[layer, slot, position // 4]), 0, 0, position % 4]
+def stored(kv: PagedKV, layer: int, row: Sequence, position: int) -> torch.Tensor:
+    return kv.pages[int(kv.table[layer, row.slot, position // 4]), 0, 0, position % 4]
 
 
-def write(kv: PrefixKV, slot: int, row: dict[str, Any], end: int) -> None:
-    for layer in row["layers"]:
-        for position in range(row["fed"], end):
-            place(kv, layer, slot, position)[0] = 10_000 * layer + row["text"][position]
-    row["fed"] = end
-
-
-def read(kv: PrefixKV, layer: int, slot: int, position: int) -> int:
-    return int(place(kv, layer, slot, position)[0])
+def write(kv: PagedKV, row: Sequence, end: int) -> None:
+    kv.extend(row.slot, row.layers, end)
+    text = (*row.request.prompt, *row.output)
+    for layer in row.layers:
+        for position in range(row.ran, end):
+            stored(kv, layer, row, position)[0] = 10_000 * layer + text[position]
+    row.ran = end
 
 
 def test_through_transformers_it_is_left_out():

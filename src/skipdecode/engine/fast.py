@@ -17,7 +17,6 @@ from skipdecode.common.types import PreTrainedModel
 from skipdecode.engine.base import Engine
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates
-from skipdecode.engine.kv import PagedKV
 from skipdecode.engine.requests import NextToken, StepOutput
 from skipdecode.engine.rows import Chunk, forwards, token_rows
 from skipdecode.engine.sampling import Predicted, Sampler, scores
@@ -37,7 +36,7 @@ class FastEngine(Engine):
     `model`: a causal LM with a fast path (`model_spec.READERS`); its projection weights are fused in place. `max_rows`:
     most sequences in a step. `refill_below`, `in_order`: see `Scheduler`. `prompt_tokens`: most prompt tokens of a
     forward; it bounds the buffers, and the time that a sequence waits for its next token. `prefix_cache`: keep keys
-    and values of prompts for prompts with the same beginning and prompt layers (`skipdecode.engine.prefix`); the output
+    and values of prompts for prompts with the same beginning and prompt layers (`skipdecode.engine.kv`); the output
     does not change.
 
     Raises UnfitModelError: the model has no fast path, or the kernels cannot run here; ScheduleError: the schedule is
@@ -62,7 +61,7 @@ class FastEngine(Engine):
         self.model.check(schedule)
         super().__init__(schedule)
         self.planner = self.model.planner
-        self.kv: PagedKV = self.model.new_kv(prefix_cache)
+        self.kv = self.model.new_kv()
         self._prefix_cache = prefix_cache and not self.model.rings
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, refill_below, in_order=in_order)
@@ -138,7 +137,7 @@ class FastEngine(Engine):
         used = sum(running.pages for running in self._prefilling + self._decoding)
         pages = used + sequence.pages + self.kv.cached_bytes // self.kv.layout.page_bytes
         self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages)
-        sequence.slot = self.kv.open(request.cache_salt)
+        sequence.slot = self.kv.open()
         sequence.sampler = Sampler.of(request)
         if request.exact:
             sequence.drafter = self.planner.drafter(request.prompt, request.cache_salt)
@@ -167,7 +166,7 @@ class FastEngine(Engine):
         """Whether a sequence's next prompt tokens run now, with `chunks`; the prefix cache may move `sequence.ran`."""
         if not self._prefix_cache or sequence.request.scores_prompt:
             return True
-        ran = self.kv.match(sequence.slot, sequence.prompt, sequence.request.prompt, sequence.ran)
+        ran = self.kv.match(sequence)
         self.stats.prefix_hit_tokens += ran - sequence.ran
         sequence.cached += ran - sequence.ran
         sequence.ran = ran
@@ -242,11 +241,8 @@ class FastEngine(Engine):
         self.stats.short_heads += isinstance(logits, Candidates)
         self.stats.head_fallbacks += self.model.head.fell_back
         for chunk in chunks:
-            sequence = chunk.sequence
-            if not sequence.output:
-                # The last prompt token of such a prompt runs more layers than the others, so it is not shared.
-                prompt = sequence.request.prompt[:-1] if sequence.prompt.own else sequence.request.prompt
-                self.kv.keep(sequence.slot, sequence.prompt, prompt, chunk.end)
+            if self._prefix_cache and not chunk.sequence.output:
+                self.kv.keep(chunk.sequence, chunk.end)
         if rows.scored and isinstance(logits, Tensor):
             for row, chunk in rows.scored:
                 self._score(chunk, logits[row : row + len(chunk.tokens)])

@@ -30,7 +30,6 @@ from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, Stack
 from skipdecode.engine.kernels.weights import QUANTIZATIONS, Arena, Quantization, QuantizedWeight, quantize, room_of
 from skipdecode.engine.kv import PAGE_TOKENS, PagedKV
 from skipdecode.engine.model_spec import Join, matrices, read_model
-from skipdecode.engine.prefix import PrefixKV
 from skipdecode.engine.requests import Request
 from skipdecode.engine.rows import TokenRows
 from skipdecode.errors import UnfitModelError, UsageError
@@ -87,12 +86,10 @@ class FastModel:
         for request in requests:
             request.check_vocabulary(self.vocab_size)
 
-    def new_kv(self, prefix_cache: bool = False) -> PagedKV:
+    def new_kv(self) -> PagedKV:
         """An empty KV store with the sizes of this model."""
-        sizes = self.num_layers, self._attention.kv_heads, self._attention.head_dim, self.dtype
-        if self.rings or not prefix_cache:
-            return PagedKV(*sizes, rings=self.rings)
-        return PrefixKV(*sizes)
+        attention = self._attention
+        return PagedKV(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, rings=self.rings)
 
     def _rejectable(self) -> int:
         """Tokens that may be taken back without a convolution's earlier inputs having left its page.
