@@ -9,7 +9,6 @@ sequences have ended.
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -21,7 +20,6 @@ PROMPT_TOKENS = 512
 """Maximum prompt tokens of one forward in batch jobs."""
 REFILL_BELOW = 0.25
 """In batch jobs, the next group joins when at most this share of the slots is in use. Measured in docs/LOG.md."""
-_LENGTH = attrgetter("length")
 
 
 class Scheduler:
@@ -39,40 +37,30 @@ class Scheduler:
         self.max_rows = max_rows
         self.refill_below = refill_below
         self.in_order = in_order
-        # Only one of the two is used; both give the next request in constant time.
-        self._queue: deque[Sequence] = deque()
-        self._sorted: list[Sequence] = []
+        self._queue: deque[Sequence] = deque()  # the next to be admitted first
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Queue sequences."""
-        if self.in_order:
-            self._queue.extend(sequences)
-            return
-        new = list(sequences)
-        if len(new) > len(self._sorted):
-            self._sorted = sorted(self._sorted + new, key=_LENGTH)
-            return
-        for sequence in new:
-            bisect.insort(self._sorted, sequence, key=_LENGTH)
+        self._queue.extend(sequences)
+        if not self.in_order:
+            self._queue = deque(sorted(self._queue, key=attrgetter("length"), reverse=True))
 
     def drop(self, number: int) -> None:
         """Forget a sequence that was not admitted yet."""
         self._queue = deque(sequence for sequence in self._queue if sequence.number != number)
-        self._sorted = [sequence for sequence in self._sorted if sequence.number != number]
 
     def clear(self) -> None:
         """Forget all sequences that were not admitted yet."""
         self._queue.clear()
-        self._sorted.clear()
 
     @property
     def waiting(self) -> int:
         """Sequences not yet admitted."""
-        return len(self._queue) + len(self._sorted)
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The waiting sequences, in no particular order."""
-        return iter((*self._queue, *self._sorted))
+        """The waiting sequences, the next to be admitted first."""
+        return iter(self._queue)
 
     def admit(self, running: int) -> list[Sequence]:
         """Take the sequences that join now, given the number of running sequences.
@@ -83,4 +71,4 @@ class Scheduler:
         if running and running > self.refill_below * (self.max_rows - 1):
             return []
         count = min(self.waiting, self.max_rows - running)
-        return [self._queue.popleft() if self.in_order else self._sorted.pop() for _ in range(count)]
+        return [self._queue.popleft() for _ in range(count)]
