@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,11 @@ def save_tiny(folder: Path, schedule: Schedule | None, model_type: str = "llama"
         model.config.skipdecode = schedule.to_dict()
     model.save_pretrained(folder)
     return model
+
+
+def stock_environment() -> dict[str, str]:
+    """The environment without what engines of this process have set."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_PP", "VLLM_DIST", "VLLM_USE"))}
 
 
 def prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from checkpoints import byte_tokenizer
-from engines import paper, prompts, reference, save_tiny
+from engines import paper, prompts, reference, stock_environment
 from skipdecode import Schedule
 from tiny import LAYERS
 
@@ -30,20 +30,6 @@ RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 ENGINE = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "block_size": 32, "enforce_eager": True}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("llama")
-    model = save_tiny(folder, paper(), vocab_size=259)
-    byte_tokenizer().save_pretrained(folder)
-    return folder, model
-
-
-def environment() -> dict[str, str]:
-    """Not what engines of this process have set."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_PP", "VLLM_DIST", "VLLM_USE"))}
-    return kept | RAY
-
-
 def test_two_workers_generate_what_transformers_gives(checkpoint: Any, tmp_path: Path):
     pytest.importorskip("ray.data", reason="no ray[data] in this environment")
     folder, model = checkpoint
@@ -53,7 +39,8 @@ def test_two_workers_generate_what_transformers_gives(checkpoint: Any, tmp_path:
     command = [sys.executable, str(EXAMPLES / "ray_data_llm.py"), str(folder), str(lines), str(out), "--workers", "2"]
     command += ["--gpus-per-worker", "0", "--cpus", "8", "--batch-size", "6", "--engine", json.dumps(ENGINE)]
     command += ["--sampling", json.dumps({"ignore_eos": True, "max_tokens": NEW})]
-    alone = environment() | {"RAY_ADDRESS": "local"}  # in no cluster that runs here, or ran and left its address
+    # In no cluster that runs here, or ran and left its address.
+    alone = stock_environment() | RAY | {"RAY_ADDRESS": "local"}
     done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-5000:]
     rows = [json.loads(line) for file in sorted(out.glob("*.json*")) for line in file.read_text().splitlines()]
@@ -84,9 +71,8 @@ class Fleet:
         engine = ENGINE | {"additional_config": {"skipdecode": {"schedules": [EVEN.to_dict()]}}}
         command = [sys.executable, str(EXAMPLES / "ray_serve_llm.py"), str(folder), "--name", "tiny", "--cpu"]
         command += ["--replicas", "2", "2", "--port", str(port), "--engine", json.dumps(engine)]
-        self.process = subprocess.Popen(
-            command, env=environment() | {"RAY_ADDRESS": self.cluster.address}, stdout=log.open("w"), stderr=-2
-        )
+        environment = stock_environment() | RAY | {"RAY_ADDRESS": self.cluster.address}
+        self.process = subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=-2)
 
     def wait_until_up(self) -> None:
         for _ in range(500):
@@ -130,7 +116,7 @@ def node_like(metrics: int) -> dict[str, Any]:
 def fleet(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     pytest.importorskip("ray.serve", reason="no ray[serve] in this environment")
     with pytest.MonkeyPatch.context() as patch:
-        for name in os.environ.keys() - environment().keys():
+        for name in os.environ.keys() - stock_environment().keys():
             patch.delenv(name)
         for name, value in RAY.items():
             patch.setenv(name, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -16,21 +15,12 @@ from typing import Any
 
 import pytest
 
-from checkpoints import byte_tokenizer
-from engines import engine, generate, paper, prompts, reference, save_tiny
+from engines import engine, generate, paper, prompts, reference, stock_environment
 from skipdecode import Schedule
 from tiny import LAYERS
 
 pytestmark = pytest.mark.several
 STREAMS = 200
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("llama")
-    model = save_tiny(folder, paper(), vocab_size=259)
-    byte_tokenizer().save_pretrained(folder)
-    return folder, model
 
 
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
@@ -62,9 +52,7 @@ def server(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint[0])]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
     command += ["--served-model-name", "tiny", "--block-size", "32", "--max-num-seqs", "16", "--enforce-eager"]
-    # Not what engines of this process have set.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_PP", "VLLM_DIST", "VLLM_USE"))}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = stock_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         url = f"http://127.0.0.1:{port}"
         try:
