@@ -18,14 +18,11 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.requests import NextToken, StepOutput
-from skipdecode.engine.rows import Chunk, forwards, token_rows
+from skipdecode.engine.rows import Chunk, Span, forwards, token_rows
 from skipdecode.engine.sampling import Predicted, Sampler, scores
 from skipdecode.engine.scheduler import PROMPT_TOKENS, Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule import Schedule
-
-Drafts = dict[Sequence, tuple[int, ...]]
-"""Drafts of a step by sequence."""
 
 
 class FastEngine(Engine):
@@ -127,7 +124,7 @@ class FastEngine(Engine):
             if forced := sequence.forced_tokens:
                 drafts[sequence] = forced
             chunks.append(Chunk.following(sequence, (sequence.output[-1], *drafts.get(sequence, ()))))
-        outputs = [out for part in forwards(chunks) for out in self._forward(part, drafts)]
+        outputs = [out for part in forwards(chunks) for out in self._forward(part)]
         self.stats.step_seconds += time.perf_counter() - start
         return outputs
 
@@ -186,7 +183,7 @@ class FastEngine(Engine):
             and other.request.prompt[:end] == prompt[:end]
         )
 
-    def _draft(self) -> Drafts:
+    def _draft(self) -> dict[Sequence, tuple[int, ...]]:
         """Draft as many tokens of the sequences as the planner says; all tokens of a sequence run the same layers."""
         rows, drafting = len(self._decoding), [(s, s.drafter) for s in self._decoding if s.drafter is not None]
         if not drafting:
@@ -204,7 +201,7 @@ class FastEngine(Engine):
             self.kv.drop(sequence.slot, [layer for layer in sequence.layers if layer not in keep])
             sequence.layers = layers
 
-    def _forward(self, chunks: list[Chunk], drafts: Drafts) -> list[StepOutput]:
+    def _forward(self, chunks: list[Chunk]) -> list[StepOutput]:
         """Run prompt chunks, and tokens of decoding sequences with their drafts; returns the outputs."""
         start = time.perf_counter()
         sampled, predicted = self._run(chunks)
@@ -212,9 +209,9 @@ class FastEngine(Engine):
             chunk.sequence.ran = chunk.end
         self._count(chunks, time.perf_counter() - start)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.in_prefill]
-        self._decoding += [sequence for sequence in sampled if not sequence.output]
-        outputs = self._emit(self._chosen(sampled, predicted, drafts), start) if sampled else []
-        for sequence in sampled:
+        self._decoding += [span.sequence for span in sampled if not span.sequence.output]
+        outputs = self._emit(self._chosen(sampled, predicted), start) if sampled else []
+        for sequence in (span.sequence for span in sampled):
             if sequence.finish_reason is not None:
                 self._decoding.remove(sequence)
                 self.kv.close(sequence.slot)
@@ -223,10 +220,10 @@ class FastEngine(Engine):
                     self.planner.remember(request.prompt, sequence.output, request.cache_salt)
         return outputs
 
-    def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Predicted]:
-        """Run the rows of chunks; returns the sequences that get tokens, and the predictions after their last rows.
+    def _run(self, chunks: list[Chunk]) -> tuple[list[Span], Predicted]:
+        """Run the rows of chunks; returns the spans that choose next tokens, and the predictions after their rows.
 
-        The predictions are in the order of the sequences: one for every token that a sequence ran, one for a prompt.
+        The predictions are in the order of the spans: one for every token that a sequence ran, one for a prompt.
         """
         pages = self.kv.layout.pages
         for chunk in chunks:
@@ -244,26 +241,24 @@ class FastEngine(Engine):
             if self._prefix_cache and not chunk.sequence.output:
                 self.kv.keep(chunk.sequence, chunk.end)
         if rows.scored and isinstance(logits, Tensor):
-            for row, chunk in rows.scored:
-                self._score(chunk, logits[row : row + len(chunk.tokens)])
+            for row, span in rows.scored:
+                self._score(span, logits[row : row + len(span.tokens)])
             logits = logits[rows.num_logits - rows.num_sampled :]
         return sampled, Predicted(logits)
 
     @staticmethod
-    def _score(chunk: Chunk, logits: Tensor) -> None:
-        """Note the log-probabilities of the prompt tokens that follow a chunk's tokens."""
-        request = chunk.sequence.request
-        following = request.prompt[chunk.start + 1 : chunk.end + 1]
-        chunk.sequence.scores += scores(logits, following, request.sampling.top_logprobs)
+    def _score(span: Span, logits: Tensor) -> None:
+        """Note the log-probabilities of the prompt tokens that follow a span's tokens."""
+        request, first = span.sequence.request, span.start + 1
+        following = request.prompt[first : first + len(span.tokens)]
+        span.sequence.scores += scores(logits, following, request.sampling.top_logprobs)
 
-    def _chosen(
-        self, sampled: list[Sequence], predicted: Predicted, drafts: Drafts
-    ) -> list[tuple[Sequence, NextToken]]:
+    def _chosen(self, sampled: list[Span], predicted: Predicted) -> list[tuple[Sequence, NextToken]]:
         """Choose the next tokens of each sequence: its accepted drafts, and one more."""
         chosen: list[tuple[Sequence, NextToken]] = []
         row = 0
-        for sequence in sampled:
-            drafted, new_tokens = drafts.get(sequence, ()), list[int]()
+        for span in sampled:
+            sequence, drafted, new_tokens = span.sequence, span.tokens[1:], list[int]()
             for index in range(len(drafted) + 1):
                 token = predicted.token(row + index, sequence.sampler)
                 chosen.append((sequence, token))

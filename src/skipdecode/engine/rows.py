@@ -65,10 +65,26 @@ def forwards(chunks: list[Chunk]) -> list[list[Chunk]]:
     return [[chunk for chunk in chunks if chunk.has_own_layers] + parts[0], *parts[1:]]
 
 
+class Span(NamedTuple):
+    """Successive tokens of a sequence that run the layers `run` and store keys and values in the layers `held`.
+
+    `group`: 0 for tokens that choose no next token, 1 for last tokens of prompts with layers of their own, 2 for all
+    others. `scored`: of a prompt, and the logits are needed.
+    """
+
+    sequence: Sequence
+    tokens: tuple[int, ...]
+    start: int
+    run: tuple[int, ...]
+    held: tuple[int, ...]
+    group: int
+    scored: bool = False
+
+
 class TokenRows(NamedTuple):
     """The rows of one forward. A row is a token: its id, its slot (the sequence's place in the KV store), its position.
 
-    `num_logits` rows at the end need logits; the last `num_sampled` of them choose next tokens. `scored` are chunks of
+    `num_logits` rows at the end need logits; the last `num_sampled` of them choose next tokens. `scored` are spans of
     prompts whose tokens are scored, each with the number of its first row with logits. `bridged`: the first row that
     takes the bridges of the layers that it skips. `tops`, if given, has for each row with logits the number of top
     tokens whose logits are enough. `before` is that of `StackInput`, and `prompt` are the layers that prompt tokens
@@ -81,15 +97,15 @@ class TokenRows(NamedTuple):
     layers: list[LayerRows]
     num_logits: int
     num_sampled: int = 0
-    scored: tuple[tuple[int, Chunk], ...] = ()
+    scored: tuple[tuple[int, Span], ...] = ()
     bridged: int = 0
     tops: list[int] | None = None
     before: list[list[int]] | None = None
     prompt: tuple[int, ...] | None = None
 
 
-def token_rows(chunks: list[Chunk], num_layers: int, context_tokens: int = 0) -> tuple[TokenRows, list[Sequence]]:
-    """Make the rows of a forward; returns them, and the sequences that get a token, in the order of the last rows.
+def token_rows(chunks: list[Chunk], num_layers: int, context_tokens: int = 0) -> tuple[TokenRows, list[Span]]:
+    """Make the rows of a forward; returns them, and the spans that choose next tokens, in the order of the last rows.
 
     The rows of a layer are neighbours. First come prompt tokens before the last, those that hold the fewest layers
     first; then last tokens of prompts with layers of their own; then all other tokens, the deepest first. This needs
@@ -109,7 +125,8 @@ def token_rows(chunks: list[Chunk], num_layers: int, context_tokens: int = 0) ->
     positions = [span.start + i for span in spans for i in range(len(span.tokens))]
     sampled = [span for span in spans if span.group]
     tops = [span.sequence.sampler.top for span in sampled for _ in span.tokens]
-    scored = _scored(spans)
+    starts = accumulate((len(span.tokens) for span in spans), initial=0)
+    scored = [(row, span) for row, span in zip(starts, spans, strict=False) if span.scored]
     first_sampled = len(slots) - len(tops)
     first_logits = scored[0][0] if scored else first_sampled
     rows = TokenRows(
@@ -119,33 +136,17 @@ def token_rows(chunks: list[Chunk], num_layers: int, context_tokens: int = 0) ->
         _layer_rows(spans, num_layers),
         num_logits=len(slots) - first_logits,
         num_sampled=len(tops),
-        scored=tuple((row - first_logits, chunk) for row, chunk in scored),
+        scored=tuple((row - first_logits, span) for row, span in scored),
         bridged=first_sampled if own else 0,
         # One row that takes all logits has the whole head read, and the others have theirs for next to nothing.
         tops=tops if all(tops) and not scored else None,
         before=_rows_before(slots, positions, context_tokens) if context_tokens else None,
         prompt=own.run if own else None,
     )
-    return rows, [span.sequence for span in sampled]
+    return rows, sampled
 
 
-class _Span(NamedTuple):
-    """Successive tokens of a sequence that run the layers `run` and store keys and values in the layers `held`.
-
-    `group`: 0 for tokens that choose no next token, 1 for last tokens of prompts with layers of their own, 2 for all
-    others. `scored`: of a prompt, and the logits are needed.
-    """
-
-    sequence: Sequence
-    tokens: tuple[int, ...]
-    start: int
-    run: tuple[int, ...]
-    held: tuple[int, ...]
-    group: int
-    scored: bool = False
-
-
-def _spans(chunk: Chunk, context_tokens: int) -> Iterator[_Span]:
+def _spans(chunk: Chunk, context_tokens: int) -> Iterator[Span]:
     """Split a chunk into generated tokens; or a prompt's last token, the tokens before it, the context before those.
 
     In the top layer, prompt tokens before the last only store keys and values, unless they are scored: nothing else
@@ -154,34 +155,22 @@ def _spans(chunk: Chunk, context_tokens: int) -> Iterator[_Span]:
     sequence, tokens, start, layers = chunk
     prompt, text = sequence.prompt, sequence.request.prompt
     if start >= len(text):
-        yield _Span(sequence, tokens, start, layers, layers, 2)
+        yield Span(sequence, tokens, start, layers, layers, 2)
         return
     if chunk.end == len(text):
-        yield _Span(sequence, tokens[-1:], chunk.end - 1, layers, layers, 1 if prompt.own else 2)
+        yield Span(sequence, tokens[-1:], chunk.end - 1, layers, layers, 1 if prompt.own else 2)
         tokens = tokens[:-1]
     if not tokens:
         return
     run = prompt.run[:-1] if prompt.run[-1] == layers[-1] else prompt.run
     scored = sequence.request.scores_prompt
-    yield _Span(sequence, tokens, start, prompt.run if scored else run, layers, 0, scored)
+    yield Span(sequence, tokens, start, prompt.run if scored else run, layers, 0, scored)
     if context_tokens and start:
         begin = max(0, start - context_tokens)
-        yield _Span(sequence, text[begin:start], begin, run, run, 0)
+        yield Span(sequence, text[begin:start], begin, run, run, 0)
 
 
-def _scored(spans: list[_Span]) -> list[tuple[int, Chunk]]:
-    """Find the chunks of prompts whose tokens are scored, each with the number of its first row."""
-    if not any(span.scored for span in spans):  # as in nearly every step
-        return []
-    starts = accumulate((len(span.tokens) for span in spans), initial=0)
-    return [
-        (start, Chunk(span.sequence, span.tokens, span.start, span.run))
-        for start, span in zip(starts, spans, strict=False)
-        if span.scored
-    ]
-
-
-def _layer_rows(spans: list[_Span], num_layers: int) -> list[LayerRows]:
+def _layer_rows(spans: list[Span], num_layers: int) -> list[LayerRows]:
     """Find the rows of each layer, if the rows are in the order of the spans."""
     stored, runs, ends = [0] * num_layers, [-1] * num_layers, [0] * num_layers
     row = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -82,7 +82,9 @@ def add_error_handlers(app: FastAPI) -> None:
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path[:_LONGEST_NAME]} is not served: /openapi.json lists what is"
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(_allowed(headers["Allow"].split(", ")))
+            # Where GET is, there is HEAD, and OPTIONS is everywhere.
+            methods = {*headers["Allow"].split(", "), "OPTIONS"}
+            headers["Allow"] = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
             if request.method == "OPTIONS":
                 return Response(status_code=204, headers=headers)
         return ApiError(error.status_code, code or "invalid_value", message, headers=headers).response()
@@ -94,11 +96,6 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def crash(request: Request, error: Exception) -> Response:
         return ApiError(500, "engine_error", "the server failed; the request is lost").response()
-
-
-def _allowed(methods: Collection[str]) -> list[str]:
-    """The methods of a path: where GET is, there is HEAD, and OPTIONS is everywhere."""
-    return sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set()))
 
 
 def _explained(errors: Sequence[Any], content_type: str) -> ApiError:

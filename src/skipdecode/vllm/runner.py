@@ -144,7 +144,8 @@ class Skipping:
         self.gates = LayerGates(layers, axis, compiles, norm)
         projected = {layer for s in self._settings.schedules for layer in s.projected}
         maps = prompt_maps(self._fit, self._settings.schedules)
-        self.gates.projections = {i: KeyProjection(layers[i], maps.get(i), _shard()) for i in projected & set(layers)}
+        shard = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.gates.projections = {i: KeyProjection(layers[i], maps.get(i), shard) for i in projected & set(layers)}
         if self._fit is not None and self._fit.taps and maps:
             self.gates.memory = TapMemory(self._fit.taps, stops_of(self._settings.schedules, list(maps)))
         self.gates.bridges = layer_bridges(self._fit, layers, self._config.model_config.dtype, self._device)
@@ -229,11 +230,6 @@ class Skipping:
             prompt=input_batch.num_prompt_tokens[:count].astype(np.int64),
             schedule=np.array([self._settings.index_of(requests[i]) for i in ids], np.int64),
         )
-
-
-def _shard() -> tuple[int, int]:
-    """Number of this process among those that share a layer's heads, and how many these are."""
-    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
 def _permute(input_batch: InputBatch, order: NDArray[np.int64]) -> None:

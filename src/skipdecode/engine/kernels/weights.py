@@ -115,15 +115,11 @@ def room_of(shape: Sequence[int], kind: Quantization) -> tuple[int, int]:
     return rows * (shape[1] + -shape[1] % _STEP), 4 * shape[0]
 
 
-def _padded(weight: Tensor) -> Tensor:
-    missing = -weight.shape[1] % _STEP
-    return torch.nn.functional.pad(weight, (0, missing)) if missing else weight
-
-
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = weight.abs().amax(1).clamp_min(1e-30) / 127
     codes = torch.round(weight / scale[:, None]).to(torch.int8)
-    return _padded(codes).view(torch.uint8).contiguous(), scale
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % _STEP))
+    return padded.view(torch.uint8).contiguous(), scale
 
 
 def in_blocks(codes: Tensor, rows: int) -> Tensor:
