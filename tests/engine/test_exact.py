@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engine_tools import Always
+from engine_tools import Always, outputs_of, tokens_of
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.drafts import Acceptance, ForwardTimes, Planner, TextIndex
@@ -42,37 +42,32 @@ def requests(exact, samplings=SAMPLINGS, new=NEW, stop_ids=frozenset()):
     return [Request(p, new - 4 * i, s, stop_ids, exact=exact) for i, (p, s) in enumerate(pairs)]
 
 
-def tokens(made, asked):
-    return [row.tokens for row in made.decode(asked)]
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_those_without_drafts_in_ragged_batches(name, dtype):
     model, schedule = open_model(tiny_model("llama").to(dtype)), SCHEDULES[name]
-    want = tokens(FastEngine(model, schedule), requests(False))
+    want = tokens_of(FastEngine(model, schedule), requests(False))
     for count in (1, 3, 8):
         made = engine(model, schedule, count, max_rows=3, refill_below=1, in_order=True, prompt_tokens=9)
         for _ in range(2):  # with earlier answers the second time
-            assert tokens(made, requests(True)) == want
+            assert tokens_of(made, requests(True)) == want
         assert made.stats.accepted_tokens > 0
         assert made.kv_bytes == 0
 
 
-@pytest.mark.parametrize("quantization", ["int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "opt"])
-def test_tokens_are_those_without_drafts_in_every_kind_of_weights(family, quantization):
-    model = open_model(tiny_model(family), quantization)
-    want = tokens(FastEngine(model, SCHEDULES["falling"]), requests(False))
-    assert tokens(engine(model, SCHEDULES["falling"]), requests(True)) == want
+def test_tokens_are_those_without_drafts_with_8_bit_weights(family):
+    model = open_model(tiny_model(family), "int8")
+    want = tokens_of(FastEngine(model, SCHEDULES["falling"]), requests(False))
+    assert tokens_of(engine(model, SCHEDULES["falling"]), requests(True)) == want
 
 
 def test_rejected_drafts_leave_the_inputs_of_short_convolutions():
     model, schedule = open_model(tiny_model("lfm2", num_key_value_heads=1)), SCHEDULES["falling"]
     assert model.most_drafts == 6  # A page holds the inputs of 8 tokens.
-    want = tokens(FastEngine(model, schedule), requests(False))
+    want = tokens_of(FastEngine(model, schedule), requests(False))
     made = engine(model, schedule, 8, max_rows=3, refill_below=1, in_order=True, prompt_tokens=9)
-    assert tokens(made, requests(True)) == want
+    assert tokens_of(made, requests(True)) == want
     assert made.stats.drafted_tokens > made.stats.accepted_tokens > 0
 
 
@@ -80,7 +75,9 @@ def test_log_probabilities_the_likeliest_and_layers_are_those_without_drafts():
     model, schedule = open_model(tiny_model("llama")), SCHEDULES["falling"]
     made = engine(model, schedule)
     made.decode(requests(True)[3:])
-    plain, drafted = (list(each.run(requests(each is made)[3:])) for each in (FastEngine(model, schedule), made))
+    (plain,), (drafted,) = (
+        outputs_of(each, requests(each is made)[3:]) for each in (FastEngine(model, schedule), made)
+    )
     assert made.stats.accepted_tokens
     assert [(o.token, o.logprob, o.top, o.position, o.layers) for o in drafted] == [
         (o.token, o.logprob, o.top, o.position, o.layers) for o in plain
@@ -117,7 +114,7 @@ def test_repeated_text_is_drafted():
 def test_an_end_token_ends_a_sequence_in_the_middle_of_its_drafts():
     model = open_model(tiny_model("llama"))
     made = engine(model, FULL, 5)
-    want = tokens(made, requests(True))
+    want = tokens_of(made, requests(True))
     ends = frozenset({want[0][5], want[2][2]})
     plain = FastEngine(model, FULL).decode(requests(False, stop_ids=ends))
     assert made.decode(requests(True, stop_ids=ends)) == plain
@@ -127,7 +124,7 @@ def test_an_end_token_ends_a_sequence_in_the_middle_of_its_drafts():
 def test_cancelled_sequences_leave_and_others_go_on():
     model = open_model(tiny_model("llama"))
     made = engine(model, FULL)
-    want = tokens(made, requests(True))
+    want = tokens_of(made, requests(True))
     numbers = made.submit(requests(True))
     got = {number: [] for number in numbers}
     for step in range(100):
@@ -143,20 +140,20 @@ def test_cancelled_sequences_leave_and_others_go_on():
 def test_a_prefix_cache_and_second_turns_change_nothing():
     model, schedule = open_model(tiny_model("llama")), SCHEDULES["falling"]
     made = engine(model, schedule, prefix_cache=True)
-    (first,) = tokens(made, [Request(PROMPTS[2], 20)])
+    (first,) = tokens_of(made, [Request(PROMPTS[2], 20)])
     turn = (*PROMPTS[2], *first, 4, 5, 6)
     asked = [Request(turn, 20), Request(turn[:50], 20)]
     plain = [Request(r.prompt, 20, exact=False) for r in asked]
-    assert tokens(made, asked) == tokens(FastEngine(model, schedule), plain)
+    assert tokens_of(made, asked) == tokens_of(FastEngine(model, schedule), plain)
     assert made.stats.prefix_hit_tokens
 
 
 def test_sequences_with_and_without_drafts_share_a_batch():
     model, schedule = open_model(tiny_model("llama")), SCHEDULES["falling"]
     made = engine(model, schedule)
-    want = tokens(made, requests(False))
+    want = tokens_of(made, requests(False))
     mixed = [Request(r.prompt, r.max_new_tokens, r.sampling, exact=i % 2 == 0) for i, r in enumerate(requests(False))]
-    assert tokens(made, mixed) == want
+    assert tokens_of(made, mixed) == want
 
 
 @pytest.mark.parametrize("top_k", [0, 6])
@@ -165,7 +162,7 @@ def test_sampled_tokens_have_the_models_distribution(top_k):
     prompt, draws = (5, 6, 7), 1500
     asked = [Request(prompt, 3, Sampling(temperature=1.5, top_k=top_k, seed=i)) for i in range(draws)]
     made = engine(model, FULL, 2, max_rows=64)
-    rows = tokens(made, asked)
+    rows = tokens_of(made, asked)
     assert 0 < made.stats.accepted_tokens < made.stats.drafted_tokens
     # The second token, after the first one that is most frequent: the first that was drafted.
     first = Counter(row[0] for row in rows).most_common(1)[0][0]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine_tools import tokens_of
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.errors import ScheduleError, UnsupportedModelError
@@ -16,18 +17,11 @@ PROMPTS = [(5, 6, 7, 8), (9, 4), tuple(range(3, 20)), (11, 12, 13, 14, 15, 16, 1
 SCHEDULE = Schedule.from_speedup(LAYERS, 2, 8)
 
 
-def tokens(engine, requests):
-    rows = [[] for _ in requests]
-    for out in engine.run(requests):
-        rows[out.request].append(out.token)
-    return rows
-
-
 @pytest.mark.parametrize("family", sorted(set(OPTIONS) - {"mixtral", "qwen2_moe", "qwen3_moe"}))
 def test_rows_are_those_of_generate_one_by_one(family):
     model = tiny_model(family)
     requests = [Request(p, 4 + 2 * i) for i, p in enumerate(PROMPTS)]
-    got = tokens(GatedEngine(model, SCHEDULE, max_rows=3), requests)
+    got = tokens_of(GatedEngine(model, SCHEDULE, max_rows=3), requests)
     with attach(model, SCHEDULE):
         for request, row in zip(requests, got, strict=True):
             ids = torch.tensor([request.prompt])

@@ -40,8 +40,8 @@ def head_of(weight, model_dtype=torch.bfloat16, **changes):
 
 def compare(full, short, x, tops):
     """What both say of states: every row that the copy decides has the full head's words; True if it decided all."""
-    rows, vocabulary = len(x), short._numbers_of
-    logits = torch.empty(rows, vocabulary)
+    rows = len(x)
+    logits = torch.empty(rows, short._full.n)
     full(x, logits, rows, False)
     decided = 0
     for i in range(rows):  # one by one too, since a row that it leaves takes the others with it
@@ -60,11 +60,6 @@ def compare(full, short, x, tops):
     if together is not None:
         assert together.best == logits.argmax(-1).tolist()
     return together is not None
-
-
-@pytest.fixture(autouse=True)
-def _sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShortHead, "_numbers_of", property(lambda self: self._full.n), raising=False)
 
 
 def near_ties(words, columns, kind, seed):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine_tools import check_greedy, outputs_of
 from kernel_reference import kernels_or_skip
-from oracle import active_tokens, oracle_logits
 from products import in_turn
 from serve_tools import running, tiny_service
 from skipdecode import Schedule
@@ -58,15 +58,8 @@ def requests_of(prompts: Any = PROMPTS, new: int = NEW) -> list[Request]:
 
 
 def rows_of(engine: FastEngine, requests: list[Request]) -> list[list[tuple[int, int]]]:
-    """(token, layers) of each row; log-probabilities in `logprobs` of the engine."""
-    rows: list[list[tuple[int, int]]] = [[] for _ in requests]
-    engine.logprobs = [[] for _ in requests]  # type: ignore[attr-defined]
-    first, *_ = engine.submit(requests)
-    while engine.has_work:
-        for out in engine.step():
-            rows[out.request - first].append((out.token, out.layers))
-            engine.logprobs[out.request - first].append(out.logprob)  # type: ignore[attr-defined]
-    return rows
+    """(token, layers) of each row."""
+    return [[(out.token, out.layers) for out in row] for row in outputs_of(engine, requests)]
 
 
 def all_pages_are_free(kv: PagedKV) -> bool:
@@ -85,13 +78,12 @@ OPTIONS = {"together": {"max_rows": 7}, "in-order": {"max_rows": 2, "refill_belo
 def test_rows_are_those_without_a_cache(name: str, prompt: Any, kind: str):
     model, schedule, options = tiny_model("llama"), replace(SCHEDULES[name], prompt=prompt), OPTIONS[kind]
     requests = requests_of()
-    without = FastEngine(model, schedule, **options)
-    want = rows_of(without, requests)
+    want = outputs_of(FastEngine(model, schedule, **options), requests)
     engine = FastEngine(model, schedule, prefix_cache=True, prompt_tokens=50, **options)
     for _ in range(2):
-        assert rows_of(engine, requests) == want
-        for found, expected in zip(engine.logprobs, without.logprobs, strict=True):  # type: ignore[attr-defined]
-            assert found == pytest.approx(expected, abs=1e-5)
+        for found, expected in zip(outputs_of(engine, requests), want, strict=True):
+            assert [(out.token, out.layers) for out in found] == [(out.token, out.layers) for out in expected]
+            assert [out.logprob for out in found] == pytest.approx([out.logprob for out in expected], abs=1e-5)
     tokens = sum(len(r.prompt) for r in requests)
     assert engine.stats.prompt_tokens + engine.stats.prefix_hit_tokens == 2 * tokens
     # The second time only what is behind the last page that could be found.
@@ -108,15 +100,10 @@ def test_a_row_on_kept_pages_is_the_oracles(family: str, prompt: Any):
     requests = [Request(p, NEW) for p in PROMPTS]
     engine.decode(requests)
     before = engine.stats.prefix_hit_tokens
-    rows = engine.decode(requests)
+    rows = outputs_of(engine, requests)
     assert engine.stats.prefix_hit_tokens - before == sum((len(p) - 1) // PAGE * PAGE for p in PROMPTS)
     for prompt_ids, row in zip(PROMPTS, rows, strict=True):
-        text = torch.tensor([[*prompt_ids, *row.tokens]])
-        active = active_tokens(schedule, len(prompt_ids), text.shape[1])
-        with torch.no_grad():
-            logits = oracle_logits(model, text, torch.ones_like(text), active)[0, len(prompt_ids) - 1 : -1]
-        picked = logits.log_softmax(-1)[torch.arange(NEW), text[0, len(prompt_ids) :]]
-        torch.testing.assert_close(picked, logits.log_softmax(-1).max(-1).values, rtol=0, atol=1e-4)
+        check_greedy(model, schedule, prompt_ids, row)
 
 
 def test_prompts_share_only_what_ran_the_same_layers():

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 
-from engine_tools import FAST
+from engine_tools import FAST, outputs_of
 from kernel_reference import kernels_or_skip, reference_linear, run_linear
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request
@@ -17,7 +16,7 @@ from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kernels.weights import quantize
 from skipdecode.errors import UsageError
-from tiny import LAYERS, tiny_model
+from tiny import LAYERS, tiny_model, uneven_model
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("w8a8", 0.01)])
@@ -86,26 +85,28 @@ def test_w8a8_is_refused_in_one_line_where_the_cpu_does_not_multiply_bytes(monke
         open_model(tiny_model("llama"), quantization="w8a8")
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen2", "gemma3_text", "gpt2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_w8a8_rows_are_the_same_alone_and_in_any_batch(family, dtype):
-    bytes_or_skip()
-    fast = open_model(tiny_model(family).to(dtype), quantization="w8a8")
+NESTED = Schedule.from_speedup(LAYERS, 2, 12)
+BF16 = ["ernie4_5", "gemma2", "gemma3_text", "gpt2", "granite", "olmo2", "phi3"]
+W8A8 = ["llama", "opt", "qwen2", "gemma3_text", "gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "family", "dtype", "schedule"),
+    [
+        *((None, family, torch.bfloat16, NESTED) for family in BF16),
+        *(("w8a8", family, dtype, NESTED) for family in W8A8 for dtype in (torch.float32, torch.bfloat16)),
+        *(("w8a8", "llama", torch.float32, NESTED.with_prompt(prompt)) for prompt in ((0, 1, 2), (0,))),
+    ],
+    ids=str,
+)
+def test_rows_are_the_same_alone_and_in_any_batch(quantization, family, dtype, schedule):
+    if quantization == "w8a8":
+        bytes_or_skip()
+    fast = open_model(uneven_model(family).to(dtype), quantization=quantization)
     prompts, new = [(5, 6, 7, 8), (9, 3), tuple(i % 90 + 3 for i in range(60)), (4,) * 30], 12
-    schedule = Schedule.from_speedup(LAYERS, 2, new)
-    together = decoded(fast, schedule, prompts, new)
-    assert fast.name == "fast-w8a8"
+    together = decoded(fast, schedule, prompts, new, prompt_tokens=16)
+    assert fast.name == ("fast" if quantization is None else f"fast-{quantization}")
     assert together == [decoded(fast, schedule, [prompt], new)[0] for prompt in prompts]
-
-
-@pytest.mark.parametrize("prompt", [(0, 1, 2), (0,)])
-def test_w8a8_projects_keys_and_values_of_prompts(prompt):
-    bytes_or_skip()
-    model, schedule = tiny_model("llama"), Schedule.from_speedup(LAYERS, 2, 8)
-    schedule = replace(schedule, prompt=prompt)
-    fast = open_model(model, quantization="w8a8")
-    rows = [(5, 6, 7, 8), (9, 3, 4)]
-    assert decoded(fast, schedule, rows, 8) == [decoded(fast, schedule, [row], 8)[0] for row in rows]
 
 
 def dequantized_twin(model, kind):
@@ -120,11 +121,9 @@ def dequantized_twin(model, kind):
     return twin
 
 
-def decoded(fast, schedule, prompts, new):
-    outputs = [[] for _ in prompts]
-    for out in FastEngine(fast, schedule).run(Request(p, new) for p in prompts):
-        outputs[out.request].append((out.token, out.logprob))
-    return outputs
+def decoded(fast, schedule, prompts, new, **options):
+    rows = outputs_of(FastEngine(fast, schedule, **options), [Request(p, new) for p in prompts])
+    return [[(out.token, out.logprob) for out in row] for row in rows]
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen2", "gemma3_text", "granite", "phi3"])
@@ -132,10 +131,9 @@ def test_decoding_is_that_of_the_dequantized_model_under_a_schedule(family):
     kernels_or_skip()
     model = tiny_model(family)
     prompts, new = [(5, 6, 7, 8), (9, 3), tuple(range(3, 23))], 12
-    schedule = Schedule.from_speedup(LAYERS, 2, new)
-    got = decoded(open_model(model, quantization="int8"), schedule, prompts, new)
+    got = decoded(open_model(model, quantization="int8"), NESTED, prompts, new)
     twin = dequantized_twin(model, "int8")
-    with attach(twin, schedule):
+    with attach(twin, NESTED):
         for prompt, row in zip(prompts, got, strict=True):
             text = twin.generate(
                 torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0

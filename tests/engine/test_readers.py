@@ -10,70 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine_tools import FAST
-from oracle import active_tokens, oracle_logits
+from engine_tools import check_greedy, outputs_of
 from skipdecode import Schedule
-from skipdecode.engine import FastEngine, Request
+from skipdecode.engine import FastEngine, Request, StepOutput
 from skipdecode.engine.fast_model import open_model
 from skipdecode.errors import UnfitModelError
-from skipdecode.models.families import family_of
-from tiny import LAYERS, tiny_model
+from tiny import LAYERS, tiny_model, uneven_model
 
 NEW = 12
 WINDOW = 6  # of the tiny models that have one
 PROMPTS = [tuple(3 + 7 * i % 90 for i in range(45)), (5, 6, 7), tuple(range(60, 30, -1))]
-SCHEDULES = {
-    "nested": Schedule.from_speedup(LAYERS, 2, NEW),
-    "flat": Schedule.even(LAYERS, 4),
-    "split": Schedule.split(LAYERS, 4, [5, 5, 4, 3]),
-}
+NESTED = Schedule.from_speedup(LAYERS, 2, NEW)
 
 
-def uneven_model(family: str, seed: int = 5, **changes: Any) -> Any:
-    """A tiny model whose norms' weights, and biases, are not all alike."""
-    model = tiny_model(family, seed=seed, **changes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return model
-
-
-def check_against_oracle(model: Any, schedule: Schedule, prompt: tuple[int, ...], row: list[Any]) -> None:
-    """Tokens and log-probabilities of a greedy row."""
-    text = torch.tensor([[*prompt, *(out.token for out in row)]])
-    active = active_tokens(schedule, len(prompt), text.shape[1])
-    with torch.no_grad():
-        logits = oracle_logits(model, text, torch.ones_like(text), active)[0, len(prompt) - 1 : -1]
-    logprobs = logits.log_softmax(-1)
-    picked = logprobs[torch.arange(len(row)), text[0, len(prompt) :]]
-    torch.testing.assert_close(picked, logprobs.max(-1).values, rtol=0, atol=1e-4)
-    torch.testing.assert_close(torch.tensor([out.logprob for out in row]), picked, rtol=0, atol=1e-4)
-
-
-def decode(engine: FastEngine, prompts: list[tuple[int, ...]]) -> list[list[Any]]:
-    rows: dict[int, list[Any]] = {}
-    for out in engine.run([Request(prompt, NEW) for prompt in prompts]):
-        rows.setdefault(out.request, []).append(out)
-    return [rows[number] for number in sorted(rows)]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("family", FAST)
-def test_batches_rows_alone_prompts_in_parts_and_second_turns_are_the_oracles(family: str, schedule: Schedule) -> None:
-    if schedule.projected and family_of(family).recurrent:
-        pytest.skip("refused: see test_engine")
-    model = uneven_model(family)
-    fast = open_model(model)
-    batch = decode(FastEngine(fast, schedule, max_rows=2, refill_below=1, prompt_tokens=7), PROMPTS)
-    engine = FastEngine(fast, schedule, prefix_cache=True)
-    for prompt, row in zip(PROMPTS, batch, strict=True):
-        check_against_oracle(model, schedule, prompt, row)
-        (alone,) = decode(engine, [prompt])
-        assert [out.token for out in alone] == [out.token for out in row]
-        second = (*prompt, *(out.token for out in row), 8, 9, 10)
-        check_against_oracle(model, schedule, second, decode(engine, [second])[0])
-    assert (engine.stats.prefix_hit_tokens > 0) != bool(fast.rings)
+def decode(engine: FastEngine, prompts: list[tuple[int, ...]]) -> list[list[StepOutput]]:
+    return outputs_of(engine, [Request(prompt, NEW) for prompt in prompts])
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral", "phi3", "qwen2"])
@@ -88,16 +39,6 @@ def test_tokens_behind_the_window_are_not_seen_by_layers_that_slide(family: str)
     )
     found = [(row[0].token, row[0].logprob) for row in decode(engine, [prompt, behind, within])]
     assert found[0] == found[1] != found[2]
-
-
-@pytest.mark.parametrize("family", ["ernie4_5", "gemma2", "gemma3_text", "gpt2", "granite", "olmo2", "phi3"])
-def test_bf16_rows_are_the_same_alone_and_in_any_batch(family: str) -> None:
-    fast, schedule = open_model(uneven_model(family).bfloat16()), SCHEDULES["nested"]
-    together = decode(FastEngine(fast, schedule, prompt_tokens=16), PROMPTS)
-    alone = [decode(FastEngine(fast, schedule), [prompt])[0] for prompt in PROMPTS]
-    assert [[(o.token, o.logprob) for o in row] for row in together] == [
-        [(o.token, o.logprob) for o in row] for row in alone
-    ]
 
 
 _ROPE = {"rope_theta": 1e4, "rope_type": "default"}
@@ -118,8 +59,8 @@ _ROPE = {"rope_theta": 1e4, "rope_type": "default"}
 )
 def test_details_of_a_model_are_read_as_its_family_applies_them(family: str, changes: dict[str, Any]) -> None:
     model = tiny_model(family, **changes)
-    for prompt, row in zip(PROMPTS, decode(FastEngine(model, SCHEDULES["nested"]), PROMPTS), strict=True):
-        check_against_oracle(model, SCHEDULES["nested"], prompt, row)
+    for prompt, row in zip(PROMPTS, decode(FastEngine(model, NESTED), PROMPTS), strict=True):
+        check_greedy(model, NESTED, prompt, row)
 
 
 def test_embeddings_are_scaled_as_far_as_the_weights_type_tells() -> None:

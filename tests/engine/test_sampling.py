@@ -62,17 +62,6 @@ def test_nucleus_of_a_large_vocabulary_is_transformers(scale):
     assert (got - want).abs().sum() < 0.2
 
 
-def test_repetition_penalty_is_transformers_over_prompt_and_output():
-    values, seen = logits(), [int(logits().argmax()), 5, 6]
-    row = Sampler(Sampling(repetition_penalty=1.8), tuple(seen))
-    for _ in range(6):
-        want = hf.RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([seen]), values[None].clone())[0]
-        token = row.pick(values)
-        assert token == int(want.argmax())
-        seen.append(token)
-    assert len(set(seen)) > 4
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_frequency_and_presence_penalty_count_the_output_alone(temperature):
     """OpenAI's formula: logit - times in the output x frequency - (in the output) x presence."""
@@ -91,7 +80,6 @@ def test_frequency_and_presence_penalty_count_the_output_alone(temperature):
 
 
 @pytest.mark.parametrize("kind", [FastEngine, GatedEngine])
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_penalties_act_per_row_in_both_engines_whatever_the_batch(kind):
     model, schedule = tiny_model("llama"), Schedule.from_speedup(LAYERS, 2, 20)
     settings = [

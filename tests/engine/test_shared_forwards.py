@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_tools import Always, decode
+from engine_tools import Always, check_greedy, decode, outputs_of
 from fits import random_fit
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule
-from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
+from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling, StepOutput
 from skipdecode.engine.rows import Chunk, token_rows
 from skipdecode.engine.sequence import Sequence
 from skipdecode.models.fit import set_fit
@@ -32,16 +32,16 @@ def prompt_of(length: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, 100, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def outputs(engine: FastEngine, steps: list[tuple[Request, Schedule]]) -> list[list[tuple[int, float]]]:
-    """Tokens and log-probabilities of requests, of which one is submitted before each step."""
-    found: list[list[tuple[int, float]]] = [[] for _ in steps]
+def outputs(engine: FastEngine, steps: list[tuple[Request, Schedule]]) -> list[list[StepOutput]]:
+    """The outputs of requests, of which one is submitted before each step."""
+    found: list[list[StepOutput]] = [[] for _ in steps]
     waiting = list(steps)
     while waiting or engine.has_work:
         if waiting:
             request, schedule = waiting.pop(0)
             engine.submit([request], schedule)
         for out in engine.step():
-            found[out.request].append((out.token, out.logprob))
+            found[out.request].append(out)
     return found
 
 
@@ -86,16 +86,9 @@ def test_mixed_forwards_equal_the_oracle_and_each_sequence_alone_bit_for_bit(tap
     found = outputs(engine, steps)
     assert engine.stats.drafted_tokens > 0
     for (request, schedule), row in zip(steps, found, strict=True):
-        assert row == outputs(FastEngine(model, SPLIT, max_rows=1), [(request, schedule)])[0]
-        length, text = len(request.prompt), torch.tensor([[*request.prompt, *(token for token, _ in row)]])
-        with torch.no_grad():
-            active = active_tokens(schedule, length, text.shape[1])
-            logits = oracle_logits(model, text, torch.ones_like(text), active, fit, schedule, length)[
-                0, length - 1 : -1
-            ]
-        chosen = logits.log_softmax(-1)
-        picked = chosen[torch.arange(NEW), text[0, length:]]
-        torch.testing.assert_close(picked, chosen.max(-1).values, rtol=0, atol=1e-4)
+        (alone,) = outputs(FastEngine(model, SPLIT, max_rows=1), [(request, schedule)])
+        assert [(o.token, o.logprob) for o in row] == [(o.token, o.logprob) for o in alone]
+        check_greedy(model, schedule, request.prompt, row, fit)
 
 
 @pytest.mark.parametrize("kind", [FastEngine, GatedEngine])
@@ -164,7 +157,7 @@ def test_each_row_runs_stores_or_skips_a_layer_as_its_schedule_says(data: st.Dat
     assert sorted(places) == sorted(expected)
     wanted = [place for place in places if expected[place][2]]
     assert wanted == places[len(places) - rows.num_logits :]
-    assert [sequence.slot for sequence in due] == list(dict.fromkeys(slot for slot, _ in wanted))
+    assert [span.sequence.slot for span in due] == list(dict.fromkeys(slot for slot, _ in wanted))
     for layer, (stored, runs, end) in enumerate(rows.layers):
         assert places[runs:end] == [place for place in places if layer in expected[place][0]]
         assert places[stored:end] == [place for place in places if layer in expected[place][1]]
@@ -217,16 +210,11 @@ def test_a_cancelled_row_leaves_the_others_as_they_are(model: Any, kind: Any):
 
 def test_requests_of_several_schedules_run_in_waves_of_their_own(model: Any):
     engine = GatedEngine(model, PAPER, max_rows=3, in_order=True)
-    numbers = engine.submit([Request(tuple(p), 10) for p in PROMPTS[:2]])
-    numbers += engine.submit([Request(tuple(p), 10) for p in PROMPTS[2:]], FULL)
-    rows: dict[int, list[int]] = {number: [] for number in numbers}
-    while engine.has_work:
-        for out in engine.step():
-            rows[out.request].append(out.token)
-    wanted = (
-        decode(GatedEngine(model, PAPER), PROMPTS[:2], 10)[0] + decode(GatedEngine(model, FULL), PROMPTS[2:], 10)[0]
-    )
-    assert list(rows.values()) == wanted
+    engine.submit([Request(tuple(p), 10) for p in PROMPTS[:2]])
+    engine.submit([Request(tuple(p), 10) for p in PROMPTS[2:]], FULL)
+    pairs = ((PAPER, PROMPTS[:2]), (FULL, PROMPTS[2:]))
+    wanted = [row for schedule, prompts in pairs for row in decode(GatedEngine(model, schedule), prompts, 10)[0]]
+    assert [[out.token for out in row] for row in outputs_of(engine)] == wanted
 
 
 def test_checkpoint_defaults_do_not_change_what_was_asked_for(model: Any):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
+import torch
 
-from skipdecode.engine import Engine, Request, Sampling
+from oracle import active_tokens, oracle_logits
+from skipdecode import Schedule
+from skipdecode.engine import Engine, Request, Sampling, StepOutput
 from skipdecode.engine.drafts import Planner
 from skipdecode.engine.model_spec import READERS
 from tiny import LATER, OPTIONS
@@ -49,6 +53,35 @@ def decode(
     ]
     rows = engine.decode(requests)
     return [row.tokens for row in rows], [row.finish_reason for row in rows]
+
+
+def outputs_of(engine: Engine, requests: Iterable[Request] = ()) -> list[list[StepOutput]]:
+    """The outputs of these requests, and of those that were submitted before, each in a list of its own."""
+    rows: dict[int, list[StepOutput]] = {}
+    for out in engine.run(requests):
+        row = rows.setdefault(out.request, [])
+        assert out.position == len(row)
+        row.append(out)
+    return [rows[number] for number in sorted(rows)]
+
+
+def tokens_of(engine: Engine, requests: Iterable[Request]) -> list[list[int]]:
+    return [row.tokens for row in engine.decode(list(requests))]
+
+
+def check_greedy(
+    model: Any, schedule: Schedule, prompt: Sequence[int], outputs: Sequence[StepOutput], fit: Any = None
+) -> None:
+    """Check that a row's tokens are the oracle's greedy ones, and their log-probabilities the oracle's too."""
+    text, length = torch.tensor([[*prompt, *(out.token for out in outputs)]]), len(prompt)
+    with torch.no_grad():
+        active = active_tokens(schedule, length, text.shape[1])
+        logits = oracle_logits(model, text, torch.ones_like(text), active, fit, schedule, length)
+    known = logits[0, length - 1 : -1].log_softmax(-1)
+    picked = known[torch.arange(len(outputs)), text[0, length:]]
+    torch.testing.assert_close(picked, known.max(-1).values, rtol=0, atol=1e-4)
+    logprobs = torch.tensor([out.logprob for out in outputs])
+    torch.testing.assert_close(logprobs, picked, rtol=0, atol=1e-4)
 
 
 def always_drafts(monkeypatch, count: int = 2) -> None:

@@ -124,6 +124,16 @@ def tiny_model(model_type: str, *, seed: int = 0, attn_implementation: str | Non
     return model
 
 
+def uneven_model(model_type: str, seed: int = 5, **changes: Any) -> Any:
+    """A tiny model whose norms' weights, and biases, are not all alike."""
+    model = tiny_model(model_type, seed=seed, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
 @cache
 def shared_model(model_type: str) -> Any:
     """`tiny_model(model_type)`, made once, for tests that leave the model as it was."""
