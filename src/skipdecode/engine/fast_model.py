@@ -14,7 +14,7 @@ quantised, even if it is tied to the output embedding, because only single rows 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels.head import Candidates, NativeHead
 from skipdecode.engine.kernels.native import NativeKernels, NativeStack, native_kernels
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, StackInput
-from skipdecode.engine.kernels.weights import QUANTIZATIONS, Arena, Quantization, QuantizedWeight, quantize, room_of
+from skipdecode.engine.kernels.weights import Arena, Quantization, QuantizedWeight, quantize, room_of
 from skipdecode.engine.kv import PAGE_TOKENS, PagedKV
-from skipdecode.engine.model_spec import Join, matrices, read_model
+from skipdecode.engine.model_spec import matrices, read_model
 from skipdecode.engine.requests import Request
 from skipdecode.engine.rows import TokenRows
 from skipdecode.errors import UnfitModelError, UsageError
@@ -55,7 +55,7 @@ class FastModel:
         self, model: PreTrainedModel, kernels: NativeKernels, quantization: Quantization | None = None
     ) -> None:
         self.quantization = quantization
-        self._quantized = None if quantization is None else QuantizedWeights(model, quantization)
+        self._quantized = None if quantization is None else quantized_copies(model, quantization)
         self._kernels, self._model, self.fit = kernels, model, fit_of(model)
         if quantization is None:
             move_into_one_block(model)
@@ -68,7 +68,10 @@ class FastModel:
         self.rings = frozenset(n for n, x in enumerate(self.spec.layers) if x.attention.taps is not None)
         self.most_drafts = MOST_DRAFTS if not self.rings else min(MOST_DRAFTS, self._rejectable())
         self.vocab_size = self.spec.head.weight.shape[0]
-        self._bind()
+        self.head = NativeHead(kernels, self.spec.head)
+        self._bridges = {} if self.fit is None else _bridges(self.fit, self.dtype)
+        self._stacks: dict[tuple[int, ...] | None, NativeStack] = {}
+        self._stack_for(None)  # raises what does not fit together
 
     @property
     def name(self) -> str:
@@ -109,8 +112,7 @@ class FastModel:
             raise UsageError(f"prompt and new tokens together are {count}, but this model has {most} positions")
         if count > self._positions and most is None:
             self._positions = max(count, 2 * self._positions)
-            self.spec = self._read(self._positions)
-            self._bind()
+            self.spec, self._stacks = self._read(self._positions), {}
 
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor | Candidates:
         """Compute logits (rows with logits, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`.
@@ -130,49 +132,37 @@ class FastModel:
         return self.head(hidden, rows.tops)
 
     def _stack_for(self, prompt: tuple[int, ...] | None) -> NativeStack:
-        """The layers with the fit's maps for prompts that run the layers `prompt`; without maps if `prompt` is None."""
+        """The layers with the fit's maps for prompts that run the layers `prompt`; without maps if it has none."""
         if self.fit is None or prompt not in self.fit.prompt_sets:
-            return self._stack
-        if prompt not in self._mapped:
-            bridges = self._fit_spec.bridges if self._fit_spec else None
-            spec = fit_spec(self.fit, self.dtype, prompt, bridges)
-            self._mapped[prompt] = self._kernels.stack(self.spec.layers, spec)
-        return self._mapped[prompt]
+            prompt = None
+        if prompt not in self._stacks:
+            self._stacks[prompt] = self._kernels.stack(self.spec.layers, self._fit_spec(prompt))
+        return self._stacks[prompt]
+
+    def _fit_spec(self, prompt: tuple[int, ...] | None) -> FitSpec | None:
+        """The fit for the kernels, with the maps for prompts that run the layers `prompt`."""
+        if (fit := self.fit) is None:
+            return None
+        maps, first, ones = {}, {}, torch.ones(fit.hidden_size)
+        for layer in range(fit.num_layers):
+            if prompt is not None and (prompt_map := fit.prompt_map(prompt, layer)) is not None:
+                # Without taps the map reads the states directly.
+                norm: dict[str, Any] = {} if fit.taps else {"prologue": "rms_norm", "gamma": ones}
+                weight = prompt_map.weight.detach().to(self.dtype).contiguous()
+                maps[layer] = LinearSpec(weight, prompt_map.bias, eps=EPSILON, **norm)
+                first[layer] = prompt_map.first
+        return FitSpec(self._bridges, maps, first, fit.taps)
 
     def _read(self, positions: int) -> ModelSpec:
-        return read_model(self._model, positions, None if self._quantized is None else self._quantized.join())
-
-    def _bind(self) -> None:
-        """Store the addresses of the weights."""
-        self._mapped: dict[tuple[int, ...], NativeStack] = {}
-        self._fit_spec = None if self.fit is None else fit_spec(self.fit, self.dtype)
-        self._stack = self._kernels.stack(self.spec.layers, self._fit_spec)
-        self.head = NativeHead(self._kernels, self.spec.head, getattr(self, "head", None))
+        if self._quantized is None:
+            return read_model(self._model, positions)
+        copies = iter(self._quantized)
+        return read_model(self._model, positions, lambda parts: next(copies))
 
 
-def fit_spec(
-    fit: Fit,
-    dtype: torch.dtype,
-    prompt: tuple[int, ...] | None = None,
-    bridges: Mapping[int, tuple[LinearSpec, LinearSpec]] | None = None,
-) -> FitSpec:
-    """A fit for the kernels, with weights in the model's dtype; the maps are for prompts that run the layers `prompt`.
-
-    `bridges` come from an earlier call and are shared.
-    """
-    ones, maps, first = torch.ones(fit.hidden_size), {}, {}
-    for layer in range(fit.num_layers):
-        if prompt is not None and (prompt_map := fit.prompt_map(prompt, layer)) is not None:
-            # Without taps the map reads the states directly.
-            norm: dict[str, Any] = {} if fit.taps else {"prologue": "rms_norm", "gamma": ones}
-            weight = prompt_map.weight.detach().to(dtype).contiguous()
-            maps[layer] = LinearSpec(weight, prompt_map.bias, eps=EPSILON, **norm)
-            first[layer] = prompt_map.first
-    return FitSpec(_bridges(fit, dtype, ones) if bridges is None else bridges, maps, first, fit.taps)
-
-
-def _bridges(fit: Fit, dtype: torch.dtype, ones: Tensor) -> dict[int, tuple[LinearSpec, LinearSpec]]:
-    bridges = {}
+def _bridges(fit: Fit, dtype: torch.dtype) -> dict[int, tuple[LinearSpec, LinearSpec]]:
+    """The bridges of a fit for the kernels, with weights in the model's dtype."""
+    bridges, ones = {}, torch.ones(fit.hidden_size)
     for layer in range(fit.num_layers):
         if (bridge := fit.bridge(layer)) is not None:
             # A bridge of rank 0 is its bias: a row of zeros, for the kernels take no bridge without weights.
@@ -189,10 +179,8 @@ def open_model(model: PreTrainedModel, quantization: Quantization | None = None)
     """The fast path of a model; arguments as in `FastModel`.
 
     Raises UnfitModelError if the fast path does not cover the model, or the C++ kernels cannot run here; UsageError if
-    the quantization is not known, or this CPU does not support it.
+    this CPU does not support the quantization.
     """
-    if quantization not in (None, *QUANTIZATIONS):
-        raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")
     matrices(model)  # refuses what does not fit before kernels are built
     weight = model.get_input_embeddings().weight
     kernels, reason = native_kernels(weight.device, weight.dtype)
@@ -232,20 +220,13 @@ def move_into_one_block(model: PreTrainedModel) -> None:
             parameter.data = target
 
 
-class QuantizedWeights:
-    """Quantised copies of one model's projections and output embedding; the model keeps its own."""
-
-    def __init__(self, model: PreTrainedModel, kind: Quantization) -> None:
-        read = matrices(model)
-        shapes = {parts[0].data_ptr(): (sum(map(len, parts)), parts[0].shape[1]) for parts in read}
-        rooms = (size for shape in shapes.values() for size in room_of(shape, kind))
-        arena, copies = Arena(rooms, next(model.parameters()).device), dict[int, QuantizedWeight]()
-        for parts, part in read_in_turn((group, one) for group in read for one in group):
-            if part is parts[-1] and (address := parts[0].data_ptr()) not in copies:
-                copies[address] = quantize(torch.cat(parts) if len(parts) > 1 else part, kind, arena.take)
-        self._copies = [copies[parts[0].data_ptr()] for parts in read]
-
-    def join(self) -> Join:
-        """Gives the copies to `read_model`, in the order in which it asks for them."""
-        copies = iter(self._copies)
-        return lambda parts: next(copies)
+def quantized_copies(model: PreTrainedModel, kind: Quantization) -> list[QuantizedWeight]:
+    """Quantised copies of a model's `matrices`, one for each, in their order; the model keeps its own."""
+    read = matrices(model)
+    shapes = {parts[0].data_ptr(): (sum(map(len, parts)), parts[0].shape[1]) for parts in read}
+    rooms = (size for shape in shapes.values() for size in room_of(shape, kind))
+    arena, copies = Arena(rooms, next(model.parameters()).device), dict[int, QuantizedWeight]()
+    for parts, part in read_in_turn((group, one) for group in read for one in group):
+        if part is parts[-1] and (address := parts[0].data_ptr()) not in copies:
+            copies[address] = quantize(torch.cat(parts) if len(parts) > 1 else part, kind, arena.take)
+    return [copies[parts[0].data_ptr()] for parts in read]

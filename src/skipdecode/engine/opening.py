@@ -20,6 +20,7 @@ from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels.native import native_kernels
+from skipdecode.engine.kernels.weights import QUANTIZATIONS as KERNEL_QUANTIZATIONS
 from skipdecode.engine.model_spec import READERS
 from skipdecode.engine.requests import Sampling
 from skipdecode.engine.rules import rules_line, rules_of, stop_strings
@@ -177,7 +178,7 @@ def open_fast(
         raise UsageError(f"engine {engine!r} is not known: accepted are {', '.join(ENGINES)}")
     if quantization not in QUANTIZATIONS:
         raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")
-    kind: Any = None if quantization == "none" else quantization
+    kind = next((kind for kind in KERNEL_QUANTIZATIONS if kind == quantization), None)
     if engine == "transformers":
         if kind:
             raise UsageError(f"quantization {kind} needs the fast engine, not transformers: leave out one of them")

@@ -139,12 +139,11 @@ class NativeHead:
 
     short_from: float = 2**23
 
-    def __init__(self, kernels: NativeKernels, spec: LinearSpec, before: NativeHead | None = None) -> None:
+    def __init__(self, kernels: NativeKernels, spec: LinearSpec) -> None:
         self._kernels, self._spec = kernels, spec
         self._linear = kernels.linear(spec)
         self._logits = torch.empty(0, spec.weight.shape[0], dtype=torch.float32)
-        # The head is read again, with the same weights, when a longer text needs more positions.
-        self._short: ShortHead | None = None if before is None else before._short
+        self._short: ShortHead | None = None
         plain = not isinstance(spec.weight, QuantizedWeight) and spec.activation == "none"
         self._can = plain and kernels.finds_likeliest and spec.weight.shape[1] <= 2**15
         self.fell_back = False

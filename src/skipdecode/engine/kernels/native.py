@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -165,16 +165,14 @@ class NativeKernels:
             args = layers[index]
             args.map = self.linear_args(linear, keep)
             args.map.eps, args.map.ldx, args.map.ldy = linear.eps, args.map.k, args.qkv.n
-            keep.append(first := fit.first[index].detach().float().contiguous())
-            args.first = address(first)
+            (args.first,) = _addresses((fit.first[index],), keep)
 
     def linear_args(self, spec: LinearSpec, keep: list[object]) -> LinearArgs:
         """`spec` as a C structure; the tensors that it points to are appended to `keep`."""
         check_linear(spec)
         weight = spec.weight
-        vectors = [None if t is None else t.detach().float().contiguous() for t in (spec.bias, spec.gamma, spec.beta)]
-        bias, gamma, beta = (None if t is None else address(t) for t in vectors)
-        keep += [weight, *vectors]
+        bias, gamma, beta = _addresses((spec.bias, spec.gamma, spec.beta), keep)
+        keep.append(weight)
         if isinstance(weight, QuantizedWeight):
             codes, scales, kind = weight.codes, address(weight.scales), _QUANTIZED[weight.kind]
         else:
@@ -233,16 +231,21 @@ class NativeStack:
         self._rows = rows
 
 
+def _addresses(tensors: Iterable[torch.Tensor | None], keep: list[object]) -> list[int | None]:
+    """The addresses of tensors as fp32 vectors, which are appended to `keep`."""
+    vectors = [None if t is None else t.detach().float().contiguous() for t in tensors]
+    keep += vectors
+    return [None if t is None else address(t) for t in vectors]
+
+
 def _norm_args(gamma: torch.Tensor, eps: float, keep: list[object]) -> LinearArgs:
-    keep.append(gamma := gamma.detach().float().contiguous())
-    return LinearArgs(gamma=address(gamma), k=len(gamma), ldx=len(gamma), ldy=len(gamma), prologue=1, eps=eps)
+    (at,) = _addresses((gamma,), keep)
+    return LinearArgs(gamma=at, k=len(gamma), ldx=len(gamma), ldy=len(gamma), prologue=1, eps=eps)
 
 
 def _attention_args(spec: AttentionSpec, keep: list[object]) -> AttentionArgs:
     tensors = (spec.cos, spec.sin, spec.q_gamma, spec.k_gamma, spec.q_scale, spec.taps)
-    vectors = [None if t is None else t.detach().float().contiguous() for t in tensors]
-    keep += vectors
-    cos, sin, q_gamma, k_gamma, q_scale, taps = (None if t is None else address(t) for t in vectors)
+    cos, sin, q_gamma, k_gamma, q_scale, taps = _addresses(tensors, keep)
     return AttentionArgs(
         cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, q_scale=q_scale, taps=taps, heads=spec.heads,
         kv_heads=spec.kv_heads, dim=spec.head_dim, width=len(spec.taps) - 1 if spec.taps is not None else 0,
