@@ -15,6 +15,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.types import PreTrainedModel
@@ -133,7 +134,7 @@ class GatedEngine(Engine):
         rows = self._queues[schedule].admit(0)
         for row in rows:
             row.sampler = Sampler.of(row.request)
-        ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
+        ids, mask = left_pad([row.request.prompt for row in rows], self._model.device)
         return _Batch(schedule, SkipCache(self._model.config, ids.shape[1]), rows, ids, mask)
 
     def _advance(self, batch: _Batch, start: float) -> list[StepOutput]:
@@ -162,13 +163,13 @@ class GatedEngine(Engine):
             return
         texts = [row.request.prompt + tuple(row.output) for row in batch.rows]
         if any(len(text) == self._switch_length + 1 for text in texts):
-            batch.ids, batch.mask = left_pad(texts, 0, self._model.device)
+            batch.ids, batch.mask = left_pad(texts, self._model.device)
             batch.cache = SkipCache(self._model.config, batch.ids.shape[1] - batch.position)
 
     def _score(self, row: Sequence) -> None:
         """Note the log-probabilities of a prompt's tokens, in a forward of its own: logits of a batch are large."""
         prompt, top = row.request.prompt, row.request.sampling.top_logprobs
-        ids, mask = left_pad([prompt], 0, self._model.device)
+        ids, mask = left_pad([prompt], self._model.device)
         alone = _Batch(row.schedule, SkipCache(self._model.config, len(prompt)), [row], ids, mask)
         logits = self._logits(alone, all_columns=True)[0]
         for start in range(0, len(prompt) - 1, _SCORED_AT_ONCE):
@@ -230,10 +231,9 @@ class GatedEngine(Engine):
         batch.cache.reorder_cache(chosen)
 
 
-def left_pad(prompts: Iterable[tuple[int, ...]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, each (rows, longest prompt), with the padding on the left."""
-    rows = [list(prompt) for prompt in prompts]
-    width = max(map(len, rows))
-    tokens = torch.tensor([[pad] * (width - len(p)) + p for p in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
+def left_pad(prompts: Iterable[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, each (rows, longest prompt), with zeros on the left."""
+    rows = [torch.tensor(prompt, device=device) for prompt in prompts]
+    masks = [torch.ones_like(row) for row in rows]
+    tokens, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (rows, masks))
     return tokens, mask

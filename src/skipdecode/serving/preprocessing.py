@@ -109,16 +109,14 @@ class Preprocessor:
             trace=body.skipdecode.trace,
         )
 
-    def tokens(self, prompt: Prompt, special: bool | None = None, *, template: bool = False) -> list[int]:
-        """Token ids of a prompt or a chat, of any length; with `template`, a text goes into the checkpoint's.
+    def tokens(self, prompt: Prompt, special: bool | None = None) -> list[int]:
+        """Token ids of a prompt or a chat, of any length.
 
         `special` says whether the tokenizer adds its special tokens; by default it does, but for chats, whose template
         has them already.
         """
         if isinstance(prompt, tuple):
             return list(prompt)
-        if template and isinstance(prompt, str):
-            return self._templated_tokens(prompt)
         if isinstance(prompt, Chat):
             text, special = chat_text(self._tokenizer, prompt, self._model.variables), bool(special)
         else:
@@ -174,8 +172,9 @@ class Preprocessor:
         return encoded.token_ids
 
     def _encoded(self, prompt: Prompt, template: bool) -> list[int]:
-        """Token ids of a prompt that leaves room for an answer."""
-        tokens, field = self.tokens(prompt, template=template), _field_of(prompt)
+        """Token ids of a prompt that leaves room for an answer; with `template`, a text goes into the checkpoint's."""
+        field = _field_of(prompt)
+        tokens = self._templated_tokens(prompt) if template and isinstance(prompt, str) else self.tokens(prompt)
         self._check_ids(tokens, field)
         length, most, context = len(tokens), self._model.limits.max_prompt_tokens, self._model.context
         limits = [] if context is None else [f"the model's context is {context}"]
