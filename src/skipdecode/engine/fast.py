@@ -103,7 +103,6 @@ class FastEngine(Engine):
             self.model.check(schedule, [sequence.request for sequence in new])
         for sequence in new:
             self.model.ensure_positions(sequence.total_tokens)
-            sequence.pages = self.kv.most_pages(sequence)
         self._scheduler.submit(new)
 
     # ------------------------------------------------------------------ one decode step
@@ -131,8 +130,8 @@ class FastEngine(Engine):
     def _admit(self, sequence: Sequence) -> None:
         """Reserve memory for a sequence, and make its sampler and drafter."""
         request = sequence.request
-        used = sum(running.pages for running in self._prefilling + self._decoding)
-        pages = used + sequence.pages + self.kv.cached_bytes // self.kv.layout.page_bytes
+        used = sum(map(self.kv.most_pages, [*self._prefilling, *self._decoding, sequence]))
+        pages = used + self.kv.cached_bytes // self.kv.layout.page_bytes
         self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages)
         sequence.slot = self.kv.open()
         sequence.sampler = Sampler.of(request)
@@ -241,17 +240,12 @@ class FastEngine(Engine):
             if self._prefix_cache and not chunk.sequence.output:
                 self.kv.keep(chunk.sequence, chunk.end)
         if rows.scored and isinstance(logits, Tensor):
-            for row, span in rows.scored:
-                self._score(span, logits[row : row + len(span.tokens)])
+            for row, (sequence, tokens, start, *_) in rows.scored:
+                following = sequence.request.prompt[start + 1 : start + 1 + len(tokens)]
+                top = sequence.request.sampling.top_logprobs
+                sequence.scores += scores(logits[row : row + len(tokens)], following, top)
             logits = logits[rows.num_logits - rows.num_sampled :]
         return sampled, Predicted(logits)
-
-    @staticmethod
-    def _score(span: Span, logits: Tensor) -> None:
-        """Note the log-probabilities of the prompt tokens that follow a span's tokens."""
-        request, first = span.sequence.request, span.start + 1
-        following = request.prompt[first : first + len(span.tokens)]
-        span.sequence.scores += scores(logits, following, request.sampling.top_logprobs)
 
     def _chosen(self, sampled: list[Span], predicted: Predicted) -> list[tuple[Sequence, NextToken]]:
         """Choose the next tokens of each sequence: its accepted drafts, and one more."""

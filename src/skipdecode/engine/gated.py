@@ -11,7 +11,6 @@ import inspect
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -68,13 +67,13 @@ class GatedEngine(Engine):
         find_family(self._model)
         check_schedule(self._model.config, schedule)
         super().__init__(schedule)
-        self._max_rows, self._in_order = max_rows, in_order
         accepted = inspect.signature(type(self._model).forward).parameters
         self._cache_name = model_cache_name(self._model)
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._switch_length = switch_length(self._model)
-        self._queues: dict[Schedule, Scheduler] = {}
+        self._scheduler = Scheduler(max_rows, in_order=in_order)  # of the next batch
+        self._waiting: list[Sequence] = []  # in the order of submission
         self._batch: _Batch | None = None
 
     def _enqueue(self, schedule: Schedule, new: list[Sequence], *, checked: bool) -> None:
@@ -82,13 +81,11 @@ class GatedEngine(Engine):
             check_schedule(self._model.config, schedule)
             for sequence in new:
                 sequence.request.check_vocabulary(self._model.get_input_embeddings().weight.shape[0])
-        if schedule not in self._queues:
-            self._queues[schedule] = Scheduler(self._max_rows, in_order=self._in_order)
-        self._queues[schedule].submit(new)
+        self._waiting += new
 
     @property
     def waiting(self) -> int:
-        return sum(queue.waiting for queue in self._queues.values())
+        return len(self._waiting)
 
     @property
     def rows(self) -> int:
@@ -102,11 +99,10 @@ class GatedEngine(Engine):
         if self._batch is not None and any(row.number == number for row in self._batch.rows):
             self._keep([row.number != number for row in self._batch.rows])
             return
-        for queue in self._queues.values():
-            queue.drop(number)
+        self._waiting = [sequence for sequence in self._waiting if sequence.number != number]
 
     def close(self) -> None:
-        self._queues, self._batch = {}, None
+        self._waiting, self._batch = [], None
 
     @isolated_torch()
     @torch.inference_mode()
@@ -129,9 +125,11 @@ class GatedEngine(Engine):
 
     def _next_batch(self) -> _Batch:
         """Waiting sequences with the schedule of the sequence that has waited longest."""
-        oldest = min((sequence for queue in self._queues.values() for sequence in queue), key=attrgetter("number"))
-        schedule = oldest.schedule
-        rows = self._queues[schedule].admit(0)
+        schedule = self._waiting[0].schedule
+        self._scheduler.clear()
+        self._scheduler.submit(sequence for sequence in self._waiting if sequence.schedule == schedule)
+        rows = self._scheduler.admit(0)
+        self._waiting = [sequence for sequence in self._waiting if sequence not in rows]
         for row in rows:
             row.sampler = Sampler.of(row.request)
         ids, mask = left_pad([row.request.prompt for row in rows], self._model.device)

@@ -10,7 +10,7 @@ sequences have ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import attrgetter
 
 from skipdecode.engine.sequence import Sequence
@@ -57,10 +57,6 @@ class Scheduler:
     def waiting(self) -> int:
         """Sequences not yet admitted."""
         return len(self._queue)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """The waiting sequences, the next to be admitted first."""
-        return iter(self._queue)
 
     def admit(self, running: int) -> list[Sequence]:
         """Take the sequences that join now, given the number of running sequences.

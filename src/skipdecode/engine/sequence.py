@@ -61,8 +61,6 @@ class Sequence:
     # Why the sequence has ended; None while it has not.
     finish_reason: FinishReason | None = field(init=False, default=None)
     sampler: Sampler = field(init=False)  # chooses its tokens; set when the sequence is admitted
-    # Maximum pages of keys and values that it may hold; 0 in engines without pages.
-    pages: int = field(init=False, default=0)
     slot: int = field(init=False, default=-1)  # its place in the KV store; -1 while it waits
     layers: tuple[int, ...] = field(init=False)  # layers that hold its keys and values, and that its latest token ran
     _sets: tuple[tuple[int, ...], ...] = field(init=False)
