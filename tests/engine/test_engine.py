@@ -122,19 +122,6 @@ def test_stops():
     assert {o.finish_reason for row in rows for o in row[:-1]} == {None}
 
 
-def test_the_model_stays_as_it_was_and_shares_its_weights():
-    model = tiny_model("qwen2")
-    ids = torch.tensor([PROMPTS[2]])
-    with torch.no_grad():
-        before = model(ids).logits
-        first = FastEngine(model, SCHEDULES["full"])
-        second = FastEngine(model, SCHEDULES["full"])
-        assert torch.equal(model(ids).logits, before)
-    attention = model.model.layers[0].self_attn
-    weights = [e.model.spec.layers[0].qkv.weight for e in (first, second)]
-    assert weights[0].data_ptr() == weights[1].data_ptr() == attention.q_proj.weight.data_ptr()
-
-
 def test_refusals_name_the_reason():
     with pytest.raises(UnfitModelError, match="no fast path for model type 'bloom'"):
         FastEngine(tiny_model("bloom"), SCHEDULES["full"])

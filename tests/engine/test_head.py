@@ -148,15 +148,6 @@ def test_weights_that_are_not_finite_are_the_full_heads():
         assert not head_of(weight)[1].bounded
 
 
-def test_ties_go_to_the_first():
-    weight = torch.randn(300, 64).bfloat16()
-    weight[[40, 200, 290]] = weight[40].clone()
-    full, short = head_of(weight)
-    x = weight[40].float()[None] * 3
-    assert compare(full, short, x, [1])
-    assert short(x, [1]).best == [40]
-
-
 # ---------------------------------------------------------------------- decoding
 
 

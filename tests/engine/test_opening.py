@@ -27,7 +27,6 @@ from tiny import LAYERS, tiny_model
 
 PROMPTS = [[5, 6, 7, 8], [9], list(range(3, 40)), [11, 12, 13, 14, 15, 16, 17]]
 PAPER = Schedule.from_speedup(LAYERS, 2, 20)
-FULL = Schedule.full(LAYERS)
 
 
 def notes_of(model: Any, engine: str) -> tuple[str, list[str]]:

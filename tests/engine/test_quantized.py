@@ -15,6 +15,7 @@ from skipdecode.engine import kernels as package
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kernels.weights import quantize
+from skipdecode.engine.opening import open_engines
 from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model, uneven_model
 
@@ -151,8 +152,8 @@ def test_logits_stay_close_to_the_models_own(kind, most):
 
 
 def test_unknown_quantization_is_refused():
-    with pytest.raises(UsageError, match="accepted are int8, w8a8"):
-        open_model(tiny_model("llama"), quantization="int2")
+    with pytest.raises(UsageError, match="accepted are none, int8, w8a8"):
+        open_engines(tiny_model("llama"), "auto", print, "int2")
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +172,7 @@ def test_parameters_keep_their_values_and_the_model_its_function(family):
         torch.testing.assert_close(model(ids).logits, logits)
 
 
-def test_projections_lie_in_one_block_in_order_and_move_once():
+def test_projections_lie_in_one_block_in_order_move_once_and_are_shared():
     model = tiny_model("llama")
     open_model(model)
     projections = [p for n, p in model.model.layers.named_parameters() if "proj" in n]
@@ -179,8 +180,9 @@ def test_projections_lie_in_one_block_in_order_and_move_once():
     attention = [layer.self_attn.q_proj.weight.data_ptr() for layer in model.model.layers]
     assert attention == sorted(attention)
     places = [p.data_ptr() for p in projections]
-    open_model(model)
+    again = open_model(model)
     assert [p.data_ptr() for p in projections] == places
+    assert again.spec.layers[0].qkv.weight.data_ptr() == attention[0]
 
 
 def test_a_tied_output_embedding_stays_tied():

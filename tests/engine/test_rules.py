@@ -24,7 +24,7 @@ from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.speed import Method
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import save_tiny_model
-from tiny import LAYERS, shared_model, tiny_model
+from tiny import LAYERS, shared_model
 
 PROMPTS = [(5, 6, 7, 8, 5, 6), (9,), tuple(range(3, 70)), (11, 12, 13, 11, 12, 13, 11, 12)]
 NEW = 14
@@ -108,11 +108,8 @@ def test_candidates_decide_as_all_logits_do(config, seed, penalty):
 
 
 def folder_of(tmp_path, **entries):
-    model = tiny_model("llama", vocab_size=259, max_position_embeddings=512)
-    model.save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_tiny_model(tmp_path, context=512)
     (tmp_path / "generation_config.json").write_text(json.dumps({"pad_token_id": 0} | entries))
-    return model
 
 
 def test_calls_follow_the_checkpoint_unless_they_say_otherwise(tmp_path, capsys):

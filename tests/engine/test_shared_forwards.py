@@ -215,13 +215,3 @@ def test_requests_of_several_schedules_run_in_waves_of_their_own(model: Any):
     pairs = ((PAPER, PROMPTS[:2]), (FULL, PROMPTS[2:]))
     wanted = [row for schedule, prompts in pairs for row in decode(GatedEngine(model, schedule), prompts, 10)[0]]
     assert [[out.token for out in row] for row in outputs_of(engine)] == wanted
-
-
-def test_checkpoint_defaults_do_not_change_what_was_asked_for(model: Any):
-    plain = decode(GatedEngine(model, PAPER), PROMPTS, 10)
-    model.generation_config.repetition_penalty = 5.0
-    model.generation_config.do_sample = True
-    try:
-        assert decode(GatedEngine(model, PAPER), PROMPTS, 10) == plain
-    finally:
-        model.generation_config.repetition_penalty, model.generation_config.do_sample = 1.0, False

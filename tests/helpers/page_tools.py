@@ -1,23 +1,15 @@
-"""For the playground's tests: a server in a process of its own, the page in a browser, and what its answers were."""
+"""For the playground's tests: the page in a browser, and what its answers were."""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
-
-from textgen_tools import command, subprocess_environment
 
 # A second reader on each answer: the browser's own record of a stream's body is not always there.
 _KEEP_ANSWERS = """
@@ -33,31 +25,6 @@ window.fetch = async (url, options) => {
 };
 """
 DESKTOP, PHONE = (1280, 900), (360, 760)
-
-
-@contextmanager
-def serving(model: str, *arguments: str, key: str | None = None) -> Iterator[tuple[str, Any]]:
-    """A server in a process of its own: its address, and the process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    environment = subprocess_environment() | ({"SKIPDECODE_API_KEY": key} if key else {})
-    process = subprocess.Popen(command("serve", model, "--port", str(port), *arguments), env=environment)
-    try:
-        for _ in range(600):
-            if process.poll() is not None:
-                pytest.fail("the server has stopped", pytrace=False)
-            with suppress(urllib.error.URLError, ConnectionError):
-                urllib.request.urlopen(f"{address}/health/ready", timeout=5).close()
-                break
-            time.sleep(0.2)
-        else:
-            pytest.fail("the server is not ready after two minutes", pytrace=False)
-        yield address, process
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 @contextmanager

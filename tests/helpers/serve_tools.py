@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import subprocess
 import threading
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -22,6 +22,7 @@ from skipdecode.serving.limits import Binding, ServerLimits
 from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.server import make_server
 from skipdecode.serving.service import Service, open_service
+from textgen_tools import command, subprocess_environment
 from tiny import LAYERS, tiny_model
 
 CONTEXT = 2048
@@ -39,18 +40,16 @@ def tiny_served_model(family: str = "llama") -> Any:
 def tiny_service(
     *, family: str = "llama", engine: str = "fast", checkpoint_schedule: Schedule | None = None, **limits: Any
 ) -> Service:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        model = tiny_served_model(family)
-        return open_service(
-            model,
-            byte_tokenizer(),
-            name="tiny",
-            checkpoint_schedule=checkpoint_schedule,
-            others=(NESTED, OTHER_ORDER),
-            backend=open_engines(model, engine, note),
-            limits=ServerLimits(**limits),
-        )
+    model = tiny_served_model(family)
+    return open_service(
+        model,
+        byte_tokenizer(),
+        name="tiny",
+        checkpoint_schedule=checkpoint_schedule,
+        others=(NESTED, OTHER_ORDER),
+        backend=open_engines(model, engine, note),
+        limits=ServerLimits(**limits),
+    )
 
 
 @contextlib.contextmanager
@@ -78,6 +77,31 @@ def running(
     assert not thread.is_alive()
 
 
+@contextlib.contextmanager
+def serving(model: str, *arguments: str, key: str | None = None, stderr: Any = None) -> Iterator[tuple[str, Any]]:
+    """A server in a process of its own: its address, and the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    environment = subprocess_environment() | ({"SKIPDECODE_API_KEY": key} if key else {})
+    options = command("serve", model, "--port", str(port), *arguments)
+    process = subprocess.Popen(options, stderr=stderr, env=environment)
+
+    def is_up() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{address}/health/ready").status_code == 200
+        return False
+
+    try:
+        until(lambda: is_up() or process.poll() is not None, 120)
+        assert process.poll() is None, "the server has stopped"
+        yield address, process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
 def until(condition: Any, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -85,13 +109,19 @@ def until(condition: Any, seconds: float = 20.0) -> None:
         time.sleep(0.005)
 
 
-def change_engines(service: Service, change: Any) -> None:
-    """Have `change` take every engine that the worker makes from now on."""
+def before_steps(service: Service, act: Callable[[], object]) -> None:
+    """Have `act` run before each step of the engines that the worker makes from now on."""
     make = service.worker._make_engine
 
     def made() -> Any:
         engine = make()
-        change(engine)
+        step = engine.step
+
+        def stepped() -> Any:
+            act()
+            return step()
+
+        engine.step = stepped
         return engine
 
     service.worker._make_engine = made
@@ -99,29 +129,15 @@ def change_engines(service: Service, change: Any) -> None:
 
 def slowed(service: Service, seconds: float) -> Service:
     """The service with steps that take at least so long, so that there is time to do something meanwhile."""
-
-    def later(engine: Any) -> None:
-        engine.step = _later(engine.step, seconds)
-
-    change_engines(service, later)
+    before_steps(service, lambda: time.sleep(seconds))
     return service
-
-
-def _later(step: Any, seconds: float) -> Any:
-    def stepped() -> Any:
-        time.sleep(seconds)
-        return step()
-
-    return stepped
 
 
 def offline(prompt: str, new: int, schedule: Schedule = SCHEDULES["full"], sampling: Sampling | None = None) -> Any:
     """Tokens, their text and their layers, from the engine alone."""
     tokenizer = byte_tokenizer()
     request = Request(tuple(tokenizer(prompt).input_ids), new, sampling or Sampling(), frozenset({2}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        outputs = list(FastEngine(tiny_served_model(), schedule).run([request]))
+    outputs = list(FastEngine(tiny_served_model(), schedule).run([request]))
     tokens = [out.token for out in outputs]
     return tokens, tokenizer.decode(tokens, skip_special_tokens=True), [out.layers for out in outputs]
 

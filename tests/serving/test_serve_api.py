@@ -387,12 +387,10 @@ def test_tokenize(client):
     assert post(client, "/detokenize", {"tokens": [67, 68, 2]}) == {"prompt": "ab</s>"}
 
 
-def test_special_tokens_of_tokenize():
-    service = tiny_service()
-    service.preprocessor._tokenizer._tokenizer.post_processor = TemplateProcessing(
-        "<s> $A", special_tokens=[("<s>", 1)]
-    )
-    with running(service) as client:
+def test_special_tokens():
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    with running(open_service(tiny_served_model(), tokenizer, name="tiny")) as client:
 
         def found(**body):
             return post(client, "/tokenize", body)["tokens"]
@@ -405,6 +403,8 @@ def test_special_tokens_of_tokenize():
         assert found(messages=MESSAGES, add_special_tokens=True) == found(prompt=RENDERED)
         assert found(prompt="<s>a") == [1, 67]
         assert found(prompt="<s>a", add_special_tokens=False) == [1, 67]
+        for prompt in ("ab", "<s>ab"):  # a completion that begins with the start token gets no second one
+            assert post(client, COMPLETIONS, greedy(prompt=prompt, max_tokens=1))["usage"]["prompt_tokens"] == 3
 
 
 def test_models_without_a_fast_path_are_served_too():
@@ -427,100 +427,95 @@ def test_models_without_a_fast_path_are_served_too():
 # ---------------------------------------------------------------------- refusals
 
 PROMPT, CHAT_BODY = {"prompt": "x"}, {"messages": MESSAGES}
-REFUSED = [
-    (COMPLETIONS, PROMPT | {"foo": 1}, "foo", "unknown_field"),
-    (COMPLETIONS, PROMPT | {"skipdecode": {"depth": 1}}, "skipdecode.depth", "unknown_field"),
-    (COMPLETIONS, PROMPT | {"best_of": 3}, "best_of", "unsupported_field"),
-    (CHAT, CHAT_BODY | {"echo": True}, "echo", "unsupported_field"),
-    (COMPLETIONS, PROMPT | {"echo": 1}, "echo", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"stop_token_ids": [259]}, "stop_token_ids", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"suffix": "y"}, "suffix", "unsupported_field"),
-    (COMPLETIONS, PROMPT | {"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"top_k": -2}, "top_k", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"top_k": 2.5}, "top_k", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"min_p": 1.5}, "min_p", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"min_tokens": 300}, "min_tokens", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"bad_words": ["a"]}, "bad_words", "unsupported_field"),
-    (COMPLETIONS, PROMPT | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
-    (COMPLETIONS, {}, "prompt", "invalid_value"),
-    (COMPLETIONS, {"prompt": ""}, "prompt", "invalid_value"),
-    (COMPLETIONS, {"prompt": []}, "prompt", "invalid_value"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "invalid_value"),
-    (COMPLETIONS, {"prompt": [[]]}, "prompt", "invalid_value"),
-    (COMPLETIONS, {"prompt": [259]}, "prompt", "invalid_value"),
-    (COMPLETIONS, {"prompt": "a\ud800"}, "prompt", "invalid_value"),
-    (COMPLETIONS, {"prompt": "x" * CONTEXT}, "prompt", "context_length_exceeded"),
-    (CHAT, CHAT_BODY | {"max_tokens": 0}, "max_tokens", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"prompt_logprobs": 1, "logprobs": 2}, "prompt_logprobs", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
-    (CHAT, CHAT_BODY | {"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_field"),
-    (COMPLETIONS, PROMPT | {"max_tokens": 100000}, "max_tokens", "invalid_value"),
-    (COMPLETIONS, {"prompt": "x" * 2000, "max_tokens": 100}, "max_tokens", "context_length_exceeded"),
-    (COMPLETIONS, PROMPT | {"max_completion_tokens": 5}, "max_completion_tokens", "unknown_field"),
-    (COMPLETIONS, PROMPT | {"temperature": "hot"}, "temperature", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"temperature": -1}, "temperature", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"top_p": 0}, "top_p", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"n": 17}, "n", "invalid_value"),
-    (COMPLETIONS, {"prompt": ["x"] * 17}, "prompt", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"stop": ""}, "stop", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"stop": list("abcdefghijklmnopq")}, "stop", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"seed": 2**64}, "seed", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"logprobs": 6}, "logprobs", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"logit_bias": {"300": 1}}, "logit_bias", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"logit_bias": {"7": 1, "007": 2}}, "logit_bias", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"stream_options": {}}, "stream_options", "invalid_value"),
-    (
-        COMPLETIONS,
-        PROMPT | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "stream_options.continuous_usage_stats",
-        "invalid_value",
-    ),
-    (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 5}}, "skipdecode.budget", "unknown_field"),
-    (COMPLETIONS, PROMPT | {"skipdecode": {"schedule": "x" * 10_000}}, "skipdecode.schedule", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"skipdecode": {"schedule": "../x"}}, "skipdecode.schedule", "invalid_value"),
-    (CHAT, {"messages": []}, "messages", "invalid_value"),
-    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "invalid_value"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages", "invalid_value"),  # the template refuses it
-    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages", "invalid_value"),
-    (CHAT, {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages.name", "unsupported_field"),
-    (
-        CHAT,
-        CHAT_BODY | {"chat_template_kwargs": {"enable_thinking": False}},
-        "chat_template_kwargs.enable_thinking",
-        "unsupported_field",
-    ),
-    (
-        CHAT,
-        CHAT_BODY | {"chat_template_kwargs": {"tokenize": True}},
-        "chat_template_kwargs.tokenize",
-        "unsupported_field",
-    ),
-    (CHAT, CHAT_BODY | {"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs.?", "unsupported_field"),
-    (CHAT, CHAT_BODY | {"reasoning_effort": "none"}, "reasoning_effort", "unsupported_field"),
-    (COMPLETIONS, PROMPT | {"reasoning_effort": "none"}, "reasoning_effort", "unsupported_field"),
-    (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "invalid_value"),
-    (CHAT, CHAT_BODY | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "invalid_value"),
-    (CHAT, CHAT_BODY | {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-    (
-        CHAT,
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages",
-        "invalid_value",
-    ),
-    ("/tokenize", {}, "prompt", "invalid_value"),
-    ("/detokenize", {}, "tokens", "invalid_value"),
-    ("/detokenize", {"tokens": [5, 259]}, "tokens", "invalid_value"),
-]
+# Values of a completion's fields.
+INVALID = {
+    "echo": [1],
+    "stop_token_ids": [[259]],
+    "presence_penalty": [2.5],
+    "frequency_penalty": [-3],
+    "repetition_penalty": [0],
+    "top_k": [-2, 2.5],
+    "min_p": [1.5],
+    "min_tokens": [300],
+    "prompt": ["", [], [1, "a"], [[]], [259], "a\ud800", ["x"] * 17],
+    "max_tokens": [100000],
+    "temperature": ["hot", -1],
+    "top_p": [0],
+    "n": [17],
+    "stop": ["", list("abcdefghijklmnopq")],
+    "seed": [2**64],
+    "logprobs": [6],
+    "logit_bias": [{"300": 1}, {"7": 1, "007": 2}, {"a": 1}],
+    "stream_options": [{}],
+}
+REFUSED = {
+    "unknown_field": [
+        (COMPLETIONS, PROMPT | {"foo": 1}, "foo"),
+        (COMPLETIONS, PROMPT | {"skipdecode": {"depth": 1}}, "skipdecode.depth"),
+        (COMPLETIONS, PROMPT | {"max_completion_tokens": 5}, "max_completion_tokens"),
+    ],
+    "unsupported_field": [
+        (COMPLETIONS, PROMPT | {"best_of": 3}, "best_of"),
+        (CHAT, CHAT_BODY | {"echo": True}, "echo"),
+        (COMPLETIONS, PROMPT | {"suffix": "y"}, "suffix"),
+        (COMPLETIONS, PROMPT | {"bad_words": ["a"]}, "bad_words"),
+        (COMPLETIONS, PROMPT | {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, CHAT_BODY | {"prompt_logprobs": 1}, "prompt_logprobs"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages.name"),
+        (
+            CHAT,
+            CHAT_BODY | {"chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        (CHAT, CHAT_BODY | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        (CHAT, CHAT_BODY | {"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs.?"),
+        (CHAT, CHAT_BODY | {"reasoning_effort": "none"}, "reasoning_effort"),
+        (COMPLETIONS, PROMPT | {"reasoning_effort": "none"}, "reasoning_effort"),
+    ],
+    "context_length_exceeded": [
+        (COMPLETIONS, {"prompt": "x" * CONTEXT}, "prompt"),
+        (COMPLETIONS, {"prompt": "x" * 2000, "max_tokens": 100}, "max_tokens"),
+    ],
+    "invalid_value": [
+        *((COMPLETIONS, PROMPT | {name: value}, name) for name, values in INVALID.items() for value in values),
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, PROMPT | {"prompt_logprobs": 1, "logprobs": 2}, "prompt_logprobs"),
+        (COMPLETIONS, PROMPT | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (CHAT, CHAT_BODY | {"max_tokens": 0}, "max_tokens"),
+        (
+            COMPLETIONS,
+            PROMPT | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        (COMPLETIONS, PROMPT | {"skipdecode": {"schedule": "x" * 10_000}}, "skipdecode.schedule"),
+        (COMPLETIONS, PROMPT | {"skipdecode": {"schedule": "../x"}}, "skipdecode.schedule"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),  # the template refuses it
+        (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
+        (CHAT, CHAT_BODY | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        (CHAT, CHAT_BODY | {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages"),
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [5, 259]}, "tokens"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("path", "body", "param", "code"), REFUSED, ids=lambda v: v if isinstance(v, str) else None)
-def test_refusals_name_the_field(client, path, body, param, code):
+def refusal(client, path, body):
+    """The error of a body, which httpx would not encode with half of a surrogate pair."""
     response = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
-    error = response.json()["error"]
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("code", "path", "body", "param"), [(code, *row) for code, rows in REFUSED.items() for row in rows]
+)
+def test_refusals_name_the_field(client, code, path, body, param):
+    error = refusal(client, path, body)
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
     assert "\n" not in error["message"]
     assert param.split(".")[-1] in error["message"] or code not in ("unknown_field", "unsupported_field")
@@ -549,20 +544,9 @@ LISTS = [["a", 5], ["a", "\ud800"], [1, "a"], [[1], []], [[1], ["x"]], [[1], [99
 
 @pytest.mark.parametrize("prompt", LISTS)
 def test_a_bad_entry_of_a_list_of_prompts_is_named_by_its_index(client, prompt):
-    body, kind = json.dumps({"prompt": prompt}), {"content-type": "application/json"}
-    response = client.post(COMPLETIONS, content=body, headers=kind)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("prompt[1]")
-    assert response.json()["error"]["param"] == "prompt"
-
-
-def test_a_completion_that_begins_with_the_start_token_has_one():
-    tokenizer = byte_tokenizer()
-    tokenizer._tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    model = tiny_served_model()
-    with running(open_service(model, tokenizer, name="tiny")) as client:
-        for prompt in ("ab", "<s>ab"):
-            assert post(client, COMPLETIONS, greedy(prompt=prompt, max_tokens=1))["usage"]["prompt_tokens"] == 3
+    error = refusal(client, COMPLETIONS, {"prompt": prompt})
+    assert error["message"].startswith("prompt[1]")
+    assert error["param"] == "prompt"
 
 
 def test_a_broken_chat_template_is_found_at_start():

@@ -6,54 +6,31 @@ import argparse
 import json
 import signal
 import socket
-import subprocess
 
 import httpx
 import pytest
 
-from serve_tools import greedy, until
+from serve_tools import greedy, serving
 from skipdecode import Schedule
 from skipdecode.cli import main, serve
 from skipdecode.cli.arguments import Parser, add_options, config_from, prepared
 from skipdecode.cli.serve import Config
 from skipdecode.models.loading.checkpoint import served_name
-from textgen_tools import command, save_tiny_model, subprocess_environment
+from textgen_tools import save_tiny_model
 from tiny import LAYERS
-
-
-def is_up(url):
-    try:
-        return httpx.get(f"{url}/health/ready").status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def test_a_server_process_from_start_to_sigterm(tmp_path):
     model = save_tiny_model(tmp_path / "tiny-model", context=1024)
     schedule = tmp_path / "mine.json"
     schedule.write_text(Schedule.even(LAYERS, 4, name="mine").to_json())
-    port = free_port()
-    options = ["--schedule", str(schedule), *["1.5x:p6", "2x:flat", "--engine", "transformers", "--port"], str(port)]
+    options = ["--schedule", str(schedule), "1.5x:p6", "2x:flat", "--engine", "transformers"]
     log = tmp_path / "log"
-    with log.open("w") as stderr:
-        process = subprocess.Popen(command("serve", model, *options), stderr=stderr, env=subprocess_environment())
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: is_up(url) or process.poll() is not None, 120)
+    with log.open("w") as stderr, serving(model, *options, stderr=stderr) as (url, process):
         entry = httpx.get(f"{url}/v1/models").json()["data"][0]
         assert entry["id"] == "tiny-model"
-        assert [s["name"] for s in entry["skipdecode"]["schedules"]] == [
-            "full",
-            "mine",
-            "skipdecode-p6-1.5x",
-            "skipdecode-2x-flat",
-        ]
+        names = ["full", "mine", "skipdecode-p6-1.5x", "skipdecode-2x-flat"]
+        assert [s["name"] for s in entry["skipdecode"]["schedules"]] == names
         body = greedy(prompt="a secret", max_tokens=200, stream=True, skipdecode={"schedule": "mine"})
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
@@ -62,9 +39,6 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.wait()
     text = log.read_text()
     assert "default: full\n" in text
     assert text.count("tuned under") == 1, "said once"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpoints import byte_tokenizer
-from engine_tools import always_drafts
+from engine_tools import always_drafts, outputs_of
 from kernel_reference import kernels_or_skip
 from serve_tools import greedy, metric, running, tiny_service
 from skipdecode import Schedule
@@ -23,15 +23,6 @@ SCHEDULES = [
     Schedule.constant(LAYERS, 3),
     Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=8, prompt="max_exit"),
 ]
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def decode(engine, numbers):
-    got = {number: [] for number in numbers}
-    while engine.has_work:
-        for out in engine.step():
-            got[out.request].append(out)
-    return list(got.values())
 
 
 OTHER_ORDERS = [
@@ -49,8 +40,9 @@ def test_schedules_of_any_drop_order_share_an_engine(schedules, exact, monkeypat
     model = tiny_model("llama")
     engine = FastEngine(model, SCHEDULES[0], max_rows=6, refill_below=1, prompt_tokens=37, prefix_cache=True)
     rows = [(Request(p, NEW, exact=exact and len(p) == 3), s) for s in schedules for p in PROMPTS]
-    numbers = [engine.submit([request], schedule)[0] for request, schedule in rows]
-    for (request, schedule), row in zip(rows, decode(engine, numbers), strict=True):
+    for request, schedule in rows:
+        engine.submit([request], schedule)
+    for (request, schedule), row in zip(rows, outputs_of(engine), strict=True):
         alone = list(FastEngine(model, schedule).run([request]))
         assert [(o.token, o.layers) for o in row] == [(o.token, o.layers) for o in alone]
     assert engine.kv.bytes_held == 0

@@ -15,7 +15,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from transformers import AutoModelForCausalLM
 
 import skipdecode
-from page_tools import DESKTOP, PHONE, answers, drawn_layers, opened, serious, serving, traced
+from page_tools import DESKTOP, PHONE, answers, drawn_layers, opened, serious, traced
+from serve_tools import serving
 from skipdecode import Schedule
 from textgen_tools import save_tiny_model
 from tiny import LAYERS

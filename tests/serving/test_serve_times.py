@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from serve_tools import change_engines, greedy, metric, running, slowed, tiny_service, until
+from serve_tools import before_steps, greedy, metric, running, slowed, tiny_service, until
+from skipdecode.engine.fast_model import FastModel
 from skipdecode.serving.server import _SWITCH_SECONDS
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -59,19 +60,8 @@ def totals(service, name):
 
 def busy_once(service, seconds):
     """The event loop does something else for so long, from the first step on."""
-    worker = service.worker
-
-    def once(engine):
-        step = engine.step
-
-        def stepped():
-            engine.step = step
-            worker._loop.call_soon_threadsafe(time.sleep, seconds)
-            return step()
-
-        engine.step = stepped
-
-    change_engines(service, once)
+    left = [seconds]
+    before_steps(service, lambda: left and service.worker._loop.call_soon_threadsafe(time.sleep, left.pop()))
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.4], ids=["", "while the event loop is busy"])
@@ -131,26 +121,11 @@ def test_the_times_of_a_whole_answer_add_up_to_the_client_s():
         assert found["tokens_per_s"] == pytest.approx(2 * (NEW - 1) / found["decode_s"], rel=0.01)
 
 
-def slow_forwards(service, seconds):
-    """Each forward of the model takes so long."""
-
-    def slower(engine):
-        forward = type(engine.model).forward
-
-        def waited(*given):
-            time.sleep(seconds)
-            return forward(engine.model, *given)
-
-        engine.model.forward = waited
-
-    change_engines(service, slower)
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_the_first_token_leaves_when_it_is_there(path):
-    service, took = tiny_service(), []
-    slow_forwards(service, 0.2)
-    with running(service) as client:
+def test_the_first_token_leaves_when_it_is_there(path, monkeypatch):
+    forward, took = FastModel.forward, []
+    monkeypatch.setattr(FastModel, "forward", lambda *given: (time.sleep(0.2), forward(*given))[1])
+    with running(tiny_service()) as client:
         for new in (1, 2, 12):
             prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hello"}
             body = {"temperature": 0, "max_tokens": new, "logit_bias": {"67": 100}, **prompt}  # a token that is text

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic_core import to_json
 
 from checkpoints import HERMES, byte_tokenizer
-from serve_tools import events, greedy, is_idle, running, tiny_served_model, until
+from serve_tools import events, greedy, is_idle, post, running, tiny_served_model, until
 from skipdecode.data.chats import ToolChoice
 from skipdecode.generation.calls import CallForm, CallReader
 from skipdecode.serving.service import open_service
@@ -63,12 +63,6 @@ def clients():
         server.__exit__(None, None, None)
 
 
-def post(client, body, status=200):
-    response = client.post(CHAT, json=body)
-    assert response.status_code == status, response.text
-    return response.json()
-
-
 def demand(**fields):
     return {"messages": ASK, "tools": TOOLS, "seed": 5, "max_tokens": 400, "logit_bias": BIAS} | fields
 
@@ -78,7 +72,7 @@ def demand(**fields):
 def test_a_demanded_call_is_a_call_whole_and_streamed(clients, name, choice):
     named = {"type": "function", "function": {"name": choice}}
     body = demand(tool_choice=choice if choice == "required" else named, parallel_tool_calls=False)
-    (answer,) = post(clients[name], body)["choices"]
+    (answer,) = post(clients[name], CHAT, body)["choices"]
     assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
     (call,) = answer["message"]["tool_calls"]
     assert call["function"]["name"] in ({"weather", "stop"} if choice == "required" else {choice})
@@ -91,9 +85,9 @@ def test_a_demanded_call_is_a_call_whole_and_streamed(clients, name, choice):
     assert chunks[-1]["finish_reason"] == "tool_calls"
     # The answer and the tool's result go into the next request as they came.
     turn = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "sunny"}
-    further = post(clients[name], greedy(messages=[*ASK, answer["message"], turn], tools=TOOLS, max_tokens=4))
+    further = post(clients[name], CHAT, greedy(messages=[*ASK, answer["message"], turn], tools=TOOLS, max_tokens=4))
     plain = greedy(messages=[*ASK, {"role": "assistant", "content": ""}, turn], max_tokens=4, tools=TOOLS)
-    assert further["usage"]["prompt_tokens"] > post(clients[name], plain)["usage"]["prompt_tokens"] + 20
+    assert further["usage"]["prompt_tokens"] > post(clients[name], CHAT, plain)["usage"]["prompt_tokens"] + 20
 
 
 def test_of_allowed_tools_only_those_are_called(clients):
@@ -101,27 +95,29 @@ def test_of_allowed_tools_only_those_are_called(clients):
         tools = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
-    (answer,) = post(clients["qwen"], demand(tool_choice=allowed("required", "stop"), parallel_tool_calls=False))[
+    (answer,) = post(clients["qwen"], CHAT, demand(tool_choice=allowed("required", "stop"), parallel_tool_calls=False))[
         "choices"
     ]
     assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == ["stop"]
     sizes = {
-        post(clients["qwen"], greedy(messages=ASK, tools=TOOLS, max_tokens=2, tool_choice=c))["usage"]["prompt_tokens"]
+        post(clients["qwen"], CHAT, greedy(messages=ASK, tools=TOOLS, max_tokens=2, tool_choice=c))["usage"][
+            "prompt_tokens"
+        ]
         for c in ("auto", allowed("auto", "weather"))
     }
     assert len(sizes) == 1  # the template sees all
     for wrong in (allowed("none", "stop"), allowed("auto"), allowed("auto", "stop", "x")):
-        assert post(clients["qwen"], demand(tool_choice=wrong), 400)["error"]["param"] == "tool_choice"
+        assert post(clients["qwen"], CHAT, demand(tool_choice=wrong), 400)["error"]["param"] == "tool_choice"
 
 
 def test_tools_are_in_the_prompt_unless_none_may_be_called(clients):
     body = greedy(messages=ASK, max_tokens=6)
     size = [
-        post(clients["qwen"], body | fields)["usage"]["prompt_tokens"]
+        post(clients["qwen"], CHAT, body | fields)["usage"]["prompt_tokens"]
         for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS}, {"tools": TOOLS[:1]})
     ]
     assert size[0] == size[1] < size[3] < size[2]
-    free = post(clients["qwen"], body | {"tools": TOOLS})["choices"][0]
+    free = post(clients["qwen"], CHAT, body | {"tools": TOOLS})["choices"][0]
     assert (free["finish_reason"], free["message"]["content"] != "") == ("length", True)
     assert "tool_calls" not in free["message"]
 
@@ -148,7 +144,7 @@ def test_tools_are_in_the_prompt_unless_none_may_be_called(clients):
     ],
 )
 def test_refusals_name_the_field(clients, name, fields, param, code):
-    error = post(clients[name], demand(**fields), 400)["error"]
+    error = post(clients[name], CHAT, demand(**fields), 400)["error"]
     assert (error["param"], error["code"]) == (param, code)
 
 
