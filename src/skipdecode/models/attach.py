@@ -300,8 +300,8 @@ class Attachment:
         if prompt_length is None:
             positions = label_positions(call["labels"])
         else:
-            batch, device = self._arguments.batch(call)
-            positions = length_positions(prompt_length, batch, columns, device)
+            tokens = self._arguments.tokens(call)
+            positions = length_positions(prompt_length, len(tokens), columns, tokens.device)
         self._gate_state.plan = StepPlan.of_rows(self._schedule, positions)
 
     def _plan_cached(
@@ -366,29 +366,24 @@ class Attachment:
             )
         prompt = options.prompt_columns(inputs) or 1
         kwargs.pop("cache_implementation", None)
-        if not options.uses_cache():
-            with self._prompt_of(prompt):
-                return plain(**kwargs)
-        cache = kwargs[name] = kwargs.get(name) or self.new_cache()
-        if cache.length and not self._family.turns:
-            raise UnsupportedFeatureError(
-                "a second turn on a used cache is not supported for this model: transformers' generate reads the "
-                "whole text again, on top of the states; leave the cache out"
-            )
-        if cache.fed is None:
-            cache.prompt_length = prompt
-        with self._prompt_of(prompt):
-            result = plain(**kwargs)
-        (self._latest or cache).begin_response()  # generate may have begun a new one on the way
-        return result
-
-    @contextlib.contextmanager
-    def _prompt_of(self, columns: int) -> Iterator[None]:
-        self._prompt_columns = columns
+        cache: SkipCache | None = None
+        if options.uses_cache():
+            cache = kwargs[name] = kwargs.get(name) or self.new_cache()
+            if cache.length and not self._family.turns:
+                raise UnsupportedFeatureError(
+                    "a second turn on a used cache is not supported for this model: transformers' generate reads the "
+                    "whole text again, on top of the states; leave the cache out"
+                )
+            if cache.fed is None:
+                cache.prompt_length = prompt
+        self._prompt_columns = prompt
         try:
-            yield
+            result = plain(**kwargs)
         finally:
             self._prompt_columns = None
+        if cache is not None:
+            (self._latest or cache).begin_response()  # generate may have begun a new one on the way
+        return result
 
     def _refuse_generate_batch(self, *args: object, **kwargs: object) -> NoReturn:
         raise UnsupportedFeatureError(
