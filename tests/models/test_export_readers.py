@@ -23,6 +23,7 @@ from skipdecode.errors import UsageError
 from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.saving import save_model, save_tokenizer, save_tuned
 from tiny import LAYERS, OPTIONS, tiny_model
+from tuning_data import save_model as save_tiny
 
 IDS = torch.tensor([[3 + i * 7 % 90 for i in range(100)]])
 DEFAULT = {"rope_type": "default"}
@@ -216,8 +217,7 @@ def test_a_head_of_its_own_is_written_whatever_the_config_says(other_head: tuple
 
 def test_a_tied_head_is_written_once(tmp_path: Path):
     gguf = pytest.importorskip("gguf")
-    tiny_model("llama", vocab_size=259, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
-    byte_tokenizer().save_pretrained(tmp_path / "tied")
+    save_tiny(tmp_path / "tied", tie_word_embeddings=True)
     assert main(["export", str(tmp_path / "tied"), "--format", "gguf", "--out", str(tmp_path / "gguf")]) == 0
     names = [each.name for each in gguf.GGUFReader(tmp_path / "gguf" / "tied-f16.gguf").tensors]
     assert "output.weight" not in names

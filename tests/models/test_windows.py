@@ -11,7 +11,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 import skipdecode
-from checkpoints import byte_tokenizer
 from engine_tools import decode
 from every import EVERY
 from oracle import active_tokens, oracle_logits
@@ -21,31 +20,25 @@ from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import UnfitModelError, UnsupportedModelError
 from skipdecode.models.families import lent_last
 from tiny import LATER, LAYERS, tiny_model
+from tuning_data import save_model
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 6
 SCHEDULE = Schedule.from_speedup(LAYERS, 2, 8)
 PROMPT = tuple(3 + 7 * i % 90 for i in range(19))
 NEW = 8
+BOTH = {"layer_types": [SLIDING, FULL] * (LAYERS // 2), "sliding_window": WINDOW}
 EDITS: dict[str, dict[str, Any]] = {
     "types full": {"layer_types": [FULL] * LAYERS},
-    "types alternate": {"layer_types": [SLIDING, FULL] * (LAYERS // 2)},
+    "types alternate": {"layer_types": BOTH["layer_types"]},
     "window": {"sliding_window": WINDOW},
     "types full and window": {"layer_types": [FULL] * LAYERS, "sliding_window": WINDOW},
-    "both": {"layer_types": [SLIDING, FULL] * (LAYERS // 2), "sliding_window": WINDOW},
+    "both": BOTH,
     "both, late": {"layer_types": [FULL] * 5 + [SLIDING] * 3, "sliding_window": WINDOW},
-    "both, allowed": {
-        "layer_types": [SLIDING, FULL] * (LAYERS // 2),
-        "sliding_window": WINDOW,
-        "use_sliding_window": True,
-    },
-    "both, forbidden": {
-        "layer_types": [SLIDING, FULL] * (LAYERS // 2),
-        "sliding_window": WINDOW,
-        "use_sliding_window": False,
-    },
+    "both, allowed": BOTH | {"use_sliding_window": True},
+    "both, forbidden": BOTH | {"use_sliding_window": False},
     "window 1": {"sliding_window": 1},
-    "both of 1": {"layer_types": [SLIDING, FULL] * (LAYERS // 2), "sliding_window": 1},
+    "both of 1": BOTH | {"sliding_window": 1},
     "window 0": {"sliding_window": 0},
     "window -1": {"sliding_window": -1},
     "no window": {"sliding_window": None},
@@ -54,29 +47,21 @@ EDITS: dict[str, dict[str, Any]] = {
     "a chunk size": {"attention_chunk_size": WINDOW},
     "linear": {"layer_types": ["linear_attention", FULL] * (LAYERS // 2)},
 }
-QUICK = [
-    ("gemma3_text", "both, late"),
-    ("gemma3_text", "no window"),
-    ("llama", "both"),
-    ("llama", "types full and window"),
-    ("llama", "window"),
-    ("llama", "window 0"),
-    ("mistral", "both of 1"),
-    ("mistral", "window 1"),
-    ("mistral", "window -1"),
-    ("phi3", "both"),
-    ("phi3", "no window"),
-    ("phi3", "types full and window"),
-    ("phi3", "window 0"),
-    ("qwen2", "both"),
-    ("qwen2", "both, forbidden"),
-    ("qwen2", "chunks"),
-    ("qwen2", "types full and window"),
-    ("qwen2", "window of 0 that no layer has"),
-    ("granite", "both"),
-    ("falcon_mamba", "a chunk size"),
-    ("mamba", "a chunk size"),
-]
+QUICK = {
+    "gemma3_text": ["both, late", "no window"],
+    "llama": ["both", "types full and window", "window", "window 0"],
+    "mistral": ["both of 1", "window 1", "window -1"],
+    "phi3": ["both", "no window", "types full and window", "window 0"],
+    "qwen2": ["both", "both, forbidden", "chunks", "types full and window", "window of 0 that no layer has"],
+    "granite": ["both"],
+    "falcon_mamba": ["a chunk size"],
+    "mamba": ["a chunk size"],
+}
+
+
+def pairs(table: dict[str, list[str]]) -> list[tuple[str, str]]:
+    """Families with the names of edits."""
+    return [(family, name) for family, names in table.items() for name in names]
 
 
 def check(model: Any, tokens: list[int], schedule: Schedule) -> None:
@@ -156,7 +141,7 @@ def test_a_loaded_model_is_its_class_on_every_engine_and_for_other_tools(
     assert theirs[0, prompt.shape[1] :].tolist() == right
 
 
-@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in REFUSED.items() for name in names])
+@pytest.mark.parametrize(("family", "name"), pairs(REFUSED))
 def test_a_config_that_the_class_cannot_compute_is_refused_before_weights_are_loaded(
     family: str, name: str, tmp_path: Path
 ) -> None:
@@ -169,15 +154,11 @@ def test_a_config_that_the_class_cannot_compute_is_refused_before_weights_are_lo
 
 def saved(folder: Path, family: str, edit: dict[str, Any]) -> None:
     """A checkpoint whose config.json is edited after it was written."""
-    model = tiny_model(family, vocab_size=259)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    file = folder / "config.json"
+    file = save_model(folder, model_type=family) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | edit))
 
 
-@pytest.mark.parametrize(("family", "name"), QUICK)
+@pytest.mark.parametrize(("family", "name"), pairs(QUICK))
 def test_engines_compute_what_the_class_computes_or_name_the_reason(family: str, name: str) -> None:
     walk(family, EDITS[name])
 
