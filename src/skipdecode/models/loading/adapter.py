@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from skipdecode.common.progress import without_foreign_bars
@@ -130,13 +130,6 @@ def add_tokens(model: PreTrainedModel, adapter: Path) -> None:
             "added tokens"
         )
     model.resize_token_embeddings(sizes.pop(), mean_resizing=False)
-
-
-def without_input_casts(model: PeftModel, active: bool) -> AbstractContextManager[None]:
-    """Keep PEFT from casting what adapters read, while `active`: mixed precision casts on its own."""
-    from peft.helpers import disable_input_dtype_casting
-
-    return disable_input_dtype_casting(model, active)  # type: ignore[no-any-return]
 
 
 def with_lora(
