@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gguf
 import peft
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import skipdecode
-from checkpoints import logits
+from checkpoints import edit_json, logits
 from engine_tools import decode
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
@@ -98,7 +99,6 @@ def test_both_engines_run_an_adapter_on_a_shared_head(family: str) -> None:
 
 
 def test_exports_of_an_adapter_on_a_shared_head_have_a_head_of_their_own(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     base, out = tmp_path / "base", tmp_path / "out"
     save_model(base, tie_word_embeddings=True)
     model = wrapped(AutoModelForCausalLM.from_pretrained(base), target_modules=["lm_head"])
@@ -121,8 +121,7 @@ def test_exports_of_an_adapter_on_a_shared_head_have_a_head_of_their_own(tmp_pat
 def save(model: Any, folder: Path, base: Path, **options: Any) -> None:
     with quiet():
         model.save_pretrained(folder, **options)
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=str(base))
 
 
 def grown(tmp_path: Path, *, tied: bool = False, **lora: Any) -> Any:

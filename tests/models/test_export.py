@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
-from checkpoints import CHAT_TEMPLATE, byte_tokenizer, save_adapter, save_tokenizer
+from checkpoints import CHAT_TEMPLATE, byte_tokenizer, edit_json, save_adapter, save_tokenizer
 from every import EVERY, suited
 from fits import random_fit
 from skipdecode import Schedule, attach
@@ -220,7 +221,6 @@ def gguf_of(tuned: Path, kind: str) -> Path:
 
 
 def test_a_gguf_file_has_the_model_and_its_tokenizer(tuned: Path, exported: Any):
-    gguf = pytest.importorskip("gguf")
     file = gguf_of(tuned, "f16")
     fields = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
     model, tokenizer = exported
@@ -238,11 +238,9 @@ def test_a_gguf_file_has_the_model_and_its_tokenizer(tuned: Path, exported: Any)
 
 
 def test_a_gguf_file_has_all_chat_templates_of_a_tokenizer(tuned: Path):
-    gguf = pytest.importorskip("gguf")
     (tuned.parent / "base" / "chat_template.jinja").unlink(missing_ok=True)
-    file = tuned.parent / "base" / "tokenizer_config.json"
     templates = [{"name": name, "template": name + CHAT_TEMPLATE} for name in ("default", "tool_use")]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": templates}))
+    edit_json(tuned.parent / "base" / "tokenizer_config.json", chat_template=templates)
     fields = {name: field.contents() for name, field in gguf.GGUFReader(gguf_of(tuned, "f16")).fields.items()}
     assert fields["tokenizer.chat_template"].startswith("default")
     assert fields["tokenizer.chat_template.tool_use"].startswith("tool_use")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +23,6 @@ from skipdecode.models.loading.gguf_tokenizer import _SPLIT_OF, GgufTokenizer
 from skipdecode.models.loading.hub import configured_ends, load_model
 from tiny import tiny_model
 
-gguf = pytest.importorskip("gguf")
 GGUFValue = gguf.gguf_writer.GGUFValue
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"rope_type": "default"},

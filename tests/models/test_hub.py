@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import skipdecode
-from checkpoints import byte_tokenizer, logits, save_adapter, save_checkpoint
+from checkpoints import byte_tokenizer, edit_json, logits, save_adapter, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, ScheduleError
@@ -98,11 +98,6 @@ def changed_weights(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]]
     save_file({n: t.clone() for n, t in change(load_file(file)).items()}, file, metadata={"format": "pt"})
 
 
-def changed_config(checkpoint: Path, **values: Any) -> None:
-    file = checkpoint / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
 UP, UPPER = "model.layers.4.mlp.up_proj.weight", "model.layers.4.mlp.upper.weight"
 ROW = torch.tensor([1])
 
@@ -157,7 +152,7 @@ def test_a_config_that_is_larger_than_the_weights_fills_no_memory(
     tmp_path: Path, family: str, values: dict[str, int]
 ) -> None:
     tiny_model(family).save_pretrained(tmp_path)
-    changed_config(tmp_path, **values)
+    edit_json(tmp_path / "config.json", **values)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelLoadError, match="its config") as caught:
         load_model(str(tmp_path), require_tokenizer=False)
@@ -167,7 +162,7 @@ def test_a_config_that_is_larger_than_the_weights_fills_no_memory(
 
 @pytest.mark.parametrize("value", [[], None], ids=str)
 def test_a_config_needs_no_classes(checkpoint: Path, value: Any) -> None:
-    changed_config(checkpoint, architectures=value)
+    edit_json(checkpoint / "config.json", architectures=value)
     assert load_model(str(checkpoint)).checkpoint.num_layers == LAYERS
 
 
@@ -196,7 +191,7 @@ def test_tensors_that_decoding_does_not_use_are_left_out_with_a_note(
 ) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
-    changed_config(tmp_path, **config)
+    edit_json(tmp_path / "config.json", **config)
     added: list[str] = []
 
     def with_extra(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -222,7 +217,7 @@ def of_type(dtype: torch.dtype) -> Callable[[Path], None]:
 
 
 def of_config(**values: Any) -> Callable[[Path], None]:
-    return lambda folder: changed_config(folder, **values)
+    return lambda folder: edit_json(folder / "config.json", **values)
 
 
 def as_text(file: str, content: str) -> Callable[[Path], object]:
@@ -230,7 +225,7 @@ def as_text(file: str, content: str) -> Callable[[Path], object]:
 
 
 def in_fp8(folder: Path) -> None:
-    changed_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    edit_json(folder / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     of_type(torch.float8_e4m3fn)(folder)
 
 
@@ -478,8 +473,7 @@ def test_every_kind_of_name_has_its_base_its_directory_and_its_schedule(
     write_gguf(model, gguf, "f16", byte_tokenizer())
     for name, base in (("adapter", str(checkpoint)), ("pinned", "owner/tiny"), ("of-gguf", str(gguf))):
         save_adapter(tmp_path / name, base)
-    pinned = tmp_path / "pinned" / "adapter_config.json"
-    pinned.write_text(json.dumps(json.loads(pinned.read_text()) | {"revision": COMMIT}))
+    edit_json(tmp_path / "pinned" / "adapter_config.json", revision=COMMIT)
     SCHEDULE.save(tmp_path / "adapter" / "skipdecode.json")
     hub, store = tmp_path / "hub-cache" / "models--owner--tiny" / "snapshots" / COMMIT, tmp_path / "cache" / "models"
     with hub_of({"owner/tiny": checkpoint}) as address:

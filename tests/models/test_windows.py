@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 import skipdecode
+from checkpoints import edit_json
 from engine_tools import decode
 from every import EVERY
 from oracle import active_tokens, oracle_logits
@@ -154,8 +154,7 @@ def test_a_config_that_the_class_cannot_compute_is_refused_before_weights_are_lo
 
 def saved(folder: Path, family: str, edit: dict[str, Any]) -> None:
     """A checkpoint whose config.json is edited after it was written."""
-    file = save_model(folder, model_type=family) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | edit))
+    edit_json(save_model(folder, model_type=family) / "config.json", **edit)
 
 
 @pytest.mark.parametrize(("family", "name"), pairs(QUICK))
