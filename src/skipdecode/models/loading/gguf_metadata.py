@@ -22,8 +22,13 @@ from skipdecode.errors import ModelLoadError
 _Keys = dict[str, tuple[object, ...] | None]
 
 
+def names(text: str) -> list[str]:
+    """Split the names of a table, which need no quotes then."""
+    return text.split()
+
+
 def _table(*rows: tuple[tuple[object, ...] | None, str]) -> _Keys:
-    return {name: values for values, text in rows for name in text.split()}
+    return {name: values for values, text in rows for name in names(text)}
 
 
 # The values with which keys are accepted, and the keys. None: any, because they are read below, or llama.cpp does not

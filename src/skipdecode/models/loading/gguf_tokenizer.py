@@ -9,31 +9,31 @@ from transformers import PreTrainedTokenizerFast
 
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.gguf_file import SPLITS
-from skipdecode.models.loading.gguf_metadata import GgufFile
+from skipdecode.models.loading.gguf_metadata import GgufFile, names
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens
 # Tokens that end a text or a turn in llama.cpp, by their text: files name only some of them.
-_ENDS = (
+_ENDS = names(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>"
     " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <eos> <turn|> <end_of_utterance> <|tool_response> <｜end▁of▁sentence｜>"
     " <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|file_sep|> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"
-).split()
+)
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # transformers' names of special tokens -> GGUF's.
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # tokenizer.ggml.model -> special tokens that the file does not name.
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
 # tokenizer.ggml.pre: those that put the start token before a text, and take a word that is a token as a whole.
-_LIKE_LLAMA3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano".split()
+_LIKE_LLAMA3 = names("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano")
 # The split into words -> the values of tokenizer.ggml.pre that name it.
 _PRE = {
-    "gpt-2": (
+    "gpt-2": names(
         "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe gigachat a.x-4.0 "
         "mellum modern-bert exaone4 mpt olmo jais trillion granite-docling"
-    ).split(),
-    "smollm": "smollm starcoder refact command-r codeshell exaone minerva-7b".split(),
+    ),
+    "smollm": names("smollm starcoder refact command-r codeshell exaone minerva-7b"),
     "llama-bpe": [*_LIKE_LLAMA3, "dbrx", "smaug-bpe"],
-    "qwen2": "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open".split(),
+    "qwen2": names("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open"),
     "default": ["default", ""],
 }
 _SPLIT_OF = {name: split for split, same in _PRE.items() for name in same}
