@@ -141,8 +141,8 @@ class Attachment:
                 f"a schedule is attached to this {type(self._model).__name__} already: assign attachment.schedule "
                 "to change it, or detach first"
             )
-        self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts)
-        self._gate_state.lenders = lenders(self._model.config)
+        shared = lenders(self._model.config)
+        self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts, shared)
         self._schedule = Schedule.full(len(self._layers))
         self._find_fit: Callable[[], Fit | None] | None = functools.partial(fit_of_checkpoint, model)
         self._fit: Fit | None = None
