@@ -113,7 +113,6 @@ def test_attach_finds_the_fit_of_a_model_that_transformers_loaded(tuned: Path, t
 
 
 def test_attach_says_that_peft_loads_no_fit(tuned: Path) -> None:
-    import peft
     expected = text(load_model(str(tuned / "adapter"), device="cpu").model)
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tuned / "base"), tuned / "adapter")
     with pytest.raises(FitError, match="was not loaded with it"):
