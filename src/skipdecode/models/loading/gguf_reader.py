@@ -76,7 +76,7 @@ def _weights(file: GgufFile, config: Json, dtype: torch.dtype) -> Iterator[tuple
     if unknown := sorted(file.tensors.keys() - known - {*stored.values()}):
         raise ModelLoadError(f"{file.path} has a tensor {unknown[0]}, which is not known: give its safetensors")
     for name, shaped in own.items():
-        _, part, kind = name.rsplit(".", 2)
+        *_, part, kind = name.split(".")
         if (tensor := file.tensors.get(stored[name])) is not None:
             weight = _in_type(tensor, dtype)
             if file.name == "llama" and part in file.heads:
