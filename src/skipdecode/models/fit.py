@@ -201,8 +201,9 @@ class Fit(nn.Module):
             raise FitError(f"is no fit of format {FIT_FORMAT}, the one that is accepted")
         own: Json = {name: about.get(name) for name in ("num_layers", "hidden_size", "taps")}
         sets = about.get("prompts")
-        has_lists = isinstance(sets, list) and all(isinstance(each, list) for each in sets)
-        if not has_lists or not all(type(number) is int for each in sets for number in each):
+        if not isinstance(sets, list) or not all(
+            isinstance(each, list) and all(type(number) is int for number in each) for each in sets
+        ):
             raise FitError("'prompts' is no list of lists of whole numbers")
         groups: dict[str, dict[int, dict[str, Tensor]]] = {f"maps.{number}": {} for number in range(len(sets))}
         groups["bridges"] = {}
