@@ -12,14 +12,13 @@ from huggingface_hub.errors import StrictDataclassError
 import skipdecode
 from checkpoints import edit_json
 from engine_tools import decode
-from every import EVERY
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, GatedEngine
 from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import UnfitModelError, UnsupportedModelError
 from skipdecode.models.families import lent_last
-from tiny import LATER, LAYERS, tiny_model
+from tiny import LATER, LAYERS, OPTIONS, tiny_model
 from tuning_data import save_model
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -59,11 +58,6 @@ QUICK = {
 }
 
 
-def pairs(table: dict[str, list[str]]) -> list[tuple[str, str]]:
-    """Families with the names of edits."""
-    return [(family, name) for family, names in table.items() for name in names]
-
-
 def check(model: Any, tokens: list[int], schedule: Schedule) -> None:
     """The tokens are the most probable ones of the model's class, without a cache."""
     text = torch.tensor([[*PROMPT, *tokens]])
@@ -78,35 +72,6 @@ def generated(model: Any, schedule: Schedule) -> list[int]:
     with attach(model, schedule):
         text = model.generate(input_ids=torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
     return text[0, len(PROMPT) :].tolist()
-
-
-@torch.no_grad()
-def walk(family: str, edit: dict[str, Any]) -> None:
-    try:
-        model = tiny_model(family, **edit)
-        if family in LATER:
-            model(torch.tensor([PROMPT]), use_cache=False)
-            model.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError):
-        pytest.skip("the class cannot be made with this config")
-    for schedule in (Schedule.full(LAYERS), lent_last(model.config, SCHEDULE)):
-        try:
-            tokens = generated(model, schedule)
-        except UnsupportedModelError:
-            check_refused(model, schedule)
-            return
-        check(model, tokens, schedule)
-        assert tokens == decode(GatedEngine(model, schedule), [PROMPT], NEW)[0][0]
-        if family in READERS:
-            check(model, decode(FastEngine(model, schedule), [PROMPT], NEW)[0][0], schedule)
-
-
-def check_refused(model: Any, schedule: Schedule) -> None:
-    """Every engine names the setting."""
-    with pytest.raises(UnsupportedModelError, match=r"sliding_window|layer_types"):
-        decode(GatedEngine(model, schedule), [PROMPT], NEW)
-    with pytest.raises((UnsupportedModelError, UnfitModelError)):
-        FastEngine(model, schedule)
 
 
 REFUSED = {
@@ -141,7 +106,7 @@ def test_a_loaded_model_is_its_class_on_every_engine_and_for_other_tools(
     assert theirs[0, prompt.shape[1] :].tolist() == right
 
 
-@pytest.mark.parametrize(("family", "name"), pairs(REFUSED))
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in REFUSED.items() for name in names])
 def test_a_config_that_the_class_cannot_compute_is_refused_before_weights_are_loaded(
     family: str, name: str, tmp_path: Path
 ) -> None:
@@ -157,13 +122,34 @@ def saved(folder: Path, family: str, edit: dict[str, Any]) -> None:
     edit_json(save_model(folder, model_type=family) / "config.json", **edit)
 
 
-@pytest.mark.parametrize(("family", "name"), pairs(QUICK))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=() if name in QUICK.get(family, ()) else pytest.mark.slow)
+        for family in (*OPTIONS, *LATER)
+        for name in EDITS
+    ],
+)
+@torch.no_grad()
 def test_engines_compute_what_the_class_computes_or_name_the_reason(family: str, name: str) -> None:
-    walk(family, EDITS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("family", EVERY)
-def test_engines_compute_what_the_class_computes_in_every_family(family: str, name: str) -> None:
-    walk(family, EDITS[name])
+    try:
+        model = tiny_model(family, **EDITS[name])
+        if family in LATER:
+            model(torch.tensor([PROMPT]), use_cache=False)
+            model.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError):
+        pytest.skip("the class cannot be made with this config")
+    for schedule in (Schedule.full(LAYERS), lent_last(model.config, SCHEDULE)):
+        try:
+            tokens = generated(model, schedule)
+        except UnsupportedModelError:
+            # Every engine names the setting.
+            with pytest.raises(UnsupportedModelError, match=r"sliding_window|layer_types"):
+                decode(GatedEngine(model, schedule), [PROMPT], NEW)
+            with pytest.raises((UnsupportedModelError, UnfitModelError)):
+                FastEngine(model, schedule)
+            return
+        check(model, tokens, schedule)
+        assert tokens == decode(GatedEngine(model, schedule), [PROMPT], NEW)[0][0]
+        if family in READERS:
+            check(model, decode(FastEngine(model, schedule), [PROMPT], NEW)[0][0], schedule)
