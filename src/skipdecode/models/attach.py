@@ -271,8 +271,9 @@ class Attachment:
             return None
         self._gate_state.text = text_columns(call.get("attention_mask"), columns)
         forced = call.get("labels") is not None or (prompt_length is not None and not call.get("use_cache"))
-        if not forced and self._prompt_columns is None and not call.get("use_cache"):
-            self._warn_of_full_depth()
+        prompt_alone = not forced and self._prompt_columns is None and not call.get("use_cache")
+        if prompt_alone and len(self._schedule.prompt_layers()) == len(self._layers):
+            self._warn_once(ALL_PROMPT)
         if not forced and self._arguments.wants_cache(call):
             return self._plan_cached(call, prompt_length, columns)
         if forced:
@@ -281,10 +282,6 @@ class Attachment:
             prompt = columns if self._prompt_columns is None else self._prompt_columns
             self._set_columns([max(PROMPT, i - prompt) for i in range(columns)])
         return None
-
-    def _warn_of_full_depth(self) -> None:
-        if len(self._schedule.prompt_layers()) == len(self._layers):
-            self._warn_once(ALL_PROMPT)
 
     def _warn_of_parts(self) -> None:
         if not (self._paused or self._schedule.is_full):
