@@ -183,7 +183,6 @@ class Attachment:
             self.fit = self._find_fit()
         self._schedule = schedule
         self._gate_state.take_fit(self._fit, schedule, self._layers)
-        self._step_plans: dict[int | None, StepPlan] = {}
 
     @property
     def fit(self) -> Fit | None:
@@ -280,7 +279,8 @@ class Attachment:
             self._plan_teacher_forced(call, prompt_length, columns)
         else:
             prompt = columns if self._prompt_columns is None else self._prompt_columns
-            self._set_columns([max(PROMPT, i - prompt) for i in range(columns)])
+            positions = [max(PROMPT, i - prompt) for i in range(columns)]
+            self._gate_state.plan = StepPlan.of_columns(self._schedule, positions)
         return None
 
     def _warn_of_parts(self) -> None:
@@ -328,18 +328,8 @@ class Attachment:
         if cache.fed is not None and columns > 1 and self._schedule.prompt_layers() != self._schedule.layers(AFTER):
             self._warn_once(SECOND_TURN)
         self._gate_state.text = text_columns(call.get("attention_mask"), columns)
-        self._set_columns(positions)
+        self._gate_state.plan = StepPlan.of_columns(self._schedule, positions)
         return cache, positions
-
-    def _set_columns(self, positions: list[int]) -> None:
-        # From seq_len on all positions run the same layers, so there are as few stored plans as budgets.
-        key = min(positions[0], self._schedule.seq_len) if len(positions) == 1 else None
-        plan = self._step_plans.get(key)
-        if plan is None:
-            plan = StepPlan.of_columns(self._schedule, positions)
-            if key is not None:
-                self._step_plans[key] = plan
-        self._gate_state.plan = plan
 
     def _generate(
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
