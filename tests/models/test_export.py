@@ -29,18 +29,17 @@ NEW = 8
 SCATTERED = Schedule(LAYERS, (5, 2, 4, 3, 1), (5,), prompt="max_exit")
 # Leaves families with layers of two kinds few of one kind or none, and names the layers of prompts.
 ONE_KIND = Schedule(LAYERS, (5, 3, 1), (5,), prompt=(0, 2, 4, 6, 7))
-# Entries of a config that hang on a layer's number.
-UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "experts in every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
-    "attention scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    "rotary positions in some layers": ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1, 1]}),
-    "windows in upper layers": ("qwen3", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 4}),
-    "tied weights": ("llama", {"tie_word_embeddings": True}),
-}
-
-
 # Families whose config has an entry for each layer.
 LISTED = ["cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_neo", "ministral", "olmo3", "qwen2", "qwen2_moe"]
+# Entries of a config that depend on a layer's number, and tied weights.
+UNUSUAL: list[tuple[str, dict[str, Any], Schedule]] = [
+    *((family, {}, ONE_KIND) for family in LISTED),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, SCATTERED),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, SCATTERED),
+    ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1, 1]}, SCATTERED),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 4}, SCATTERED),
+    ("llama", {"tie_word_embeddings": True}, SCATTERED),
+]
 
 
 def greedy(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,15 +77,11 @@ def test_names_for_transformers_4_change_nothing_for_transformers_5(family: str)
     assert AutoConfig.for_model(**with_old_names(config.to_dict())).rope_parameters == config.rope_parameters
 
 
-@pytest.mark.parametrize("family", LISTED)
-def test_layers_of_one_kind_remain(family: str, tmp_path: Path):
-    check_exported(tiny_model(family), ONE_KIND, tmp_path)
-
-
-@pytest.mark.parametrize("case", UNUSUAL)
-def test_entries_that_hang_on_layer_numbers(case: str, tmp_path: Path):
-    family, changes = UNUSUAL[case]
-    check_exported(tiny_model(family, **changes), SCATTERED, tmp_path)
+@pytest.mark.parametrize(("family", "changes", "schedule"), UNUSUAL)
+def test_a_config_names_the_layers_that_remain(
+    family: str, changes: dict[str, Any], schedule: Schedule, tmp_path: Path
+):
+    check_exported(tiny_model(family, **changes), schedule, tmp_path)
 
 
 # ---------------------------------------------------------------------- the command
