@@ -80,9 +80,13 @@ def save_adapter(folder: Path, base: str, of: Any = None) -> Any:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     model = peft.get_peft_model(of or tiny_model("llama"), config).eval()
     model.save_pretrained(folder)
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=base)
     return model
+
+
+def edit_json(file: Path, **values: Any) -> None:
+    """Change entries of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -8,8 +8,6 @@ from oracle import layer_list
 from skipdecode.models.fit import Fit
 from skipdecode.models.fit_maps import Bridge, PromptMap
 
-__all__ = ["projections", "random_fit"]
-
 
 def projections(model):
     """Key projections of the layers; None where a layer makes queries, keys and values in one product."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gguf
 import peft
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import skipdecode
-from checkpoints import byte_tokenizer, logits
+from checkpoints import edit_json, logits
 from engine_tools import decode
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
@@ -27,6 +28,7 @@ from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
 from tiny import LAYERS, tiny_model
+from tuning_data import save_model
 
 EXACT: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 # What an adapter changes -> whether a head that shared the embedding's tensor needs a tensor of its own.
@@ -97,11 +99,8 @@ def test_both_engines_run_an_adapter_on_a_shared_head(family: str) -> None:
 
 
 def test_exports_of_an_adapter_on_a_shared_head_have_a_head_of_their_own(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     base, out = tmp_path / "base", tmp_path / "out"
-    tokenizer = byte_tokenizer()
-    tiny_model("llama", tie_word_embeddings=True, vocab_size=259).save_pretrained(base)
-    tokenizer.save_pretrained(base)
+    save_model(base, tie_word_embeddings=True)
     model = wrapped(AutoModelForCausalLM.from_pretrained(base), target_modules=["lm_head"])
     with quiet():
         model.save_pretrained(tmp_path / "adapter")
@@ -122,14 +121,12 @@ def test_exports_of_an_adapter_on_a_shared_head_have_a_head_of_their_own(tmp_pat
 def save(model: Any, folder: Path, base: Path, **options: Any) -> None:
     with quiet():
         model.save_pretrained(folder, **options)
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=str(base))
 
 
 def grown(tmp_path: Path, *, tied: bool = False, **lora: Any) -> Any:
     """A PeftModel of the base in tmp_path/base, and two tokens more."""
-    tiny_model("llama", tie_word_embeddings=tied, vocab_size=259).save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
+    save_model(tmp_path / "base", tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.resize_token_embeddings(261, mean_resizing=False)
     return wrapped(model, **lora)
@@ -181,10 +178,8 @@ def test_an_adapter_with_added_tokens_is_tuned_on_only_when_merged(tmp_path: Pat
 
 
 def test_an_adapter_takes_another_directory_of_its_base(tmp_path: Path, capsys: Any) -> None:
-    tiny_model("llama", vocab_size=259).save_pretrained(tmp_path / "here")
-    byte_tokenizer().save_pretrained(tmp_path / "here")
+    adapter, here = str(tmp_path / "adapter"), str(save_model(tmp_path / "here"))
     model = wrapped(tiny_model("llama", vocab_size=259), target_modules=["q_proj"])
-    adapter, here = str(tmp_path / "adapter"), str(tmp_path / "here")
     save(model, tmp_path / "adapter", tmp_path / "gone", save_embedding_layers=False)
     prompt = ["a", "--max-new-tokens", "4", "--output-format", "jsonl"]
     assert main(["generate", adapter, *prompt]) == 2
@@ -195,22 +190,12 @@ def test_an_adapter_takes_another_directory_of_its_base(tmp_path: Path, capsys: 
     torch.testing.assert_close(logits(skipdecode.load(adapter, base=here, device="cpu").model), logits(model), **EXACT)
     assert main(["export", adapter, "--base", here, "--out", str(tmp_path / "out")]) == 0
     torch.testing.assert_close(logits(load_model(str(tmp_path / "out"), device="cpu").model), logits(model), **EXACT)
-
-
-def test_a_verb_that_reads_the_config_takes_another_base(tmp_path: Path, capsys: Any) -> None:
-    tiny_model("llama", vocab_size=259).save_pretrained(tmp_path / "here")
-    save(wrapped(tiny_model("llama"), target_modules=["q_proj"]), tmp_path / "adapter", tmp_path / "gone")
-    command = ["info", str(tmp_path / "adapter")]
-    assert main(command) == 2
-    assert main([*command, "--base", str(tmp_path / "here")]) == 0
-    assert main([command[0], "--base", str(tmp_path / "here")]) == 2
+    assert [main(["info", *more]) for more in ([adapter], [adapter, "--base", here], ["--base", here])] == [2, 0, 2]
 
 
 def test_another_base_is_refused_where_it_means_nothing(tmp_path: Path, capsys: Any) -> None:
-    tiny_model("llama", vocab_size=259).save_pretrained(tmp_path / "here")
-    byte_tokenizer().save_pretrained(tmp_path / "here")
+    here, adapter = str(save_model(tmp_path / "here")), str(tmp_path / "adapter")
     save(wrapped(tiny_model("llama"), target_modules=["q_proj"]), tmp_path / "adapter", tmp_path / "here")
-    here, adapter = str(tmp_path / "here"), str(tmp_path / "adapter")
     with pytest.raises(UsageError, match="no adapter"):
         skipdecode.load(here, base=here)
     with pytest.raises(ModelLoadError, match="an adapter itself"):

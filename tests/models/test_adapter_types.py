@@ -15,12 +15,12 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import AutoModelForCausalLM
 
 import skipdecode
-from checkpoints import byte_tokenizer, logits
+from checkpoints import logits
 from skipdecode.engine.opening import open_engines
 from skipdecode.errors import SkipDecodeError
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.hub import load_model
-from tiny import tiny_model
+from tuning_data import save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TYPES = {kind.value: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -69,10 +69,7 @@ REFUSED_VARIANTS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2, which has biases in q_proj, k_proj and v_proj alone."""
-    folder = tmp_path_factory.mktemp("base")
-    tiny_model("qwen2", vocab_size=259).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("base"), model_type="qwen2")
 
 
 def settings(kind: str, base: Path, options: dict[str, Any]) -> Any:

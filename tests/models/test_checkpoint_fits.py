@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -36,7 +37,6 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model, and an adapter of a base model, each tuned with a fit."""
-    pytest.importorskip("peft")
     where = tmp_path_factory.mktemp("tuned")
     base = where / "base"
     save_checkpoint(base)
@@ -49,8 +49,6 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(model: Any, target: str = "q_proj") -> Any:
-    import peft
-
     config = peft.LoraConfig(r=2, target_modules=[target], task_type="CAUSAL_LM", init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a head that shares its tensor
@@ -99,8 +97,6 @@ def test_another_fit_beside_the_schedule_is_used_where_the_own_is_missing(checkp
 
 
 def test_attach_finds_the_fit_of_a_model_that_transformers_loaded(tuned: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder = Path(shutil.copytree(tuned / "whole", tmp_path / "whole"))
     expected = text(load_model(str(folder), device="cpu").model)
     assert text(AutoModelForCausalLM.from_pretrained(folder)) == expected
@@ -117,9 +113,6 @@ def test_attach_finds_the_fit_of_a_model_that_transformers_loaded(tuned: Path, t
 
 
 def test_attach_says_that_peft_loads_no_fit(tuned: Path) -> None:
-    import peft
-    from transformers import AutoModelForCausalLM
-
     expected = text(load_model(str(tuned / "adapter"), device="cpu").model)
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tuned / "base"), tuned / "adapter")
     with pytest.raises(FitError, match="was not loaded with it"):
@@ -138,7 +131,6 @@ def test_an_adapter_without_a_schedule_takes_its_base_s_schedule_and_fit(tuned: 
 
 
 def test_a_merge_that_unties_the_head_keeps_the_fit(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     model = tiny_model("llama", tie_word_embeddings=True)
     fit = random_fit(model, [LOWER])
     fit.about["base"] = base_sample(model)

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
-from checkpoints import CHAT_TEMPLATE, byte_tokenizer, save_adapter, save_tokenizer
+from checkpoints import CHAT_TEMPLATE, byte_tokenizer, edit_json, save_adapter, save_tokenizer
 from every import EVERY, suited
 from fits import random_fit
 from skipdecode import Schedule, attach
@@ -28,18 +29,17 @@ NEW = 8
 SCATTERED = Schedule(LAYERS, (5, 2, 4, 3, 1), (5,), prompt="max_exit")
 # Leaves families with layers of two kinds few of one kind or none, and names the layers of prompts.
 ONE_KIND = Schedule(LAYERS, (5, 3, 1), (5,), prompt=(0, 2, 4, 6, 7))
-# Entries of a config that hang on a layer's number.
-UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "experts in every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
-    "attention scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    "rotary positions in some layers": ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1, 1]}),
-    "windows in upper layers": ("qwen3", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 4}),
-    "tied weights": ("llama", {"tie_word_embeddings": True}),
-}
-
-
 # Families whose config has an entry for each layer.
 LISTED = ["cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_neo", "ministral", "olmo3", "qwen2", "qwen2_moe"]
+# Entries of a config that depend on a layer's number, and tied weights.
+UNUSUAL: list[tuple[str, dict[str, Any], Schedule]] = [
+    *((family, {}, ONE_KIND) for family in LISTED),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}, SCATTERED),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, SCATTERED),
+    ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1, 1]}, SCATTERED),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 4}, SCATTERED),
+    ("llama", {"tie_word_embeddings": True}, SCATTERED),
+]
 
 
 def greedy(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,15 +77,11 @@ def test_names_for_transformers_4_change_nothing_for_transformers_5(family: str)
     assert AutoConfig.for_model(**with_old_names(config.to_dict())).rope_parameters == config.rope_parameters
 
 
-@pytest.mark.parametrize("family", LISTED)
-def test_layers_of_one_kind_remain(family: str, tmp_path: Path):
-    check_exported(tiny_model(family), ONE_KIND, tmp_path)
-
-
-@pytest.mark.parametrize("case", UNUSUAL)
-def test_entries_that_hang_on_layer_numbers(case: str, tmp_path: Path):
-    family, changes = UNUSUAL[case]
-    check_exported(tiny_model(family, **changes), SCATTERED, tmp_path)
+@pytest.mark.parametrize(("family", "changes", "schedule"), UNUSUAL)
+def test_a_config_names_the_layers_that_remain(
+    family: str, changes: dict[str, Any], schedule: Schedule, tmp_path: Path
+):
+    check_exported(tiny_model(family, **changes), schedule, tmp_path)
 
 
 # ---------------------------------------------------------------------- the command
@@ -135,7 +131,6 @@ def test_the_export_is_an_ordinary_model_with_its_prompt(tuned: Path, capsys: py
     made = open_checkpoint(out)
     assert made.schedule is None
     assert made.adapter is None
-    assert made.recipe is not None
     assert made.recipe.template is not None
     assert made.recipe.template.text == "{mr}:"
     expected = texts_of(capsys, "generate", str(tuned))
@@ -221,7 +216,6 @@ def gguf_of(tuned: Path, kind: str) -> Path:
 
 
 def test_a_gguf_file_has_the_model_and_its_tokenizer(tuned: Path, exported: Any):
-    gguf = pytest.importorskip("gguf")
     file = gguf_of(tuned, "f16")
     fields = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
     model, tokenizer = exported
@@ -239,11 +233,9 @@ def test_a_gguf_file_has_the_model_and_its_tokenizer(tuned: Path, exported: Any)
 
 
 def test_a_gguf_file_has_all_chat_templates_of_a_tokenizer(tuned: Path):
-    gguf = pytest.importorskip("gguf")
     (tuned.parent / "base" / "chat_template.jinja").unlink(missing_ok=True)
-    file = tuned.parent / "base" / "tokenizer_config.json"
     templates = [{"name": name, "template": name + CHAT_TEMPLATE} for name in ("default", "tool_use")]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": templates}))
+    edit_json(tuned.parent / "base" / "tokenizer_config.json", chat_template=templates)
     fields = {name: field.contents() for name, field in gguf.GGUFReader(gguf_of(tuned, "f16")).fields.items()}
     assert fields["tokenizer.chat_template"].startswith("default")
     assert fields["tokenizer.chat_template.tool_use"].startswith("tool_use")

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checkpoints import byte_tokenizer, save_adapter
+from checkpoints import byte_tokenizer, edit_json, save_adapter
 from llama_cpp import likeliest
 from skipdecode import Schedule
 from skipdecode.cli import main
@@ -23,6 +24,7 @@ from skipdecode.errors import UsageError
 from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.saving import save_model, save_tokenizer, save_tuned
 from tiny import LAYERS, OPTIONS, tiny_model
+from tuning_data import save_model as save_tiny
 
 IDS = torch.tensor([[3 + i * 7 % 90 for i in range(100)]])
 DEFAULT = {"rope_type": "default"}
@@ -198,12 +200,11 @@ def other_head(tmp_path: Path) -> tuple[Path, Any]:
     model, folder = tiny_model("llama", vocab_size=259), tmp_path / "other"
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(entries(folder) | {"tie_word_embeddings": True}))
+    edit_json(folder / "config.json", tie_word_embeddings=True)
     return folder, model
 
 
 def test_a_head_of_its_own_is_written_whatever_the_config_says(other_head: tuple[Path, Any], tmp_path: Path):
-    gguf = pytest.importorskip("gguf")
     folder, model = other_head
     assert main(["export", str(folder), "--format", "gguf", "--out", str(tmp_path / "gguf")]) == 0
     tensors = gguf.GGUFReader(tmp_path / "gguf" / "other-f16.gguf").tensors
@@ -215,9 +216,7 @@ def test_a_head_of_its_own_is_written_whatever_the_config_says(other_head: tuple
 
 
 def test_a_tied_head_is_written_once(tmp_path: Path):
-    gguf = pytest.importorskip("gguf")
-    tiny_model("llama", vocab_size=259, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
-    byte_tokenizer().save_pretrained(tmp_path / "tied")
+    save_tiny(tmp_path / "tied", tie_word_embeddings=True)
     assert main(["export", str(tmp_path / "tied"), "--format", "gguf", "--out", str(tmp_path / "gguf")]) == 0
     names = [each.name for each in gguf.GGUFReader(tmp_path / "gguf" / "tied-f16.gguf").tensors]
     assert "output.weight" not in names
@@ -238,7 +237,6 @@ def scaled(family: str, rope: dict[str, Any]) -> Any:
     [("llama", LLAMA3), ("mistral", LLAMA3), ("llama", LINEAR), ("qwen3", LINEAR), ("llama", YARN), ("qwen2", YARN)],
 )
 def test_llama_cpp_scales_rotary_positions_as_the_model_does(family: str, rope: dict[str, Any], tmp_path: Path):
-    pytest.importorskip("gguf")
     model = scaled(family, rope)
     write_gguf(model, tmp_path / "x.gguf", "f16")
     found = torch.tensor(likeliest(tmp_path / "x.gguf", IDS[0].tolist()))[:, None]
@@ -258,7 +256,6 @@ def test_llama_cpp_scales_rotary_positions_as_the_model_does(family: str, rope: 
 def test_rotary_positions_that_llama_cpp_computes_otherwise_are_refused(
     family: str, rope: dict[str, Any], tmp_path: Path
 ):
-    pytest.importorskip("gguf")
     for unlike in (tiny_model("opt"), tiny_model("mistral")):  # another kind of model; windows
         with pytest.raises(UsageError, match=r"cannot be written for llama\.cpp here"):
             write_gguf(unlike, tmp_path, "f16")

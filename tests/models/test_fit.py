@@ -278,18 +278,8 @@ def _other_weights(fit, model):
     fit.about["base"] = [-value for value in fit.about["base"]]
 
 
-def _other_rank(fit, model):
-    fit.bridges["2"].up.data = torch.zeros(model.config.hidden_size, 3)
-
-
-def _not_finite(fit, model):
-    fit.maps[0]["5"].weight.data[0, 0] = float("nan")
-
-
 WRONG = {
     "other weights": (_other_weights, "other weights"),
-    "another rank": (_other_rank, "is of shape"),
-    "not finite": (_not_finite, "not finite"),
     "other layers": (lambda fit, model: random_fit(tiny_model("llama", num_hidden_layers=6)), "6 layers"),
     "other prompts": (lambda fit, model: random_fit(model, [GAPS]), "run layers [0, 1, 3, 6]"),
     "cut off": (None, "cannot be read"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -228,15 +227,13 @@ def test_a_call_of_the_decoder_alone_says_once_that_it_runs_full_depth():
 def test_a_forward_that_can_run_the_schedule_does_not_warn(options):
     ids, _, _ = ragged_batch()
     model = tiny_model("llama")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DepthWarning)
-        with attach(model, PAPER) as attachment:
-            model(input_ids=ids, **options)
-            model(input_ids=ids, past_key_values=attachment.new_cache())
-            model.generate(input_ids=ids, max_new_tokens=2, do_sample=False)
-            model.generate(input_ids=ids, max_new_tokens=2, do_sample=False, use_cache=False)
-            with attachment.paused():
-                model(input_ids=ids)
+    with attach(model, PAPER) as attachment:  # warnings are errors in the tests
+        model(input_ids=ids, **options)
+        model(input_ids=ids, past_key_values=attachment.new_cache())
+        model.generate(input_ids=ids, max_new_tokens=2, do_sample=False)
+        model.generate(input_ids=ids, max_new_tokens=2, do_sample=False, use_cache=False)
+        with attachment.paused():
+            model(input_ids=ids)
 
 
 @pytest.mark.parametrize(
@@ -247,10 +244,8 @@ def test_a_forward_that_can_run_the_schedule_does_not_warn(options):
 def test_a_forward_of_prompt_alone_does_not_warn_if_it_is_what_the_schedule_says(schedule: Schedule):
     model = tiny_model("llama")
     ids, _, _ = ragged_batch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DepthWarning)
-        with attach(model, schedule):
-            model(input_ids=ids, use_cache=False)
+    with attach(model, schedule):  # warnings are errors in the tests
+        model(input_ids=ids, use_cache=False)
 
 
 def test_foreign_cache_is_refused():

@@ -14,7 +14,7 @@ from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError
 from skipdecode.models.loading.checkpoint import open_checkpoint
 from skipdecode.models.loading.weights_sample import base_sample
-from skipdecode.models.recipe import Recipe, tuned_template
+from skipdecode.models.recipe import Recipe
 from tiny import LAYERS, tiny_model
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)
@@ -29,7 +29,7 @@ def checkpoint(folder: Path, recipe: Any = None, schedule: Schedule | None = Non
     return str(folder)
 
 
-def recipe_of(folder: Path, recipe: Any = None, schedule: Schedule | None = None) -> Recipe | None:
+def recipe_of(folder: Path, recipe: Any = None, schedule: Schedule | None = None) -> Recipe:
     return open_checkpoint(checkpoint(folder, recipe, schedule)).recipe
 
 
@@ -37,7 +37,7 @@ def recipe_of(folder: Path, recipe: Any = None, schedule: Schedule | None = None
 
 
 def test_a_checkpoint_that_was_not_tuned_has_none(tmp_path: Path) -> None:
-    assert recipe_of(tmp_path) is None
+    assert recipe_of(tmp_path) == Recipe()
 
 
 def test_a_schedule_in_the_config_alone_is_what_it_was_tuned_under(tmp_path: Path) -> None:
@@ -46,7 +46,6 @@ def test_a_schedule_in_the_config_alone_is_what_it_was_tuned_under(tmp_path: Pat
 
 def test_the_bundled_adapter_knows_its_prompt_and_its_schedules() -> None:
     recipe = open_checkpoint(BUNDLED).recipe
-    assert recipe is not None
     assert recipe.template == PromptTemplate("{mr}\n", ("refs", "ref"))
     found = [(round(s.nominal_speedup, 1), len(s.prompt_layers())) for s in recipe.tuned_under]
     assert found == [(3, 10), (1, 30), (2, 10), (5, 10), (3, 30), (2, 30), (5, 30)]
@@ -68,13 +67,12 @@ def test_sampled_speedups_and_prompts_are_tuned_under_too(tmp_path: Path) -> Non
     ):
         options = {"curriculum": "sampled", "sampled_speedups": speedups, "sampled_prompts": prompts}
         recipe = recipe_of(tmp_path, {"options": options, "schedule": TARGET.to_dict()})
-        assert recipe is not None
         assert recipe.tuned_under == (TARGET, *others)
 
 
 @pytest.mark.parametrize("foreign", [{"steps": ["mix", "bake"]}, ["flour"], {"options": "none"}])
 def test_another_tools_recipe_is_none(tmp_path: Path, foreign: Any) -> None:
-    assert recipe_of(tmp_path, foreign) is None
+    assert recipe_of(tmp_path, foreign) == Recipe()
     assert open_checkpoint(tmp_path).document is None  # which `eval` stores with its results
 
 
@@ -117,11 +115,11 @@ TWO = Recipe(PromptTemplate("{colour} {thing}:"))
         (TWO, {"colour": "red", "thing": "car"}, "red car:"),
         (Recipe(PromptTemplate("Q: {q} {{}}\nA:")), "why?", "Q: why? {}\nA:"),
         (Recipe(PromptTemplate("Q: {q}\nA:")), "Q: why?\nA:", "Q: why?\nA:"),
-        (None, "name[X]", "name[X]"),
+        (Recipe(), "name[X]", "name[X]"),
     ],
 )
-def test_a_row_or_text_becomes_the_prompt_it_was_tuned_on(recipe: Recipe | None, prompt: Any, expected: Any) -> None:
-    record = (tuned_template(recipe) or PromptTemplate()).record_of(prompt)
+def test_a_row_or_text_becomes_the_prompt_it_was_tuned_on(recipe: Recipe, prompt: Any, expected: Any) -> None:
+    record = (recipe.template or PromptTemplate()).record_of(prompt)
     assert (record.prompt, record.error) == (expected, None)
 
 

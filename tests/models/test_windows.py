@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +10,34 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 import skipdecode
-from checkpoints import byte_tokenizer
+from checkpoints import edit_json
 from engine_tools import decode
-from every import EVERY
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, GatedEngine
 from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import UnfitModelError, UnsupportedModelError
 from skipdecode.models.families import lent_last
-from tiny import LATER, LAYERS, tiny_model
+from tiny import LATER, LAYERS, OPTIONS, tiny_model
+from tuning_data import save_model
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW = 6
 SCHEDULE = Schedule.from_speedup(LAYERS, 2, 8)
 PROMPT = tuple(3 + 7 * i % 90 for i in range(19))
 NEW = 8
+BOTH = {"layer_types": [SLIDING, FULL] * (LAYERS // 2), "sliding_window": WINDOW}
 EDITS: dict[str, dict[str, Any]] = {
     "types full": {"layer_types": [FULL] * LAYERS},
-    "types alternate": {"layer_types": [SLIDING, FULL] * (LAYERS // 2)},
+    "types alternate": {"layer_types": BOTH["layer_types"]},
     "window": {"sliding_window": WINDOW},
     "types full and window": {"layer_types": [FULL] * LAYERS, "sliding_window": WINDOW},
-    "both": {"layer_types": [SLIDING, FULL] * (LAYERS // 2), "sliding_window": WINDOW},
+    "both": BOTH,
     "both, late": {"layer_types": [FULL] * 5 + [SLIDING] * 3, "sliding_window": WINDOW},
-    "both, allowed": {
-        "layer_types": [SLIDING, FULL] * (LAYERS // 2),
-        "sliding_window": WINDOW,
-        "use_sliding_window": True,
-    },
-    "both, forbidden": {
-        "layer_types": [SLIDING, FULL] * (LAYERS // 2),
-        "sliding_window": WINDOW,
-        "use_sliding_window": False,
-    },
+    "both, allowed": BOTH | {"use_sliding_window": True},
+    "both, forbidden": BOTH | {"use_sliding_window": False},
     "window 1": {"sliding_window": 1},
-    "both of 1": {"layer_types": [SLIDING, FULL] * (LAYERS // 2), "sliding_window": 1},
+    "both of 1": BOTH | {"sliding_window": 1},
     "window 0": {"sliding_window": 0},
     "window -1": {"sliding_window": -1},
     "no window": {"sliding_window": None},
@@ -54,29 +46,16 @@ EDITS: dict[str, dict[str, Any]] = {
     "a chunk size": {"attention_chunk_size": WINDOW},
     "linear": {"layer_types": ["linear_attention", FULL] * (LAYERS // 2)},
 }
-QUICK = [
-    ("gemma3_text", "both, late"),
-    ("gemma3_text", "no window"),
-    ("llama", "both"),
-    ("llama", "types full and window"),
-    ("llama", "window"),
-    ("llama", "window 0"),
-    ("mistral", "both of 1"),
-    ("mistral", "window 1"),
-    ("mistral", "window -1"),
-    ("phi3", "both"),
-    ("phi3", "no window"),
-    ("phi3", "types full and window"),
-    ("phi3", "window 0"),
-    ("qwen2", "both"),
-    ("qwen2", "both, forbidden"),
-    ("qwen2", "chunks"),
-    ("qwen2", "types full and window"),
-    ("qwen2", "window of 0 that no layer has"),
-    ("granite", "both"),
-    ("falcon_mamba", "a chunk size"),
-    ("mamba", "a chunk size"),
-]
+QUICK = {
+    "gemma3_text": ["both, late", "no window"],
+    "llama": ["both", "types full and window", "window", "window 0"],
+    "mistral": ["both of 1", "window 1", "window -1"],
+    "phi3": ["both", "no window", "types full and window", "window 0"],
+    "qwen2": ["both", "both, forbidden", "chunks", "types full and window", "window of 0 that no layer has"],
+    "granite": ["both"],
+    "falcon_mamba": ["a chunk size"],
+    "mamba": ["a chunk size"],
+}
 
 
 def check(model: Any, tokens: list[int], schedule: Schedule) -> None:
@@ -93,35 +72,6 @@ def generated(model: Any, schedule: Schedule) -> list[int]:
     with attach(model, schedule):
         text = model.generate(input_ids=torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
     return text[0, len(PROMPT) :].tolist()
-
-
-@torch.no_grad()
-def walk(family: str, edit: dict[str, Any]) -> None:
-    try:
-        model = tiny_model(family, **edit)
-        if family in LATER:
-            model(torch.tensor([PROMPT]), use_cache=False)
-            model.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError):
-        pytest.skip("the class cannot be made with this config")
-    for schedule in (Schedule.full(LAYERS), lent_last(model.config, SCHEDULE)):
-        try:
-            tokens = generated(model, schedule)
-        except UnsupportedModelError:
-            check_refused(model, schedule)
-            return
-        check(model, tokens, schedule)
-        assert tokens == decode(GatedEngine(model, schedule), [PROMPT], NEW)[0][0]
-        if family in READERS:
-            check(model, decode(FastEngine(model, schedule), [PROMPT], NEW)[0][0], schedule)
-
-
-def check_refused(model: Any, schedule: Schedule) -> None:
-    """Every engine names the setting."""
-    with pytest.raises(UnsupportedModelError, match=r"sliding_window|layer_types"):
-        decode(GatedEngine(model, schedule), [PROMPT], NEW)
-    with pytest.raises((UnsupportedModelError, UnfitModelError)):
-        FastEngine(model, schedule)
 
 
 REFUSED = {
@@ -169,21 +119,37 @@ def test_a_config_that_the_class_cannot_compute_is_refused_before_weights_are_lo
 
 def saved(folder: Path, family: str, edit: dict[str, Any]) -> None:
     """A checkpoint whose config.json is edited after it was written."""
-    model = tiny_model(family, vocab_size=259)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | edit))
+    edit_json(save_model(folder, model_type=family) / "config.json", **edit)
 
 
-@pytest.mark.parametrize(("family", "name"), QUICK)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=() if name in QUICK.get(family, ()) else pytest.mark.slow)
+        for family in (*OPTIONS, *LATER)
+        for name in EDITS
+    ],
+)
+@torch.no_grad()
 def test_engines_compute_what_the_class_computes_or_name_the_reason(family: str, name: str) -> None:
-    walk(family, EDITS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("family", EVERY)
-def test_engines_compute_what_the_class_computes_in_every_family(family: str, name: str) -> None:
-    walk(family, EDITS[name])
+    try:
+        model = tiny_model(family, **EDITS[name])
+        if family in LATER:
+            model(torch.tensor([PROMPT]), use_cache=False)
+            model.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError):
+        pytest.skip("the class cannot be made with this config")
+    for schedule in (Schedule.full(LAYERS), lent_last(model.config, SCHEDULE)):
+        try:
+            tokens = generated(model, schedule)
+        except UnsupportedModelError:
+            # Every engine names the setting.
+            with pytest.raises(UnsupportedModelError, match=r"sliding_window|layer_types"):
+                decode(GatedEngine(model, schedule), [PROMPT], NEW)
+            with pytest.raises((UnsupportedModelError, UnfitModelError)):
+                FastEngine(model, schedule)
+            return
+        check(model, tokens, schedule)
+        assert tokens == decode(GatedEngine(model, schedule), [PROMPT], NEW)[0][0]
+        if family in READERS:
+            check(model, decode(FastEngine(model, schedule), [PROMPT], NEW)[0][0], schedule)

@@ -34,7 +34,6 @@ from skipdecode.data.messages import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
 from skipdecode.models.checkpoint_schedule import bundled_schedules, schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, model_files, open_checkpoint
-from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import is_speedup
 
@@ -71,7 +70,7 @@ def run(config: Config) -> int:
             f"{config.model}: {fault}: use skipdecode generate, or give an instruction-tuned model such as smollm2-135m"
         )
     note(schedule_line(choice.schedule, choice.origin))
-    template = tuned_template(loaded.checkpoint.recipe)
+    template = loaded.checkpoint.recipe.template
     if template is not None and not template.chat:
         note(f"{config.model} was tuned on prompts {template.text!r}, not on chats: use skipdecode generate")
     llm = LLM(

@@ -63,7 +63,6 @@ from skipdecode.generation.output_files import (
 )
 from skipdecode.models.loading.checkpoint import served_name
 from skipdecode.models.loading.identity import checkpoint_digest
-from skipdecode.models.recipe import tuned_template
 
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
@@ -128,7 +127,7 @@ def run(config: Config) -> int:
     """Generate; returns 0, or 1 if records could not be used."""
     _check(config)
     with closing(_source(config)) as source:
-        tuned, schema = tuned_template(config.checkpoint.recipe), None
+        tuned, schema = config.checkpoint.recipe.template, None
         chosen = choose_template(config, tuned, plain=not config.template, system=config.system)
         read = prompt_reader(chosen)
         if config.json_schema is not None:

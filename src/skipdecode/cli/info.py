@@ -62,7 +62,6 @@ def _about(config: Config) -> Json:
     from skipdecode.generation.stats import schedule_line
     from skipdecode.models.families import decoder_layers, projection, projects
     from skipdecode.models.fit import Fit
-    from skipdecode.models.recipe import tuned_template
 
     checkpoint = config.checkpoint
     settings = checkpoint.config
@@ -73,8 +72,7 @@ def _about(config: Config) -> Json:
         read_model(model, positions=1)
     except UnfitModelError as e:
         engine = f"transformers ({e})"
-    recipe, template = checkpoint.recipe, tuned_template(checkpoint.recipe)
-    tuned = None if recipe is None else ", ".join(schedule.name for schedule in recipe.tuned_under)
+    template = checkpoint.recipe.template
     return {
         "model": config.model,
         "model_type": settings.model_type,
@@ -85,7 +83,7 @@ def _about(config: Config) -> Json:
         "engine": engine,
         "base": checkpoint.base if checkpoint.adapter is not None else None,
         "schedule": None if checkpoint.schedule is None else schedule_line(checkpoint.schedule, "the checkpoint's own"),
-        "tuned_under": tuned,
+        "tuned_under": ", ".join(schedule.name for schedule in checkpoint.tuned_under) or None,
         "template": None if template is None else template.text,
         "fit": None if checkpoint.fit is None else Fit.load(checkpoint.fit.file).describe(),
         "result": _result(config),

@@ -42,7 +42,6 @@ from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, method_name
 from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, open_checkpoint
-from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
 _REMEDY = "give a `task`, which names their fields"
@@ -207,7 +206,7 @@ class _Evaluation:
         options, chosen = self.options, task_of(self.checkpoint, task)
         skip_bad = options.bad_records == "skip"
         shape = None if task is not None else known_shape(data, _REMEDY, _ANSWERS, chosen.template)
-        is_plain = task is None and tuned_template(self.checkpoint.recipe) is None
+        is_plain = task is None and self.checkpoint.recipe.template is None
         chosen = replace(chosen, chat=chosen.chat or options.chat)
         most = options.max_new_tokens or chosen.max_new_tokens
         prompt_room(context_length(self.checkpoint.config), most)
@@ -330,7 +329,7 @@ def task_of(checkpoint: Checkpoint, task: Task | str | Path | None) -> Task:
     """The task, else records in the template that the checkpoint was tuned on, else records with plain fields."""
     if isinstance(task, Task):
         return task
-    template = tuned_template(checkpoint.recipe) if task is None else None
+    template = checkpoint.recipe.template if task is None else None
     if template is None:
         return load_task(task or "jsonl", check_metric)
     alike = (name for name in task_names() if load_task(name).prompt == template.text)
@@ -342,7 +341,7 @@ def task_of(checkpoint: Checkpoint, task: Task | str | Path | None) -> Task:
 
 def _check_template(loaded: LoadedModel, task: Task) -> None:
     """Print a note if the model was tuned on another template: its scores would then be too low."""
-    tuned = tuned_template(loaded.checkpoint.recipe)
+    tuned = loaded.checkpoint.recipe.template
     if tuned is not None and (tuned.text, tuned.chat) != (task.prompt, task.chat):
         note(f"the model was tuned with the template {tuned.text!r}, chat={tuned.chat}; the task has another template")
 

@@ -52,7 +52,6 @@ from skipdecode.generation.self_generated import (
 )
 from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
 from skipdecode.models.loading.identity import checkpoint_digest
-from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
 _BATCHES = 4  # decoded and kept together
@@ -140,8 +139,8 @@ class OwnTexts:
     def _prompts(self, reference: Method, out: Path) -> tuple[PromptTemplate, list[Record], list[list[int]]]:
         """The template, prompts that the checkpoint was not tuned on, and the token ids of the prompts."""
         loaded, base = self.llm.loaded, self.base.loaded
-        recipe = loaded.checkpoint.recipe
-        tuned = PromptTemplate("{prompt}", chat=True) if self.options.chat else tuned_template(recipe)
+        own = loaded.checkpoint.recipe.template
+        tuned = PromptTemplate("{prompt}", chat=True) if self.options.chat else own
         template = (tuned or PROMPT_AND_RESPONSE).for_tokenizer(base.tokenizer)
         seed = row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"

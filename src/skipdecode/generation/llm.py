@@ -31,7 +31,6 @@ from skipdecode.generation.stats import RunStats
 from skipdecode.generation.stream import TextStream
 from skipdecode.generation.text_model import TextModel
 from skipdecode.models.loading.checkpoint import LoadedModel, open_checkpoint
-from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
 
@@ -249,7 +248,7 @@ class LLM(TextModel):
         chosen = PromptTemplate(text)
         with self._lock, isolated_torch():
             if template and text is None:
-                tuned = tuned_template(self.loaded.checkpoint.recipe)
+                tuned = self.loaded.checkpoint.recipe.template
                 chosen = self.resolve_template(tuned or PromptTemplate(chat=None))
             rows = ((1, chosen.row(prompt)) for prompt in listed(prompts, "prompts"))
             return self.encoder(chosen).encode(list(read_records(rows, prompt_reader(chosen))))

@@ -39,7 +39,6 @@ from skipdecode.generation.batch_lines import prompt_reader
 from skipdecode.generation.decoding import Decoding, OutputRecord
 from skipdecode.generation.output_files import WINDOW_BATCHES
 from skipdecode.models.loading.identity import checkpoint_digest
-from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -370,7 +369,7 @@ def own_answers(
     """
     from skipdecode.generation.llm import LLM
 
-    template = self_template(records) or tuned_template(loaded.checkpoint.recipe) or PROMPT_AND_RESPONSE
+    template = self_template(records) or loaded.checkpoint.recipe.template or PROMPT_AND_RESPONSE
     template = template.for_tokenizer(loaded.tokenizer)
     about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
     data = SelfGeneratedData(LLM(loaded), *about, until)

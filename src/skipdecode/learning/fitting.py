@@ -325,8 +325,8 @@ class _Sweep:
 
     @contextlib.contextmanager
     def _gated(self, index: int, plan: LayerPlan) -> Iterator[None]:
-        state = GateState(self._tuples, lambda: SkipCache(self._plain.config))
-        state.whole = find_family(self._plain).recurrent
+        whole = find_family(self._plain).recurrent
+        state = GateState(self._tuples, lambda: SkipCache(self._plain.config), whole=whole)
         state.plan = StepPlan(plan.count, (plan,) * len(self._layers))
         layer = self._layers[index]
         attached = gate_of(layer)

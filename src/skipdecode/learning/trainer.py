@@ -38,7 +38,7 @@ from skipdecode.learning.objective import KeptTeacher, Objective, StepReport, Te
 from skipdecode.learning.settings import TuneConfig
 from skipdecode.models.attach import Attachment
 from skipdecode.models.fit import fit_of, fit_state, trainable_fit
-from skipdecode.models.loading.adapter import with_lora, without_input_casts
+from skipdecode.models.loading.adapter import with_lora
 from skipdecode.models.loading.saving import merge_saved, save_tuned
 from skipdecode.schedule import Schedule
 
@@ -143,7 +143,10 @@ class Tuner:
         if config.train_fit:
             self._context.enter_context(trainable_fit(model))
         if self._adapter is not None:
-            self._context.enter_context(without_input_casts(model, self._is_mixed))
+            from peft.helpers import disable_input_dtype_casting
+
+            # PEFT casts what adapters read; mixed precision casts on its own.
+            self._context.enter_context(disable_input_dtype_casting(model, self._is_mixed))
         self._attachment = Attachment(model, self._schedule)
         self._model, self._optimizer = self._accelerator.prepare(model, make_optimizer(model, config))
         self._model.train()

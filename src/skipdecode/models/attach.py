@@ -141,8 +141,8 @@ class Attachment:
                 f"a schedule is attached to this {type(self._model).__name__} already: assign attachment.schedule "
                 "to change it, or detach first"
             )
-        self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts)
-        self._gate_state.lenders = lenders(self._model.config)
+        shared = lenders(self._model.config)
+        self._gate_state = GateState(self._family.returns, self.new_cache, self._warn_of_parts, shared)
         self._schedule = Schedule.full(len(self._layers))
         self._find_fit: Callable[[], Fit | None] | None = functools.partial(fit_of_checkpoint, model)
         self._fit: Fit | None = None
@@ -183,7 +183,6 @@ class Attachment:
             self.fit = self._find_fit()
         self._schedule = schedule
         self._gate_state.take_fit(self._fit, schedule, self._layers)
-        self._step_plans: dict[int | None, StepPlan] = {}
 
     @property
     def fit(self) -> Fit | None:
@@ -271,20 +270,18 @@ class Attachment:
             return None
         self._gate_state.text = text_columns(call.get("attention_mask"), columns)
         forced = call.get("labels") is not None or (prompt_length is not None and not call.get("use_cache"))
-        if not forced and self._prompt_columns is None and not call.get("use_cache"):
-            self._warn_of_full_depth()
+        prompt_alone = not forced and self._prompt_columns is None and not call.get("use_cache")
+        if prompt_alone and len(self._schedule.prompt_layers()) == len(self._layers):
+            self._warn_once(ALL_PROMPT)
         if not forced and self._arguments.wants_cache(call):
             return self._plan_cached(call, prompt_length, columns)
         if forced:
             self._plan_teacher_forced(call, prompt_length, columns)
         else:
             prompt = columns if self._prompt_columns is None else self._prompt_columns
-            self._set_columns([max(PROMPT, i - prompt) for i in range(columns)])
+            positions = [max(PROMPT, i - prompt) for i in range(columns)]
+            self._gate_state.plan = StepPlan.of_columns(self._schedule, positions)
         return None
-
-    def _warn_of_full_depth(self) -> None:
-        if len(self._schedule.prompt_layers()) == len(self._layers):
-            self._warn_once(ALL_PROMPT)
 
     def _warn_of_parts(self) -> None:
         if not (self._paused or self._schedule.is_full):
@@ -300,8 +297,8 @@ class Attachment:
         if prompt_length is None:
             positions = label_positions(call["labels"])
         else:
-            batch, device = self._arguments.batch(call)
-            positions = length_positions(prompt_length, batch, columns, device)
+            tokens = self._arguments.tokens(call)
+            positions = length_positions(prompt_length, len(tokens), columns, tokens.device)
         self._gate_state.plan = StepPlan.of_rows(self._schedule, positions)
 
     def _plan_cached(
@@ -331,18 +328,8 @@ class Attachment:
         if cache.fed is not None and columns > 1 and self._schedule.prompt_layers() != self._schedule.layers(AFTER):
             self._warn_once(SECOND_TURN)
         self._gate_state.text = text_columns(call.get("attention_mask"), columns)
-        self._set_columns(positions)
+        self._gate_state.plan = StepPlan.of_columns(self._schedule, positions)
         return cache, positions
-
-    def _set_columns(self, positions: list[int]) -> None:
-        # From seq_len on all positions run the same layers, so there are as few stored plans as budgets.
-        key = min(positions[0], self._schedule.seq_len) if len(positions) == 1 else None
-        plan = self._step_plans.get(key)
-        if plan is None:
-            plan = StepPlan.of_columns(self._schedule, positions)
-            if key is not None:
-                self._step_plans[key] = plan
-        self._gate_state.plan = plan
 
     def _generate(
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
@@ -366,29 +353,24 @@ class Attachment:
             )
         prompt = options.prompt_columns(inputs) or 1
         kwargs.pop("cache_implementation", None)
-        if not options.uses_cache():
-            with self._prompt_of(prompt):
-                return plain(**kwargs)
-        cache = kwargs[name] = kwargs.get(name) or self.new_cache()
-        if cache.length and not self._family.turns:
-            raise UnsupportedFeatureError(
-                "a second turn on a used cache is not supported for this model: transformers' generate reads the "
-                "whole text again, on top of the states; leave the cache out"
-            )
-        if cache.fed is None:
-            cache.prompt_length = prompt
-        with self._prompt_of(prompt):
-            result = plain(**kwargs)
-        (self._latest or cache).begin_response()  # generate may have begun a new one on the way
-        return result
-
-    @contextlib.contextmanager
-    def _prompt_of(self, columns: int) -> Iterator[None]:
-        self._prompt_columns = columns
+        cache: SkipCache | None = None
+        if options.uses_cache():
+            cache = kwargs[name] = kwargs.get(name) or self.new_cache()
+            if cache.length and not self._family.turns:
+                raise UnsupportedFeatureError(
+                    "a second turn on a used cache is not supported for this model: transformers' generate reads the "
+                    "whole text again, on top of the states; leave the cache out"
+                )
+            if cache.fed is None:
+                cache.prompt_length = prompt
+        self._prompt_columns = prompt
         try:
-            yield
+            result = plain(**kwargs)
         finally:
             self._prompt_columns = None
+        if cache is not None:
+            (self._latest or cache).begin_response()  # generate may have begun a new one on the way
+        return result
 
     def _refuse_generate_batch(self, *args: object, **kwargs: object) -> NoReturn:
         raise UnsupportedFeatureError(

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,13 +25,13 @@ from skipdecode.common.types import PreTrainedModel
 from skipdecode.errors import FitError
 from skipdecode.models.families import decoder_layers, keys_and_values, unwrap
 from skipdecode.models.fit_maps import Bridge, PromptMap
+from skipdecode.models.loading.stored import one_line
 from skipdecode.schedule import Schedule
 
 FIT_FORMAT = 1
 MOST_TAPS = 2
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_NUMBER = r"(0|[1-9]\d{0,5})"
-_NAMES = re.compile(rf"(?:bridges|maps\.{_NUMBER})\.{_NUMBER}\.(\w+)", re.ASCII)
+_NAMES = re.compile(r"(bridges|maps\.\d+)\.(0|[1-9]\d{0,5})\.(\w+)", re.ASCII)
 _KEPT = "_skipdecode_fit"
 _TRAINED = "skipdecode_fit"  # its name among a model's modules while it is trained
 
@@ -189,11 +189,11 @@ class Fit(nn.Module):
                 about = json.loads((file.metadata() or {}).get("skipdecode.fit", "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         except (OSError, SafetensorError, ValueError, TypeError, RuntimeError) as e:  # RecursionError is the last one
-            raise FitError(f"fit {path}: cannot be read: {_short(e)}") from None
+            raise FitError(f"fit {path}: cannot be read: {one_line(e)}") from None
         try:
             return cls._of_tensors(about, tensors)
         except (FitError, RecursionError) as e:
-            raise FitError(f"fit {path}: {_short(e)}; make it again with skipdecode prepare") from None
+            raise FitError(f"fit {path}: {one_line(e)}; make it again with skipdecode prepare") from None
 
     @classmethod
     def _of_tensors(cls, about: object, tensors: Mapping[str, Tensor]) -> Fit:
@@ -201,28 +201,27 @@ class Fit(nn.Module):
             raise FitError(f"is no fit of format {FIT_FORMAT}, the one that is accepted")
         own: Json = {name: about.get(name) for name in ("num_layers", "hidden_size", "taps")}
         sets = about.get("prompts")
-        if not _are_lists_of_integers(sets):
+        if not isinstance(sets, list) or not all(
+            isinstance(each, list) and all(type(number) is int for number in each) for each in sets
+        ):
             raise FitError("'prompts' is no list of lists of whole numbers")
-        bridges: dict[int, dict[str, Tensor]] = {}
-        maps: list[dict[int, dict[str, Tensor]]] = [{} for _ in sets]
+        groups: dict[str, dict[int, dict[str, Tensor]]] = {f"maps.{number}": {} for number in range(len(sets))}
+        groups["bridges"] = {}
         for name, tensor in tensors.items():
             match = _NAMES.fullmatch(name)
-            number = None if match is None else match[1]
-            if match is None or (number is not None and int(number) >= len(sets)):
+            if match is None or match[1] not in groups:
                 raise FitError(f"tensor {name!r} is not known")
             if tensor.dtype not in _TYPES:
                 raise FitError(f"tensor {name!r} is of type {tensor.dtype}: floating-point numbers are accepted")
-            of = bridges if number is None else maps[int(number)]
-            of.setdefault(int(match[2]), {})[match[3]] = tensor.float()
-        maps_of_sets = [
-            {n: _made(PromptMap, f"maps.{i}.{n}", parts) for n, parts in of.items()} for i, of in enumerate(maps)
-        ]
-        prompts = dict(zip(map(tuple, sets), maps_of_sets, strict=True))
+            groups[match[1]].setdefault(int(match[2]), {})[match[3]] = tensor.float()
+        bridges = {n: _made(Bridge, f"bridges.{n}", parts) for n, parts in groups.pop("bridges").items()}
+        maps = [{n: _made(PromptMap, f"{name}.{n}", parts) for n, parts in of.items()} for name, of in groups.items()]
+        prompts = dict(zip(map(tuple, sets), maps, strict=True))
         if len(prompts) < len(sets):
             raise FitError("'prompts' has a set of layers twice")
         return cls(
             **own,
-            bridges={n: _made(Bridge, f"bridges.{n}", parts) for n, parts in bridges.items()},
+            bridges=bridges,
             prompts=prompts,
             about={name: value for name, value in about.items() if name not in (*own, "format", "prompts")},
         )
@@ -339,16 +338,6 @@ def _rows(tensor: Any) -> int:
     return int(tensor.shape[0]) if tensor.dim() else 0
 
 
-def _are_lists_of_integers(value: object) -> TypeGuard[list[list[int]]]:
-    if not isinstance(value, list) or not all(isinstance(each, list) for each in value):
-        return False
-    return all(type(number) is int for each in value for number in each)
-
-
 def _is_number(value: Any) -> bool:
     """Whether a value of JSON is a finite number."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

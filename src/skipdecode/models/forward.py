@@ -101,14 +101,17 @@ class CallArguments:
             raise TypeError(f"forward takes at most {len(self._names)} positional arguments, {len(args)} were given")
         return renamed_cache(dict(zip(self._names, args, strict=False)) | kwargs, self.cache_name)
 
-    def batch(self, call: Arguments) -> tuple[int, torch.device]:
-        """Number of rows of the input, and its device."""
-        tokens = self._tokens(call)
-        return int(tokens.shape[0]), tokens.device
+    def tokens(self, call: Arguments) -> Tensor:
+        """The input: ids (rows, columns), or embeddings (rows, columns, width)."""
+        for name in ("input_ids", "inputs_embeds"):
+            value = call.get(name)
+            if isinstance(value, Tensor):
+                return value
+        raise UnsupportedFeatureError("a forward under a schedule needs input_ids or inputs_embeds")
 
     def columns(self, call: Arguments) -> int:
         """Number of columns (tokens of a row) of the input."""
-        return int(self._tokens(call).shape[1])
+        return int(self.tokens(call).shape[1])
 
     def wants_cache(self, call: Arguments) -> bool:
         """Whether the forward would create a cache."""
@@ -140,13 +143,6 @@ class CallArguments:
         if not isinstance(ids, Tensor) or call.get("attention_mask") is not None or ids.shape[-1] < 2:
             return False
         return bool((ids.diff(dim=-1) < 0).any())
-
-    def _tokens(self, call: Arguments) -> Tensor:
-        for name in ("input_ids", "inputs_embeds"):
-            value = call.get(name)
-            if isinstance(value, Tensor):
-                return value
-        raise UnsupportedFeatureError("a forward under a schedule needs input_ids or inputs_embeds")
 
 
 class GenerationOptions:

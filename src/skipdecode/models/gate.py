@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ SharedKeys = dict[str, tuple[Tensor, ...]]
 """Keys and values that layers share, by the kind of layer."""
 
 
+@dataclass(eq=False)
 class GateState:
     """The plan of the current forward, shared by all gates of a model (None: every layer runs on all columns).
 
@@ -38,20 +41,18 @@ class GateState:
     result of `text_columns`.
     """
 
-    def __init__(
-        self, returned: int, scratch: Callable[[], SkipCache], unplanned: Callable[[], None] = lambda: None
-    ) -> None:
-        self.returned = returned
-        self.scratch, self.unplanned = scratch, unplanned
-        self.plan: StepPlan | None = None
-        self.cache: SkipCache | None = None  # of the forward
-        self.steps = False  # whether recurrent layers take the forward's columns one by one
-        self.whole = False  # whether a layer runs on columns that it would project, because its state needs them
-        self.lenders: dict[int, int] = {}  # `skipdecode.models.families.lenders`
-        self.bridges: dict[int, Bridge] = {}
-        self.maps: dict[int, PromptMap] = {}
-        self.taps = 0
-        self.text: tuple[Tensor, Tensor] | None = None
+    returned: int
+    scratch: Callable[[], SkipCache]
+    unplanned: Callable[[], None] = lambda: None
+    lenders: Mapping[int, int] = field(default_factory=dict)  # `skipdecode.models.families.lenders`
+    whole: bool = False  # whether a layer runs on columns that it would project, because its state needs them
+    plan: StepPlan | None = None
+    cache: SkipCache | None = None  # of the forward
+    steps: bool = False  # whether recurrent layers take the forward's columns one by one
+    bridges: dict[int, Bridge] = field(default_factory=dict)
+    maps: dict[int, PromptMap] = field(default_factory=dict)
+    taps: int = 0
+    text: tuple[Tensor, Tensor] | None = None
 
     def take_fit(self, fit: Fit | None, schedule: Schedule, layers: Sequence[nn.Module]) -> None:
         """Use the parts of a fit, which is for these layers, for a schedule."""
@@ -231,15 +232,12 @@ def calling(module: nn.Module, forward: Forward) -> Iterator[None]:
             module.__dict__["forward"] = before
 
 
-@contextlib.contextmanager
-def _without_queries(layer: nn.Module) -> Iterator[None]:
+def _without_queries(layer: nn.Module) -> AbstractContextManager[None]:
     """A context in which a layer's query projection, if it is a separate module, returns zeros without computing."""
     query = projection(layer, "q_proj")
     if query is None:
-        yield
-        return
-    with calling(query, lambda x: x.new_zeros(*x.shape[:-1], query.out_features)):
-        yield
+        return contextlib.nullcontext()
+    return calling(query, lambda x: x.new_zeros(*x.shape[:-1], query.out_features))
 
 
 @contextlib.contextmanager

@@ -30,11 +30,6 @@ class Recipe:
     base: Fields | None = None
 
 
-def tuned_template(recipe: Recipe | None) -> PromptTemplate | None:
-    """The template that a checkpoint was tuned on; None if it has no recipe, or a recipe without template."""
-    return None if recipe is None else recipe.template
-
-
 def read_recipe(path: Path) -> Json:
     """A recipe as `skipdecode tune` wrote it; raises DataError if the file cannot be read or is not a recipe."""
     recipe = read_json(path)
@@ -67,15 +62,15 @@ def ran_in_bf16(folder: Path) -> bool:
 
 def checkpoint_recipe(
     folder: Path, document: Fields | None, checkpoint_schedule: Schedule | None, num_layers: int
-) -> Recipe | None:
+) -> Recipe:
     """The recipe of a checkpoint in a directory, from its `stored_recipe`.
 
-    Without one, the recipe has only the schedule of the checkpoint; without a schedule there is no recipe.
+    Without one, the recipe has at most the schedule of the checkpoint.
 
     Raises DataError: the file is broken; the message names the file and the fault.
     """
     if document is None:
-        return None if checkpoint_schedule is None else Recipe(tuned_under=(checkpoint_schedule,))
+        return Recipe(tuned_under=() if checkpoint_schedule is None else (checkpoint_schedule,))
     try:
         tuned_under = _tuned_under(document, checkpoint_schedule, num_layers)
         template = _template(_of(document, "prompt", dict) or {})

@@ -16,7 +16,7 @@ from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.engine.requests import Request
 from skipdecode.generation.detokenizer import TokenTexts
 from skipdecode.models.families import check_schedule, decoder_layers, unwrap
-from skipdecode.models.recipe import Recipe, tuned_template
+from skipdecode.models.recipe import Recipe
 from skipdecode.schedule import Schedule
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
@@ -67,7 +67,7 @@ def open_service(
         check_schedule(config, schedule)
     schedules: dict[str, Schedule] = {}
     names = [add_schedule(schedules, schedule) for schedule in (Schedule.full(num_layers), *own, *others)]
-    template = tuned_template(recipe)
+    recipe = recipe or Recipe()
     backend = backend or open_engines(model, "auto", note)
     served = ServedModel(
         name=name,
@@ -81,8 +81,8 @@ def open_service(
         sampling=backend.sampling,
         stops=StopStrings(backend.stop),
         layout=_kv_layout(backend),
-        template=template,
-        use_template=use_template and template is not None,
+        template=recipe.template,
+        use_template=use_template and recipe.template is not None,
         variables=chat_template_kwargs or {},
     )
     Request((0,), 1, served.sampling).check_vocabulary(served.vocab_size)
@@ -97,7 +97,7 @@ def open_service(
     metrics = Metrics(num_layers)
     return Service(
         served,
-        served.entry(() if recipe is None else recipe.tuned_under),
+        served.entry(recipe.tuned_under),
         Preprocessor(served),
         ModelWorker(served, make_engine, metrics),
         metrics,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from skipdecode.common.progress import without_foreign_bars
@@ -82,14 +82,10 @@ def put_adapter(model: PreTrainedModel, adapter: Path, device: Device) -> PeftMo
     whole = adapted.state_dict(keep_vars=True)
     loaded = {id(tensor) for name, tensor in whole.items() if name not in result.missing_keys}
     missing = {name for name in result.missing_keys if id(whole.get(name)) not in loaded}  # some types share tensors
-    check_stored(str(adapter), {name: each for name, each in stored.items() if _is_number(tensors.get(name))})
+    indices = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
+    check_stored(str(adapter), {name: each for name, each in stored.items() if name not in indices})
     check_tensors(str(adapter), tensors.items(), missing=missing, unexpected=unexpected)
     return adapted.eval()
-
-
-def _is_number(tensor: Tensor | None) -> bool:
-    """Whether the adapter has plain numbers in this tensor, not indices; None is a tensor that it does not have."""
-    return tensor is None or bool(tensor.is_floating_point())
 
 
 def _stored(adapter: Path) -> dict[str, StoredTensor]:
@@ -130,13 +126,6 @@ def add_tokens(model: PreTrainedModel, adapter: Path) -> None:
             "added tokens"
         )
     model.resize_token_embeddings(sizes.pop(), mean_resizing=False)
-
-
-def without_input_casts(model: PeftModel, active: bool) -> AbstractContextManager[None]:
-    """Keep PEFT from casting what adapters read, while `active`: mixed precision casts on its own."""
-    from peft.helpers import disable_input_dtype_casting
-
-    return disable_input_dtype_casting(model, active)  # type: ignore[no-any-return]
 
 
 def with_lora(

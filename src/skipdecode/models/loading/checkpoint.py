@@ -65,7 +65,7 @@ class Checkpoint:
     num_layers: int
     schedule: Schedule | None
     document: Fields | None = field(repr=False)
-    recipe: Recipe | None
+    recipe: Recipe
     fit: FitFile | None
     given_base: str | None = None
     schedule_files: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Checkpoint:
     @property
     def tuned_under(self) -> tuple[Schedule, ...]:
         """The schedules under which the weights were tuned."""
-        return () if self.recipe is None else self.recipe.tuned_under
+        return self.recipe.tuned_under
 
     @property
     def schedules(self) -> dict[str, Schedule]:

@@ -66,7 +66,6 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str, tokenizer: Tokeniz
         raise UsageError(f"GGUF type {kind!r} is not known: accepted are {', '.join(KINDS)}")
     config = model.config
     architecture = check_architecture(config)
-    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     writer = gguf.GGUFWriter(path, architecture)
     _write_sizes(writer, config)
     if tokenizer is None:
@@ -78,7 +77,7 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str, tokenizer: Tokeniz
     if _rope(config)["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _frequency_factors(model).numpy())
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    for name, tensor in _tensors(model, gguf.get_tensor_name_map(number, config.num_hidden_layers), tied):
+    for name, tensor in _tensors(model, tensor_names(architecture, config.num_hidden_layers), tied):
         kind_of = outer if name.startswith(("token_embd.", "output.")) else matrix
         if tensor.dim() < 2:
             kind_of = gguf.GGMLQuantizationType.F32
@@ -90,6 +89,14 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str, tokenizer: Tokeniz
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def tensor_names(architecture: str, layers: int) -> TensorNameMap:
+    """Map transformers' names of modules to GGUF's names of tensors, for an architecture of GGUF."""
+    import gguf
+
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(number, layers)
 
 
 def check_architecture(config: PretrainedConfig) -> str:
@@ -213,13 +220,9 @@ def _tensors(model: PreTrainedModel, names: TensorNameMap, tied: bool) -> Iterat
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        parts = name.split(".")
-        count = heads.get(parts[-2])
+        count = heads.get(name.split(".")[-2])
         held = tensor.detach().cpu()
-        yield (
-            f"{names.get_name(name.removesuffix('.' + parts[-1]))}.{parts[-1]}",
-            _paired(held, count) if pairs and count else held,
-        )
+        yield names.get_name(name, (".weight", ".bias")), _paired(held, count) if pairs and count else held
 
 
 def _paired(weight: Tensor, heads: int) -> Tensor:

@@ -57,31 +57,14 @@ _TOKENIZER_KEYS = _table(
     ((False,), "add_sep_token"),
     (([],), "suppress_tokens"),
 )
-_QWEN = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+# GGUF's architecture -> transformers' model type, and its class.
+_MODELS = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
-_GEMMA = _QWEN | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-# GGUF's architecture -> transformers' model type, its class, and the names of a layer's tensors.
-MODELS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "llama": ("llama", "LlamaForCausalLM", _LAYER),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM", _LAYER),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM", _LAYER | _QWEN),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _LAYER | _GEMMA),
-}
-ATTENTION, FEED_FORWARD = ("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down")
+_ATTENTION, _FEED_FORWARD = ("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down")
 _GEMMA_PERIOD = 6  # of layers, the last of which has full attention
 _FP32_ROUNDING = 1e-5  # relative, of a few steps in fp32
 
@@ -99,13 +82,14 @@ class GgufFile:
         self.values: Json = {name: field.contents() for name, field in reader.fields.items()}
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.name = str(self.values.get("general.architecture"))
-        if self.name not in MODELS:
-            raise ModelLoadError(f"{path} has a model of type {self.name!r}: accepted are {', '.join(MODELS)}")
+        if self.name not in _MODELS:
+            raise ModelLoadError(f"{path} has a model of type {self.name!r}: accepted are {', '.join(_MODELS)}")
         if int(self.values.get("split.count") or 1) > 1:
             raise ModelLoadError(f"{path} is one of {self.values['split.count']} parts: join them (llama-gguf-split)")
         if self._get("expert_count"):
             raise ModelLoadError(f"{path} has a mixture of experts, which is not read here: give its safetensors")
-        if "blk.0.attn_q.weight" not in self.tensors or "token_embd.weight" not in self.tensors:
+        last = self.size("block_count") - 1
+        if f"blk.{last}.attn_q.weight" not in self.tensors or "token_embd.weight" not in self.tensors:
             raise ModelLoadError(f"{path} has no weights of attention: a whole language model is needed")
         self._check_keys("tokenizer.ggml.", _TOKENIZER_KEYS)
         self._check_keys(f"{self.name}.", _MODEL_KEYS | (_GEMMA_KEYS if self.name == "gemma3" else {}))
@@ -150,25 +134,25 @@ class GgufFile:
 
     @property
     def heads(self) -> dict[str, int]:
-        """Number of heads of queries and keys, by their tensors."""
+        """Number of heads of queries and keys, by their projections."""
         count = self.size("attention.head_count")
-        return {"attn_q": count, "attn_k": self.size("attention.head_count_kv", count)}
+        return {"q_proj": count, "k_proj": self.size("attention.head_count_kv", count)}
 
     def is_tied(self) -> bool:
         """Whether the file has no head, or the bits of the embedding as its head."""
         head, embedding = self.tensors.get("output.weight"), self.tensors["token_embd.weight"]
         return head is None or (head.tensor_type == embedding.tensor_type and np.array_equal(head.data, embedding.data))
 
-    def has_biases(self, parts: tuple[str, ...]) -> bool:
+    def _has_biases(self, parts: tuple[str, ...]) -> bool:
         """Whether some of these matrices have biases."""
         return any(f"blk.0.{part}.bias" in self.tensors for part in parts)
 
     def config(self, dtype: torch.dtype) -> Json:
         """The config of transformers but for tokens, JSON-ready; raises ModelLoadError for what transformers lacks."""
-        model_type, class_name, _ = MODELS[self.name]
+        model_type, class_name = _MODELS[self.name]
         heads, width = self.heads, self.size("embedding_length")
-        head_dim = self.size("attention.key_length", width // heads["attn_q"])
-        if self.size("attention.value_length", width // heads["attn_q"]) != head_dim:
+        head_dim = self.size("attention.key_length", width // heads["q_proj"])
+        if self.size("attention.value_length", width // heads["q_proj"]) != head_dim:
             raise ModelLoadError(f"{self.path}: attention.value_length is not key_length: give its safetensors")
         if self.size("rope.dimension_count", head_dim) != head_dim:
             raise ModelLoadError(f"{self.path}: rope.dimension_count is a part of a head: give its safetensors")
@@ -178,8 +162,8 @@ class GgufFile:
             "hidden_size": width,
             "intermediate_size": self.size("feed_forward_length"),
             "num_hidden_layers": self.size("block_count"),
-            "num_attention_heads": heads["attn_q"],
-            "num_key_value_heads": heads["attn_k"],
+            "num_attention_heads": heads["q_proj"],
+            "num_key_value_heads": heads["k_proj"],
             "head_dim": head_dim,
             "vocab_size": int(self.tensors["token_embd.weight"].shape[1]),
             "max_position_embeddings": self.size("context_length"),
@@ -193,13 +177,13 @@ class GgufFile:
     def _of_type(self, head_dim: int) -> Json:
         """Entries of one model type."""
         if self.name == "llama":
-            return {"attention_bias": self.has_biases(ATTENTION), "mlp_bias": self.has_biases(FEED_FORWARD)}
+            return {"attention_bias": self._has_biases(_ATTENTION), "mlp_bias": self._has_biases(_FEED_FORWARD)}
         if self.name != "gemma3":
             return {}
         layers, window = self.size("block_count"), self._get("attention.sliding_window", 0)
         period = self.size("attention.sliding_window_pattern", _GEMMA_PERIOD) if window else 1
         # As llama.cpp has it: of all sizes the 27B model alone scales by the share of a head.
-        scaled = self.size("embedding_length") // self.heads["attn_q"] if layers == 62 else head_dim
+        scaled = self.size("embedding_length") // self.heads["q_proj"] if layers == 62 else head_dim
         return {
             "sliding_window": window or self.size("context_length"),
             "layer_types": ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)],

@@ -15,19 +15,21 @@ import torch
 from gguf import ReaderTensor
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig
 
+from skipdecode.common.jsonl import Json
 from skipdecode.common.progress import progress_bar
 from skipdecode.errors import ModelLoadError
-from skipdecode.models.loading.gguf_file import unpaired
-from skipdecode.models.loading.gguf_metadata import ATTENTION, FEED_FORWARD, MODELS, GgufFile, dequantized
+from skipdecode.models.loading.gguf_file import tensor_names, unpaired
+from skipdecode.models.loading.gguf_metadata import GgufFile, dequantized
 from skipdecode.models.loading.gguf_tokenizer import GgufTokenizer
 from skipdecode.models.loading.saving import save_tokenizer, with_old_names
+from skipdecode.models.loading.stored import without_numbers
 
 VERSION = 2
 """Of the conversion: checkpoints that another one made are made anew."""
 _SHARD_BYTES = 2**28
 _PART_VALUES = 2**22  # dequantized at once, in fp32
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 def convert(path: Path, target: Path, dtype: torch.dtype | None = None) -> str:
@@ -46,7 +48,7 @@ def convert(path: Path, target: Path, dtype: torch.dtype | None = None) -> str:
     (target / "config.json").write_text(json.dumps(with_old_names(config), indent=2) + "\n", encoding="utf-8")
     (target / "generation_config.json").write_text(json.dumps(ids) + "\n", encoding="utf-8")
     save_tokenizer(tokens.tokenizer(), target, shown=target)
-    _write_tensors(file, target, stored)
+    _write_tensors(file, config, target, stored)
     return f"{path.name}, {file.kind}"
 
 
@@ -61,22 +63,32 @@ def _in_type(tensor: ReaderTensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def _named(file: GgufFile) -> Iterator[tuple[str, ReaderTensor, str]]:
-    """Names of transformers, the file's tensors, and GGUF's name without its layer."""
-    _, _, names = MODELS[file.name]
-    for name, tensor in file.tensors.items():
-        *path, part, kind = name.split(".")
-        if (name == "rope_freqs.weight" and file.name == "llama") or (name == "output.weight" and file.is_tied()):
-            continue
-        if kind in ("weight", "bias") and path[:1] == ["blk"] and part in names:
-            yield f"model.layers.{path[1]}.{names[part]}.{kind}", tensor, part
-        elif kind in ("weight", "bias") and not path and part in _OUTER:
-            yield f"{_OUTER[part]}.{kind}", tensor, part
-        else:
-            raise ModelLoadError(f"{file.path} has a tensor {name}, which is not known: give its safetensors")
+def _weights(file: GgufFile, config: Json, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Names of transformers, and the weights; biases of a Llama that the file does not have are 0."""
+    own = without_numbers(AutoConfig.for_model(**config)).state_dict()
+    names, known = tensor_names(file.name, config["num_hidden_layers"]), set[str]()
+    if config["tie_word_embeddings"]:
+        own.pop("lm_head.weight", None)
+        known.add("output.weight")
+    if file.name == "llama":
+        known.add("rope_freqs.weight")
+    stored = {name: names.get_name(name, (".weight", ".bias")) for name in own}
+    if unknown := sorted(file.tensors.keys() - known - {*stored.values()}):
+        raise ModelLoadError(f"{file.path} has a tensor {unknown[0]}, which is not known: give its safetensors")
+    for name, shaped in own.items():
+        *_, part, kind = name.split(".")
+        if (tensor := file.tensors.get(stored[name])) is not None:
+            weight = _in_type(tensor, dtype)
+            if file.name == "llama" and part in file.heads:
+                weight = unpaired(weight, file.heads[part])
+            if file.name == "gemma3" and part.endswith("norm"):
+                weight -= 1  # the file has the whole factor, transformers what is added to 1
+            yield name, weight
+        elif kind == "bias" and file.name == "llama":
+            yield name, torch.zeros(shaped.shape, dtype=dtype)
 
 
-def _write_tensors(file: GgufFile, target: Path, dtype: torch.dtype) -> None:
+def _write_tensors(file: GgufFile, config: Json, target: Path, dtype: torch.dtype) -> None:
     """The weights in shards of `_SHARD_BYTES`, so that only one is held at a time."""
     shard: dict[str, Tensor] = {}
     files: list[tuple[Path, list[str]]] = []
@@ -89,31 +101,13 @@ def _write_tensors(file: GgufFile, target: Path, dtype: torch.dtype) -> None:
         shard.clear()
 
     with progress_bar(len(file.tensors), "tensor", name=file.path.name) as bar:
-        for name, tensor, part in _named(file):
-            converted = _in_type(tensor, dtype)
-            if file.name == "llama" and part in file.heads:
-                converted = unpaired(converted, file.heads[part])
-            if file.name == "gemma3" and part.endswith("norm"):
-                converted -= 1  # the file has the whole factor, transformers what is added to 1
-            shard[name], total = converted, total + converted.nbytes
+        for name, weight in _weights(file, config, dtype):
+            shard[name], total = weight, total + weight.nbytes
             bar.update()
             if sum(one.nbytes for one in shard.values()) >= _SHARD_BYTES:
                 flush()
-        for name, converted in _absent(file, dtype):
-            shard[name], total = converted, total + converted.nbytes
         if shard:
             flush()
         bar.total = bar.n
     index = {"metadata": {"total_size": total}, "weight_map": {n: file.name for file, names in files for n in names}}
     (target / "model.safetensors.index.json").write_text(json.dumps(index) + "\n", encoding="utf-8")
-
-
-def _absent(file: GgufFile, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Biases of transformers' Llama that the file does not have: they are 0."""
-    biased = [part for group in (ATTENTION, FEED_FORWARD) if file.has_biases(group) for part in group]
-    for layer in range(file.size("block_count") if file.name == "llama" else 0):
-        for part in biased:
-            name = f"blk.{layer}.{part}"
-            if f"{name}.bias" not in file.tensors and f"{name}.weight" in file.tensors:
-                rows = int(file.tensors[f"{name}.weight"].shape[1])
-                yield f"model.layers.{layer}.{MODELS['llama'][2][part]}.bias", torch.zeros(rows, dtype=dtype)

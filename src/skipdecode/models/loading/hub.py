@@ -49,7 +49,7 @@ def load_model(
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
     checkpoint = open_checkpoint(name)
-    adapter, recipe = checkpoint.adapter, checkpoint.recipe
+    adapter = checkpoint.adapter
     config = checkpoint.config  # refused first if it is of no decoder
     if adapter is not None:
         check_mergeable(adapter, config)
@@ -68,7 +68,7 @@ def load_model(
         set_fit(model, fit.load(model))
     if adapter is not None:
         sample = base_sample(model)
-        check_base(sample, checkpoint.base, adapter, None if recipe is None else recipe.base)
+        check_base(sample, checkpoint.base, adapter, checkpoint.recipe.base)
         model = put_adapter(model, adapter, target)
         keep_base_sample(model, sample)
         _take_generation_config(unwrap(model), adapter)

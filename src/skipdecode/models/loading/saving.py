@@ -152,16 +152,13 @@ def with_old_names(config: Json) -> Json:
         if main is None or main["rope_type"] == "proportional":  # of types that version 4 has not
             return config
         old |= _old_rope(config, main)
-        if local is not None and family == "gemma3_text":
-            old["rope_local_base_freq"] = local["rope_theta"]
-        if local is not None and not _is_plain(local, main if family != "gemma3_text" else local):
-            note("transformers 4 has no names for the rotary positions of sliding layers in this config.json")
+        if local is not None:
+            has_own_base = family == "gemma3_text"
+            if has_own_base:
+                old["rope_local_base_freq"] = local["rope_theta"]
+            if local["rope_type"] != "default" or not (has_own_base or local["rope_theta"] == main["rope_theta"]):
+                note("transformers 4 has no names for the rotary positions of sliding layers in this config.json")
     return config | old
-
-
-def _is_plain(rope: Fields, other: Fields) -> bool:
-    """Whether rotary positions are not scaled, and have the other positions' base."""
-    return bool(rope["rope_type"] == "default" and rope["rope_theta"] == other["rope_theta"])
 
 
 def _old_rope(config: Fields, rope: Fields) -> Json:

@@ -20,7 +20,7 @@ from skipdecode.common.jsonl import Json
 from skipdecode.common.progress import note
 from skipdecode.errors import FetchError, WriteError
 
-SOURCE_FILE = "skipdecode-source.txt"
+_SOURCE_FILE = "skipdecode-source.txt"
 
 
 def cached_models() -> list[Json]:
@@ -29,9 +29,15 @@ def cached_models() -> list[Json]:
     folders = [p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith(".")] if root.is_dir() else []
     sizes = (sum(f.stat().st_size for f in p.rglob("*") if f.is_file()) for p in folders)
     return [
-        {"name": p.name, "path": str(p), "bytes": size, "source": _source(p)}
+        {"name": p.name, "path": str(p), "bytes": size, "source": source_of(p) or ""}
         for p, size in zip(folders, sizes, strict=True)
     ]
+
+
+def source_of(folder: Path) -> str | None:
+    """The source of the weights of a stored model in words; None for other directories."""
+    file = folder / _SOURCE_FILE
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
 def stored_model(name: str) -> Path:
@@ -66,11 +72,6 @@ def _root() -> Path:
     return cache_dir() / "models"
 
 
-def _source(path: Path) -> str:
-    file = path / SOURCE_FILE
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
-
-
 def _locked(path: Path, name: str) -> AbstractContextManager[object]:
     """A context that holds the builder's lock; prints a note if another process holds it."""
     lock = FileLock(path)
@@ -89,7 +90,7 @@ def _build(name: str, final: Path, build: Callable[[Path], str]) -> None:
     partial.mkdir()
     try:
         source = build(partial)
-        (partial / SOURCE_FILE).write_text(source + "\n", encoding="utf-8")
+        (partial / _SOURCE_FILE).write_text(source + "\n", encoding="utf-8")
         give_usual_mode(partial)
         for path in partial.rglob("*"):
             _sync(path)

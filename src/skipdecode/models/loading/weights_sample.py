@@ -13,7 +13,7 @@ from skipdecode.common.jsonl import Fields, Json
 from skipdecode.common.progress import note
 from skipdecode.common.types import PeftModel, PreTrainedModel
 from skipdecode.errors import ModelLoadError
-from skipdecode.models.loading.store import SOURCE_FILE
+from skipdecode.models.loading.store import source_of
 
 _PLACES = 64
 _CAST = 0.004
@@ -27,11 +27,7 @@ def base_entry(model: PreTrainedModel, path: Path) -> Json:
     `model`: without an adapter. `path`: the directory of the model; for the embedded model it has the source of the
     weights.
     """
-    source = path / SOURCE_FILE
-    return {
-        "source": source.read_text(encoding="utf-8").strip() if source.is_file() else None,
-        "weights": base_sample(model),
-    }
+    return {"source": source_of(path), "weights": base_sample(model)}
 
 
 def check_base(sample: list[float], base: str, adapter: Path, known: Fields | None) -> None:
