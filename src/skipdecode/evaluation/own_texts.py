@@ -19,7 +19,6 @@ from skipdecode.common.bootstrap import compare, interval, ratio_of_sums
 from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note, progress_bar
-from skipdecode.common.resume import ResumeLog
 from skipdecode.common.rows import read_rows
 from skipdecode.common.tables import figures
 from skipdecode.data.prompts import context_length, prompt_room
@@ -27,8 +26,8 @@ from skipdecode.data.records import Record
 from skipdecode.data.source import PromptSource, Records
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens
-from skipdecode.engine.requests import Request, row_seed
-from skipdecode.evaluation.method_runs import measured_speeds, with_w8a8
+from skipdecode.engine.requests import Sampling, row_seed
+from skipdecode.evaluation.method_runs import generate_all, measured_speeds, with_w8a8
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     EvaluationOptions,
@@ -50,12 +49,11 @@ from skipdecode.generation.self_generated import (
     SelfGeneratedOptions,
     forget_prompts,
 )
-from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
+from skipdecode.generation.speed import Method
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
 
-_BATCHES = 4  # decoded and kept together
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
 
 
@@ -84,7 +82,7 @@ class OwnTexts:
         full = reference if self.base is self.llm else Method(backend)
         methods = [Method(backend, schedule) for schedule in self.schedules]
         methods += with_w8a8(backend, self.schedules) if self.options.w8a8 else []
-        template, records, prompts = self._prompts(reference, out)
+        template, records, prompts = self._prompts(out)
         settings = replace(self.options.part(EvaluationSettings), max_new_tokens=self._generated.self_tokens)
         about = {
             **model_about(self.llm, self.options.name),
@@ -102,7 +100,18 @@ class OwnTexts:
         whole = about | {"prompts": prompts, "reference": reference.settings()}
         with closing(open_log(out, whole, overwrite=self.options.overwrite)) as log:
             check_free(out, overwrite=self.options.overwrite or log.count > 0)
-            texts = self._decoded(variants, prompts, log)
+            with progress_bar(len(prompts), "text", name="texts") as bar:
+                generated = generate_all(
+                    variants,
+                    prompts,
+                    settings,
+                    log,
+                    eos=set(end_tokens(base.model, tokenizer)),
+                    progress=bar.update,
+                    until=self.until,
+                    sampling=self._sampling,
+                )
+            texts = {variant: outputs.tokens for variant, outputs in generated.items()}
             finished = len(texts[reference])
             records, prompts = records[:finished], prompts[:finished]
             rows = self._rows(texts, prompts)
@@ -137,7 +146,10 @@ class OwnTexts:
             self_top_p=self.options.top_p,
         )
 
-    def _prompts(self, reference: Method, out: Path) -> tuple[PromptTemplate, list[Record], list[list[int]]]:
+    def _sampling(self, method: Method, index: int) -> Sampling:
+        return self._generated.answers(self.options.seed, method.backend.sampling).for_row(index)
+
+    def _prompts(self, out: Path) -> tuple[PromptTemplate, list[Record], list[list[int]]]:
         """The template, prompts that the checkpoint was not tuned on, and the token ids of the prompts."""
         loaded, base = self.llm.loaded, self.base.loaded
         recipe = loaded.checkpoint.recipe
@@ -190,38 +202,6 @@ class OwnTexts:
                     row[name] = asdict(interval(sums(values), score, **draws))
             table.append(row)
         return table
-
-    def _decoded(
-        self, methods: Sequence[Method], prompts: list[list[int]], log: ResumeLog
-    ) -> dict[Method, list[list[int]]]:
-        """New tokens of each method for prompts, the end token included; of the first prompts if the time is over.
-
-        `log` has those of an interrupted run.
-        """
-        most, size = self._generated.self_tokens, self.options.batch_size
-        ends = end_tokens(self.base.loaded.model, self.base.tokenizer)
-
-        def decoded(method: Method, group: range, limit: float) -> list[list[int]]:
-            sampling = self._generated.answers(self.options.seed, method.backend.sampling)
-            requests = [Request(tuple(prompts[i]), most, sampling.for_row(i), ends) for i in group]
-            return decode_until(method.make_engine(size), requests, limit)
-
-        texts: dict[Method, list[list[int]]] = {method: [] for method in methods}
-        at_once = size if self.until < math.inf else _BATCHES * size
-        with progress_bar(len(prompts), "text", name="texts") as bar:
-            for group, limit in groups_in_time(len(prompts), at_once, self.until):
-                key = f"texts {group.start} to {group.stop}"
-                answers = log.get(key)
-                if answers is None:
-                    try:
-                        answers = [decoded(method, group, limit) for method in methods]
-                    except OutOfTime:
-                        break
-                    log.put(key, answers)
-                for method, tokens in zip(methods, answers, strict=True):
-                    texts[method] += tokens
-                bar.update(len(group))
-        return texts
 
 
 _COLUMNS = {
