@@ -120,7 +120,7 @@ class OwnTexts:
             log.remove()
         for variant, row in zip(variants, rows, strict=True):
             row |= speeds.get(variant, {})
-        texts_of = {one.name: one.texts(texts[one], tokenizer) for one in variants}
+        texts_of = {method.name: method.texts(texts[method], tokenizer) for method in variants}
         document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
         document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
         outputs = [
@@ -177,25 +177,25 @@ class OwnTexts:
         base = self._reference
         draws = {"resamples": self.options.resamples, "seed": self.options.seed}
         # All at once, because equal prompts run once.
-        every = [text for one in texts for text in texts[one]]
+        every = [text for method in texts for text in texts[method]]
         with progress_bar(len(every), "text", name="perplexity") as bar:
             how = base.backend, base.schedule, prompts * len(texts), every, self.options.batch_size, bar.update
             scored = iter([losses for losses, _ in text_scores(*how)])
-        losses = {one: list(islice(scored, len(prompts))) for one in texts}
+        losses = {method: list(islice(scored, len(prompts))) for method in texts}
         table = []
-        for one, outputs in texts.items():
-            seen = compare(sums(losses[base]), sums(losses[one]), lambda t: math.exp(ratio_of_sums(t)), **draws)
+        for method, outputs in texts.items():
+            seen = compare(sums(losses[base]), sums(losses[method]), lambda t: math.exp(ratio_of_sums(t)), **draws)
             row: dict[str, Any] = {
-                "name": one.name,
-                **{n: value for n, value in one.settings().items() if n == "quantization"},
-                "nominal_speedup": one.schedule.nominal_speedup,
+                "name": method.name,
+                **{n: value for n, value in method.settings().items() if n == "quantization"},
+                "nominal_speedup": method.schedule.nominal_speedup,
                 "mean_tokens": sum(map(len, outputs)) / len(outputs),
                 "perplexity": seen.b,
                 "of_base": seen.ratio and asdict(seen.ratio),
             }
-            if one is not base and self.options.teacher_forced:
-                with progress_bar(len(prompts), "text", name=f"fidelity, {one.name}") as bar:
-                    measure = partial(token_fidelity, one.backend.model, one.schedule, teacher=base.backend.model)
+            if method is not base and self.options.teacher_forced:
+                with progress_bar(len(prompts), "text", name=f"fidelity, {method.name}") as bar:
+                    measure = partial(token_fidelity, method.backend.model, method.schedule, teacher=base.backend.model)
                     tokens = along(measure, prompts, texts[base], self.options.batch_size, bar.update)
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
