@@ -123,8 +123,10 @@ def held_bytes(fast: FastModel, batch: int) -> tuple[float, float, float]:
 
 def step_flops(model: Any, geometry: ModelGeometry, batch: int) -> tuple[float, float, float]:
     """Operations of a decode step, likewise."""
-    heads = model.config.get_text_config(decoder=True).num_attention_heads
-    return 2.0 * batch * head_params(model), 2.0 * batch * geometry.layer_params, 4.0 * heads * geometry.head_dim
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 4.0 * config.num_attention_heads * head_dim
+    return 2.0 * batch * head_params(model), 2.0 * batch * geometry.layer_params, attention
 
 
 def head_params(model: Any) -> int:

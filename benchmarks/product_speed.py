@@ -56,7 +56,7 @@ def prompt_flops(model: Any, geometry: ModelGeometry, tokens: int) -> float:
     (fixed, layer, cached), layers = step_flops(model, geometry, 1), geometry.num_layers - 1
     products = layers * tokens * layer + layer + fixed
     attention = (layers * tokens * (tokens + 1) / 2 + tokens) * cached
-    projection = 2.0 * geometry.hidden_size * 2 * geometry.num_kv_heads * geometry.head_dim
+    projection = 2.0 * geometry.hidden_size * geometry.keys[0]
     return products + (tokens - 1) * projection + attention
 
 

@@ -19,7 +19,6 @@ from skipdecode.common.jsonl import read_result
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-SKIPPED_CODE = ROOT / "results" / "humaneval-skipping-qwen2.5-coder-0.5b.json"
 METRICS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "bertscore_f1": "BERT-F"}
 BLOCK = re.compile(r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
@@ -36,28 +35,16 @@ def table(rows: Iterable[Row], columns: Sequence[Column]) -> Table:
 
 
 def cell(row: Row, form: str | Callable[[Row], str]) -> str:
-    """The text of a row in a column."""
-    return form.format_map(row) if isinstance(form, str) else form(row)
+    """The text of a row in a column; "-" if a field is missing or None."""
+    try:
+        return form.format_map(row) if isinstance(form, str) else form(row)
+    except (KeyError, TypeError):  # None has no format
+        return "-"
 
 
 def nominal(row: Row) -> str:
     """The nominal speed-up."""
     return f"{row['nominal_speedup']:.1f}x".replace(".0x", "x") if row["nominal_speedup"] else "-"
-
-
-def times(field: str) -> Callable[[Row], str]:
-    """The cell of a speed-up, which may not have been measured."""
-    return lambda row: f"{row[field]:.2f}x" if row.get(field) else "-"
-
-
-def given(field: str, form: str) -> Callable[[Row], str]:
-    """The cell of a figure that not every row has."""
-    return lambda row: "-" if row.get(field) is None else f"{row[field]:{form}}"
-
-
-def estimate(field: str, form: str) -> Callable[[Row], str]:
-    """The cell of an estimate with an interval, which not every row has."""
-    return lambda row: form.format_map(row[field]) if row.get(field) else "-"
 
 
 # ---------------------------------------------------------------------- speed
@@ -68,11 +55,11 @@ def bench(document: Row) -> Table:
     figures: list[Column] = [
         ("tokens/s", "{decode_tokens_per_s:.1f}"),
         ("speed-up (byte bound)", "{decode_speedup:.2f}x ({amdahl_bound:.2f}x)"),
-        ("x transformers", times("speedup_over_transformers")),
+        ("x transformers", "{speedup_over_transformers:.2f}x"),
         ("of limit", "{roofline_share:.0%}"),
     ]
     if any(row.get("request_speedup") for row in document["rows"]):  # older files have decode steps alone
-        figures.insert(0, ("speed-up of requests", times("request_speedup")))
+        figures.insert(0, ("speed-up of requests", "{request_speedup:.2f}x"))
     speedups = sorted({row["nominal_speedup"] for row in document["rows"]})
     found: dict[tuple[str, int], dict[float, Row]] = {}
     for row in document["rows"]:
@@ -93,8 +80,8 @@ def products(document: Row) -> Table:
         ),
         ("weights", "{weights}"),
         ("ms", lambda row: f"{1000 * row['seconds']:.1f}"),
-        ("GFLOP/s", given("gflop_s", ".0f")),
-        ("of the best product", given("of_best_product", ".2f")),
+        ("GFLOP/s", "{gflop_s:.0f}"),
+        ("of the best product", "{of_best_product:.2f}"),
         ("x bf16", "{over_bf16:.2f}x"),
     ]
     return table(document["rows"], columns)
@@ -155,8 +142,8 @@ def quality(document: Row) -> Table:
         ("method", "{method}"),
         *([("checkpoint", "{checkpoint}")] if several else []),
         ("nominal", nominal),
-        ("measured", times("decode_speedup")),
-        ("with prompts", times("request_speedup")),
+        ("measured", "{decode_speedup:.2f}x"),
+        ("with prompts", "{request_speedup:.2f}x"),
         ("mean layers", "{mean_layers:.1f}"),
     ]
     return table(document["runs"], columns + scores())
@@ -171,9 +158,9 @@ def requests(document: Row) -> Table:
         ),
         ("prompt layers", "{prompt_layers}"),
         ("nominal", nominal),
-        ("request", times("request_speedup")),
-        ("request, batch 1", times("request_speedup_batch_1")),
-        ("decode", times("decode_speedup")),
+        ("request", "{request_speedup:.2f}x"),
+        ("request, batch 1", "{request_speedup_batch_1:.2f}x"),
+        ("decode", "{decode_speedup:.2f}x"),
         ("layers a token", "{mean_layers:.1f}"),
     ]
     return table(sorted(document["runs"], key=lambda row: row["request_speedup"]), columns + scores())
@@ -194,8 +181,8 @@ def headline(document: Row) -> Table:
         ("layers of prompt tokens", lambda row: f"{row['prompt_layers']} of {layers}"),
         ("layers of new tokens", lambda row: f"{row['mean_layers']:.1f} of {layers} (nominal {nominal(row)})"),
         ("request, x transformers", "{request_speedup_over_transformers:.1f}x"),
-        ("request, x full depth", times("request_speedup")),
-        ("decoding, x full depth", times("decode_speedup")),
+        ("request, x full depth", "{request_speedup:.2f}x"),
+        ("decoding, x full depth", "{decode_speedup:.2f}x"),
         ("quality kept", lambda row: f"{least_kept(row):.1%}"),
         ("invented names copied", lambda row: f"{measured(row)[2]:.0%}"),
     ]
@@ -225,17 +212,18 @@ def leads(document: Row) -> Table:
 def chat(document: Row) -> Table:
     """What each depth leaves of a base chat model, on prompts drawn from it and on others."""
     layers = {schedule["name"]: schedule["budgets"][0] for schedule in document["schedules"]}
-    perplexity: Column = ("perplexity of base model", estimate("of_base", "{estimate:.3f} [{low:.3f}, {high:.3f}]"))
-    kl = estimate("kl", "{estimate:.3f}")
+    ratio = "{of_base[estimate]:.3f} [{of_base[low]:.3f}, {of_base[high]:.3f}]"
+    perplexity: Column = ("perplexity of base model", ratio)
+    kl = "{kl[estimate]:.3f}"
     columns: list[Column] = [
         ("layers", lambda row: str(layers.get(row["name"], row["name"]))),
-        ("request", times("request_speedup")),
-        ("request, batch 1", lambda row: times("request_speedup")(row.get("batch_1", {}))),
-        ("decode", times("decode_speedup")),
+        ("request", "{request_speedup:.2f}x"),
+        ("request, batch 1", "{batch_1[request_speedup]:.2f}x"),
+        ("decode", "{decode_speedup:.2f}x"),
         ("KL", kl),
-        ("same token", estimate("top1_agreement", "{estimate:.1f}%")),
+        ("same token", "{top1_agreement[estimate]:.1f}%"),
         perplexity,
-        ("instructions followed", estimate("instructions", "{followed:.1%}")),
+        ("instructions followed", "{instructions[followed]:.1%}"),
     ]
     others = table(document["other_prompts"]["rows"], [("other prompts: KL", kl), perplexity])
     return [one + two for one, two in zip(table(document["rows"], columns), others, strict=True)]
@@ -250,7 +238,8 @@ def names(document: Row) -> Table:
         found.setdefault((checkpoint, prompt_layers), dict(row))[f"{speedup:g}x"] = row["share"]
         speedups.add(speedup)
     columns: list[Column] = [("checkpoint", "{checkpoint}"), ("prompt layers", "{prompt_layers}")]
-    columns += [(f"{speedup:g}x", given(f"{speedup:g}x", ".0%")) for speedup in sorted(speedups)]
+    heads = [f"{speedup:g}x" for speedup in sorted(speedups)]
+    columns += [(name, lambda row, name=name: f"{row[name]:.0%}") for name in heads]
     return table(found.values(), columns)
 
 
@@ -279,7 +268,7 @@ def ready_minutes(document: Row) -> Table:
         found[f"{row['minutes']:g}"] = kept_at(row)
     minutes = sorted({row["minutes"] for row in rows})
     columns: list[Column] = [(name, "{" + name + "}") for name in ("task", "method", "answers")]
-    columns += [(f"{m:g} minutes" if m else "not tuned", given(f"{m:g}", "")) for m in minutes]
+    columns += [(f"{m:g} minutes" if m else "not tuned", lambda row, name=f"{m:g}": row[name]) for m in minutes]
     return table(lines.values(), columns)
 
 
@@ -293,7 +282,7 @@ def start(document: Row) -> Table:
     columns: list[Column] = [
         ("SmolLM2-135M", lambda row: names[row["task"]] + ("" if row["minutes"] else ", not tuned")),
         ("minutes", lambda row: f"{row['cpu_minutes']:.0f}"),
-        ("request speed-up", times("request_speedup")),
+        ("request speed-up", "{request_speedup:.2f}x"),
         ("quality kept", lambda row: f"{row['kept']:.0%}"),
     ]
     return table(rows, columns)
@@ -316,7 +305,7 @@ def ready(document: Row) -> Table:
         ("target", "{target}"),
         ("faster", "{faster}"),
         ("names and numbers copied, target", lambda row: "-" if row["copied"] is None else f"{row['copied']:.0f}%"),
-        ("perplexity ratio, target", given("perplexity_ratio", ".2f")),
+        ("perplexity ratio, target", "{perplexity_ratio:.2f}"),
     ]
     return table(lines.values(), columns)
 
@@ -327,9 +316,9 @@ def exact(document: Row) -> Table:
         ("task", "{task}"),
         ("weights", lambda row: {"none": "bf16"}.get(row["quantization"], row["quantization"])),
         ("batch", "{batch}"),
-        ("request, x full depth", times("request_speedup")),
+        ("request, x full depth", "{request_speedup:.2f}x"),
         ("drafts a step", "{gamma:.1f}"),
-        ("accepted", given("acceptance", ".0%")),
+        ("accepted", "{acceptance:.0%}"),
         *(
             (f"{name}, x full depth", lambda row, n=name: f"{row['others'][n]:.2f}x" if row["others"] else "-")
             for name in dict.fromkeys(name for row in document["rows"] for name in row["others"])
@@ -351,7 +340,7 @@ def recipes(document: Row) -> Table:
         ("recipe", "{recipe}"),
         ("layers of prompts; of new tokens", lambda row: "{}; {}".format(*row["layers"])),
         ("tokens learned", "{tokens:,}"),
-        ("request speed-up", times("request_speedup")),
+        ("request speed-up", "{request_speedup:.2f}x"),
         ("quality kept", "{kept:.1%}"),
         ("values copied", "{copied:.1f}%"),
     ]
@@ -384,8 +373,8 @@ def humaneval(document: Row) -> Table:
 def prepared_rows(document: Row) -> Table:
     """What runs of `prepare` found: each way with its speed-up and the quality that it keeps."""
     columns: list[Column] = [("task", "{task}"), ("way", "{lever}"), ("minutes", "{minutes:g}")]
-    columns += [("request speed-up", times("request_speedup")), ("kept", "{kept:.1%}")]
-    columns.append(("95% interval", estimate("kept_interval", "{low:.1%} to {high:.1%}")))
+    columns += [("request speed-up", "{request_speedup:.2f}x"), ("kept", "{kept:.1%}")]
+    columns.append(("95% interval", "{kept_interval[low]:.1%} to {kept_interval[high]:.1%}"))
     return table(document["rows"], columns)
 
 
@@ -394,7 +383,7 @@ def first(document: Row) -> Table:
     columns: list[Column] = [
         ("Qwen2.5-Coder-0.5B", "{shown}"),
         ("minutes", "{minutes:g}"),
-        ("request speed-up", times("request_speedup")),
+        ("request speed-up", "{request_speedup:.2f}x"),
         ("quality kept", "{kept:.0%}"),
     ]
     chosen = (

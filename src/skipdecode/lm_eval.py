@@ -138,8 +138,8 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         return context
 
     def _tell_cut(self) -> None:
-        said = f"a context that does not fit into {self.max_length} tokens loses its beginning (said once)"
-        warning_once(logging.getLogger(__name__), said)
+        message = f"a context that does not fit into {self.max_length} tokens loses its beginning (said once)"
+        warning_once(logging.getLogger(__name__), message)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, in windows of `max_length` that each begin at position 0."""

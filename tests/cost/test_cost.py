@@ -16,7 +16,7 @@ from every import suited
 from products import in_turn
 from skipdecode import Schedule, attach
 from skipdecode.cost.geometry import ModelGeometry
-from skipdecode.cost.measure import CostMeter, fitted, measure_cost
+from skipdecode.cost.measure import fitted, measure_cost
 from skipdecode.cost.model import CostModel, PromptCost, StepCost
 from skipdecode.cost.solve import solve
 from skipdecode.engine.fast_model import open_model
@@ -74,21 +74,6 @@ def test_sizes_are_those_of_the_real_model(family):
     geometry = ModelGeometry.from_config(config, dtype_bytes=1)
     assert geometry.layer_params == pytest.approx(read / len(layers))
     assert geometry.weight_bytes() == model.num_parameters()
-
-
-def test_falcon_with_grouped_heads():
-    config = AutoConfig.for_model(
-        "falcon",
-        hidden_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_kv_heads=2,
-        new_decoder_architecture=True,
-    )
-    with torch.device("meta"):
-        layers = decoder_layers(AutoModelForCausalLM.from_config(config))
-    real = sum(p.numel() for p in layers.parameters()) / 2
-    assert ModelGeometry.from_config(config).layer_params == pytest.approx(real, rel=0.01)
 
 
 _KEYS = ["llama", "mistral", "gemma3_text", "gpt_bigcode", "opt"]
@@ -269,7 +254,6 @@ def test_the_decay_is_the_papers():
     mean = schedule.mean_budget()
     assert schedule.budgets[0] == pytest.approx(mean * 4 / 3, abs=1)
     assert schedule.budgets[-1] == pytest.approx(mean * 2 / 3, abs=1)
-    assert solve(smollm2(), 2.0, 64, spread=0.0).is_flat
 
 
 @given(costs, st.floats(0, 1), st.integers(1, 20), st.booleans(), st.integers(0, 2))
@@ -377,11 +361,7 @@ def test_a_fit_of_nonsense_is_refused():
 def test_the_fast_engine_is_measured_by_rows_layers_and_cached_tokens(monkeypatch):
     count_time(monkeypatch)
     model = tiny_model("llama")
-    meter = CostMeter(Backend(model, open_model(model)), rows=(1, 5), prompt_len=8, prompts=(8, 40), steps=4)
-    with pytest.raises(UsageError, match="run a round first"):
-        meter.cost()
-    meter.run(1)
-    cost = meter.cost()
+    cost = measure_cost(Backend(model, open_model(model)), batch=5, prompt_len=8)
     assert (cost.num_layers, cost.batch, cost.source) == (LAYERS, 5, "measured")
     for found, rows in zip(cost.steps, (1, 5), strict=True):
         assert found == pytest.approx((rows, FIXED, LAYER + rows * TOKEN, CACHED))
@@ -398,7 +378,7 @@ def test_the_prompts_and_rows_of_a_calibration_are_those_of_its_batch(monkeypatc
     count_time(monkeypatch)
     model = tiny_model("llama")
     before = dict(model.__dict__)
-    cost = measure_cost(Backend(model), batch=2, prompt_len=8, repeats=1, steps=3)
+    cost = measure_cost(Backend(model), batch=2, prompt_len=8)
     assert (cost.num_layers, cost.batch, cost.source) == (LAYERS, 2, "measured")
     assert cost.step == pytest.approx((2, 0.0, 1.0, 0.0), abs=1e-9), "transformers' layers, a second each"
     assert [prompt.tokens for prompt in cost.prompts] == [8, 16]
@@ -409,7 +389,7 @@ def test_the_prompts_and_rows_of_a_calibration_are_those_of_its_batch(monkeypatc
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_bigcode", "bloom", "qwen3_moe"])
 def test_calibration_of_other_families(family, monkeypatch):
     count_time(monkeypatch)
-    cost = measure_cost(Backend(tiny_model(family)), batch=2, prompt_len=12, repeats=1, steps=4)
+    cost = measure_cost(Backend(tiny_model(family)), batch=2, prompt_len=12)
     assert cost.step_seconds(3, 12) == pytest.approx(3.0)
 
 

@@ -55,7 +55,10 @@ def test_full_depth_may_be_left_out(place: Path, tmp_path: Path, capsys: pytest.
     assert "| full " not in shown
     assert not re.search(r"\d ± |\d \[\d", shown)  # one record has no interval
     assert not (tmp_path / "full").exists()
-    assert load_run(tmp_path).data["speed"] is None
+    data = load_run(tmp_path).data
+    assert data["speed"] is data["decode_speedup"] is None
+    assert set(data["metrics"]) == {"bleu", "rougeL", "loss"}
+    assert "full_output" not in load_run(tmp_path).outputs[0]
 
 
 def test_metrics_that_need_a_download_are_left_out_at_once(
@@ -63,8 +66,8 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
 ):
     task = (place / "mine.yaml").read_text().replace("[bleu, rougeL]", "[bleu, bertscore_f1]")
     (tmp_path / "mine.yaml").write_text(task)
-    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full", "--limit", "2", "--no-teacher-forced")
-    call[call.index("--task") + 1] = str(tmp_path / "mine.yaml")
+    more = ["--out", str(tmp_path / "run"), "--schedule", "full", "--limit", "2", "--no-teacher-forced"]
+    call = arguments(place, *more, task=tmp_path / "mine.yaml")
     start = time.perf_counter()
     check_metrics(["bleu", "bertscore_f1"], EncoderOptions(), lambda line: None)
     assert time.perf_counter() - start < 1
@@ -83,14 +86,17 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
         assert "as bertscore_model" in capsys.readouterr().err.splitlines()[-1]
 
 
+def tuned(tmp_path: Path, schedule: dict[str, Any]) -> Path:
+    """A model that has a schedule."""
+    save_tiny_model(path := tmp_path / "tuned")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"skipdecode": schedule}))
+    return path
+
+
 def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path):
     schedule = load_run(place / "skip").data["config"]["method"]["schedule"]
-    save_tiny_model(tmp_path / "tuned")
-    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
-    (tmp_path / "tuned" / "config.json").write_text(json.dumps(config | {"skipdecode": schedule}))
-    call = arguments(place, "--out", str(tmp_path / "run"))
-    call[1] = str(tmp_path / "tuned")
-    assert main(call) == 0
+    assert main(arguments(place, "--out", str(tmp_path / "run"), model=tuned(tmp_path, schedule))) == 0
     assert load_run(tmp_path / "run").outputs == load_run(place / "skip").outputs
 
 
@@ -98,11 +104,8 @@ def test_schedules_of_the_checkpoint_are_methods_by_name(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     own = replace(Schedule.from_speedup(8, 2, 6), name="mine")
-    save_tiny_model(tmp_path / "tuned")
-    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
-    (tmp_path / "tuned" / "config.json").write_text(json.dumps(config | {"skipdecode": own.to_dict()}))
-    call = arguments(place, "--out", str(tmp_path / "out"), "--limit", "2", "--methods")
-    call[1] = str(tmp_path / "tuned")
+    model = tuned(tmp_path, own.to_dict())
+    call = arguments(place, "--out", str(tmp_path / "out"), "--limit", "2", "--methods", model=model)
     assert main([*call, "full", "mine"]) == 0
     found = Schedule.from_dict(load_run(tmp_path / "out" / "mine").data["config"]["method"]["schedule"])
     assert found == own
@@ -181,8 +184,7 @@ def test_bad_input_is_one_clear_line(
 
 def test_records_left_out_are_told_with_lines(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data = write_rows(tmp_path / "d.jsonl", [*ROWS[:2], {"text": "a", "answer": ""}])
-    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full")
-    call[call.index("--data") + 1] = data
+    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full", data=data)
     assert main(call) == 0
     assert "1 record left out: line 3: no reference text" in capsys.readouterr().err
 
@@ -190,8 +192,7 @@ def test_records_left_out_are_told_with_lines(place: Path, tmp_path: Path, capsy
 def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     long = [{"id": name, "text": "x" * (100 + i), "answer": "a"} for i, name in enumerate("ab")]
     data = write_rows(tmp_path / "d.jsonl", [ROWS[0], long[0], *ROWS[1:3], long[1]])
-    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full")
-    call[call.index("--data") + 1] = data
+    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full", data=data)
     assert main(call) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert "2 records cannot be used (2 prompt too long)" in message
@@ -202,8 +203,7 @@ def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path,
 def test_bad_records_are_skipped_on_request(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     long = {"id": "a", "text": "x" * 100, "answer": "a"}
     data = write_rows(tmp_path / "d.jsonl", [ROWS[0], long, {"text": 7}, *ROWS[1:3], "no object"])
-    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full")
-    call[call.index("--data") + 1] = data
+    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full", data=data)
     assert main(call) == 2
     assert "line 3: missing field: 'answer'" in capsys.readouterr().err
     assert main([*call, "--bad-records", "skip"]) == 0
@@ -240,8 +240,8 @@ def test_a_model_tuned_on_other_prompts_is_told(
     save_tiny_model(tmp_path / "tuned")
     recipe = {"options": {}, "prompt": prompt, "schedule": Schedule.full(8).to_dict()}
     (tmp_path / "tuned/recipe.json").write_text(json.dumps(recipe))
-    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full", "--limit", "1")
-    call[1] = str(tmp_path / "tuned")
+    more = ["--out", str(tmp_path / "run"), "--schedule", "full", "--limit", "1"]
+    call = arguments(place, *more, model=tmp_path / "tuned")
     assert main(call) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "the model was tuned with" in line]
     assert len(notes) == (message is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from itertools import count
@@ -29,9 +30,9 @@ from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.metrics import METRICS, make_metrics
 from skipdecode.evaluation.results import EvaluationSettings, Run, check_free, load_run
-from skipdecode.evaluation.run import TaskEvaluation
+from skipdecode.evaluation.run import TaskEvaluation, encode_prompts
 from skipdecode.evaluation.scores import free_running, ratio_score, sums, token_fidelity
-from skipdecode.generation.speed import Method, batches
+from skipdecode.generation.speed import Method
 from textgen_tools import log_entries
 from tiny import LAYERS, tiny_model
 
@@ -51,26 +52,28 @@ def model() -> Any:
     return tiny_model("llama", vocab_size=259)
 
 
-def evaluated(model: Any, out: Path, method: Method, *, full_depth: bool = True, **settings: Any) -> Run:
-    """The run of a method, with full depth beside it unless that is left out."""
+def evaluation(model: Any, metrics: list[str], until: float = math.inf) -> TaskEvaluation:
+    settings = EvaluationSettings(batch_size=3, resamples=50, max_new_tokens=TASK.max_new_tokens)
+    _, prompts = encode_prompts(TASK.template, RECORDS, byte_tokenizer())
+    about, scored = {"model": "tiny"}, make_metrics(metrics)
+    return TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, prompts, scored, settings, about, until)
+
+
+def evaluated(model: Any, out: Path, method: Method) -> Run:
+    """The run of a method, with full depth beside it."""
     out.mkdir(parents=True, exist_ok=True)
-    beside = {} if method.full_depth or not full_depth else {out / "beside": Method(Backend(model))}
-    options = EvaluationSettings(**{"batch_size": 3, "resamples": 50, **settings})
-    metrics = make_metrics(["bleu", "rougeL"])
-    work = TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, metrics, options, {"model": "tiny"})
-    *_, run = work.run({**beside, out: method}, out)
+    beside = {} if method.full_depth else {out / "beside": Method(Backend(model))}
+    *_, run = evaluation(model, ["bleu", "rougeL"]).run({**beside, out: method}, out)
     return run
 
 
 def test_an_evaluation_ends_at_the_clock_with_the_records_that_are_finished(model: Any, tmp_path: Path):
     methods = {tmp_path / "full": Method(Backend(model)), tmp_path / "own": Method(Backend(model), SCHEDULE)}
-    settings, metrics = EvaluationSettings(batch_size=3, resamples=50), make_metrics(["rougeL"])
-    work = TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, metrics, settings, {}, until=time.perf_counter())
-    full, own = work.run(methods, tmp_path)
+    full, own = evaluation(model, ["rougeL"], time.perf_counter()).run(methods, tmp_path)
     assert full.data["n"] == own.data["n"] == 2  # the first group has no limit
     assert [row["id"] for row in own.outputs] == ["r0", "r1"]
     assert own.data["request_speedup"] is None  # no time was left to measure it
-    later = TaskEvaluation(model, byte_tokenizer(), TASK, RECORDS, metrics, settings, {}, time.perf_counter() + 3)
+    later = evaluation(model, ["rougeL"], time.perf_counter() + 3)
     *_, own = later.run({path / "later": method for path, method in methods.items()}, tmp_path / "later")
     assert own.data["request_speedup"] > 0
 
@@ -95,8 +98,7 @@ def test_texts_end_at_the_stop_strings_of_the_checkpoint_as_those_of_generate(mo
     run = evaluated(model, tmp_path / "cut", Method(backend))
     assert [row["output"] for row in run.outputs] == [text.split(stop)[0].strip() for text in whole] != whole
     assert run.data["config"]["method"]["rules"] == {"stop_strings": [stop]}
-    with pytest.raises(KeyboardInterrupt):
-        evaluated(model, tmp_path / "begun", Killed(Backend(model)))
+    killed(model, tmp_path / "begun")
     with pytest.raises(OutputError, match="methods"):  # outputs under two sets of rules are not mixed
         evaluated(model, tmp_path / "begun", Method(backend))
 
@@ -171,21 +173,28 @@ def test_a_run_says_all_that_is_needed(skipping: Run):
         assert np.allclose(run.table(metric.name), table)
 
 
-class Killed(Method):
-    """Full depth that dies in its second batch."""
+class Counted(Method):
+    """Full depth that counts its batches, and dies in the one after `last`."""
 
-    calls = 0
+    calls, last = 0, math.inf
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        if self.calls > 1:
+        if self.calls > self.last:
             raise KeyboardInterrupt
         return super().generate(*args, **kwargs)
 
 
-def test_a_killed_run_goes_on_where_it_stopped(model: Any, full: Run, tmp_path: Path):
+def killed(model: Any, out: Path) -> None:
+    """Begin an evaluation that dies in its second batch."""
+    method = Counted(Backend(model))
+    method.last = 1
     with pytest.raises(KeyboardInterrupt):
-        evaluated(model, tmp_path / "run", Killed(Backend(model)))
+        evaluated(model, out, method)
+
+
+def test_a_killed_run_goes_on_where_it_stopped(model: Any, full: Run, tmp_path: Path):
+    killed(model, tmp_path / "run")
     partial = tmp_path / "run" / "unfinished.sqlite"
     assert [*log_entries(partial)] == ["batch 0"]
     counted = Counted(Backend(model))
@@ -196,32 +205,10 @@ def test_a_killed_run_goes_on_where_it_stopped(model: Any, full: Run, tmp_path: 
     assert not partial.exists()
 
 
-class Counted(Method):
-    """Full depth that counts its batches."""
-
-    calls = 0
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return super().generate(*args, **kwargs)
-
-
 def test_full_depth_is_the_yardstick(full: Run):
     assert full.data["decode_speedup"] == full.data["nominal_speedup"] == 1
     assert full.data["full_depth_speed"] is None
     assert "kl" not in full.data["metrics"]
-
-
-def test_without_full_depth_nothing_is_compared(model: Any, tmp_path: Path):
-    run = evaluated(model, tmp_path, Method(Backend(model), SCHEDULE), full_depth=False)
-    assert run.data["decode_speedup"] is None
-    assert set(run.data["metrics"]) == {"bleu", "rougeL", "loss"}
-    assert "full_output" not in run.outputs[0]
-
-
-def test_batches_hold_every_record_once_longest_first():
-    found = batches([3, 9, 1, 9, 5], 2)
-    assert found == [[1, 3], [4, 0], [2]]
 
 
 # ---------------------------------------------------------------------- comparison and files

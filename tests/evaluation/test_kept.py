@@ -104,7 +104,7 @@ def test_labels_of_points_do_not_overprint(monkeypatch: pytest.MonkeyPatch):
     drawn, spread = [], pictures.spread_labels
     monkeypatch.setattr(pictures, "spread_labels", lambda figure: drawn.append(figure) or spread(figure))
     points = [Point(1.5 + i / 1000, 90 + i / 100, label=f"1.{i}x, 90%") for i in range(6)]
-    pictures.charts_png([Chart([Series("a", points)], "x", "y")], size=(6.4, 4.2))
+    pictures.charts_png([Chart([Series("a", points)], "x", "y")])
     (axes,) = drawn[0].axes
     boxes = [text.get_window_extent() for text in axes.texts]
     assert len(boxes) == 6

@@ -17,6 +17,10 @@ def prepare(place: Path) -> None:
     (place / "mine.yaml").write_text(TASK)
 
 
-def arguments(place: Path, *more: str) -> list[str]:
-    fixed = [str(place / "model"), "--task", str(place / "mine.yaml"), "--data", str(place / "data.jsonl")]
-    return ["eval", *fixed, "--resamples", "50", "--batch-size", "4", *more]
+def arguments(
+    place: Path, *more: str, model: str | Path = "", task: str | Path = "", data: str | Path = ""
+) -> list[str]:
+    """The command line; the model, the task and the data are those in `place` unless others are given."""
+    fixed = [str(model or place / "model"), "--task", str(task or place / "mine.yaml")]
+    fixed += ["--data", str(data or place / "data.jsonl"), "--resamples", "50", "--batch-size", "4"]
+    return ["eval", *fixed, *more]

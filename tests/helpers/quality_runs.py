@@ -15,7 +15,7 @@ from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
 from skipdecode.evaluation.metrics import EncoderOptions, make_metrics
 from skipdecode.evaluation.results import EvaluationSettings, Run
-from skipdecode.evaluation.run import TaskEvaluation
+from skipdecode.evaluation.run import TaskEvaluation, encode_prompts
 from skipdecode.generation.speed import Generation, Method
 from tiny import LAYERS, tiny_model
 
@@ -73,9 +73,11 @@ def quality_runs(place: Path) -> dict[str, Run]:
     metrics = make_metrics(TASK.metrics, EncoderOptions(str(encoder), 1))
     records = Records(tuple(Record(i, i, f"r{i}", f"{i}:", references=(text,)) for i, text in enumerate(REFERENCES)))
     about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
-    settings = EvaluationSettings(batch_size=3, resamples=50)
+    settings = EvaluationSettings(batch_size=3, resamples=50, max_new_tokens=TASK.max_new_tokens)
     place.mkdir(parents=True, exist_ok=True)
-    runs = TaskEvaluation(model, byte_tokenizer(), TASK, records, metrics, settings, about).run(methods, place)
+    _, prompts = encode_prompts(TASK.template, records, byte_tokenizer())
+    work = TaskEvaluation(model, byte_tokenizer(), TASK, records, prompts, metrics, settings, about)
+    runs = work.run(methods, place)
     return dict(zip((path.name for path in methods), runs, strict=True))
 
 

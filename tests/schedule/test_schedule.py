@@ -99,15 +99,14 @@ def test_another_prompt_set_changes_nothing_else_and_shows_in_the_name():
     assert (other.prompt, other.budgets, other.name) == ((0, 1, 2), schedule.budgets, "skipdecode-p3-3x")
     assert other.with_speedup(2).name == "skipdecode-p3-2x"
     assert other.with_prompt("full").name == "skipdecode-p12-3x"
-    assert other.curve == other.with_speedup(2).curve == "skipdecode-p3"
     assert Schedule.full(12).with_prompt((0, 1)).projected == tuple(range(2, 12))
 
 
 def test_names_are_labels_and_nothing_is_read_out_of_them():
     named = Schedule.from_speedup(12, 3, 20, name="mine-5x")
-    assert (named.name, named.curve, named.with_speedup(2).name) == ("mine-5x", "mine-5x", "mine-5x-2x")
+    assert (named.name, named.with_speedup(2).name) == ("mine-5x", "mine-5x-2x")
     made = Schedule(12, (1, 2), (10,), family="mine", speedup=1.5)
-    assert (made.name, made.curve, made.with_speedup(1.2).name) == ("mine-1.5x", "mine", "mine-1.2x")
+    assert (made.name, made.with_speedup(1.2).name) == ("mine-1.5x", "mine-1.2x")
     again = Schedule.from_json(made.with_prompt((0, 1)).to_json())
     assert (again.name, again.with_speedup(1.2).name) == ("mine-p2-1.5x", "mine-p2-1.2x")
 

@@ -29,12 +29,10 @@ _EXPERTS = (
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Sizes of a decoder-only model; heads and their size as the KV cache has them."""
+    """Sizes of a decoder-only model."""
 
     num_layers: int
     hidden_size: int
-    num_kv_heads: int
-    head_dim: int
     dtype_bytes: float  # of a weight, and of a cached key or value element
     # Weights of a layer that a token reads; in a mixture of experts, of its own experts. The mean if layers differ.
     layer_params: float
@@ -61,16 +59,11 @@ class ModelGeometry:
         windows = {layer: window for layer, window in enumerate(layer_windows(config)) if window is not None}
         cache = _after_a_token(model)
         keys = [0 if n in cache.keyless else cache.key_numbers(n) for n in range(num_layers)]
-        first = next((layer.keys for layer, count in zip(cache.layers, keys, strict=True) if count), None)
-        kv_heads, head_dim = (0, 0) if first is None else (first.shape[1], first.shape[3])
-        if first is None and len(cache.keyless) < num_layers:  # layers that choose experts before they make keys
-            kv_heads, head_dim = config.num_key_value_heads, config.kv_channels
-            keys = [2 * kv_heads * head_dim] * num_layers
+        if not any(keys) and len(cache.keyless) < num_layers:  # layers that choose experts before they make keys
+            keys = [2 * config.num_key_value_heads * config.kv_channels] * num_layers
         return cls(
             num_layers=num_layers,
             hidden_size=config.hidden_size,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
             dtype_bytes=dtype_bytes,
             layer_params=read / num_layers,
             params=params,

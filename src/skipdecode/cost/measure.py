@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -30,32 +30,10 @@ from skipdecode.models.families import lent_last, projects, unwrap
 from skipdecode.schedule import Schedule
 
 _LONGER = 512  # cached tokens on top, from which the cost of the cache read follows
-_LEAST_SECONDS = 0.1  # timed of each kind of step
-_MOST_REPEATS = 20
+_STEPS = 8  # of a run
+_ROUNDS, _MOST_ROUNDS = 3, 60
+_LEAST_SECONDS = 0.1  # timed of each kind of step: a single disturbance of short steps does not count
 _TOKEN = 5
-
-
-def measure_cost(
-    backend: Backend,
-    *,
-    batch: int = 1,
-    prompt_len: int = 64,
-    repeats: int = 3,
-    steps: int = 8,
-    progress: bool = False,
-    until: float = math.inf,
-) -> CostModel:
-    """The cost model of a backend on this machine, for steps of `batch` sequences and of one.
-
-    The lower quartile over `repeats` runs of each kind counts, or over fewer after `until`, of `time.perf_counter()`.
-    For the other arguments and errors see `CostMeter`.
-    """
-    if repeats < 1:
-        raise UsageError(f"repeats={repeats} is not accepted: give 1 or more")
-    prompts = (prompt_len, min(batch * prompt_len, PROMPT_TOKENS))
-    meter = CostMeter(backend, rows={1, batch}, prompt_len=prompt_len, prompts=prompts, steps=steps)
-    meter.run(repeats, _LEAST_SECONDS, progress=progress, until=until)
-    return meter.cost()
 
 
 class Shape(NamedTuple):
@@ -108,98 +86,72 @@ class _Kind(NamedTuple):
     depth: int
 
 
-class CostMeter:
-    """Times steps and prompts of a model, round after round.
+def measure_cost(backend: Backend, *, batch: int = 1, prompt_len: int = 64, until: float = math.inf) -> CostModel:
+    """Measure what steps of `batch` sequences and of one, behind `prompt_len` cached tokens, and prompts cost here.
 
-    If the speed of the machine changes, run some rounds before and some after the work that the cost is to predict.
-
-    `rows` are numbers of sequences, each with `prompt_len` cached tokens when a run begins; `prompts` are tokens of
-    prompts' forwards, in prompts of `prompt_len` tokens; `steps` are those of a run.
-
-    Raises UsageError if a number is below 1, the model has one layer only, or the text does not fit its context.
+    The lower quartile over some runs of each kind of work counts, or over fewer after `until`, of
+    `time.perf_counter()`. Raises UsageError if a number is below 1, the model has one layer only, or the text does not
+    fit its context.
     """
+    for name, value in (("batch", batch), ("prompt_len", prompt_len)):
+        if value < 1:
+            raise UsageError(f"{name}={value} is not accepted: give 1 or more")
+    model = unwrap(backend.model)
+    config = model.config.get_text_config(decoder=True)
+    geometry = ModelGeometry.from_config(config)
+    if (layers := geometry.num_layers) < 2:
+        raise UsageError("a model of one layer has nothing to skip: give a model with 2 layers or more")
+    order = lent_last(config, Schedule.constant(layers, layers, warmup_layers=0)).drop_order
+    kinds = _kinds(batch, prompt_len, layers, len(order), _room(model, prompt_len + _STEPS + 2))
+    watch = Stopwatch[_Kind, list[float]](kinds)
+    with progress_bar((_ROUNDS + 1) * len(kinds), "run", name="calibrating") as bar:
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        rows: Iterable[int] = (1,),
-        prompt_len: int = 64,
-        prompts: Iterable[int] = (64,),
-        steps: int = 8,
-    ) -> None:
-        rows, prompts = sorted(set(rows)), sorted(set(prompts))
-        for name, value in (("batch", min(rows)), ("prompt_len", prompt_len), ("steps", steps)):
-            if value < 1:
-                raise UsageError(f"{name}={value} is not accepted: give 1 or more")
-        config = unwrap(backend.model).config.get_text_config(decoder=True)
-        self._geometry, self._splits = ModelGeometry.from_config(config), projects(config)
-        layers = self._geometry.num_layers
-        self._lowest = lent_last(config, Schedule.constant(layers, layers, warmup_layers=0)).drop_order
-        if layers < 2:
-            raise UsageError("a model of one layer has nothing to skip: give a model with 2 layers or more")
-        half, few = (max(depth, layers - len(self._lowest)) for depth in ((layers + 1) // 2, layers // 8))
-        depths = {layers, half, few}
-        more = min(_LONGER, _room(unwrap(backend.model), prompt_len + steps + 2))
-        self._length = steps
-        # At step k the cache holds the prompt, the first token and k more tokens.
-        self._grown = (steps + 1) / 2 + 1
-        # Full, half and few layers; full depth after a longer text.
-        steps_of = [
-            _Kind("step", count, tokens, depth)
-            for count in rows
-            for tokens in (prompt_len, *([prompt_len + more] if more else []))
-            for depth in (sorted(depths, reverse=True) if tokens == prompt_len else (layers,))
-        ]
-        sizes = [(max(1, tokens // prompt_len), min(tokens, prompt_len)) for tokens in prompts]
-        prompts_of = [_Kind("prompt", *size, depth) for size in sizes for depth in (layers, half)]
-        self._watch = Stopwatch[_Kind, list[float]](dict.fromkeys([*steps_of, *prompts_of]))
-        self._backend = backend
+        def seconds(kind: _Kind) -> list[float]:
+            bar.update()
+            return _seconds(kind, backend, order, splits=projects(config))
 
-    def run(self, rounds: int, least_seconds: float = 0.0, *, progress: bool = False, until: float = math.inf) -> None:
-        """Time every kind `rounds` times after a warm-up, and then until each was timed for `least_seconds` in total.
+        for kind in kinds:  # to warm up
+            seconds(kind)
+        for done in range(_MOST_ROUNDS):
+            if done and time.perf_counter() > until:
+                break
+            timed = (sum(map(sum, watch.laps(kind))) for kind in kinds if kind.work == "step")
+            if done >= _ROUNDS and min(timed) >= _LEAST_SECONDS:
+                break
+            watch.lap(seconds)
+    quiet = {kind: _quiet_seconds(watch.laps(kind)) for kind in kinds}
+    # At step k the cache holds the prompt, the first token and k more tokens.
+    grown = (_STEPS + 1) / 2 + 1
+    steps = {(k.rows, k.depth, k.tokens + grown): s for k, s in quiet.items() if k.work == "step"}
+    prompts = {(k.rows, k.tokens, k.depth): s for k, s in quiet.items() if k.work == "prompt"}
+    return fitted(geometry, steps, prompts)
 
-        Steps far below a millisecond are thus timed more often, so that a single disturbance does not count. After
-        `until`, of `time.perf_counter()`, no round begins but the first.
-        """
-        kinds = self._watch.sides
-        with progress_bar((rounds + 1) * len(kinds), "run", name="calibrating", shown=progress) as bar:
 
-            def seconds(kind: _Kind) -> list[float]:
-                bar.update()
-                return self._seconds(kind)
+def _kinds(batch: int, prompt_len: int, layers: int, droppable: int, room: int) -> list[_Kind]:
+    """The work to time: full, half and few layers; full depth after a longer text; prompts at full and half depth."""
+    half, few = (max(depth, layers - droppable) for depth in ((layers + 1) // 2, layers // 8))
+    depths = sorted({layers, half, few}, reverse=True)
+    longer = prompt_len + min(_LONGER, room)
+    kinds = []
+    for rows in (1, batch):
+        kinds += [_Kind("step", rows, prompt_len, depth) for depth in depths]
+        kinds.append(_Kind("step", rows, longer, layers))
+    for tokens in (prompt_len, min(batch * prompt_len, PROMPT_TOKENS)):
+        size = max(1, tokens // prompt_len), min(tokens, prompt_len)
+        kinds += [_Kind("prompt", *size, depth) for depth in (layers, half)]
+    return list(dict.fromkeys(kinds))
 
-            for kind in kinds:
-                seconds(kind)
-            for done in range(_MOST_REPEATS * rounds - 1):
-                if done and time.perf_counter() > until:
-                    break
-                if done >= rounds and min(sum(self._all(k)) for k in kinds if k.work == "step") >= least_seconds:
-                    break
-                self._watch.lap(seconds)
 
-    def _seconds(self, kind: _Kind) -> list[float]:
-        """Seconds of one prompt, or of each step of a run."""
-        layers, run = self._geometry.num_layers, kind.depth
-        schedule = Schedule.constant(layers, run, warmup_layers=0, prompt="max_exit", drop_order=self._lowest)
-        if kind.work == "step":
-            shape = Shape(kind.rows, kind.tokens + 1, self._length + 1)
-            return step_seconds(self._backend, replace(schedule, prompt="full"), shape)
-        if run < layers and self._splits:
-            schedule = Schedule.split(layers, run, layers)
-        return [prompt_seconds(self._backend, schedule, kind.rows, kind.tokens)]
-
-    def _all(self, kind: _Kind) -> list[float]:
-        return [seconds for lap in self._watch.laps(kind) for seconds in lap]
-
-    def cost(self) -> CostModel:
-        """Fit the cost model to the quiet times of all rounds so far; UsageError before the first round."""
-        if not self._watch.laps(self._watch.sides[0]):
-            raise UsageError("nothing was timed yet: run a round first")
-        quiet = {kind: _quiet_seconds(self._watch.laps(kind)) for kind in self._watch.sides}
-        steps = {(k.rows, k.depth, k.tokens + self._grown): s for k, s in quiet.items() if k.work == "step"}
-        prompts = {(k.rows, k.tokens, k.depth): s for k, s in quiet.items() if k.work == "prompt"}
-        return fitted(self._geometry, steps, prompts)
+def _seconds(kind: _Kind, backend: Backend, order: Sequence[int], *, splits: bool) -> list[float]:
+    """Seconds of one prompt, or of each step of a run; `splits`: the model can project the upper layers of prompts."""
+    layers, run = backend.num_layers, kind.depth
+    schedule = Schedule.constant(layers, run, warmup_layers=0, prompt="max_exit", drop_order=order)
+    if kind.work == "step":
+        shape = Shape(kind.rows, kind.tokens + 1, _STEPS + 1)
+        return step_seconds(backend, replace(schedule, prompt="full"), shape)
+    if run < layers and splits:
+        schedule = Schedule.split(layers, run, layers)
+    return [prompt_seconds(backend, schedule, kind.rows, kind.tokens)]
 
 
 def _quiet_seconds(runs: Sequence[Sequence[float]]) -> float:

@@ -16,7 +16,7 @@ from skipdecode.schedule import order as layer_order
 
 Auto = Literal["auto"]
 """The layers of prompts follow from the target; see `solve`."""
-SPREAD = 1 / 3
+_SPREAD = 1 / 3
 _ROUNDS = 60
 _MOST_PROMPT_TOKENS = 2**20  # in a batch: the cost of its forwards is added one by one
 _PAYS = 0.9
@@ -25,7 +25,7 @@ _SLACK = 1 + 1e-12
 
 @dataclass(frozen=True)
 class Depths:
-    """Schedules that differ in depth alone: linear decays over `positions`, or flat ones with a `spread` of 0.
+    """Schedules that differ in depth alone: flat ones, or linear decays over `seq_len` positions.
 
     Layers that the drop order does not name always run.
     """
@@ -33,20 +33,21 @@ class Depths:
     layers: int
     order: tuple[int, ...]
     warmup: int
-    positions: int
-    spread: float = SPREAD
+    seq_len: int
+    flat: bool
     name: str = ""
 
     def schedule(self, depth: float, prompt: PromptDepth | Auto) -> Schedule:
         """The schedule of a depth from 0, the least, to 3, full; auto: half depth at 1, full prompts from 2."""
         least, most = float(max(1, self.layers - len(self.order))), float(self.layers)
-        half, ends = max(least, most / 2), ((0.0, least / (1 + self.spread), least), (3.0, most, most))
+        spread, positions = (0.0, 1) if self.flat else (_SPREAD, self.seq_len)
+        half, ends = max(least, most / 2), ((0.0, least / (1 + spread), least), (3.0, most, most))
         stages = (ends[0], (1.0, half, half), (2.0, half, most), ends[1]) if prompt == "auto" else ends
         mean, lowest = between(stages, depth)
         if prompt == "auto":
             run = max(self.warmup, round(lowest))
             prompt = "full" if run == self.layers else tuple(range(run))
-        budgets = _decay(mean, self.spread, self.positions, int(least), self.layers)
+        budgets = _decay(mean, spread, positions, int(least), self.layers)
         return Schedule(self.layers, self.order, budgets, self.warmup, prompt, self.name)
 
     def within(self, texts: TextCost, seconds: float, prompt: PromptDepth | Auto = "full") -> Schedule | None:
@@ -125,18 +126,17 @@ def solve(
     prompt: PromptDepth | Auto = "auto",
     flat: bool = False,
     warmup_layers: int = 1,
-    spread: float = SPREAD,
     drop_order: Sequence[int] | None = None,
     prompt_len: int = 64,
 ) -> Schedule:
     """The schedule that skips least among those that reach a wall-clock speed-up.
 
-    The paper's linear decay, from mean·(1 + spread) to mean·(1 - spread) layers, with the largest mean that reaches the
+    The paper's linear decay, from 4/3 to 2/3 of its mean number of layers, with the largest mean that reaches the
     target; or the largest flat budget that does.
 
     `cost` has the batch to plan for; `target_speedup` is that of whole requests over full depth, 1 or more. Budgets
-    decrease over `seq_len` positions, one step each, as strongly as `spread`, in [0, 1). Layers that are not in the
-    `drop_order` (default: bottom up) always run.
+    decrease over `seq_len` positions, one step each. Layers that are not in the `drop_order` (default: bottom up)
+    always run.
 
     `prompt` auto: first new tokens skip layers, down to half depth; then prompts, which run the lowest layers and
     project the others, down to half depth; then both. Prompts stay at full depth if half of their layers save less than
@@ -149,7 +149,7 @@ def solve(
         raise TargetError(f"target_speedup={target_speedup!r} is not accepted: give a number of 1 or more")
     layers = cost.num_layers
     order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
-    depths = Depths(layers, order, warmup_layers, 1 if flat else seq_len, 0.0 if flat else spread)
+    depths = Depths(layers, order, warmup_layers, seq_len, flat)
     texts = cost.text(prompt_len, seq_len + 1, whole=True)
     if prompt == "auto":
         halved = texts.prompts_seconds(depths.schedule(1.0, prompt))

@@ -8,9 +8,8 @@ import json
 import math
 import time
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +24,7 @@ from skipdecode.cost.model import FORMAT, CostModel
 from skipdecode.engine import kernels
 from skipdecode.engine.opening import Backend, open_engines, running_dtype
 from skipdecode.errors import DataError, OutputError, UsageError
-from skipdecode.models.families import layers_in, lent_last, projects, unwrap
+from skipdecode.models.families import layers_in, lent_last, projects
 from skipdecode.models.fit import temporary_fit
 from skipdecode.models.loading.checkpoint import Checkpoint, Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
@@ -38,13 +37,12 @@ _VOLATILE = ("_name_or_path", "transformers_version", "skipdecode", "skipdecode_
 
 @dataclass(frozen=True)
 class CostSource:
-    """A cost model with the sizes and the type of the weights, its origin as text, and the tokens of a prompt."""
+    """A cost model with the sizes and the type of the weights, and its origin as text."""
 
     cost: CostModel
     geometry: ModelGeometry
     dtype: str
     origin: str
-    prompt_len: int = 64
 
 
 def find_cost(
@@ -54,26 +52,45 @@ def find_cost(
     prompt_len: int = 64,
     remeasure: bool = False,
     until: float = math.inf,
-    **engine: Any,
+    dtype: str = "auto",
+    device: str | None = None,
+    engine: str = "auto",
+    quantization: str = "none",
 ) -> CostSource:
     """The cost model of a model on this machine, measured now (`measure_cost`) or by an earlier call.
 
     A model that is loaded is measured as it is, without its fit. With `remeasure`, an earlier measurement does not
-    count. After `until`, of `time.perf_counter()`, fewer rounds are measured, and the result is not kept. The other
+    count. After `until`, of `time.perf_counter()`, fewer rounds are measured, and the result is not stored. The other
     options are those of `skipdecode.LLM`.
 
     Raises ModelLoadError if the model is unknown or does not load, UsageError if a value is not accepted.
     """
     checkpoint, loaded = open_checkpoint(model), loaded_of(model)
-    loaded_model = None if loaded is None else loaded.model
-    if loaded_model is not None:
-        kind = str(loaded_model.dtype)
-        kind = "auto" if kind == str(getattr(checkpoint.config, "dtype", None)) else kind.removeprefix("torch.")
-        engine = {"dtype": kind, "device": str(loaded_model.device)} | engine
-    cache = _Conditions.of(checkpoint, batch, prompt_len, **engine)
-    if not remeasure and (stored := cache.kept()) is not None:
-        return stored
-    return cache.measured(loaded_model, until)
+    if loaded is not None:
+        dtype, device = str(loaded.model.dtype), str(loaded.model.device)
+        is_own = dtype == str(getattr(checkpoint.config, "dtype", None))
+        dtype = "auto" if is_own else dtype.removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
+    target = choose_device(device)
+    dtype = running_dtype(checkpoint, dtype, target, engine)
+    key = _conditions(checkpoint, target, [dtype, engine, quantization, batch, prompt_len])
+    file = cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    stored = None if remeasure else _stored(file, key)
+    if stored is None:
+        loaded = loaded or load_model(checkpoint, dtype=dtype, device=str(target), require_tokenizer=False)
+        with temporary_fit(loaded.model, None):  # whose part of a step `CostModel.with_fit` counts
+            backend = open_engines(loaded.model, engine, note, quantization, generation_config=False)
+        cost = measure_cost(backend, batch=batch, prompt_len=prompt_len, until=until)
+        dtype, origin = str(loaded.model.dtype).removeprefix("torch."), _measured_origin(backend, cost, target)
+        if time.perf_counter() < until:
+            document = {"cost": cost.to_dict(), "dtype": dtype, "origin": origin}
+            with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a measurement.
+                write_whole(file, json.dumps({"key": key, "found": document}, indent=1))
+    else:
+        cost, dtype, origin = stored
+    geometry = ModelGeometry.from_config(checkpoint.config, getattr(torch, dtype).itemsize)
+    return CostSource(cost, geometry, dtype, origin)
 
 
 def solver_limits(config: transformers.PretrainedConfig) -> dict[str, Any]:
@@ -83,87 +100,30 @@ def solver_limits(config: transformers.PretrainedConfig) -> dict[str, Any]:
     return {"drop_order": order, "prompt": "auto" if projects(config) else "full"}
 
 
-@dataclass(frozen=True)
-class _Conditions:
-    """The conditions of a measurement, and the file that keeps it."""
+def _conditions(checkpoint: Checkpoint, device: torch.device, options: list[str | int]) -> Any:
+    """All that a measurement depends on, JSON-ready: model, options, kernels, machine, versions."""
+    sizes = {name: value for name, value in checkpoint.config.to_dict().items() if name not in _VOLATILE}
+    model = [json.dumps(sizes, sort_keys=True, default=str), checkpoint.adapter and str(checkpoint.adapter)]
+    sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
+    here = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return [[options, model, FORMAT], hashlib.sha256(sources).hexdigest(), here]
 
-    checkpoint: Checkpoint
-    device: torch.device
-    dtype: str
-    engine: str
-    quantization: str
-    batch: int
-    prompt_len: int
 
-    @classmethod
-    def of(
-        cls,
-        checkpoint: Checkpoint,
-        batch: int,
-        prompt_len: int,
-        dtype: str = "auto",
-        device: str | None = None,
-        engine: str = "auto",
-        quantization: str = "none",
-    ) -> Self:
-        if batch < 1:
-            raise UsageError(f"batch={batch} is not accepted: give 1 or more")
-        if dtype not in DTYPES:
-            raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
-        target = choose_device(device)
-        kind = running_dtype(checkpoint, dtype, target, engine)
-        return cls(checkpoint, target, kind, engine, quantization, batch, prompt_len)
-
-    @cached_property
-    def key(self) -> Any:
-        """All that a measurement depends on, JSON-ready: model, options, kernels, machine, versions."""
-        options = self.dtype, self.engine, self.quantization, self.batch, self.prompt_len
-        sizes = {name: value for name, value in self.checkpoint.config.to_dict().items() if name not in _VOLATILE}
-        model = json.dumps(sizes, sort_keys=True, default=str), self.checkpoint.adapter and str(self.checkpoint.adapter)
-        sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
-        on_gpu = self.device.type == "cuda"
-        here = {
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
-            "cpu": cpu_model(),
-            "cores": usable_cores(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
-        return json.loads(json.dumps([[options, model, FORMAT], hashlib.sha256(sources).hexdigest(), here]))
-
-    @property
-    def path(self) -> Path:
-        return cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(self.key).encode()).hexdigest()[:32]}.json"
-
-    def kept(self) -> CostSource | None:
-        """The measurement that is kept; None if there is none, or its file is damaged."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, DataError):
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            if data["key"] == self.key:
-                return self.source(data["found"])
-        return None
-
-    def measured(self, model: transformers.PreTrainedModel | None = None, until: float = math.inf) -> CostSource:
-        """A new measurement, which is kept; of a model that is loaded, if it is given."""
-        if model is None:
-            loaded = load_model(self.checkpoint, dtype=self.dtype, device=str(self.device), require_tokenizer=False)
-            model = loaded.model
-        with temporary_fit(model, None):  # whose part of a step `CostModel.with_fit` counts
-            backend = open_engines(model, self.engine, note, self.quantization, generation_config=False)
-        cost = measure_cost(backend, batch=self.batch, prompt_len=self.prompt_len, progress=True, until=until)
-        kind, origin = str(unwrap(model).dtype).removeprefix("torch."), _measured_origin(backend, cost, self.device)
-        document = {"cost": cost.to_dict(), "dtype": kind, "origin": origin}
-        if time.perf_counter() < until:
-            with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a measurement.
-                write_whole(self.path, json.dumps({"key": self.key, "found": document}, indent=1))
-        return self.source(document)
-
-    def source(self, document: Any) -> CostSource:
-        """The cost of a measurement's JSON."""
-        cost, kind = CostModel.from_dict(document["cost"]), str(document["dtype"])
-        geometry = ModelGeometry.from_config(self.checkpoint.config, getattr(torch, kind).itemsize)
-        return CostSource(cost, geometry, kind, str(document["origin"]), self.prompt_len)
+def _stored(file: Path, key: Any) -> tuple[CostModel, str, str] | None:
+    """The cost, the type of the weights and the origin in a file; None if there is no such file, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, DataError):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if data["key"] == key:
+            document = data["found"]
+            return CostModel.from_dict(document["cost"]), str(document["dtype"]), str(document["origin"])
+    return None
 
 
 def _measured_origin(backend: Backend, cost: CostModel, device: torch.device) -> str:

@@ -25,6 +25,8 @@ from skipdecode.generation.speed import HOW
 _NAME = 40
 _AGREEMENT = [name for name in FIDELITY if name != "loss"]
 _LOSS = "; loss: nats a token, less is better"
+Row = Mapping[str, Any]
+Columns = dict[str, str | Callable[[Any], str]]
 
 
 @dataclass(frozen=True)
@@ -51,43 +53,38 @@ def compare_runs(
     """
     for name in metrics:
         scorer_of(name)
-    pairs = []
+    first, pairs = runs[0], []
     for other in runs[1:]:
-        first = runs[0]
         if first.data["config"].get("data_sha256") != other.data["config"].get("data_sha256"):
             raise DataError(
                 f"{first.path} and {other.path} are on different records: paired intervals need the same data"
             )
         common = [name for name in first.data["metrics"] if name in other.data["metrics"]]
         for metric in metrics or common:
-            _check_signatures(first, other, metric)
-            result = compare(
-                first.table(metric), other.table(metric), scorer_of(metric), resamples=resamples, seed=seed
-            )
+            for run in (first, other):
+                if metric not in run.data["metrics"]:
+                    raise DataError(f"{run.path} has no {metric}: it has {', '.join(run.data['metrics'])}")
+            one, two = (run.data["metrics"][metric]["signature"] for run in (first, other))
+            if one != two:
+                raise DataError(f"{metric} of {first.path} and {other.path} was scored differently: {one} and {two}")
+            tables = first.table(metric), other.table(metric)
+            result = compare(*tables, scorer_of(metric), resamples=resamples, seed=seed)
             pairs.append(Pair(first.name, other.name, metric, result))
     return pairs
 
 
-def _check_signatures(first: Run, other: Run, metric: str) -> None:
-    for run in (first, other):
-        if metric not in run.data["metrics"]:
-            raise DataError(f"{run.path} has no {metric}: it has {', '.join(run.data['metrics'])}")
-    one, two = (run.data["metrics"][metric]["signature"] for run in (first, other))
-    if one != two:
-        raise DataError(f"{metric} of {first.path} and {other.path} was scored differently: {one} and {two}")
-
-
 def runs_tables(runs: Sequence[Run]) -> str:
     """Share of full depth's scores, scores, speed, agreement with full depth: tables with one row per run."""
-    names = list(dict.fromkeys(name for run in runs for name in run.data["metrics"]))
+    rows = [run.data for run in runs]
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     scores = [n for n in names if n not in _AGREEMENT]
-    task = runs[0].data["config"].get("task", {}).get("name")
-    on = f"{runs[0].data['n']} records" + (f" of task {task}" if task else "")
-    engines = sorted({_engine(run) for run in runs} - {"-"})
-    how = next((run.data["speed"] for run in runs if run.data.get("speed")), None)
+    task = rows[0]["config"].get("task", {}).get("name")
+    on = f"{rows[0]['n']} records" + (f" of task {task}" if task else "")
+    engines = sorted({_engine(row) for row in rows} - {"-"})
+    how = next((row["speed"] for row in rows if row.get("speed")), None)
     speed = f"Speed-up over full depth [95% interval]{', not measured' if how is None else _measured_how(how, engines)}"
     speeds = _SPEED | ({"engine": _engine} if len(engines) > 1 else {})
-    tables: list[tuple[str, Mapping[str, Callable[[Run], str]]]] = [
+    tables: list[tuple[str, Columns]] = [
         (f"Kept of full depth's score, % [95% interval]; {on}", {n: partial(_kept, n) for n in scores if n in METRICS}),
         (f"Scores ± half of their 95% interval{_LOSS * ('loss' in scores)}", {n: partial(_scored, n) for n in scores}),
         (speed, speeds),
@@ -96,7 +93,7 @@ def runs_tables(runs: Sequence[Run]) -> str:
             {n: partial(_scored, n) for n in names if n in _AGREEMENT},
         ),
     ]
-    return "\n\n".join(text for title, columns in tables if (text := _table(title, runs, columns)))
+    return "\n\n".join(text for title, columns in tables if (text := _table(title, rows, columns)))
 
 
 def _measured_how(speed: Mapping[str, Any], engines: Sequence[str]) -> str:
@@ -110,9 +107,9 @@ def _measured_how(speed: Mapping[str, Any], engines: Sequence[str]) -> str:
     )
 
 
-def _table(title: str, runs: Sequence[Run], columns: Mapping[str, Callable[[Run], str]]) -> str:
+def _table(title: str, rows: Sequence[Row], columns: Columns) -> str:
     """A title, and below it the rows and columns that have values; empty if there are none."""
-    lines = figures({"run": lambda run: _short(run.name), **columns}, runs)
+    lines = figures({"run": lambda row: _short(row["name"]), **columns}, rows)
     return "\n".join([*textwrap.wrap(title, WIDTH), *lines]) if lines else ""
 
 
@@ -137,40 +134,33 @@ def _between(value: float, bounds: Mapping[str, float] | None, form: str = ".2f"
     return f"{by * value:{form}}{unit}{around}"
 
 
-def _kept(name: str, run: Run) -> str:
-    share = run.data["kept"].get(name)
-    return "-" if share is None else _between(share["estimate"], share, ".1f", by=100)
+def _kept(name: str, run: Row) -> str:
+    share = run["kept"][name]
+    return _between(share["estimate"], share, ".1f", by=100)
 
 
-def _scored(name: str, run: Run) -> str:
-    if (entry := run.data["metrics"].get(name)) is None:
-        return "-"
+def _scored(name: str, run: Row) -> str:
+    entry = run["metrics"][name]
     half, digits = (entry["interval"]["high"] - entry["interval"]["low"]) / 2, 2 if name in IN_NATS else 1
     return f"{entry['score']:.{digits}f}" + (f" ± {half:.{digits}f}" if half else "")
 
 
-def _gain(name: str, run: Run) -> str:
-    value = run.data.get(name)
-    return "-" if value is None else _between(value, run.data.get(f"{name}_interval"), unit="x")
+def _gain(name: str, run: Row) -> str:
+    return _between(run[name], run.get(f"{name}_interval"), unit="x")
 
 
-def _tokens_per_s(run: Run) -> str:
-    speed = run.data.get("speed")
-    return "-" if not speed else f"{speed['new_tokens'] / speed['seconds']:.0f}"
-
-
-def _engine(run: Run) -> str:
+def _engine(run: Row) -> str:
     """The engine of a run's speeds."""
-    return "-" if run.data.get("decode_speedup") is None else str(run.data.get("engine", "-"))
+    return "-" if run.get("decode_speedup") is None else str(run.get("engine", "-"))
 
 
-_SPEED: dict[str, Callable[[Run], str]] = {
+_SPEED: Columns = {
     "request": partial(_gain, "request_speedup"),
     "one request": partial(_gain, "request_speedup_alone"),
     "decoding": partial(_gain, "decode_speedup"),
-    "nominal": partial(_gain, "nominal_speedup"),
-    "tokens/s": _tokens_per_s,
-    "layers/token": lambda run: "-" if run.layers_per_token is None else f"{run.layers_per_token:.2f}",
+    "nominal": "{nominal_speedup:.2f}x",
+    "tokens/s": lambda run: f"{run['speed']['new_tokens'] / run['speed']['seconds']:.0f}",
+    "layers/token": "{free_running[layers_per_token]:.2f}",
 }
 
 
@@ -184,7 +174,6 @@ _CLEAR = 5  # of 100: a few words decide scores below
 PERPLEXITY = "1 / perplexity"
 _FULL_DEPTH = ("base", "full")
 _SHOWN_NAMES = {"bleu": "BLEU", "chrf": "chrF", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
-Row = Mapping[str, Any]
 
 
 def rows_of(document: Mapping[str, Any]) -> list[Json]:
@@ -198,7 +187,7 @@ def _speeds(document: Row) -> Json:
     full = document["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
     request, decode = (1.0 if full else document.get(name) for name in ("request_speedup", "decode_speedup"))
     how = document.get("config", {}).get("method", document)
-    more = {name: how[name] for name in ("quantization",) if name in how}
+    more = {"quantization": how["quantization"]} if "quantization" in how else {}
     more |= {
         name: document.get(name) for name in ("nominal_speedup", "request_speedup_interval", "request_speedup_alone")
     }
@@ -277,8 +266,11 @@ def impossible(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{less} against {speeds[1]:.2f}x: other work disturbed the measurement, repeat it"
 
 
-def kept_columns(rows: Sequence[Row]) -> dict[str, str | Callable[[Any], str]]:
-    """Columns of a table of the rows, with their formats."""
+def kept_columns(rows: Sequence[Row]) -> Columns:
+    """Columns of a table of the rows, with their formats; of texts of the model its perplexity, before and after."""
+    scores = {score: f"{{scores[{score}]:.1f}}" for score in rows[0]["scores"]}
+    if PERPLEXITY in scores:
+        scores = {"perplexity against before": "{perplexity_ratio:.2f} times"}
     return {
         "schedule": row_name,
         "request": "{request_speedup:.2f}x",
@@ -288,7 +280,7 @@ def kept_columns(rows: Sequence[Row]) -> dict[str, str | Callable[[Any], str]]:
         "kept": "{kept:.1%}",
         "copied": "{copied:.1f}%",
         "invented names": "{names_copied:.0%}",
-        **dict(_column(name) for name in rows[0]["scores"]),
+        **scores,
     }
 
 
@@ -296,13 +288,6 @@ def row_name(row: Row) -> str:
     """The name of a row, which a schedule of the tuned and of the untuned model share, made distinct."""
     minutes = row.get("minutes")
     return f"{row['name']}, after {minutes:g} min" if minutes else str(row["name"])
-
-
-def _column(score: str) -> tuple[str, str]:
-    """The heading and the format of a score; of the perplexity, how many times as high as before it is."""
-    if score == PERPLEXITY:
-        return "perplexity against before", "{perplexity_ratio:.2f} times"
-    return score, f"{{scores[{score}]:.1f}}"
 
 
 def measured(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:

@@ -26,7 +26,7 @@ from skipdecode.engine.opening import load
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
 from skipdecode.evaluation.method_runs import with_w8a8
-from skipdecode.evaluation.metrics import EncoderOptions, check_metric, check_metrics, make_metrics
+from skipdecode.evaluation.metrics import EncoderOptions, check_metric, make_metrics
 from skipdecode.evaluation.own_texts import OwnTexts, own_texts_tables
 from skipdecode.evaluation.results import (
     EVAL_DIRECTORY,
@@ -37,7 +37,7 @@ from skipdecode.evaluation.results import (
     is_unfinished,
     model_about,
 )
-from skipdecode.evaluation.run import TaskEvaluation, note_left_out
+from skipdecode.evaluation.run import TaskEvaluation, note_left_out, records_that_fit
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, method_name
 from skipdecode.models.checkpoint_schedule import schedule_file
@@ -62,7 +62,7 @@ class Scores:
     pairs : sequence of Pair
         Paired comparisons of the runs.
     texts : mapping of str to str
-        The name of the schedule of each text that was asked for.
+        The name of the schedule of each requested text.
     """
 
     runs: Sequence[Run]
@@ -219,11 +219,10 @@ class _Evaluation:
         metric_options = options.part(EncoderOptions)
         # A metric of the task, which was not named, may be skipped.
         named = bool(options.metrics) or options.bertscore_model != EncoderOptions().bertscore_model
-        names = check_metrics(options.metrics or chosen.metrics, metric_options, None if named else note)
-        metrics = make_metrics(names, metric_options)
+        metrics = make_metrics(options.metrics or chosen.metrics, metric_options, None if named else note)
         llm = self._open(self.model)
         as_chats = is_plain and shape is not TEXT and chat_fault(llm.tokenizer) is None
-        chosen = replace(chosen, chat=chosen.chat or options.chat or as_chats)
+        chosen = replace(chosen, chat=chosen.chat or as_chats)
         skipped, records = len(records.skipped), written_turns(records, chosen.template, llm.tokenizer)
         refuse_rejects("data", records.skipped[skipped:], skip_bad=skip_bad and bool(records.items))
         _check_template(llm.loaded, chosen)
@@ -242,10 +241,10 @@ class _Evaluation:
             "data": Path(data).name if isinstance(data, str | Path) else None,
             "limit": options.limit,
         }
-        settings = options.part(EvaluationSettings)
-        work = TaskEvaluation(
-            *(loaded.model, loaded.tokenizer, chosen, records, metrics, settings, about, skip_bad, self.until)
-        )
+        settings = replace(options.part(EvaluationSettings), max_new_tokens=most)
+        on = loaded.model, loaded.tokenizer, chosen
+        records, prompts = records_that_fit(*on, records, settings, skip_bad=skip_bad)
+        work = TaskEvaluation(*on, records, prompts, metrics, settings, about, self.until)
         return work.run(methods, out, overwrite=options.overwrite)
 
     def _directories(self, schedules: Sequence[Schedule], out: Path) -> dict[Path, Schedule]:
@@ -259,10 +258,8 @@ class _Evaluation:
             directories[directory] = schedule
         # Of an unfinished run, `TaskEvaluation` checks whether it is the same: that needs the loaded model.
         if self.saved and not self.options.overwrite and not is_unfinished(out):
-            wanted = {*directories, out / "full"}
-            for directory in wanted:
+            for directory in {*directories, out / "full"}:
                 EVAL_DIRECTORY.check(directory)
-            for directory in wanted:
                 check_free(directory, overwrite=False)
         return directories
 
@@ -271,9 +268,9 @@ class _Evaluation:
         if options.metrics:
             raise UsageError("metrics needs records with references: give data, a task, or leave it out")
         source = _prompt_source(prompts)
-        asked = self._chosen(options.max_new_tokens or OwnTexts.TOKENS)
-        asked = asked if self.schedules else list(self.checkpoint.tuned_under)
-        schedules = [schedule for schedule in asked if not schedule.is_full]
+        requested = self._chosen(options.max_new_tokens or OwnTexts.TOKENS)
+        requested = requested if self.schedules else list(self.checkpoint.tuned_under)
+        schedules = [schedule for schedule in requested if not schedule.is_full]
         if not schedules:
             raise UsageError("no schedule to compare with full depth: give some, such as 1.5x and 2x")
         if len(schedules) > len({schedule.name for schedule in schedules}):
@@ -302,7 +299,7 @@ class _Evaluation:
         return self.loader(self.checkpoint if model is self.model else open_checkpoint(model))
 
     def _chosen(self, seq_len: int) -> list[Schedule]:
-        """The schedules that were asked for."""
+        """The requested schedules."""
         chosen = []
         for requested in self.schedules:
             schedule = self.checkpoint.parse(requested, seq_len)

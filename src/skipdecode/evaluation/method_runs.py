@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.resume import ResumeLog
 from skipdecode.engine.opening import Backend, open_engines
+from skipdecode.engine.requests import Sampling
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.results import EvaluationSettings
 from skipdecode.generation.speed import (
@@ -41,14 +41,10 @@ _LEAST_TURNS = 8  # if there are enough records: an interrupted run keeps whole 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of one method: tokens of every record in the order of the prompts, and the cost of each batch.
-
-    `full` are full depth's tokens, for comparison; empty if it was not run, or for full depth itself.
-    """
+    """The outputs of one method: tokens of every record in the order of the prompts, and the cost of each batch."""
 
     tokens: list[list[int]]
     batches: list[Generation]
-    full: list[list[int]] = field(default_factory=list)
 
 
 def in_w8a8(backend: Backend) -> Backend | None:
@@ -74,40 +70,50 @@ def with_w8a8(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
 def generate_all(
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
+    settings: EvaluationSettings,
     log: ResumeLog,
     *,
-    batch_size: int,
-    max_new_tokens: int,
     eos: set[int],
-    progress: Callable[[int], None] = lambda rows: None,
-    until: float = math.inf,
-) -> list[Outputs]:
-    """Run methods over all prompts; the outputs of each, in order.
+    progress: Callable[[int], None],
+    until: float,
+    sampling: Callable[[Method, int], Sampling] | None = None,
+) -> dict[Method, Outputs]:
+    """Run methods over all prompts; the outputs of each, greedy without `sampling` of a method and a prompt's index.
 
     `log` has batches that an earlier, interrupted run finished, and stores those of this run. `progress` is called
     with the number of records of each batch. After `until` the outputs are of the first prompts alone.
     """
-    tokens = [dict[int, list[int]]() for _ in methods]
-    taken: list[list[Generation]] = [[] for _ in methods]
-    # An engine gets the sequences of several batches together, and sorts them into batches by length.
-    at_once = batch_size * max(1, min(MOST_BATCHES, len(prompts) // (batch_size * _LEAST_TURNS)))
+    batch_size = settings.batch_size
+    tokens = {method: dict[int, list[int]]() for method in methods}
+    taken: dict[Method, list[Generation]] = {method: [] for method in methods}
     groups: Iterable[tuple[Sequence[int], float]] = groups_in_time(len(prompts), batch_size, until)
     if until == math.inf:
+        # An engine gets the sequences of several batches together, and sorts them into batches by length.
+        at_once = batch_size * max(1, min(MOST_BATCHES, len(prompts) // (batch_size * _LEAST_TURNS)))
         groups = ((group, until) for group in batches([len(prompt) for prompt in prompts], at_once))
     for number, (indices, limit) in enumerate(groups):
         generations = [Generation(**g) for g in log.get(f"batch {number}") or ()]
         if not generations:
             try:
-                group, rows, most = [prompts[i] for i in indices], min(batch_size, len(indices)), max_new_tokens
-                generations = [m.generate(group, rows=rows, max_new_tokens=most, eos=eos, until=limit) for m in methods]
+                generations = [
+                    method.generate(
+                        [prompts[i] for i in indices],
+                        max_new_tokens=settings.max_new_tokens or 1,
+                        eos=eos,
+                        sampling=sampling and [sampling(method, i) for i in indices],
+                        rows=min(batch_size, len(indices)),
+                        until=limit,
+                    )
+                    for method in methods
+                ]
             except OutOfTime:
                 break
             log.put(f"batch {number}", [asdict(g) for g in generations])
-        for generation, batches_done, outputs in zip(generations, taken, tokens, strict=True):
-            batches_done.append(replace(generation, tokens=[]))
-            outputs.update(zip(indices, generation.tokens, strict=True))
+        for method, generation in zip(methods, generations, strict=True):
+            taken[method].append(replace(generation, tokens=[]))
+            tokens[method].update(zip(indices, generation.tokens, strict=True))
         progress(len(indices))
-    return [Outputs([outputs[i] for i in sorted(outputs)], done) for outputs, done in zip(tokens, taken, strict=True)]
+    return {method: Outputs([rows[i] for i in sorted(rows)], taken[method]) for method, rows in tokens.items()}
 
 
 def measured_speeds(
@@ -136,8 +142,9 @@ def measured_speeds(
         share = fitting_share(methods, rows[:size], max(each), (until - time.perf_counter()) / 2)
         log.put("share of the timed tokens", share)
     with progress_bar(rounds * wanted, "record", name="speed") as bar:
-        timed = partial(time_equal_lengths, methods, rows, each, batch_size=size, rounds=rounds, until=until)
-        turns = timed(log=log, share=share, progress=bar.update)
+        turns = time_equal_lengths(
+            methods, rows, each, batch_size=size, log=log, progress=bar.update, rounds=rounds, share=share, until=until
+        )
     request = max(settings.speed_tokens, fmean(each))
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": rounds, "request_tokens": request}
     about["new_tokens"] = sum(timed_tokens(length, share) for length in each)

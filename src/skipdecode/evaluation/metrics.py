@@ -81,29 +81,12 @@ class Metric(ABC):
         return np.asarray(self._rows(outputs, references), dtype=np.float64)
 
     @abstractmethod
-    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table | list[list[float]]:
+    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
         """Statistics of checked input."""
 
     @classmethod
-    @abstractmethod
     def score(cls, total: Table) -> float:
-        """The score of records whose statistics sum to `total`, shape (k,). Loads no model."""
-
-
-class MeanMetric(Metric):
-    """A mean over records: statistics are (value, 1)."""
-
-    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
-        values = np.asarray(self._values(outputs, references), dtype=np.float64)
-        return np.stack([values, np.ones_like(values)], axis=1)
-
-    @abstractmethod
-    def _values(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Sequence[float]:
-        """The value of each record."""
-
-    @classmethod
-    def score(cls, total: Table) -> float:
-        """The mean; see `Metric.score`."""
+        """The score of records whose statistics sum to `total`, shape (k,): the mean of (value, 1). Loads no model."""
         return ratio_of_sums(total)
 
 
@@ -170,7 +153,7 @@ class Chrf(_Sacre):
     sacre_class = "CHRF"
 
 
-class _Rouge(MeanMetric):
+class _Rouge(Metric):
     """Mean F of one ROUGE type; of several references the one with the best F counts (Lin, 2004)."""
 
     def __init__(self, options: EncoderOptions) -> None:
@@ -193,15 +176,15 @@ class _Rouge(MeanMetric):
         words = _WORD.findall(folded) or list("".join(folded.split()))
         return [stem for each in words for stem in (self._stemmed(each) if each.isascii() else [each])]
 
-    def _values(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
         pairs = zip(references, outputs, strict=True)
-        return [100 * self._scorer.score_multi(list(texts), out)[self.name].fmeasure for texts, out in pairs]
+        return [[100 * self._scorer.score_multi(list(texts), out)[self.name].fmeasure, 1.0] for texts, out in pairs]
 
 
 # ---------------------------------------------------------------------- BERTScore
 
 
-class BertScore(MeanMetric):
+class BertScore(Metric):
     """Mean F1 x 100, without idf weights and without rescaling.
 
     Raises MissingExtraError if the packaged encoder is absent, UsageError if neither bert_score's table
@@ -239,16 +222,16 @@ class BertScore(MeanMetric):
         version = importlib.metadata.version("bert_score")
         self.signature = f"bert_score:{version}|model:{options.bertscore_model}|layer:{layers}|idf:no|rescaled:no"
 
-    def _values(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
         # bert_score defines an empty candidate's score as 0, but fails on it with transformers 5.
         full = [i for i, text in enumerate(outputs) if text.strip()]
-        values = [0.0] * len(outputs)
+        rows = [[0.0, 1.0] for _ in outputs]
         if full:
             texts = [[t for t in references[i] if t.strip()] for i in full]
             _, _, f1 = self._scorer.score([outputs[i] for i in full], texts)
             for i, value in zip(full, f1.tolist(), strict=True):
-                values[i] = 100 * value
-        return values
+                rows[i][0] = 100 * value
+        return rows
 
 
 def _resolve(options: EncoderOptions) -> tuple[str, int | None]:
@@ -316,10 +299,12 @@ def check_metrics(
     return usable
 
 
-def make_metrics(names: Sequence[str], options: EncoderOptions | None = None) -> list[Metric]:
-    """Metrics by name, each once, in order; all are checked before any library is loaded."""
+def make_metrics(
+    names: Sequence[str], options: EncoderOptions | None = None, left_out: Callable[[str], None] | None = None
+) -> list[Metric]:
+    """Metrics by name, each once, in order; all are checked, as by `check_metrics`, before any library is loaded."""
     options = options or EncoderOptions()
-    return [METRICS[name](options) for name in check_metrics(names, options)]
+    return [METRICS[name](options) for name in check_metrics(names, options, left_out)]
 
 
 # ---------------------------------------------------------------------- what a response repeats

@@ -19,7 +19,6 @@ from skipdecode.common.bootstrap import compare, interval, ratio_of_sums
 from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import heading
 from skipdecode.common.progress import note, progress_bar
-from skipdecode.common.resume import ResumeLog
 from skipdecode.common.rows import read_rows
 from skipdecode.common.tables import figures
 from skipdecode.data.prompts import context_length, prompt_room
@@ -27,8 +26,8 @@ from skipdecode.data.records import Record
 from skipdecode.data.source import PromptSource, Records
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import end_tokens
-from skipdecode.engine.requests import Request, row_seed
-from skipdecode.evaluation.method_runs import measured_speeds, with_w8a8
+from skipdecode.engine.requests import Sampling, row_seed
+from skipdecode.evaluation.method_runs import generate_all, measured_speeds, with_w8a8
 from skipdecode.evaluation.results import (
     OUTPUTS_FILE,
     EvaluationOptions,
@@ -50,11 +49,10 @@ from skipdecode.generation.self_generated import (
     SelfGeneratedOptions,
     forget_prompts,
 )
-from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
+from skipdecode.generation.speed import Method
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import Schedule
 
-_BATCHES = 4  # decoded and kept together
 _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
 
 
@@ -83,7 +81,7 @@ class OwnTexts:
         full = reference if self.base is self.llm else Method(backend)
         methods = [Method(backend, schedule) for schedule in self.schedules]
         methods += with_w8a8(backend, self.schedules) if self.options.w8a8 else []
-        template, records, prompts = self._prompts(reference, out)
+        template, records, prompts = self._prompts(out)
         settings = replace(self.options.part(EvaluationSettings), max_new_tokens=self._generated.self_tokens)
         about = {
             **model_about(self.llm, self.options.name),
@@ -101,7 +99,18 @@ class OwnTexts:
         whole = about | {"prompts": prompts, "reference": reference.settings()}
         with closing(open_log(out, whole, overwrite=self.options.overwrite)) as log:
             check_free(out, overwrite=self.options.overwrite or log.count > 0)
-            texts = self._decoded(variants, prompts, log)
+            with progress_bar(len(prompts), "text", name="texts") as bar:
+                generated = generate_all(
+                    variants,
+                    prompts,
+                    settings,
+                    log,
+                    eos=set(end_tokens(base.model, tokenizer)),
+                    progress=bar.update,
+                    until=self.until,
+                    sampling=self._sampling,
+                )
+            texts = {variant: outputs.tokens for variant, outputs in generated.items()}
             finished = len(texts[reference])
             records, prompts = records[:finished], prompts[:finished]
             rows = self._rows(texts, prompts)
@@ -110,7 +119,7 @@ class OwnTexts:
             log.remove()
         for variant, row in zip(variants, rows, strict=True):
             row |= speeds.get(variant, {})
-        texts_of = {one.name: one.texts(texts[one], tokenizer) for one in variants}
+        texts_of = {method.name: method.texts(texts[method], tokenizer) for method in variants}
         document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
         document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
         outputs = [
@@ -136,7 +145,10 @@ class OwnTexts:
             self_top_p=self.options.top_p,
         )
 
-    def _prompts(self, reference: Method, out: Path) -> tuple[PromptTemplate, list[Record], list[list[int]]]:
+    def _sampling(self, method: Method, index: int) -> Sampling:
+        return self._generated.answers(self.options.seed, method.backend.sampling).for_row(index)
+
+    def _prompts(self, out: Path) -> tuple[PromptTemplate, list[Record], list[list[int]]]:
         """The template, prompts that the checkpoint was not tuned on, and the token ids of the prompts."""
         loaded, base = self.llm.loaded, self.base.loaded
         own = loaded.checkpoint.recipe.template
@@ -164,63 +176,31 @@ class OwnTexts:
         base = self._reference
         draws = {"resamples": self.options.resamples, "seed": self.options.seed}
         # All at once, because equal prompts run once.
-        every = [text for one in texts for text in texts[one]]
+        every = [text for method in texts for text in texts[method]]
         with progress_bar(len(every), "text", name="perplexity") as bar:
             how = base.backend, base.schedule, prompts * len(texts), every, self.options.batch_size, bar.update
             scored = iter([losses for losses, _ in text_scores(*how)])
-        losses = {one: list(islice(scored, len(prompts))) for one in texts}
+        losses = {method: list(islice(scored, len(prompts))) for method in texts}
         table = []
-        for one, outputs in texts.items():
-            seen = compare(sums(losses[base]), sums(losses[one]), lambda t: math.exp(ratio_of_sums(t)), **draws)
+        for method, outputs in texts.items():
+            seen = compare(sums(losses[base]), sums(losses[method]), lambda t: math.exp(ratio_of_sums(t)), **draws)
             row: dict[str, Any] = {
-                "name": one.name,
-                **{n: value for n, value in one.settings().items() if n == "quantization"},
-                "nominal_speedup": one.schedule.nominal_speedup,
+                "name": method.name,
+                **{n: value for n, value in method.settings().items() if n == "quantization"},
+                "nominal_speedup": method.schedule.nominal_speedup,
                 "mean_tokens": sum(map(len, outputs)) / len(outputs),
                 "perplexity": seen.b,
                 "of_base": seen.ratio and asdict(seen.ratio),
             }
-            if one is not base and self.options.teacher_forced:
-                with progress_bar(len(prompts), "text", name=f"fidelity, {one.name}") as bar:
-                    measure = partial(token_fidelity, one.backend.model, one.schedule, teacher=base.backend.model)
+            if method is not base and self.options.teacher_forced:
+                with progress_bar(len(prompts), "text", name=f"fidelity, {method.name}") as bar:
+                    measure = partial(token_fidelity, method.backend.model, method.schedule, teacher=base.backend.model)
                     tokens = along(measure, prompts, texts[base], self.options.batch_size, bar.update)
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
                     row[name] = asdict(interval(sums(values), score, **draws))
             table.append(row)
         return table
-
-    def _decoded(
-        self, methods: Sequence[Method], prompts: list[list[int]], log: ResumeLog
-    ) -> dict[Method, list[list[int]]]:
-        """New tokens of each method for prompts, the end token included; of the first prompts if the time is over.
-
-        `log` has those of an interrupted run.
-        """
-        most, size = self._generated.self_tokens, self.options.batch_size
-        ends = end_tokens(self.base.loaded.model, self.base.tokenizer)
-
-        def decoded(method: Method, group: range, limit: float) -> list[list[int]]:
-            sampling = self._generated.answers(self.options.seed, method.backend.sampling)
-            requests = [Request(tuple(prompts[i]), most, sampling.for_row(i), ends) for i in group]
-            return decode_until(method.make_engine(size), requests, limit)
-
-        texts: dict[Method, list[list[int]]] = {method: [] for method in methods}
-        at_once = size if self.until < math.inf else _BATCHES * size
-        with progress_bar(len(prompts), "text", name="texts") as bar:
-            for group, limit in groups_in_time(len(prompts), at_once, self.until):
-                key = f"texts {group.start} to {group.stop}"
-                answers = log.get(key)
-                if answers is None:
-                    try:
-                        answers = [decoded(method, group, limit) for method in methods]
-                    except OutOfTime:
-                        break
-                    log.put(key, answers)
-                for method, tokens in zip(methods, answers, strict=True):
-                    texts[method] += tokens
-                bar.update(len(group))
-        return texts
 
 
 _COLUMNS = {

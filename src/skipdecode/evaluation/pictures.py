@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,10 +24,10 @@ _STYLE = {
     "lines.markersize": 5,
     "legend.frameon": False,
 }
-_WINDOW, _DRAWN = 15, 80
+_INCHES = (6.4, 4.2)  # of a chart
+_WINDOW = 15
 _KEPT = "worst score, % of full depth's best"
 _LABEL_STEPS, _LABEL_HEIGHT = 8, 9  # positions of a label above its point, and points from one to the next
-_ALL = (100.0, 100.0, 100.0, "full depth")
 
 
 class Point(NamedTuple):
@@ -49,13 +48,13 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """The content of a chart; `level` is a horizontal line with a band: value, low, high, name."""
+    """The content of a chart; `level` is a horizontal line: its value and name."""
 
     series: Sequence[Series]
     xlabel: str
     ylabel: str
     title: str = ""
-    level: tuple[float, float, float, str] | None = None
+    level: tuple[float, str] | None = None
 
 
 def save_charts(charts: Sequence[Chart], path: Path) -> None:
@@ -63,31 +62,29 @@ def save_charts(charts: Sequence[Chart], path: Path) -> None:
     drawn = [chart for chart in charts if any(series.points for series in chart.series)]
     try:
         if drawn:
-            write_whole(path, charts_png(drawn, size=(6.4, 4.2)))
+            write_whole(path, charts_png(drawn))
         else:
             note(f"no picture {path}: there are no points to draw")
     except MissingExtraError as error:
         note(f"no picture: {error}")
 
 
-def charts_png(charts: Sequence[Chart], *, columns: int = 3, size: tuple[float, float] = (3.5, 2.9)) -> bytes:
-    """The charts in one picture, each of this size in inches, with one legend below; raises MissingExtraError."""
+def charts_png(charts: Sequence[Chart]) -> bytes:
+    """The charts side by side in one picture, with one legend below; raises MissingExtraError."""
     try:
         import matplotlib
         from matplotlib.figure import Figure  # pyplot would need a window system and has global state
     except ImportError:
         raise MissingExtraError("a picture", "plot") from None
-    columns = min(columns, len(charts))
-    rows = -(-len(charts) // columns)
+    width, height = _INCHES[0] * len(charts), _INCHES[1]
     names = list(dict.fromkeys(series.name for chart in charts for series in chart.series))
     styles = {name: (_COLORS[i % len(_COLORS)], "os^D"[i // len(_COLORS) % 4]) for i, name in enumerate(names)}
     # An entry of the legend: a stroke of 40 points and, in the mean, 4.7 points for a letter.
-    entries = max(1, int(columns * size[0] * 72 / (40 + 4.7 * max(map(len, names)))))
+    entries = max(1, int(width * 72 / (40 + 4.7 * max(map(len, names)))))
     buffer, shown = io.BytesIO(), dict[str, Any]()
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(columns * size[0], rows * size[1]), dpi=150, layout="constrained")
-        for number, chart in enumerate(charts, start=1):
-            axes = figure.add_subplot(rows, columns, number)
+        figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+        for axes, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
             _draw(axes, chart, styles)
             handles, labels = axes.get_legend_handles_labels()
             shown |= zip(labels, handles, strict=True)
@@ -101,8 +98,7 @@ def charts_png(charts: Sequence[Chart], *, columns: int = 3, size: tuple[float, 
 def _draw(axes: Any, chart: Chart, styles: Mapping[str, tuple[str, str]]) -> None:
     axes.grid(axis="y", alpha=0.5)
     if chart.level is not None:
-        value, low, high, name = chart.level
-        axes.axhspan(low, high, color="black", alpha=0.08, linewidth=0)
+        value, name = chart.level
         axes.axhline(value, color="black", linewidth=0.9, linestyle="--", label=name)
     for series in chart.series:
         points = sorted(series.points, key=lambda point: point.x)
@@ -110,7 +106,8 @@ def _draw(axes: Any, chart: Chart, styles: Mapping[str, tuple[str, str]]) -> Non
         form = series.line.replace("o", mark)
         axes.plot([p.x for p in points], [p.y for p in points], form, color=color, label=series.name)
         for x, y, bounds, label in points:
-            axes.vlines(x, *(bounds or (y, y)), color=color, linewidth=0.7)
+            if bounds is not None:
+                axes.vlines(x, *bounds, color=color, linewidth=0.7)
             if label:
                 axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=7)
     axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel, title=chart.title)
@@ -140,8 +137,7 @@ def loss_chart(rows: Sequence[Row], title: str) -> Chart:
     """
     train, dev = ([r for r in rows if r["kind"] == kind] for kind in ("train", "dev"))
     losses = [r["cross_entropy"] for r in train]
-    ends = range(len(train), 0, -max(1, math.ceil(len(train) / _DRAWN)))  # more points would not be visible
-    means = [Point(train[end - 1]["step"], statistics.fmean(losses[max(0, end - _WINDOW) : end])) for end in ends]
+    means = [Point(r["step"], statistics.fmean(losses[max(0, i - _WINDOW) : i])) for i, r in enumerate(train, start=1)]
     series = [Series(f"train, mean of {_WINDOW} steps", means, "-")] if train else []
     schedules = list(dict.fromkeys(name for r in dev for name in r if name not in ("kind", "step", "cross_entropy")))
     several = {name: f"dev, {name}" for name in schedules}
@@ -176,7 +172,7 @@ def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], t
         charts.append(Chart([*lines, full], "speed-up of requests over full depth", _KEPT, f"{model}, by speed-up"))
     if len(after) > 1:
         title = f"{target}, by minutes of choosing layers and tuning"
-        charts.append(Chart([Series(target, after)], "minutes", _KEPT, title, level=_ALL))
+        charts.append(Chart([Series(target, after)], "minutes", _KEPT, title, level=(100.0, "full depth")))
     return charts
 
 

@@ -110,12 +110,6 @@ class Run:
         return str(self.data["name"])
 
     @property
-    def layers_per_token(self) -> float | None:
-        """Mean layers of a token of the run's outputs; None if no token was fed back."""
-        value = (self.data["free_running"] or {}).get("layers_per_token")
-        return None if value is None else float(value)
-
-    @property
     def full_depth(self) -> bool:
         """Whether every layer ran for every token."""
         return bool(self.data["config"].get("method", {}).get("name") == "full")

@@ -37,7 +37,16 @@ from skipdecode.evaluation.results import (
     open_log,
     save_run,
 )
-from skipdecode.evaluation.scores import along, free_running, scorer_of, sums, table_of, text_scores, token_fidelity
+from skipdecode.evaluation.scores import (
+    Texts,
+    along,
+    free_running,
+    scorer_of,
+    sums,
+    table_of,
+    text_scores,
+    token_fidelity,
+)
 from skipdecode.generation.speed import Method, timing_of
 
 _GENERATED = 0.6  # of the time: texts, before speeds
@@ -47,20 +56,21 @@ _GENERATED = 0.6  # of the time: texts, before speeds
 class TaskEvaluation:
     """What all methods are evaluated on: a transformers model with nothing attached, and records with references.
 
-    `config` is what the caller adds to the results, JSON-ready; `skip_bad` leaves out, and names, records whose prompt
-    is too long. After `until`, of `time.perf_counter()`, no further record is begun: the finished ones count.
+    `prompts` are the token ids of the records' prompts, `settings` have the most tokens of an output. `config` is what
+    the caller adds to the results, JSON-ready. After `until`, of `time.perf_counter()`, no further record is begun: the
+    finished ones count.
 
-    Raises SkipDecodeError for prompts that are too long and results that cannot be written.
+    Raises OutputError for results that cannot be written.
     """
 
     model: Any
     tokenizer: Any
     task: Task
-    source: Records
+    records: Records
+    prompts: Sequence[Sequence[int]]
     metrics: Sequence[Metric]
-    options: EvaluationSettings
+    settings: EvaluationSettings
     config: Mapping[str, Any]
-    skip_bad: bool = False
     until: float = math.inf
 
     def run(self, methods: Mapping[Path, Method], out: Path, *, overwrite: bool = False) -> list[Run]:
@@ -69,20 +79,28 @@ class TaskEvaluation:
         `methods` are by the directory for their ``run.json`` and ``outputs.jsonl``; one of them may be full depth, with
         which the others are compared. `out` is the directory for finished batches until all methods are saved.
         """
-        with closing(open_log(out, self._whole(methods), overwrite=overwrite)) as log:
+        how = [[method.settings(), method.engine] for method in methods.values()]
+        whole = {**self._about, "methods": how, "prompts": self.prompts}  # all that the outputs depend on
+        with closing(open_log(out, whole, overwrite=overwrite)) as log:
             for directory in methods:
                 # A run that continues wrote the results that are there, or may replace them.
                 check_free(directory, overwrite=overwrite or log.count > 0)
-            outputs = self._generated(list(methods.values()), log)
+            with self._bar("generate") as bar:
+                outputs = generate_all(
+                    list(methods.values()),
+                    self.prompts,
+                    self.settings,
+                    log,
+                    eos=set(end_tokens(self.model, self.tokenizer)),
+                    progress=bar.update,
+                    until=time.perf_counter() + _GENERATED * (self.until - time.perf_counter()),
+                )
             finished = len(next(iter(outputs.values())).tokens)
-            work = self if finished == len(self.prompts) else self._of_first(finished)
+            records = replace(self.records, items=self.records.items[:finished])
+            work = replace(self, records=records, prompts=self.prompts[:finished])
             runs = work._finished_runs(methods, outputs, log)
             log.remove()
         return [runs[directory] for directory in methods]
-
-    def _of_first(self, count: int) -> TaskEvaluation:
-        """The same evaluation of the first records alone."""
-        return replace(self, source=replace(self.records, items=self.records.items[:count]))
 
     def _finished_runs(
         self, methods: Mapping[Path, Method], outputs: Mapping[Method, Outputs], log: ResumeLog
@@ -106,36 +124,6 @@ class TaskEvaluation:
         return runs
 
     @cached_property
-    def settings(self) -> EvaluationSettings:
-        """The settings, with the task's longest output if no other is asked for."""
-        return replace(self.options, max_new_tokens=self.options.max_new_tokens or self.task.max_new_tokens)
-
-    @property
-    def records(self) -> Records:
-        """The records whose prompts fit."""
-        return self._encoded[0]
-
-    @property
-    def prompts(self) -> list[list[int]]:
-        """Token ids of the prompts."""
-        return self._encoded[1]
-
-    @cached_property
-    def _encoded(self) -> tuple[Records, list[list[int]]]:
-        tokenizer, vocabulary = self.tokenizer, vocabulary_size(self.model)
-        room = prompt_room(context_length(self.model.config), self.settings.max_new_tokens or 0)
-        fitting, prompts = encode_prompts(
-            self.task.template, self.source, tokenizer, room=room, vocabulary=vocabulary, skip_bad=self.skip_bad
-        )
-        note_left_out(fitting.skipped[len(self.source.skipped) :])
-        if self.settings.teacher_forced:
-            texts = [record.references[0] for record in fitting.items]
-            for record, ids in zip(fitting.items, response_ids(texts, tokenizer, chat=self.task.chat), strict=True):
-                if (fault := outside(ids, tokenizer, vocabulary)) is not None:
-                    raise DataError(f"the reference of record {record.id} has a {fault}", record.line)
-        return fitting, prompts
-
-    @cached_property
     def reference_tokens(self) -> list[int]:
         """Mean length of each record's references."""
         tokenizer = self.tokenizer
@@ -152,38 +140,15 @@ class TaskEvaluation:
             "skipped_records": [list(entry) for entry in self.records.skipped],
         }
 
-    def _whole(self, methods: Mapping[Path, Method]) -> dict[str, Any]:
-        """Everything that the outputs depend on."""
-        how = [[method.settings(), method.engine] for method in methods.values()]
-        return {**self._about, "methods": how, "prompts": self.prompts}
-
-    def _generated(self, methods: Sequence[Method], log: ResumeLog) -> dict[Method, Outputs]:
-        """The outputs of each method, next to those of full depth."""
-        with self._bar("generate") as bar:
-            outputs = generate_all(
-                methods,
-                self.prompts,
-                log,
-                batch_size=self.settings.batch_size,
-                max_new_tokens=self.settings.max_new_tokens or 1,
-                eos=set(end_tokens(self.model, self.tokenizer)),
-                progress=bar.update,
-                until=time.perf_counter() + _GENERATED * (self.until - time.perf_counter()),
-            )
-        full = next((each.tokens for one, each in zip(methods, outputs, strict=True) if one.full_depth), [])
-        # Full depth is not compared with itself.
-        return {
-            one: each if one.full_depth else replace(each, full=full)
-            for one, each in zip(methods, outputs, strict=True)
-        }
-
-    def _scored(self, method: Method, outputs: Outputs) -> tuple[dict[str, Table], dict[str, str]]:
+    def _scored(
+        self, method: Method, outputs: Outputs, texts: Sequence[str], full_tokens: Texts
+    ) -> tuple[dict[str, Table], dict[str, str]]:
         """Statistics of each record, shape (records, k), and signatures of the scores of the method's outputs.
 
-        A signature has library, version and settings of a metric; a fidelity figure's is its definition.
+        A signature has library, version and settings of a metric; a fidelity figure's is its definition. `full_tokens`
+        are those of full depth; empty if it was not run, or for full depth itself.
         """
         records = self.records.items
-        texts = self._texts(outputs.tokens, method)
         references = [[reference.strip() for reference in record.references] for record in records]
         tables: dict[str, Table] = {}
         signatures = dict(FIDELITY)
@@ -196,10 +161,10 @@ class TaskEvaluation:
             values_of_records = [repeated(record, self.task.copied) for record in records]
             copied = [sum(value in text for value in each) for each, text in zip(values_of_records, texts, strict=True)]
             tables["copied"] = table_of(list(zip(copied, map(len, values_of_records), strict=True)))
-        if outputs.full:
-            tables |= free_running(outputs.tokens, outputs.full)
+        if full_tokens:
+            tables |= free_running(outputs.tokens, full_tokens)
         if self.settings.teacher_forced:
-            tables |= self._teacher_forced(method, outputs)
+            tables |= self._teacher_forced(method, full_tokens)
         return tables, signatures
 
     def _document(
@@ -209,8 +174,9 @@ class TaskEvaluation:
 
         `full`, if there is one, is full depth on the same records.
         """
-        tables, signatures = self._scored(method, outputs)
-        rows, about = self._rows(method, outputs, tables), {**self._about, "method": method.settings()}
+        texts = [self.task.cut(text) for text in method.texts(outputs.tokens, self.tokenizer)]
+        full_rows = [] if full is None else full.outputs
+        tables, signatures = self._scored(method, outputs, texts, [row["tokens"] for row in full_rows])
         draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
         metrics: dict[str, Any] = {}
         shares_kept: dict[str, Any] = {}
@@ -221,6 +187,21 @@ class TaskEvaluation:
                 share = compare(full.table(name), table, scorer_of(name), **draws).ratio
                 near_zero = full.data["metrics"][name]["score"] < NEAR_ZERO
                 shares_kept[name] = None if share is None or near_zero else asdict(share)
+        rows = []
+        for i, record in enumerate(self.records.items):
+            row = {
+                "id": str(record.id),
+                "prompt": record.prompt,
+                "references": list(record.references),
+                "output": texts[i],
+                "tokens": outputs.tokens[i],
+                "prompt_tokens": len(self.prompts[i]),
+                "reference_tokens": self.reference_tokens[i],
+            }
+            if full_rows:
+                row |= {"full_output": full_rows[i]["output"], "full_tokens": full_rows[i]["tokens"]}
+            rows.append(row | {"statistics": {name: table[i].tolist() for name, table in tables.items()}})
+        about = {**self._about, "method": method.settings()}
         document = {
             **heading("evaluation"),
             "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
@@ -239,40 +220,18 @@ class TaskEvaluation:
         }
         return document, rows
 
-    def _rows(self, method: Method, outputs: Outputs, tables: Mapping[str, Table]) -> list[dict[str, Any]]:
-        """The lines of ``outputs.jsonl``, one per record."""
-        texts, full_texts = self._texts(outputs.tokens, method), self._texts(outputs.full, method)
-        rows = []
-        for i, record in enumerate(self.records.items):
-            row = {
-                "id": str(record.id),
-                "prompt": record.prompt,
-                "references": list(record.references),
-                "output": texts[i],
-                "tokens": outputs.tokens[i],
-                "prompt_tokens": len(self.prompts[i]),
-                "reference_tokens": self.reference_tokens[i],
-            }
-            if full_texts:
-                row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}
-            rows.append(row | {"statistics": {name: table[i].tolist() for name, table in tables.items()}})
-        return rows
-
     def _bar(self, name: str, passes: int = 1) -> Any:
         return progress_bar(passes * len(self.prompts), "record", name=name)
 
-    def _texts(self, rows: list[list[int]], method: Method) -> list[str]:
-        return [self.task.cut(text) for text in method.texts(rows, self.tokenizer)]
-
-    def _teacher_forced(self, method: Method, outputs: Outputs) -> dict[str, Table]:
+    def _teacher_forced(self, method: Method, full_tokens: Texts) -> dict[str, Table]:
         """The loss of references, and fidelity along full depth's outputs if there are any."""
-        with self._bar("teacher-forced", 2 if outputs.full else 1) as bar:
+        with self._bar("teacher-forced", 2 if full_tokens else 1) as bar:
             each: dict[str, Any] = {"batch_size": self.settings.batch_size, "advance": bar.update}
             scored = text_scores(method.backend, method.schedule, self.prompts, self._first_references(), **each)
             tables = {"loss": sums([losses for losses, _ in scored])}
-            if outputs.full:
+            if full_tokens:
                 measure = partial(token_fidelity, self.model, method.schedule)
-                rows = along(measure, self.prompts, outputs.full, **each)
+                rows = along(measure, self.prompts, full_tokens, **each)
                 tables |= {name: sums([row[name] for row in rows]) for name in ("top1_agreement", "kl")}
         return tables
 
@@ -290,6 +249,28 @@ def note_left_out(rejects: Sequence[Reject]) -> None:
     """Note how many records are left out, and the line and reason of the first ones; nothing if there are none."""
     if rejects:
         note(f"{len(rejects)} record{'s' if len(rejects) > 1 else ''} left out: {lines_by_reason(rejects)}")
+
+
+def records_that_fit(
+    model: Any, tokenizer: Any, task: Task, source: Records, settings: EvaluationSettings, *, skip_bad: bool
+) -> tuple[Records, list[list[int]]]:
+    """The records whose prompts fit into the model's context, and the token ids of the prompts.
+
+    `skip_bad` leaves out the others, with a note; without it they raise a DataError. So do references of a record that
+    are scored and have a token that the model does not know.
+    """
+    vocabulary = vocabulary_size(model)
+    room = prompt_room(context_length(model.config), settings.max_new_tokens or 0)
+    fitting, prompts = encode_prompts(
+        task.template, source, tokenizer, room=room, vocabulary=vocabulary, skip_bad=skip_bad
+    )
+    note_left_out(fitting.skipped[len(source.skipped) :])
+    if settings.teacher_forced:
+        texts = [record.references[0] for record in fitting.items]
+        for record, ids in zip(fitting.items, response_ids(texts, tokenizer, chat=task.chat), strict=True):
+            if (fault := outside(ids, tokenizer, vocabulary)) is not None:
+                raise DataError(f"the reference of record {record.id} has a {fault}", record.line)
+    return fitting, prompts
 
 
 def encode_prompts(

@@ -24,7 +24,7 @@ from skipdecode.common.types import Tokenizer
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import Backend
-from skipdecode.engine.requests import Request, StepOutput
+from skipdecode.engine.requests import Request, Sampling, StepOutput
 from skipdecode.generation.decoding import Output
 from skipdecode.schedule import Schedule
 
@@ -93,12 +93,13 @@ class Method:
         *,
         max_new_tokens: int | Sequence[int],
         eos: set[int],
+        sampling: Sequence[Sampling] | None = None,
         rows: int = 0,
         cache_salt: str = "",
         engine: Engine | None = None,
         until: float = math.inf,
     ) -> Generation:
-        """Greedy continuations of prompts, given as token ids, none empty.
+        """Continuations of prompts, given as token ids, none empty; greedy unless each has its `sampling`.
 
         `max_new_tokens` is of every sequence or of each; tokens of `eos` end a sequence; `rows` sequences are decoded
         together, 0 for all. Drafts and prefixes are from earlier calls with the same `cache_salt` and `engine`.
@@ -109,10 +110,11 @@ class Method:
         engine.stats = stats = EngineStats()
         most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         requests = [
-            Request(tuple(prompt), new, self.backend.sampling, frozenset(eos), cache_salt, self.exact)
-            for prompt, new in zip(prompts, most, strict=True)
+            Request(tuple(prompt), new, how, frozenset(eos), cache_salt, self.exact)
+            for prompt, new, how in zip(prompts, most, sampling or [self.backend.sampling] * len(prompts), strict=True)
         ]
-        tokens, seconds = decode_until(engine, requests, until), (stats.prompt_seconds, stats.decode_seconds)
+        tokens = [[out.token for out in steps] for steps in steps_until(engine, requests, until)]
+        seconds = stats.prompt_seconds, stats.decode_seconds
         return Generation(tokens, *seconds, stats.token_layers, stats.fed_tokens, stats.steps)
 
     def settings(self) -> dict[str, Any]:
@@ -139,11 +141,6 @@ def steps_until(engine: Engine, requests: Sequence[Request], until: float) -> li
         for out in engine.step():
             steps[out.request].append(out)
     return list(steps.values())
-
-
-def decode_until(engine: Engine, requests: Sequence[Request], until: float) -> list[list[int]]:
-    """Return the ids of the new tokens of each request; see `steps_until`."""
-    return [[out.token for out in steps] for steps in steps_until(engine, requests, until)]
 
 
 def groups_in_time(count: int, size: int, until: float) -> Iterator[tuple[range, float]]:

@@ -48,13 +48,8 @@ class Goal:
     def schedule(self, order: Sequence[int], prompt: PromptDepth) -> Schedule:
         """The deepest schedule in a drop order, for a prompt set of `prompts`; the fewest layers if none fits."""
         layers, warmup = self.workload.cost.num_layers, self.paper.warmup_layers
-        depths = _depths(layers, tuple(order), warmup, self.seq_len, self.flat)
+        depths = Depths(layers, tuple(order), warmup, self.seq_len, self.flat, "calibrated")
         return depths.within(self.workload, self.limit, prompt) or depths.schedule(0.0, prompt)
-
-
-def _depths(layers: int, order: tuple[int, ...], warmup: int, seq_len: int, flat: bool) -> Depths:
-    spread = {"positions": 1, "spread": 0.0} if flat else {"positions": seq_len}
-    return Depths(layers, order, warmup, **spread, name="calibrated")
 
 
 def prompt_sets(settings: CalibrationSettings, layers: int) -> list[PromptDepth]:
@@ -134,7 +129,7 @@ def set_goal(
     for prompt in wanted:
         # What prompts run goes first: then they project the most layers, the order that costs most.
         order = sorted(lowest, key=lambda layer: isinstance(prompt, tuple) and layer not in prompt)
-        flat_schedule = _depths(layers, tuple(order), warmup, 1, True).within(workload, limit, prompt)
+        flat_schedule = Depths(layers, tuple(order), warmup, 1, flat=True).within(workload, limit, prompt)
         if flat_schedule is not None and flat_schedule.budgets[0] >= floor:
             deepest[prompt] = flat_schedule.budgets[0]
     if not deepest:
@@ -144,7 +139,7 @@ def set_goal(
         raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
     # The paper's schedule has the prompt set that leaves both phases most.
     prompt = max(deepest, key=lambda each: min(len(each) if isinstance(each, tuple) else layers, deepest[each]))
-    depths = _depths(layers, lowest, warmup, seq_len, flat)
+    depths = Depths(layers, lowest, warmup, seq_len, flat)
     paper = replace(depths.within(workload, limit, prompt) or depths.schedule(0.0, prompt), name="paper")
     least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls
     if not flat:

@@ -57,10 +57,19 @@ def parse_schedule(
     """
     known = {"full": Schedule.full(num_layers)} | dict(named)
     base, endings = (text, []) if text in known or os.path.isfile(text) else _parts(text)
+    speedup = _SPEEDUP.fullmatch(base)
     if endings and not base:
         schedule = checkpoint_schedule or known["full"]
+    elif base in known:
+        schedule = known[base]
+    elif speedup is not None and checkpoint_schedule is not None and checkpoint_schedule.drop_order:
+        schedule = checkpoint_schedule.with_speedup(float(speedup[1]))
+    elif speedup is not None:
+        schedule = Schedule.from_speedup(num_layers, float(speedup[1]), seq_len)
+    elif base.endswith(".json") or os.path.exists(base):
+        schedule = Schedule.load(base)
     else:
-        schedule = _base(base, known, num_layers, seq_len, checkpoint_schedule)
+        raise ScheduleError(f"unknown schedule {base[:80]!r}: accepted are {', '.join(known)} by name; {FORMS}")
     schedule.check_fits(num_layers)
     for ending in endings:
         if ending != "flat":
@@ -68,20 +77,6 @@ def parse_schedule(
         elif not schedule.is_flat:
             schedule = schedule.flattened()
     return schedule
-
-
-def _base(
-    text: str, known: Mapping[str, Schedule], num_layers: int, seq_len: int, checkpoint_schedule: Schedule | None
-) -> Schedule:
-    if text in known:
-        return known[text]
-    if (match := _SPEEDUP.fullmatch(text)) is not None:
-        if checkpoint_schedule is not None and checkpoint_schedule.drop_order:
-            return checkpoint_schedule.with_speedup(float(match[1]))
-        return Schedule.from_speedup(num_layers, float(match[1]), seq_len)
-    if not text or not (text.endswith(".json") or os.path.exists(text)):
-        raise ScheduleError(f"unknown schedule {text[:80]!r}: accepted are {', '.join(known)} by name; {FORMS}")
-    return Schedule.load(text)
 
 
 def _parts(text: str) -> tuple[str, list[str]]:

@@ -112,13 +112,8 @@ class Schedule:
         object.__setattr__(self, "speedup", speedup)
         object.__setattr__(self, "family", self.family or self.name or "custom")
         if not self.name:
-            label = self.curve if speedup is None else f"{self.curve}-{speedup:g}x"
-            object.__setattr__(self, "name", label)
-
-    @property
-    def curve(self) -> str:
-        """The common name of schedules that differ only in the speed-up."""
-        return f"{self.family}-{self.variant}" if self.variant else self.family
+            parts = self.family, self.variant, "" if speedup is None else f"{speedup:g}x"
+            object.__setattr__(self, "name", "-".join(filter(None, parts)))
 
     @property
     def seq_len(self) -> int:
