@@ -151,13 +151,16 @@ class TextModel:
             loop, left, more = TextLoop[RunningPrompt](engine), iter(prompts), True
             while more or loop.running:
                 if more and not engine.waiting:
-                    begun = [self._begun(prompt, decoding) for prompt in islice(left, window)]
-                    more = bool(begun)
-                    for output in (each for each in begun if isinstance(each, Output)):
-                        stats.rows, stats.bad_rows = stats.rows + 1, stats.bad_rows + 1
-                        yield output
+                    taken, new = list(islice(left, window)), list[RunningPrompt]()
+                    more = bool(taken)
+                    for prompt in taken:
+                        try:
+                            new.append(self.make_request(prompt, decoding))
+                        except DataError as e:
+                            stats.rows, stats.bad_rows = stats.rows + 1, stats.bad_rows + 1
+                            yield Output(replace(prompt, error=str(e)))
                     with self._lock:
-                        loop.submit((each for each in begun if isinstance(each, RunningPrompt)), schedule)
+                        loop.submit(new, schedule)
                 with self._lock:
                     ended = loop.advance()
                     if cut():
@@ -165,13 +168,6 @@ class TextModel:
                 for running in ended:
                     stats.add(running.tokens, running.finish_reason)
                     yield Output(running.prompt, running.text, running.tokens, running.finish_reason)
-
-    def _begun(self, prompt: EncodedPrompt, decoding: Decoding) -> RunningPrompt | Output:
-        """Begin a prompt; returns its output if it cannot be used."""
-        try:
-            return self.make_request(prompt, decoding)
-        except DataError as e:
-            return Output(replace(prompt, error=str(e)))
 
     @contextmanager
     def _running_engine(self, rows: int | None, max_new_tokens: int) -> Iterator[tuple[Engine, RunStats]]:
