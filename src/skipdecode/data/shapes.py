@@ -1,4 +1,4 @@
-"""Records as other tools write them: the shape is told by the fields, and has prompts and their responses."""
+"""Records as other tools write them: the fields of a record determine its shape, its prompts and their responses."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Shape:
         known = {"id", *self.fields, *used}
         return [name for name, value in row.items() if name not in known and value not in NOTHING]
 
-    def found_in(self, row: Fields) -> str:
+    def present_fields(self, row: Fields) -> str:
         """The fields of the prompt that a record has, in words; the one that tells the shape is the first."""
         return " and ".join(dict.fromkeys(name for name in (self.key, *self.fields) if name in row))
 

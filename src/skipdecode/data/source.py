@@ -40,7 +40,6 @@ class PromptSource:
         self.format = format
         self._input = opened
         self._field = field
-        self._row = "row"
         self._input.check()
 
     @property
@@ -67,9 +66,7 @@ class PromptSource:
     def of_prompts(cls, prompts: Iterable[Prompt]) -> Self:
         """Prompts given as arguments: records 1, 2, … with the field `prompt`, or with their own."""
         data = "".join(json.dumps(_PLAIN.row(p)) + "\n" for p in prompts).encode()
-        source = cls(Input(ARGUMENTS, io.BytesIO(data)), "jsonl")
-        source._row = "prompt"
-        return source
+        return cls(Input(ARGUMENTS, io.BytesIO(data)), "jsonl")
 
     def records(self, read: ReadRow = _PLAIN.with_prompt) -> Iterator[Record]:
         """All records, from the first on, as `read` completes them."""
@@ -81,6 +78,7 @@ class PromptSource:
         Raises DataError: there is none, none can be used, or one cannot be used and `all_usable` is set.
         """
         count, first, wrong = 0, None, ""
+        row, line = ("prompt", "prompt") if self.name == ARGUMENTS else ("row", "line")
         for record in self.records(read):
             count += 1
             if record.error is None:
@@ -88,11 +86,11 @@ class PromptSource:
             elif all_usable:
                 raise DataError(f"{record.error} (in {self.name})", record.line)
             else:
-                wrong = wrong or f"{self._row.replace('row', 'line')} {record.line}: {record.error}"
+                wrong = wrong or f"{line} {record.line}: {record.error}"
         if not count:
             raise self._empty()
         if first is None:
-            raise DataError(f"nothing to generate: no {self._row} of {self.name} can be used; {wrong}")
+            raise DataError(f"nothing to generate: no {row} of {self.name} can be used; {wrong}")
         return count, first
 
     def filled(self) -> Self:
