@@ -50,7 +50,7 @@ from skipdecode.generation.self_generated import (
     SelfGeneratedOptions,
     forget_prompts,
 )
-from skipdecode.generation.speed import Method, OutOfTime, decode_until, groups_in_time
+from skipdecode.generation.speed import Method, OutOfTime, groups_in_time, steps_until
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.models.recipe import tuned_template
 from skipdecode.schedule import Schedule
@@ -204,7 +204,7 @@ class OwnTexts:
         def decoded(method: Method, group: range, limit: float) -> list[list[int]]:
             sampling = self._generated.answers(self.options.seed, method.backend.sampling)
             requests = [Request(tuple(prompts[i]), most, sampling.for_row(i), ends) for i in group]
-            return decode_until(method.make_engine(size), requests, limit)
+            return [[out.token for out in steps] for steps in steps_until(method.make_engine(size), requests, limit)]
 
         texts: dict[Method, list[list[int]]] = {method: [] for method in methods}
         at_once = size if self.until < math.inf else _BATCHES * size

@@ -108,7 +108,8 @@ class Method:
             Request(tuple(prompt), new, self.backend.sampling, frozenset(eos), cache_salt, self.exact)
             for prompt, new in zip(prompts, most, strict=True)
         ]
-        tokens, seconds = decode_until(engine, requests, until), (stats.prompt_seconds, stats.decode_seconds)
+        tokens = [[out.token for out in steps] for steps in steps_until(engine, requests, until)]
+        seconds = stats.prompt_seconds, stats.decode_seconds
         return Generation(tokens, *seconds, stats.token_layers, stats.fed_tokens, stats.steps)
 
     def settings(self) -> dict[str, Any]:
@@ -135,11 +136,6 @@ def steps_until(engine: Engine, requests: Sequence[Request], until: float) -> li
         for out in engine.step():
             steps[out.request].append(out)
     return list(steps.values())
-
-
-def decode_until(engine: Engine, requests: Sequence[Request], until: float) -> list[list[int]]:
-    """Return the ids of the new tokens of each request; see `steps_until`."""
-    return [[out.token for out in steps] for steps in steps_until(engine, requests, until)]
 
 
 def groups_in_time(count: int, size: int, until: float) -> Iterator[tuple[range, float]]:
