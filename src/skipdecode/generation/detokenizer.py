@@ -36,7 +36,8 @@ class TokenTexts:
     """The texts of single tokens of a tokenizer.
 
     Attributes `special`: tokens that are not shown in texts, with their names. `cleans_up`: whether the tokenizer
-    removes spaces from its texts.
+    removes spaces from its texts. `bytes_of`: function of a token that returns its bytes, empty if it is never shown;
+    None if they depend on other tokens. `inside`: the same for a token behind other text, never None.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -59,7 +60,6 @@ class TokenTexts:
         self.inside = cache(self._inside)
 
     def _inside(self, token: int) -> bytes:
-        """The bytes of a token behind other text; empty if it is never shown."""
         shown = self.bytes_of(token)
         if shown is None:
             once, twice = self.text([token]), self.text([token, token])
@@ -84,7 +84,6 @@ class TokenTexts:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _bytes_of(self, token: int) -> bytes | None:
-        """The bytes of a token, empty if it is never shown; None if they depend on other tokens."""
         written = None if token in self.special else self._tokenizer.convert_ids_to_tokens(token)
         if written is None:
             return b""
