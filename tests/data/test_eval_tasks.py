@@ -33,16 +33,13 @@ def write_task(tmp_path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", task_names())
-def test_built_in_tasks_load(name: str):
-    task = load_task(name)
-    assert task.name == name
-    assert task.metrics
-    template = task.template
-    assert template.render(dict.fromkeys(template.fields, "VALUE")).count("VALUE") == 1
-
-
-def test_built_in_tasks_are_the_papers():
+def test_built_in_tasks_load_and_have_the_papers():
+    for name in task_names():
+        task = load_task(name)
+        assert task.name == name
+        assert task.metrics
+        template = task.template
+        assert template.render(dict.fromkeys(template.fields, "VALUE")).count("VALUE") == 1
     assert {"e2e", "cnn_dm", "tldr"} <= set(task_names())
     assert load_task("e2e").template.render({"mr": "name[Blue Spice]"}) == "name[Blue Spice]\n"
 
@@ -140,11 +137,8 @@ def test_records_without_text_are_left_out_and_named_by_line(tmp_path: Path):
         (b'{"text": "a", "answer": {}}', "line 2: field is no text: 'answer' is an object"),
         (b'{"text": "a", "answers": ["x", null]}', "line 2: field is no text: 'answers' is null"),
         (b'{"text": "\\ud800", "answer": "x"}', "line 2: field is no text: 'text' has half of a surrogate pair"),
-        (b'{"text": "a", "id": {}, "answer": "x"}', "line 2: field 'id' is an object"),
         (b'{"text": "a", "id": 1, "answer": "x"}', "line 2: duplicate id: '1' is the id of line 1 too"),
-        (b'{"text": "a"', "line 2: not JSON"),
         (b'["a"]', "line 2: not a JSON object: a list"),
-        (b'{"text": "\xff", "answer": "x"}', "line 2: not UTF-8"),
     ],
 )
 def test_a_wrong_record_stops_with_its_line(tmp_path: Path, second: bytes, message: str):

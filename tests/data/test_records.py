@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from checkpoints import byte_tokenizer
+from checkpoints import CHAT_TEMPLATE, byte_tokenizer
 from skipdecode.cli import main
 from skipdecode.common import jsonl
 from skipdecode.common.rows import Input
@@ -160,17 +160,6 @@ def test_a_line_of_a_pipe_that_never_ends_is_not_copied(tmp_path: Path, monkeypa
     assert not feeder.is_alive()
 
 
-# ---------------------------------------------------------------------- counting
-
-
-@pytest.mark.parametrize("data", [b"", b"\n \n\n"])
-def test_input_without_prompts_is_refused(tmp_path: Path, data: bytes):
-    path = tmp_path / "in.txt"
-    path.write_bytes(data)
-    with pytest.raises(DataError, match=r"no prompts in .*in\.txt"):
-        PromptSource.open(str(path)).check()
-
-
 @pytest.mark.parametrize(
     ("format", "data"),
     [
@@ -187,27 +176,10 @@ def test_the_check_of_an_input_knows_its_digest_without_another_reading(format: 
     assert source.fingerprint["sha256"] == hashlib.sha256(data).hexdigest()
 
 
-# ---------------------------------------------------------------------- encoding
-
-
-def encoded(prompt: Any, **options: Any) -> Any:
-    encoder = PromptEncoder(byte_tokenizer(chat=options.pop("template", True)), options.pop("context", 50), **options)
-    return encoder.encode([Record(0, 1, 1, "first"), Record(1, 2, 2, prompt), Record(2, 3, 3, "", "was bad")])[1]
-
-
-CHAT = [{"role": "user", "content": "hi"}]
-
-
-def test_template_troubles_stay_with_their_row():
-    assert "no tools here" in encoded([{"role": "tool", "content": "x"}]).error
-    assert "has no chat template" in encoded(CHAT, template=False).error
-    with pytest.raises(UsageError, match="no chat template: give prompts without chat"):
-        PromptEncoder(byte_tokenizer(chat=False), None, PromptTemplate(chat=True))
-
-
 # ---------------------------------------------------------------------- fields of a record
 
 
+CHAT = [{"role": "user", "content": "hi"}]
 TOOLS = (
     "{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}{% endfor %}"
@@ -222,7 +194,7 @@ CALLED = [
 
 
 def prompts_of(
-    rows: list[Any], jinja: str = TOOLS, template: PromptTemplate | None = None, **options: Any
+    rows: list[Any], jinja: Any = TOOLS, template: PromptTemplate | None = None, **options: Any
 ) -> list[str]:
     """The prompts, or the errors, of records."""
     tokenizer = byte_tokenizer()
@@ -230,6 +202,15 @@ def prompts_of(
     template = template or PromptTemplate(**options)
     records = [*map(template.record_of, rows)]
     return [p.error or p.text for p in PromptEncoder(tokenizer, None, template).encode(records)]
+
+
+def test_template_troubles_stay_with_their_row():
+    first, tool, last = prompts_of(["first", [{"role": "tool", "content": "x"}], "last"], CHAT_TEMPLATE)
+    assert (first, last) == ("first", "last")
+    assert "no tools here" in tool
+    assert "has no chat template" in prompts_of(["first", CHAT], None)[1]
+    with pytest.raises(UsageError, match="no chat template: give prompts without chat"):
+        prompts_of([], None, chat=True)
 
 
 def test_a_chat_goes_into_its_template_with_calls_names_and_tools():

@@ -26,14 +26,14 @@ from skipdecode.data.examples import (
     make_template,
 )
 from skipdecode.data.shapes import SHAPES as KNOWN
-from skipdecode.data.source import held_out, load_records, read_file
+from skipdecode.data.source import PromptSource, held_out, load_records, read_file
 from skipdecode.data.tasks import Task
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.sources import Sources
 from skipdecode.models.loading.hub import load_model
-from tiny import tiny_model
+from textgen_tools import save_tiny_model
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"p {n}", "response": f"r {n}"} for n in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -84,21 +84,6 @@ FORMATS: dict[str, Callable[[Path], object]] = {
     "x.arrow": lambda path: feather.write_feather(pyarrow.Table.from_pylist(ROWS), path, compression="uncompressed"),
     "x.feather": lambda path: feather.write_feather(pyarrow.Table.from_pylist(ROWS), path),
 }
-
-
-def saved_model(folder: Path, **sizes: int) -> str:
-    tiny_model("llama", vocab_size=320, **sizes).save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    return str(folder / "model")
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_read_by_every_verb(name: str, tmp_path: Path, capsys: Any) -> None:
-    FORMATS[name](tmp_path / name)
-    command = ["generate", saved_model(tmp_path), "--input", str(tmp_path / name), "--max-new-tokens", "2"]
-    assert main([*command, "--include-prompt", "--no-template"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["prompt"] for row in found] == [row["prompt"] for row in ROWS]
 
 
 def test_objects_of_a_table_have_no_fields_of_others(tmp_path: Path) -> None:
@@ -181,7 +166,7 @@ def test_reasoning_is_learned_where_the_chat_template_writes_it(capsys: Any) -> 
 
 def test_prepare_writes_calls_as_the_chat_template_does(tmp_path: Path) -> None:
     turns = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    loaded = load_model(saved_model(tmp_path))
+    loaded = load_model(save_tiny_model(tmp_path / "model"))
     loaded.tokenizer.chat_template = HERMES.removesuffix("<assistant>") + ASKS
     sources = Sources(PrepareOptions(), {"train": [{"messages": turns, "tools": TOOLS}] * 2}, tmp_path)
     (row,) = [row for _, row in read_rows(sources.written_records(loaded).train)]
@@ -222,7 +207,7 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
         for n, word in enumerate(["red", "blue"] * 15)
     ]
     (tmp_path / "alpaca.json").write_text(json.dumps(rows, indent=1))
-    model = saved_model(tmp_path, num_hidden_layers=8)
+    model = save_tiny_model(tmp_path / "model", context=512)
     cost = tmp_path / "cost.json"
     from skipdecode.cost.model import CostModel
 
@@ -244,7 +229,7 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
 def test_chats_are_scored_and_held_out_as_what_they_are(tmp_path: Path, capsys: Any) -> None:
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(json.dumps({"conversations": SHAREGPT}) + "\n" for _ in range(4)))
-    model, options = saved_model(tmp_path), {"max_new_tokens": 2, "metrics": ["bleu"]}
+    model, options = save_tiny_model(tmp_path / "model"), {"max_new_tokens": 2, "metrics": ["bleu"]}
     for row, prompt in (({"prompt": "a", "response": "b"}, "<user>a<assistant>"), ({"text": "one two"}, "one")):
         (run,) = evaluate(model, [row], ["full"], **options).runs
         assert run.outputs[0]["prompt_tokens"] == len(prompt)
@@ -267,6 +252,8 @@ def test_the_docs_say_of_every_shape_and_file_whether_it_is_read(tmp_path: Path)
     for name, write in samples.items():
         write(tmp_path / name)
         assert [row for _, row in read_rows(tmp_path / name)] == ROWS
+        found = [record.prompt for record in PromptSource.open(str(tmp_path / name)).records()]  # as `generate` does
+        assert found == [row["prompt"] for row in ROWS]
     (tmp_path / "x.xlsx").write_bytes(b"PK\x03\x04")
     with pytest.raises(DataError):
         list(read_rows(tmp_path / "x.xlsx"))

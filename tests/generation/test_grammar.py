@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 
@@ -135,45 +134,6 @@ def test_finished_texts_are_valid(model, grammars, draws):
     for text, (schema, _) in zip(found, asked, strict=True):
         validate(text, schema)
     assert len(set(found)) > len(SCHEMAS) * 2 // 3
-
-
-def random_schema(rng, depth=0):
-    """Of any kind; what is open ends is bounded, so that texts stay short."""
-    kind = rng.choice(["string", "integer", "number", "enum", "array", "object", "anyOf"][: 4 if depth > 2 else 7])
-    inner = (
-        [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]
-        if kind in ("array", "object", "anyOf")
-        else []
-    )
-    least = rng.randint(0, 3)
-    if kind == "string":
-        bounds = {"minLength": least, "maxLength": least + rng.randint(0, 5)}
-        return {
-            "type": kind,
-            **rng.choice([bounds, {"pattern": rng.choice(["^[a-c]{2,4}$", "^x|yz$"]), "maxLength": 9}]),
-        }
-    if kind in ("integer", "number"):
-        low = rng.randint(-200, 200)
-        step = {"multipleOf": rng.choice([2, 3, 10])} if kind == "integer" and rng.random() < 0.3 else {}
-        return {"type": kind, rng.choice(["minimum", "exclusiveMinimum"]): low, "maximum": low + 20, **step}
-    if kind == "array":
-        return {"type": kind, "items": inner[0], "minItems": least, "maxItems": least + rng.randint(0, 2)}
-    if kind == "object":
-        names = [rng.choice(["a", "ä b", 'q"', "", "x/y", "key"]) + str(i) for i in range(len(inner))]
-        wanted = rng.sample(names, rng.randint(0, len(names)))
-        return {"type": kind, "properties": dict(zip(names, inner, strict=True)), "required": wanted} | {
-            "additionalProperties": False
-        }
-    return {"anyOf": inner} if kind == "anyOf" else {"enum": [None, True, -1.5, "é", {"a": [1]}, []]}
-
-
-@pytest.mark.slow
-def test_texts_for_random_schemas_are_valid(model, grammars):
-    schemas = [random_schema(random.Random(seed)) for seed in range(300)]
-    requests = [request(grammars.compile("json", schema), seed) for seed, schema in enumerate(schemas)]
-    found = texts(FastEngine(model, SCHEDULES["nested"], max_rows=16), requests)
-    for text, schema in zip(found, schemas, strict=True):
-        validate(text, schema)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.0, "logit_bias": {}}, {"top_k": 3}])

@@ -239,8 +239,9 @@ def test_streams_may_take_turns_and_be_left(llm: LLM):
     assert texts(llm.generate(["hello", "you"], 8)) == alone
 
 
-def test_streams_through_transformers_take_turns_too(model_dir: str, llm: LLM):
+def test_transformers_decodes_the_same_and_streams_take_turns_too(model_dir: str, llm: LLM):
     other = LLM(model_dir, device="cpu", engine="transformers")
+    assert other.generate(TEXTS, 6, schedule="2x") == llm.generate(TEXTS, 6, schedule="2x")
     alone = texts(llm.generate(["hello", "you"], 8, schedule="2x"))
     streams = [other.stream(text, 8, schedule="2x") for text in ("hello", "you")]
     pieces = zip_longest(*streams, fillvalue="")
@@ -327,12 +328,6 @@ def test_a_schedule_that_the_weights_do_not_know_is_warned_of_once(llm: LLM):
         for schedule in ("2x", "2x", "full"):
             fresh.generate("hello", 4, schedule=schedule)
     assert [warning.filename for warning in told] == [__file__]
-
-
-def test_transformers_decodes_the_same(llm: LLM):
-    slow = LLM(llm.loaded, engine="transformers")
-    assert slow.generate(TEXTS, 6, schedule="2x") == llm.generate(TEXTS, 6, schedule="2x")
-    assert "".join(slow.stream("hello", 6)) == llm.generate("hello", 6)[0].text
 
 
 # ---------------------------------------------------------------------- what cannot be done

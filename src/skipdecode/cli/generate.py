@@ -302,9 +302,7 @@ def _line(config: Config, llm: LLM, output: Output) -> Mapping[str, object]:
 
 
 def _print_summary(config: Config, stats: RunStats, settings: Json) -> None:
-    from skipdecode.generation.stats import summary_lines
-
-    for line in summary_lines(stats):
+    for line in str(stats).splitlines():
         note(line)
     if forwards := stats.short_heads + stats.head_fallbacks:
         detail(f"the 8-bit copy of the head decided {stats.short_heads} of {forwards} forwards")

@@ -172,8 +172,8 @@ class Input:
         """The lines; see `read_lines`. Whoever has read them all knows `sha256` too."""
         return read_lines(self._noted(line_parts(self._file)))
 
-    def rows(self, format: str, lines: Lines | None = None) -> Iterator[tuple[int, Row]]:
-        """The records in one of `FORMATS`; see `read_rows`. JSON lines are read from `lines`, if they are given."""
+    def rows(self, format: str) -> Iterator[tuple[int, Row]]:
+        """The records in one of `FORMATS`; see `read_rows`."""
         if self.is_whole(format):
             read = table_rows if self.start().startswith(TABLES) else array_rows
             table = self._table if format == "jsonl" else None
@@ -183,7 +183,7 @@ class Input:
             first = self.start().removeprefix(BOM).lstrip().partition(b"\n")[0].rstrip()
             if first.startswith(b"{") and first.endswith((b"{", b"[")):
                 raise DataError(f"{self.name} is one JSON object in several lines: give an array, or JSON lines")
-            return ((line, object_of(raw)) for line, raw in lines or self.lines())
+            return ((line, object_of(raw)) for line, raw in self.lines())
         delimiter = find_delimiter(_DELIMITERS[format], self.start())
         return csv_rows(self._noted(self._file), delimiter, self.name)
 

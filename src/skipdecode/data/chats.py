@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
 
 from skipdecode.common.jsonl import Fields
 from skipdecode.common.types import Tokenizer
@@ -250,32 +249,29 @@ class ToolChoice:
 
         Raises OptionError: the choice is not accepted, or names no tool.
         """
-        mode, names = _mode(choice)
-        if mode == "none":
-            return cls()
-        chosen = tuple(tool for tool in tools if isinstance(name := name_of(tool), str) and name in (names or {name}))
-        demanded = mode == "required"
-        if len({*map(name_of, chosen)}) < len(names or []) or (demanded and not chosen):
+        names: set[str | None] = {name_of(tool) for tool in tools} - {None}
+        match choice:
+            case "none":
+                return cls()
+            case "auto" | "required":
+                mode, allowed = choice, names
+            case {"type": "function", "function": {"name": str(name)}}:
+                mode, allowed, several = "required", {name}, False
+            case {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as allowed_tools},
+            }:
+                allowed = set(map(name_of, allowed_tools))
+            case _:
+                raise OptionError("tool_choice", choice, _CHOICES)
+        if not allowed <= names or (mode == "required" and not allowed):
             raise OptionError("tool_choice", choice, _CHOICES)
-        one = isinstance(choice, Mapping) and choice["type"] == "function"
-        return cls(tuple(tools), chosen, demanded, several and not one)
+        chosen = tuple(tool for tool in tools if name_of(tool) in allowed)
+        return cls(tuple(tools), chosen, mode == "required", several)
 
 
-def _mode(choice: Any) -> tuple[str, set[str] | None]:
-    """The mode, and the names of the tools that may be called; None for all."""
-    match choice:
-        case "none" | "auto" | "required":
-            return choice, None
-        case {"type": "function", "function": {"name": str(name)}}:
-            return "required", {name}
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*named]}}:
-            names = [name_of(one) for one in named if isinstance(one, Mapping)]
-            if len(names) == len(named) > 0 and all(isinstance(name, str) for name in names):
-                return mode, set(names)
-    raise OptionError("tool_choice", choice, _CHOICES)
-
-
-def name_of(tool: Tool) -> Any:
-    """The name of a tool, which OpenAI's form has within `function`."""
-    function = tool.get("function", tool)
-    return function.get("name") if isinstance(function, Mapping) else None
+def name_of(tool: object) -> str | None:
+    """The name of a tool, which OpenAI's form has within `function`; None if it has no text as a name."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None

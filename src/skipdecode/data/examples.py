@@ -5,12 +5,14 @@ Every record that cannot be used is reported with its line; the caller refuses t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 from skipdecode.common.files import is_stream
+from skipdecode.common.jsonl import kind_of
 from skipdecode.common.options import Options, Reads, option, setting
 from skipdecode.common.progress import note
 from skipdecode.common.rows import read_rows
@@ -25,7 +27,7 @@ from skipdecode.data.prompts import (
     vocabulary_size,
 )
 from skipdecode.data.records import Record, Reject, reject_summary
-from skipdecode.data.shapes import TEXT, Shape, shape_of, shape_of_field
+from skipdecode.data.shapes import TEXT, Shape, fitting_shapes, no_shape, shape_of_field
 from skipdecode.data.source import Records, Source, check_left
 from skipdecode.data.tasks import load_task, task_file
 from skipdecode.data.template import PromptTemplate
@@ -34,6 +36,7 @@ from skipdecode.errors import DataError, UsageError
 _REMEDY = "give a `task`, or `prompt_field` (or `prompt_template`) with `response_field`"
 _ANSWERS = "`self` learns the model's own answers to `prompts`"
 _TOKENIZE_AT_ONCE = 1000
+_ROWS_SEARCHED = 1000  # of which one has to have a known shape
 
 
 def with_breaks(text: str) -> str:
@@ -145,8 +148,10 @@ def make_template(options: RecordOptions, source: Source | None = None) -> Promp
 def known_shape(source: Any, remedy: str, answers: str, template: PromptTemplate | None = None) -> Shape | None:
     """The shape of the records of a source, which a note names; None if they are written for the template.
 
-    Records that can be read only once are taken as written for it. `remedy`, `answers` and the errors are those of
-    `skipdecode.data.shapes.shape_of`.
+    Records that can be read only once are taken as written for it. In errors, `remedy` says how fields are named, and
+    `answers` what to do with prompts alone.
+
+    Raises DataError: there is no record, or none has prompt and response of one shape.
     """
     where, rows = "the records", source
     is_file = isinstance(source, str | Path)
@@ -156,11 +161,21 @@ def known_shape(source: Any, remedy: str, answers: str, template: PromptTemplate
         where, rows = str(source), (row for _, row in read_rows(source))
     elif not isinstance(source, Sequence):
         raise UsageError("records are read several times, so they cannot be an iterator: give a list or a file")
-    shape, first = shape_of(rows, where, remedy, answers, template.fits if template else lambda row: False)
-    if shape is not None:
-        unused = shape.unused(first, ("system", "tools", *shape.responses))  # an encoder says where these are not used
-        note(f"{where}: records of {shape.name}" + (f"; left out: {', '.join(unused)}" if unused else ""))
-    return shape
+    errors = []
+    for row in islice(rows, _ROWS_SEARCHED):
+        if not isinstance(row, Mapping):
+            reason = row if isinstance(row, DataError) else f"not a mapping: {kind_of(row)}"
+            errors.append(f"no record can be read: {reason}")
+        elif template is not None and template.fits(row):
+            return None
+        elif len(fitting := fitting_shapes(row)) == 1:
+            # An encoder says where system messages and tools are not used.
+            unused = fitting[0].unused(row, ("system", "tools", *fitting[0].responses))
+            note(f"{where}: records of {fitting[0].name}" + (f"; left out: {', '.join(unused)}" if unused else ""))
+            return fitting[0]
+        else:
+            errors.append(f"its records {no_shape(row, answers)}; {remedy}")
+    raise DataError(f"{where}: {(*errors, 'no record can be read: there is none')[0]}")
 
 
 def self_template(options: RecordOptions) -> PromptTemplate | None:

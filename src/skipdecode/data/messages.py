@@ -25,7 +25,7 @@ MESSAGE_FIELDS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "annotations", "audio",
     "type", "weight", "train", *REASONING,
 }  # fmt: skip
-"""OpenAI's, by which a message is told from a record."""
+"""Fields of a message of OpenAI, which distinguish messages from records."""
 _CALL = "function_call"
 _ASSISTANT = {"assistant", "gpt", "chatgpt", "bot", "model", _CALL}
 _ROLES = {"human": "user", "observation": "tool", "function": "tool"} | dict.fromkeys(_ASSISTANT, "assistant")

@@ -77,11 +77,12 @@ class PromptEncoder:
         In a prompt longer than `most` tokens, or than its template's limit, the field that may be cut loses its end. A
         prompt without such a field, or too long without the field, is not changed.
         """
-        prompts = [self._of_ids(record) if record.token_ids else self._rendered(record) for record in records]
+        prompts = [self._rendered(record) for record in records]
         for is_chat in (False, True):
             texts = (n for n, p in enumerate(prompts) if p.error is None and not p.record.token_ids)
             rows = [n for n in texts if self._is_chat(records[n]) == is_chat]
-            ids = self._token_ids([prompts[n].text for n in rows], is_chat) if rows else []
+            # A rendered chat already has its special tokens.
+            ids = token_ids(self._tokenizer, [prompts[n].text for n in rows], special=not is_chat) if rows else []
             for number, row in zip(rows, ids, strict=True):
                 prompts[number] = self._checked(records[number], *self._cut(prompts[number], row, most))
         return prompts
@@ -92,17 +93,16 @@ class PromptEncoder:
         while window := list(islice(left, at_once)):
             yield from self.encode(window)
 
-    def _of_ids(self, record: Record) -> EncodedPrompt:
-        """The prompt of a record that has token ids in place of text."""
-        prompt = self._checked(record, "", list(record.token_ids))
-        return replace(prompt, text=self._tokenizer.decode(prompt.token_ids))
-
     def _is_chat(self, record: Record) -> bool:
         """Whether a record goes into the chat template: a prompt of OpenAI's completions does not by itself."""
         as_it_is = record.settings is not None and self._template.text is None
         return not isinstance(record.prompt, str) or bool(self._template.chat and not as_it_is)
 
     def _rendered(self, record: Record) -> EncodedPrompt:
+        """The text of a record that is still to be tokenized; of a record of token ids, the whole prompt."""
+        if record.token_ids:
+            prompt = self._checked(record, "", list(record.token_ids))
+            return replace(prompt, text=self._tokenizer.decode(prompt.token_ids))
         text, error = "", record.error
         if error is None:
             try:
@@ -111,9 +111,8 @@ class PromptEncoder:
                 error = str(e)
         return EncodedPrompt(record, text, [], None, error)
 
-    def _text(self, record: Record, prompt: str | None = None) -> str:
-        """The text of a record, or of the record with another prompt."""
-        words, extra = record.prompt if prompt is None else prompt, record.for_chat
+    def _text(self, record: Record) -> str:
+        words, extra = record.prompt, record.for_chat
         if isinstance(words, str) and not self._is_chat(record):
             self._note_unused({*record.left_out, *map(repr, extra)})
             return words
@@ -138,10 +137,6 @@ class PromptEncoder:
             self._noted.update(new)
             note(f"fields of the records that are not in the prompts: {', '.join(new)}")
 
-    def _token_ids(self, texts: list[str], is_chat: bool) -> list[list[int]]:
-        # A rendered chat already has its special tokens.
-        return token_ids(self._tokenizer, texts, special=not is_chat)
-
     def _checked(self, record: Record, text: str, token_ids: list[int]) -> EncodedPrompt:
         room = None if self._context is None else self._context - len(token_ids)
         error = None
@@ -155,25 +150,26 @@ class PromptEncoder:
             error = f"the prompt has a {fault}"
         return EncodedPrompt(record, text, token_ids if error is None else [], room, error)
 
-    def _cut(self, prompt: EncodedPrompt, token_ids: list[int], most: int | None) -> tuple[str, list[int]]:
+    def _cut(self, prompt: EncodedPrompt, ids: list[int], most: int | None) -> tuple[str, list[int]]:
         """The prompt's text and tokens; if it is too long, the field that may be cut is shortened."""
         template, values = self._template, prompt.record.values  # no values: a chat, which no template made
         if template.truncate is None or template.truncate not in values:
-            return prompt.text, token_ids
+            return prompt.text, ids
         most = min(n for n in (template.max_prompt_tokens, most) if n is not None)
-        if len(token_ids) <= most:
-            return prompt.text, token_ids
+        if len(ids) <= most:
+            return prompt.text, ids
         value = values[template.truncate]
         encoded = self._tokenizer(value, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ends = encoded["offset_mapping"]
-        keep, text, shorter = len(ends), prompt.text, token_ids
+        keep, text, shorter = len(ends), prompt.text, ids
         while len(shorter) > most:
             # Tokens may merge across the cut, so one round may not be enough.
             keep -= len(shorter) - most
             if keep < 1:
-                return prompt.text, token_ids
-            text = self._text(prompt.record, template.render({**values, template.truncate: value[: ends[keep - 1][1]]}))
-            (shorter,) = self._token_ids([text], bool(template.chat))
+                return prompt.text, ids
+            cut = {**values, template.truncate: value[: ends[keep - 1][1]]}
+            text = self._text(replace(prompt.record, prompt=template.render(cut)))
+            (shorter,) = token_ids(self._tokenizer, [text], special=not template.chat)
         return text, shorter
 
 

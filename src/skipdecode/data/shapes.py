@@ -1,11 +1,10 @@
-"""Records as other tools write them: the shape is told by the fields, and has prompts and their responses."""
+"""Records as other tools write them: the fields of a record determine its shape, its prompts and their responses."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from skipdecode.common.jsonl import Fields, Json, Row, kind_of
@@ -14,7 +13,6 @@ from skipdecode.errors import DataError
 
 _MORE = ("tool_calls", *REASONING)  # of an answer, beside its text
 _FIELDS_SHOWN, _CHARACTERS_SHOWN = 20, 80
-_ROWS_SEARCHED = 1000  # of which one has to have a known shape
 NOTHING: tuple[object, ...] = (None, "", [], {})
 """Values of a field that is as good as absent."""
 Prompt = str | list[Message]
@@ -72,7 +70,7 @@ class Shape:
         known = {"id", *self.fields, *used}
         return [name for name, value in row.items() if name not in known and value not in NOTHING]
 
-    def found_in(self, row: Fields) -> str:
+    def present_fields(self, row: Fields) -> str:
         """The fields of the prompt that a record has, in words; the one that tells the shape is the first."""
         return " and ".join(dict.fromkeys(name for name in (self.key, *self.fields) if name in row))
 
@@ -124,33 +122,10 @@ def prompt_shape(row: Fields, fields: Sequence[str] = PROMPT_FIELDS) -> Shape | 
     return next((shape for shape in _SHAPES if shape.key == key), shape_of_field(key))
 
 
-def shape_of(
-    rows: Iterable[object], where: str, remedy: str, answers: str, accepts: Callable[[Fields], bool]
-) -> tuple[Shape | None, Fields]:
-    """The shape of records to learn from or to score, and the first record that has one.
-
-    The shape is None where the caller `accepts` a record as it is. Errors name the records by `where`; `remedy` says
-    how fields are named, and `answers` what to do with prompts alone.
-
-    Raises DataError: there is no record, or none has prompt and response of one shape.
-    """
-    errors = []
-    for row in islice(rows, _ROWS_SEARCHED):
-        if not isinstance(row, Mapping):
-            reason = row if isinstance(row, DataError) else f"not a mapping: {kind_of(row)}"
-            errors.append(f"no record can be read: {reason}")
-            continue
-        fitting = fitting_shapes(row)
-        if accepts(row):
-            return None, row
-        if len(fitting) == 1:
-            return fitting[0], row
-        has = f"fit {fitting[0].name!r} and {fitting[1].name!r}" if fitting else _without_response(row, answers)
-        errors.append(f"its records {has}; {remedy}")
-    raise DataError(f"{where}: {(*errors, 'no record can be read: there is none')[0]}")
-
-
-def _without_response(row: Fields, answers: str) -> str:
+def no_shape(row: Fields, answers: str) -> str:
+    """Say, behind "its records", why a record has no shape to learn from; `answers`: what to do with prompts alone."""
+    if fitting := fitting_shapes(row):
+        return f"fit {fitting[0].name!r} and {fitting[1].name!r}"
     alone = next((shape for shape in _SHAPES if row.get(shape.key) not in NOTHING), None)
     if alone is None:
         return f"have {', '.join(map(repr, row)) or 'no field'}, which is none of: {'; '.join(SHAPES)}"
@@ -185,17 +160,15 @@ def found_field(row: Fields, names: Sequence[str]) -> str:
     """The first of the names that a record has; raises DataError if it has none."""
     name = next((name for name in names if name in row), None)
     if name is None:
-        shown = [repr(name if len(name) <= _CHARACTERS_SHOWN else name[:_CHARACTERS_SHOWN] + "…") for name in row]
-        present = ", ".join(shown[:_FIELDS_SHOWN]) or "none"
-        present += f" and {len(shown) - _FIELDS_SHOWN} more" if len(shown) > _FIELDS_SHOWN else ""
-        raise DataError(f"missing field: {' or '.join(map(repr, names))}; the record has {present}")
+        raise DataError(f"missing field: {' or '.join(map(repr, names))}; {field_names(row)}")
     return name
 
 
 def field_names(row: Fields) -> str:
-    """The fields of a row, at most the first eight, for an error."""
-    names = [repr(name) for name in row]
-    return f"the record has {', '.join(names[:8]) or 'no field'}{', …' if len(names) > 8 else ''}"
+    """The names of the first fields of a record, each cut if it is long, for an error."""
+    shown = [repr(name if len(name) <= _CHARACTERS_SHOWN else name[:_CHARACTERS_SHOWN] + "…") for name in row]
+    more = f" and {len(shown) - _FIELDS_SHOWN} more" if len(shown) > _FIELDS_SHOWN else ""
+    return f"the record has {', '.join(shown[:_FIELDS_SHOWN]) or 'no field'}{more}"
 
 
 def _answers(messages: list[Message]) -> Iterator[tuple[Prompt, Json]]:

@@ -13,7 +13,7 @@ from typing import Self
 from skipdecode.common.files import is_stream
 from skipdecode.common.jsonl import Fields, Json, Row, decoded, json_line, row_of
 from skipdecode.common.progress import note
-from skipdecode.common.rows import Input, Lines, format_of, read_rows
+from skipdecode.common.rows import Input, format_of, read_rows
 from skipdecode.common.table_files import load_split
 from skipdecode.data.records import ReadRow, Record, Reject, read_records, refuse_rejects, reject_summary, usable
 from skipdecode.data.shapes import Shape
@@ -40,7 +40,6 @@ class PromptSource:
         self.format = format
         self._input = opened
         self._field = field
-        self._row = "row"
         self._input.check()
 
     @property
@@ -67,40 +66,31 @@ class PromptSource:
     def of_prompts(cls, prompts: Iterable[Prompt]) -> Self:
         """Prompts given as arguments: records 1, 2, … with the field `prompt`, or with their own."""
         data = "".join(json.dumps(_PLAIN.row(p)) + "\n" for p in prompts).encode()
-        source = cls(Input(ARGUMENTS, io.BytesIO(data)), "jsonl")
-        source._row = "prompt"
-        return source
+        return cls(Input(ARGUMENTS, io.BytesIO(data)), "jsonl")
 
     def records(self, read: ReadRow = _PLAIN.with_prompt) -> Iterator[Record]:
         """All records, from the first on, as `read` completes them."""
-        return read_records(self._rows(), read)
+        return read_records(self._text_rows() if self.format == "txt" else self._input.rows(self.format), read)
 
     def check(self, read: ReadRow = _PLAIN.with_prompt, *, all_usable: bool = False) -> tuple[int, Record]:
         """The number of records, including those with an error, and the first that can be used.
 
-        Parses records only up to that one.
-        Raises DataError: there is none, none can be used, or one cannot be used and `all_usable` is set, which parses
-        all.
+        Raises DataError: there is none, none can be used, or one cannot be used and `all_usable` is set.
         """
-        # Lines of JSON are counted without parsing.
-        in_lines = self.format == "jsonl" and not self._input.is_whole(self.format)
-        lines = self._input.lines() if in_lines else None
-        rows = self._rows(lines)
         count, first, wrong = 0, None, ""
-        for record in read_records(rows, read):
+        row, line = ("prompt", "prompt") if self.name == ARGUMENTS else ("row", "line")
+        for record in self.records(read):
             count += 1
             if record.error is None:
                 first = first or record
             elif all_usable:
                 raise DataError(f"{record.error} (in {self.name})", record.line)
-            wrong = wrong or f"{self._row.replace('row', 'line')} {record.line}: {record.error}"
-            if first and not all_usable:
-                break
-        count += sum(1 for _ in lines or rows)
+            else:
+                wrong = wrong or f"{line} {record.line}: {record.error}"
         if not count:
             raise self._empty()
         if first is None:
-            raise DataError(f"nothing to generate: no {self._row} of {self.name} can be used; {wrong}")
+            raise DataError(f"nothing to generate: no {row} of {self.name} can be used; {wrong}")
         return count, first
 
     def filled(self) -> Self:
@@ -117,16 +107,12 @@ class PromptSource:
         """Close the input."""
         self._input.close()
 
-    def _rows(self, lines: Lines | None = None) -> Iterator[tuple[int, Row]]:
-        if self.format == "txt":
-            return ((line, self._text_row(raw)) for line, raw in self._input.lines())
-        return self._input.rows(self.format, lines)
-
-    def _text_row(self, raw: bytes | None) -> Row:
-        try:
-            return {self._field: decoded(raw)}
-        except DataError as e:
-            return e
+    def _text_rows(self) -> Iterator[tuple[int, Row]]:
+        for line, raw in self._input.lines():
+            try:
+                yield line, {self._field: decoded(raw)}
+            except DataError as e:
+                yield line, e
 
 
 @dataclass(frozen=True)

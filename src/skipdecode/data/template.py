@@ -169,9 +169,8 @@ class PromptTemplate:
         if isinstance(prompt, str) and self.text is not None:
             values = self.values_of_text(prompt)
             prompt = self.render(values)
-        guessed = shape.found_in(row) if self.shape is None and self.text is None else ""
-        known: Json = {"for_chat": extra, "left_out": left_out, "guessed": guessed}
-        return replace(record, prompt=prompt, values=values, **known)
+        guessed = shape.present_fields(row) if self.shape is None and self.text is None else ""
+        return replace(record, prompt=prompt, values=values, for_chat=extra, left_out=left_out, guessed=guessed)
 
     def record_of(self, prompt: Prompt) -> Record:
         """A single record to generate from; it has an `error` if it cannot be used."""

@@ -6,6 +6,7 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Collection, Iterable
+from functools import cache
 from typing import NamedTuple
 
 from skipdecode.common.types import Tokenizer
@@ -35,7 +36,8 @@ class TokenTexts:
     """The texts of single tokens of a tokenizer.
 
     Attributes `special`: tokens that are not shown in texts, with their names. `cleans_up`: whether the tokenizer
-    removes spaces from its texts.
+    removes spaces from its texts. `bytes_of`: function of a token that returns its bytes, empty if it is never shown;
+    None if they depend on other tokens. `inside`: the same for a token behind other text, never None.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -54,24 +56,15 @@ class TokenTexts:
             type(getattr(backend, "model", None)).__name__ != "BPE"
             or tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
         )
-        self._known: dict[int, bytes | None] = {}
-        self._inside: dict[int, bytes] = {}
+        self.bytes_of = cache(self._bytes_of)
+        self.inside = cache(self._inside)
 
-    def bytes_of(self, token: int) -> bytes | None:
-        """The bytes of a token, empty if it is never shown; None if they depend on other tokens."""
-        if token not in self._known:
-            self._known[token] = self._bytes_of(token)
-        return self._known[token]
-
-    def inside(self, token: int) -> bytes:
-        """The bytes of a token behind other text; empty if it is never shown."""
-        if token not in self._inside:
-            shown = self.bytes_of(token)
-            if shown is None:
-                once, twice = self.text([token]), self.text([token, token])
-                shown = (twice[len(once) :] if twice.startswith(once) else once).encode()
-            self._inside[token] = shown
-        return self._inside[token]
+    def _inside(self, token: int) -> bytes:
+        shown = self.bytes_of(token)
+        if shown is None:
+            once, twice = self.text([token]), self.text([token, token])
+            shown = (twice[len(once) :] if twice.startswith(once) else once).encode()
+        return shown
 
     def name(self, token: int, own: bytes | None = None) -> str:
         """The text of a token whose bytes are `own` (default: `inside`); a part of a character is named by its bytes.

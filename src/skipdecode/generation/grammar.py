@@ -24,7 +24,7 @@ JsonSchema = Mapping[str, object] | str
 GrammarSource = JsonSchema | Sequence[str]
 GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 
-_MOST_COMPILED = 32  # grammars that are kept
+_MOST_COMPILED = 32  # cached grammars
 _MOST_TRIES = 200  # sub-schemas that are compiled to find the one that is refused
 _MOST_STATES = 20_000  # of a lexer, each about 2 kB
 # Between the tokens of a JSON text: nothing, a space, or a line break with its indentation. A model that repeats white
@@ -72,12 +72,10 @@ class Grammars:
 
     def _compile(self, kind: GrammarKind, source: str) -> LLMatcher | None:
         try:
-            from llguidance import LLMatcher, LLParserLimits, grammar_from
+            from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
         except ImportError:
             raise MissingExtraError("structured output", "structured") from None
         if self._tokens is None and self.tokenizer is not None:
-            from llguidance import LLTokenizer
-
             if not self._ends:
                 raise UsageError("this model has no end token, which a structured output needs")
             try:

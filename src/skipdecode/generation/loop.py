@@ -27,14 +27,6 @@ class Generated:
     text: str = field(default="", init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
 
-    def take(self, out: StepOutput) -> list[Piece]:
-        """Add a token; returns the pieces of text that are certain now."""
-        pieces = self.reader.push(out)
-        self.tokens.append(out.token)
-        self.text += "".join(piece.text for piece in pieces)
-        self.finish_reason = "stop" if self.reader.stopped else out.finish_reason
-        return pieces
-
 
 G = TypeVar("G", bound=Generated)
 
@@ -62,7 +54,10 @@ class TextLoop(Generic[G]):
 
     def take(self, request: G, out: StepOutput) -> list[Piece]:
         """Add a token to its request; returns the pieces of text that are certain now."""
-        pieces = request.take(out)
+        pieces = request.reader.push(out)
+        request.tokens.append(out.token)
+        request.text += "".join(piece.text for piece in pieces)
+        request.finish_reason = "stop" if request.reader.stopped else out.finish_reason
         if out.finish_reason is not None:
             del self.running[request.number]
         elif request.finish_reason is not None:

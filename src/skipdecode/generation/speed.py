@@ -61,7 +61,8 @@ class Method:
     """Greedy decoding of a backend's model under a schedule, by default full depth, with which others are compared.
 
     `name` is the label in tables, by default the schedule's. `exact`: with drafts from the text and from earlier
-    answers. `variant`: another way to decode at full depth, which is compared with the plain one.
+    answers. `variant`: another way to decode at full depth, which is compared with the plain one. Attribute `engine`:
+    the name of the engine that runs the model.
     """
 
     def __init__(
@@ -73,15 +74,10 @@ class Method:
         variant: bool = False,
         exact: bool = True,
     ) -> None:
-        self.backend, self.exact = backend, exact
+        self.backend, self.engine, self.exact = backend, backend.name, exact
         self.schedule = Schedule.full(backend.num_layers) if schedule is None else schedule
         self.full_depth = self.schedule.is_full and not variant
         self.name = name or method_name(self.schedule)
-
-    @property
-    def engine(self) -> str:
-        """What runs the model."""
-        return self.backend.name
 
     def make_engine(self, max_rows: int, share: float = 1.0) -> Engine:
         """A new engine for `max_rows` sequences at a time; all depths come within a `share` of the tokens."""

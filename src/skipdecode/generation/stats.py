@@ -36,7 +36,31 @@ class RunStats(EngineStats):
     comparison: SpeedComparison | None = None
 
     def __str__(self) -> str:
-        return "\n".join(summary_lines(self))
+        resumed = f", {self.rows_resumed} of them by an earlier run" if self.rows_resumed else ""
+        layers = self.mean_layers
+        lines = [
+            f"{_counted(self.rows, 'record')}{resumed}; {_counted(self.new_tokens, 'new token')} in "
+            f"{self.seconds:.1f} s, {self.tokens_per_s:.1f} tokens/s, prompts included"
+        ]
+        if layers is not None:
+            saved = f", {self.kv_saved:.0%} saved" if self.kv_saved else ""
+            lines.append(f"{_depths(self, layers)}; keys and values: at most {byte_size(self.kv_bytes_peak)}{saved}")
+        if self.drafted_tokens:
+            lines.append(
+                f"{_counted(self.drafted_tokens, 'draft')}, of which {self.accepted_tokens} were accepted: "
+                f"{self.fed_tokens / max(1, self.fed_tokens - self.accepted_tokens):.2f} tokens a step of a sequence"
+            )
+        if self.ended_at_once:
+            good = _counted(self.rows - self.bad_rows, "record")
+            lines.append(
+                f"{self.ended_at_once}{' new' if resumed else ''} of {good} ended at the first token, without text: is "
+                "the prompt of the form that the model was tuned on? Its own template, another template or a task "
+                "gives it"
+            )
+        if self.bad_rows:
+            of = _counted(self.rows, "record")
+            lines.append(f"{self.bad_rows} of {of} could not be used; the output holds the error of each")
+        return "\n".join(lines)
 
     def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> None:
         """Count a sequence that has ended."""
@@ -46,12 +70,12 @@ class RunStats(EngineStats):
     @property
     def decode_tokens_per_s(self) -> float | None:
         """Tokens fed back per second of decoding; None if none was."""
-        return _ratio(self.fed_tokens, self.decode_seconds)
+        return self.fed_tokens / self.decode_seconds if self.decode_seconds else None
 
     @property
     def tokens_per_s(self) -> float:
         """New tokens per second in the engine, prompts included."""
-        return _ratio(self.new_tokens, self.step_seconds) or 0.0
+        return self.new_tokens / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def kv_saved(self) -> float | None:
@@ -71,10 +95,6 @@ class RunStats(EngineStats):
             "kv_saved_share": self.kv_saved,
             "comparison": None if self.comparison is None else self.comparison.to_dict(),
         }
-
-
-def _ratio(value: float, by: float) -> float | None:
-    return value / by if by else None
 
 
 # ---------------------------------------------------------------------- as text
@@ -102,34 +122,6 @@ def depth_words(schedule: Schedule) -> str:
     if last == layers:
         return f"{schedule.name}: prompts alone skip layers and run {prompt} of {layers}; new tokens run all"
     return f"{schedule.name}: {f'prompts {prompt}, new tokens ' if prompt < layers else ''}{depth} of {layers} layers"
-
-
-def summary_lines(stats: RunStats) -> list[str]:
-    """Write the statistics of a run as a few lines."""
-    resumed = f", {stats.rows_resumed} of them by an earlier run" if stats.rows_resumed else ""
-    layers = stats.mean_layers
-    lines = [
-        f"{_counted(stats.rows, 'record')}{resumed}; {_counted(stats.new_tokens, 'new token')} in "
-        f"{stats.seconds:.1f} s, {stats.tokens_per_s:.1f} tokens/s, prompts included"
-    ]
-    if layers is not None:
-        saved = f", {stats.kv_saved:.0%} saved" if stats.kv_saved else ""
-        lines.append(f"{_depths(stats, layers)}; keys and values: at most {byte_size(stats.kv_bytes_peak)}{saved}")
-    if stats.drafted_tokens:
-        lines.append(
-            f"{_counted(stats.drafted_tokens, 'draft')}, of which {stats.accepted_tokens} were accepted: "
-            f"{stats.fed_tokens / max(1, stats.fed_tokens - stats.accepted_tokens):.2f} tokens a step of a sequence"
-        )
-    if stats.ended_at_once:
-        good = _counted(stats.rows - stats.bad_rows, "record")
-        lines.append(
-            f"{stats.ended_at_once}{' new' if resumed else ''} of {good} ended at the first token, without text: is "
-            "the prompt of the form that the model was tuned on? Its own template, another template or a task gives it"
-        )
-    if stats.bad_rows:
-        of = _counted(stats.rows, "record")
-        lines.append(f"{stats.bad_rows} of {of} could not be used; the output holds the error of each")
-    return lines
 
 
 def _depths(stats: RunStats, layers: float) -> str:
