@@ -168,6 +168,12 @@ def test_an_object_in_several_lines_is_told(tmp_path: Path, what: Any):
             read()
 
 
+def test_a_long_first_line_may_have_a_bracket_anywhere(tmp_path: Path):
+    rows = [{"prompt": "[" * 5000}, {"prompt": "a"}]
+    file = written(tmp_path / "x.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert [row for _, row in read_rows(file)] == rows
+
+
 def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
     model = save_tiny_model(tmp_path / "model")
     data = written(tmp_path / "in.csv", 'id,prompt\na,"x\ny"\nb,1,2\nc,z\n')
