@@ -198,6 +198,7 @@ def test_other_encodings_have_a_remedy(tmp_path: Path):
 
 ROWS = [{"prompt": "abc", "n": 1}, {"prompt": "def", "n": 2}]
 FRAME = pd.DataFrame(ROWS, index=[7, 9])
+BYTES = [b"abc", b"def"]
 
 
 def saved(path: Path) -> Path:
@@ -221,6 +222,10 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "shards": lambda path: [
         path.mkdir(exist_ok=True),
         *(FRAME[n : n + 1].to_parquet(path / f"part-{n}.parquet") for n in (0, 1)),
+    ],
+    "bytes": lambda path: [
+        path.mkdir(exist_ok=True),
+        *(FRAME[n : n + 1].assign(prompt=text).to_parquet(path / f"{n}.parquet") for n, text in enumerate(BYTES)),
     ],
     "x.jsonl.bz2": lambda path: FRAME.to_json(path, orient="records", lines=True),
     "x.jsonl.xz": lambda path: FRAME.to_json(path, orient="records", lines=True),

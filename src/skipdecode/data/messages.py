@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from skipdecode.common.jsonl import Fields, Json, is_text, kind_of
-from skipdecode.common.table_files import without_nulls
+from skipdecode.common.plain import without_nulls
 from skipdecode.errors import DataError
 
 Message = Json
