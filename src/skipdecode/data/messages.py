@@ -180,7 +180,15 @@ def chat_fields(row: Fields, *, chat: bool) -> Json:
     if isinstance(tools, list):
         tools = [_parsed(tool) for tool in tools]
     if tools and (chat or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        fields["tools"] = _objects("field 'tools'", tools)
+        fields["tools"] = [_tool(tool) for tool in _objects("field 'tools'", tools)]
+    return fields
+
+
+def _tool(tool: Fields) -> Json:
+    """A tool without its null entries; the schema of its parameters may have some."""
+    fields = {name: entry for name, entry in tool.items() if entry is not None}
+    if isinstance(function := fields.get("function"), Mapping):
+        fields["function"] = {name: entry for name, entry in function.items() if entry is not None}
     return fields
 
 

@@ -43,7 +43,8 @@ def prompt_reader(template: PromptTemplate) -> ReadRow:
         unknown = body.keys() - {*_FOLLOWED, *_FOR_SERVERS}
         names = _PROMPTS if body.get("tool_choice") == "none" else (*_PROMPTS, "tools")
         fields = {name: body[name] for name in names if name in body}
-        record = template.with_prompt(record, fields | {f"body.{name}": body[name] for name in sorted(unknown)})
+        fields |= {f"body.{name}": body[name] for name in sorted(unknown)}
+        record = template.with_prompt(record, fields, whole_chat=True)
         return replace(record, settings=_settings_of(body), guessed=_NAME)
 
     return read

@@ -7,9 +7,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from skipdecode.data.chats import ToolChoice
+from skipdecode.data.messages import chat_fields
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import OptionError
 from skipdecode.generation.batch_lines import schema_of
@@ -188,6 +198,19 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: _Declared
+    _sent: JsonObject = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        tool = handler(data)
+        tool._sent = data
+        return tool
+
+    @property
+    def sent(self) -> JsonObject:
+        """The entries in the client's order, which the prompt keeps."""
+        return self._sent
 
 
 # ---------------------------------------------------------------------- requests
@@ -358,7 +381,7 @@ class ChatRequest(_GenerationFields):
     @cached_property
     def calling(self) -> ToolChoice:
         """The tools that the model sees, and those that it may or has to call."""
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        tools = chat_fields({"tools": [tool.sent for tool in self.tools]}, chat=True).get("tools", [])
         try:
             return ToolChoice.of(tools, self.tool_choice, several=self.parallel_tool_calls)
         except OptionError as e:
