@@ -33,8 +33,12 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TOOLS = [{"function": {"strict": None, "parameters": {"default": None}, "name": "f"}, "type": "function"}]
-TOOLS_WRITTEN = '[{"function": {"parameters": {"default": null}, "name": "f"}, "type": "function"}]'
+SCHEMA = {"properties": {"a": {"default": None, "enum": [None]}, "b": None}, "enum": None}  # a table's, the last two
+TOOLS = [{"function": {"strict": None, "parameters": SCHEMA, "name": "f"}, "type": "function"}]
+TOOLS_WRITTEN = (
+    '[{"function": {"parameters": {"properties": {"a": {"default": null, "enum": [null]}}}, "name": "f"}, '
+    '"type": "function"}]'
+)
 CALL = {"name": "f", "arguments": '{"a": 1}'}
 NULLS = dict.fromkeys(("name", "tool_calls", "tool_call_id", "refusal", "reasoning_content"))
 CALLED = '<assistant>[f {"a": 1}]'
@@ -45,6 +49,7 @@ WRITTEN: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}],
         "<user>ab",
     ),
+    "parts of text alone": ([{"role": "user", "content": ["a", "b"]}], "<user>ab"),
     "parts without a type": ([{"role": "user", "content": [{"text": "a"}]}], "<user>a"),
     "output": ([{"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}], "<assistant>a"),
     "refusal": ([{"role": "assistant", "content": None, "refusal": "no"}], "<assistant>no"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -41,11 +41,15 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, date | time | timedelta | Decimal | UUID) else value
 
 
-def without_nulls(value: Any) -> Any:
-    """A value without the null fields of its objects: a table gives each object the fields of all others."""
+def without_nulls(value: Any, but: Collection[str] = ()) -> Any:
+    """A value without the null fields of its objects, `but` fields of these names.
+
+    A table gives each object the fields of all others.
+    """
     if isinstance(value, dict):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [*map(without_nulls, value)] if isinstance(value, list) else value
+        kept = {name: inner for name, inner in value.items() if inner is not None or name in but}
+        return {name: without_nulls(inner, but) for name, inner in kept.items()}
+    return [without_nulls(each, but) for each in value] if isinstance(value, list) else value
 
 
 def listed(data: object, name: str = "records") -> list[Any]:
@@ -75,12 +79,9 @@ def listed(data: object, name: str = "records") -> list[Any]:
     if isinstance(table, bytes | bytearray) or not is_iterable:
         raise OptionError(name, data, "a list of them, or a table such as a DataFrame")
     rows = [*map(plain, table)]
-    return rows if table is data or isinstance(data, Mapping) else [*map(_without_inner_nulls, rows)]
-
-
-def _without_inner_nulls(row: Any) -> Any:
-    """A row of a table whose objects have no null fields; its own fields may be null."""
-    return {name: without_nulls(value) for name, value in row.items()} if isinstance(row, dict) else row
+    if table is data or isinstance(data, Mapping) or not all(isinstance(row, dict) for row in rows):
+        return rows
+    return [{name: without_nulls(value) for name, value in row.items()} for row in rows]
 
 
 def as_records(source: Any) -> Any:

@@ -34,6 +34,7 @@ _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 _TEXTS = (*REASONING, "name", "tool_call_id")
 _TYPES = ("text", "message")  # of a message, which say nothing more than its role
 _NOTHING: tuple[object, ...] = (None, [], {})
+_MAY_BE_NULL = ("default", "const")  # entries of a JSON schema
 
 
 def checked_text(where: str, text: str) -> str:
@@ -180,15 +181,7 @@ def chat_fields(row: Fields, *, chat: bool) -> Json:
     if isinstance(tools, list):
         tools = [_parsed(tool) for tool in tools]
     if tools and (chat or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        fields["tools"] = [_tool(tool) for tool in _objects("field 'tools'", tools)]
-    return fields
-
-
-def _tool(tool: Fields) -> Json:
-    """A tool without its null entries; the schema of its parameters may have some."""
-    fields = {name: entry for name, entry in tool.items() if entry is not None}
-    if isinstance(function := fields.get("function"), Mapping):
-        fields["function"] = {name: entry for name, entry in function.items() if entry is not None}
+        fields["tools"] = without_nulls(_objects("field 'tools'", tools), _MAY_BE_NULL)
     return fields
 
 
