@@ -79,9 +79,12 @@ def listed(data: object, name: str = "records") -> list[Any]:
     if isinstance(table, bytes | bytearray) or not is_iterable:
         raise OptionError(name, data, "a list of them, or a table such as a DataFrame")
     rows = [*map(plain, table)]
-    if table is data or isinstance(data, Mapping) or not all(isinstance(row, dict) for row in rows):
-        return rows
-    return [{name: without_nulls(value) for name, value in row.items()} for row in rows]
+    return rows if table is data or isinstance(data, Mapping) else [*map(_without_inner_nulls, rows)]
+
+
+def _without_inner_nulls(row: object) -> object:
+    """A row of a table whose objects have no null fields; its own fields may be null."""
+    return {name: without_nulls(value) for name, value in row.items()} if isinstance(row, dict) else row
 
 
 def as_records(source: Any) -> Any:
