@@ -21,7 +21,7 @@ ROWS = [{"prompt": "abc", "n": 1}, {"prompt": "def", "n": 2}]
 DATASET = datasets.Dataset.from_list(ROWS)
 
 
-TABLES = {
+TABLES: dict[str, Any] = {
     "list": ROWS,
     "tuple": tuple(ROWS),
     "generator": (row for row in ROWS),
@@ -34,9 +34,25 @@ TABLES = {
 }
 
 
+class Indexed(torch.utils.data.Dataset[dict[str, Any]]):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return ROWS[index]
+
+
+TABLES["torch's dataset"] = Indexed()
+
+
 @pytest.mark.parametrize("kind", TABLES)
 def test_rows_of_every_table_are_records(kind: str):
     assert listed(TABLES[kind]) == ROWS
+
+
+def test_objects_of_a_table_have_no_fields_of_others():
+    table = pa.table({"tools": [[{"a": {"x": 1}}, {"b": 2}]]})
+    for given in (table, table.to_pandas(), datasets.Dataset(table)):
+        assert listed(given) == [{"tools": [{"a": {"x": 1}}, {"b": 2}]}]
+    own = [{"tools": [{"default": None}]}]
+    assert listed(own) == own
 
 
 def test_values_of_records_are_those_of_json():
@@ -48,6 +64,7 @@ def test_values_of_records_are_those_of_json():
     assert listed(np.array(["x", "y"])) == listed(pd.Series(["x", "y"])) == listed(pa.array(["x", "y"])) == ["x", "y"]
     assert listed(np.array("x")) == listed([pa.scalar("x")]) == ["x"]
     assert listed([{"a": pd.Timedelta(1, "s")}]) == [{"a": "0 days 00:00:01"}]
+    assert listed([{"a": b"x", "b": b"\x89PNG"}]) == [{"a": "x", "b": None}]
     for wrong in (b"text", 5):
         with pytest.raises(OptionError):
             listed(wrong)
@@ -83,7 +100,7 @@ def test_tables_are_taken_by_every_verb(tmp_path: Any):
     for wrong in ([-1], [10**12], [True]):
         with pytest.raises(DataError):
             llm.generate([wrong], **options)
-    pairs = pd.DataFrame([{"prompt": f"say {i}", "response": f"xyz {i}"} for i in range(12)])
+    pairs = pd.DataFrame([{"prompt": f"say {i}", "response": f"xyz {i}", "picture": object()} for i in range(12)])
     assert tune(llm, pairs, out=tmp_path / "tuned", schedule="2x", steps=np.int64(1)).path.is_dir()
     found = calibrate(llm, pairs, nominal_speedup=np.float32(2), records=4, fit=False)
     assert found.schedule.num_layers == llm.num_layers

@@ -168,6 +168,12 @@ def test_an_object_in_several_lines_is_told(tmp_path: Path, what: Any):
             read()
 
 
+def test_a_long_first_line_may_have_a_bracket_anywhere(tmp_path: Path):
+    rows = [{"prompt": "[" * 5000}, {"prompt": "a"}]
+    file = written(tmp_path / "x.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert [row for _, row in read_rows(file)] == rows
+
+
 def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
     model = save_tiny_model(tmp_path / "model")
     data = written(tmp_path / "in.csv", 'id,prompt\na,"x\ny"\nb,1,2\nc,z\n')
@@ -192,6 +198,7 @@ def test_other_encodings_have_a_remedy(tmp_path: Path):
 
 ROWS = [{"prompt": "abc", "n": 1}, {"prompt": "def", "n": 2}]
 FRAME = pd.DataFrame(ROWS, index=[7, 9])
+BYTES = [b"abc", b"def"]
 
 
 def saved(path: Path) -> Path:
@@ -215,6 +222,10 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "shards": lambda path: [
         path.mkdir(exist_ok=True),
         *(FRAME[n : n + 1].to_parquet(path / f"part-{n}.parquet") for n in (0, 1)),
+    ],
+    "bytes": lambda path: [
+        path.mkdir(exist_ok=True),
+        *(FRAME[n : n + 1].assign(prompt=text).to_parquet(path / f"{n}.parquet") for n, text in enumerate(BYTES)),
     ],
     "x.jsonl.bz2": lambda path: FRAME.to_json(path, orient="records", lines=True),
     "x.jsonl.xz": lambda path: FRAME.to_json(path, orient="records", lines=True),

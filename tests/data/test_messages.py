@@ -15,23 +15,30 @@ from checkpoints import CHATML, byte_tokenizer, chatml_tokenizer
 from skipdecode.cli import main
 from skipdecode.data.examples import RecordOptions, encode_examples, known_shape, make_template
 from skipdecode.data.prompts import PromptEncoder
+from skipdecode.data.records import read_records
 from skipdecode.data.source import load_records, read_file
 from skipdecode.data.tasks import load_task
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError
 from skipdecode.evaluation.run import encode_prompts
+from skipdecode.generation.batch_lines import prompt_reader
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.preprocessing import chat_text
 from skipdecode.serving.protocol import ChatRequest
 from textgen_tools import save_tiny_model, write_rows
 
 TEMPLATE = (
-    "{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
     "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TOOLS = [{"type": "function", "function": {"name": "f"}}]
+SCHEMA = {"properties": {"a": {"default": None, "enum": [None]}, "b": None}, "enum": None}  # a table's, the last two
+TOOLS = [{"function": {"strict": None, "parameters": SCHEMA, "name": "f"}, "type": "function"}]
+TOOLS_WRITTEN = (
+    '[{"function": {"parameters": {"properties": {"a": {"default": null, "enum": [null]}}}, "name": "f"}, '
+    '"type": "function"}]'
+)
 CALL = {"name": "f", "arguments": '{"a": 1}'}
 NULLS = dict.fromkeys(("name", "tool_calls", "tool_call_id", "refusal", "reasoning_content"))
 CALLED = '<assistant>[f {"a": 1}]'
@@ -42,6 +49,7 @@ WRITTEN: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}],
         "<user>ab",
     ),
+    "parts of text alone": ([{"role": "user", "content": ["a", "b"]}], "<user>ab"),
     "parts without a type": ([{"role": "user", "content": [{"text": "a"}]}], "<user>a"),
     "output": ([{"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}], "<assistant>a"),
     "refusal": ([{"role": "assistant", "content": None, "refusal": "no"}], "<assistant>no"),
@@ -54,6 +62,10 @@ WRITTEN: dict[str, tuple[list[dict[str, Any]], str]] = {
     "calls of objects": (
         [{"role": "assistant", "tool_calls": [{"function": CALL | {"arguments": {"a": 1, "b": None}}}]}],
         CALLED,
+    ),
+    "calls with a null": (
+        [{"role": "assistant", "tool_calls": [{"function": CALL | {"arguments": '{"a": null}'}}]}],
+        '<assistant>[f {"a": null}]',
     ),
     "calls alone": ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], CALLED),
     "older call": (
@@ -99,15 +111,19 @@ def read(row: dict[str, Any], tokenizer: Any) -> set[str]:
 def test_a_conversation_gives_one_prompt_by_every_reader(names: list[str], with_tools: bool, as_text: bool) -> None:
     written = [(WRITTEN | SHAREGPT)[name] for name in names]
     chat = [message for messages, _ in written for message in messages] + [{"role": "user", "content": "end"}]
-    wanted = ("1" if with_tools else "") + "".join(text for _, text in written) + "<user>end<assistant>"
+    wanted = (TOOLS_WRITTEN if with_tools else "") + "".join(text for _, text in written) + "<user>end<assistant>"
     whole = [*chat, {"role": "assistant", "content": "x", "unknown": 1}]
     row: dict[str, Any] = {"messages": json.dumps(whole) if as_text else whole, "prompt": "other"}
     if with_tools:
         row["tools"] = json.dumps(TOOLS)
     assert read(row, tokenizer_of()) == {wanted}
     if not SHAREGPT.keys() & {*names}:
-        request: Any = ChatRequest(messages=chat, tools=TOOLS if with_tools else [])
-        assert chat_text(tokenizer_of(), request.prompts()[0]) == wanted
+        closed = [*chat, {"role": "assistant", "content": "x"}]  # which a request has, and a record learns
+        for sent, text in ((chat, wanted), (closed, f"{wanted}x<assistant>")):
+            body: dict[str, Any] = {"messages": sent, "tools": TOOLS if with_tools else []}
+            assert chat_text(tokenizer_of(), ChatRequest(**body).prompts()[0]) == text
+            (line,) = read_records([(1, {"body": body})], prompt_reader(PromptTemplate()))
+            assert PromptEncoder(tokenizer_of(), None).encode([line])[0].text == text
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_other_settings_are_refused_with_what_to_do(tmp_path: Path):
 def test_disk_that_fills_up_at_the_very_end_keeps_all_rows(tmp_path: Path):
     out = tmp_path / "out.jsonl"
     writer = writer_for(out)
+    assert str(tmp_path) not in writer.resume_hint  # a log without rows is not kept
     writer.put(0, row(0))
     out.mkdir()
     with pytest.raises(OutputError, match=r"1 finished rows are kept in .*partial; the same command goes on"):

@@ -79,9 +79,10 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
 def test_the_tuned_folder_ends_where_the_learned_answers_end(tmp_path: Path, capsys: Any, kind: str) -> None:
     tokenizer, model, out = chatml_tokenizer(), tiny_model("llama", vocab_size=261), tmp_path / "out"
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    model.generation_config.eos_token_id = 2
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
+    odd = {"eos_token_id": 2, "do_sample": False, "temperature": 0.6}  # as Llama 2 has it
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(odd))
     data = str(write_jsonl(tmp_path / "train.jsonl", records(4)))
     command = ["tune", str(tmp_path / "model"), "--train", data, "--dev", data, "--out", str(out), "--steps", "1"]
     fields = ["--prompt-field", "thing", "--response-field", "ref", "--chat", "--schedule", "2x"]
@@ -90,6 +91,7 @@ def test_the_tuned_folder_ends_where_the_learned_answers_end(tmp_path: Path, cap
     assert "'<|im_end|>'" in capsys.readouterr().err
     loaded = load_model(str(out))
     assert GenerationConfig.from_pretrained(out).eos_token_id == [2, end]
+    assert GenerationConfig.from_pretrained(out).temperature == 0.6
     assert end_tokens(loaded.model, loaded.tokenizer) == {2, end}
     assert main(["export", str(out), "--out", str(tmp_path / "x"), "--schedule", _full(tmp_path)]) == 0
     assert GenerationConfig.from_pretrained(tmp_path / "x").eos_token_id == [2, end]

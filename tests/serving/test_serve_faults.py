@@ -261,6 +261,7 @@ def test_old_clients_and_other_methods():
         ("HTTP://127.0.0.1", "", 200),
         ("http://evil.example/health", "", 400),
         ("/health", "Host: evil.example", 400),
+        ("/health", "Host: LocalHost:5", 200),
         ("/health", "Host: localhost@evil", 400),
         ("/health", "Host: localhost/x", 400),
         ("/health", "Host: localhost\nHost: evil.example", 400),

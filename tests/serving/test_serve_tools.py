@@ -169,6 +169,7 @@ READ = [
     ("qwen", CALL.replace('"f"', "[]"), CALL.replace('"f"', "[]"), []),
     ("qwen", CALL.replace('{"a": "</x> ü"}', json.dumps(json.dumps(F[1]))), "", [F]),
     ("qwen", CALL.replace('{"a": "</x> ü"}', "null"), "", [("f", {})]),
+    ("qwen", CALL.replace('{"a": "</x> ü"}', '""'), "", [("f", {})]),
     ("qwen", CALL.replace('{"a": "</x> ü"}', '"a"'), CALL.replace('{"a": "</x> ü"}', '"a"'), []),
     ("qwen", CALL.replace('"</x> ü"', "1e999"), CALL.replace('"</x> ü"', "1e999"), []),
     ("qwen", CALL.replace('"</x> ü"', "[" * 9999), CALL.replace('"</x> ü"', "[" * 9999), []),

@@ -101,8 +101,12 @@ def in_one_line(data: bytes) -> bytes:
 
 
 def json_line(row: object) -> bytes:
-    """One line of JSON in UTF-8, with its line end; line ends in texts and half of a surrogate pair are escaped."""
-    return in_one_line(json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace")) + b"\n"
+    """One line of JSON in UTF-8, with its line end; line ends in texts and half of a surrogate pair are escaped.
+
+    A value that JSON does not have, such as a picture of a dataset, is the name of its type.
+    """
+    text = json.dumps(row, ensure_ascii=False, default=kind_of)
+    return in_one_line(text.encode(errors="backslashreplace")) + b"\n"
 
 
 KINDS = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -21,8 +22,15 @@ def unwrapped(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value of a record in the types of JSON: dates and exact numbers are text, a missing value is null."""
+    """A value of a record in the types of JSON: dates and exact numbers are text, a missing value is null.
+
+    Bytes are the text that they are in UTF-8, as old Parquet files have it; others, as of pictures, are null.
+    """
     value = unwrapped(value)
+    if isinstance(value, bytes | bytearray):
+        with suppress(UnicodeDecodeError):
+            return value.decode()
+        return None
     if isinstance(value, Mapping):
         return {str(name): plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -31,6 +39,17 @@ def plain(value: Any) -> Any:
     if is_nan or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return None
     return str(value) if isinstance(value, date | time | timedelta | Decimal | UUID) else value
+
+
+def without_nulls(value: Any, but: Collection[str] = ()) -> Any:
+    """A value without the null fields of its objects, `but` fields of these names.
+
+    A table gives each object the fields of all others.
+    """
+    if isinstance(value, dict):
+        kept = {name: inner for name, inner in value.items() if inner is not None or name in but}
+        return {name: without_nulls(inner, but) for name, inner in kept.items()}
+    return [without_nulls(each, but) for each in value] if isinstance(value, list) else value
 
 
 def listed(data: object, name: str = "records") -> list[Any]:
@@ -56,9 +75,16 @@ def listed(data: object, name: str = "records") -> list[Any]:
         if not table.columns.is_unique:
             raise DataError(f"{name}: a column is there twice: {', '.join(map(str, table.columns))}")
         table = table.to_dict("records")
-    if isinstance(table, bytes | bytearray) or not isinstance(table, Iterable):
+    is_iterable = isinstance(table, Iterable) or hasattr(table, "__getitem__")  # the latter of torch's datasets
+    if isinstance(table, bytes | bytearray) or not is_iterable:
         raise OptionError(name, data, "a list of them, or a table such as a DataFrame")
-    return [*map(plain, table)]
+    rows = [*map(plain, table)]
+    return rows if table is data or isinstance(data, Mapping) else [*map(_without_inner_nulls, rows)]
+
+
+def _without_inner_nulls(row: object) -> object:
+    """A row of a table whose objects have no null fields; its own fields may be null."""
+    return {name: without_nulls(value) for name, value in row.items()} if isinstance(row, dict) else row
 
 
 def as_records(source: Any) -> Any:

@@ -180,8 +180,8 @@ class Input:
             self._file.seek(0)
             return enumerate(read(self._file, self.name) if table is None else table, 1)
         if format == "jsonl":
-            first = self.start().removeprefix(BOM).lstrip().partition(b"\n")[0].rstrip()
-            if first.startswith(b"{") and first.endswith((b"{", b"[")):
+            first, end, _ = self.start().removeprefix(BOM).lstrip().partition(b"\n")
+            if end and first.startswith(b"{") and first.rstrip().endswith((b"{", b"[")):
                 raise DataError(f"{self.name} is one JSON object in several lines: give an array, or JSON lines")
             return ((line, object_of(raw)) for line, raw in self.lines())
         delimiter = find_delimiter(_DELIMITERS[format], self.start())

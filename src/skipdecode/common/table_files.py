@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from skipdecode.common.jsonl import BOM, Json, Row, decoded, row_of
-from skipdecode.common.plain import plain
+from skipdecode.common.plain import plain, without_nulls
 from skipdecode.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -74,13 +74,6 @@ def table_rows(file: IO[bytes], name: str) -> Iterator[Row]:
                 yield {k: plain(without_nulls(value)) for k, value in row.items() if not _PANDAS_INDEX.fullmatch(k)}
     except (arrow.ArrowException, OSError) as e:
         raise DataError(f"{name} is no whole Parquet or Arrow file: {' '.join(str(e).split())[:120]}") from None
-
-
-def without_nulls(value: Any) -> Any:
-    """A value without the null fields of its objects: a table gives each object the fields of all others."""
-    if isinstance(value, dict):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [*map(without_nulls, value)] if isinstance(value, list) else value
 
 
 def array_rows(file: IO[bytes], name: str) -> Iterator[Row]:

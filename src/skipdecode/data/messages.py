@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from skipdecode.common.jsonl import Fields, Json, is_text, kind_of
-from skipdecode.common.table_files import without_nulls
+from skipdecode.common.plain import without_nulls
 from skipdecode.errors import DataError
 
 Message = Json
@@ -34,6 +34,7 @@ _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 _TEXTS = (*REASONING, "name", "tool_call_id")
 _TYPES = ("text", "message")  # of a message, which say nothing more than its role
 _NOTHING: tuple[object, ...] = (None, [], {})
+_MAY_BE_NULL = ("default", "const")  # entries of a JSON schema
 
 
 def checked_text(where: str, text: str) -> str:
@@ -180,7 +181,7 @@ def chat_fields(row: Fields, *, chat: bool) -> Json:
     if isinstance(tools, list):
         tools = [_parsed(tool) for tool in tools]
     if tools and (chat or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        fields["tools"] = _objects("field 'tools'", tools)
+        fields["tools"] = without_nulls(_objects("field 'tools'", tools), _MAY_BE_NULL)
     return fields
 
 

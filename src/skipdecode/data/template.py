@@ -131,7 +131,10 @@ class PromptTemplate:
     def _whole(self, row: Fields) -> tuple[str | list[Message], dict[str, str]]:
         """The prompt, and the values of its fields; a chat, which has none, may be all that a prompt is."""
         name = "prompt" if self.shape is not None else self.fields[0]
-        if isinstance(row.get(name), list) and (self.shape is not None or self.text == f"{{{name}}}"):
+        if self.shape is not None and isinstance(row["prompt"], list):
+            # `shaped` has read it, and a second reading would drop nulls in the arguments of calls.
+            return row["prompt"], {}
+        if isinstance(row.get(name), list) and self.text == f"{{{name}}}":
             return read_messages(name, row[name]), {}
         values = self.values(row) if self.shape is None else self.values_of_text(row["prompt"])
         return self.render(values), values
@@ -144,11 +147,11 @@ class PromptTemplate:
         field = TOKEN_IDS if are_token_ids(prompt) else field
         return {field if self.shape is None else self.shape.key: prompt}
 
-    def with_prompt(self, record: Record, row: Fields) -> Record:
+    def with_prompt(self, record: Record, row: Fields, *, whole_chat: bool = False) -> Record:
         """The record with a row's prompt: its fields in the template, or the text or chat of its shape.
 
-        A chat loses the answer at its end. A plain text is the value of the template's only field.
-        Raises DataError if the prompt is missing, empty or not text.
+        A chat loses the answer at its end, unless the prompt is the `whole_chat`. A plain text is the value of the
+        template's only field. Raises DataError if the prompt is missing, empty or not text.
         """
         if self.shape is None and are_token_ids(ids := row.get(TOKEN_IDS)):
             return replace(record, token_ids=tuple(ids or ()))
@@ -162,7 +165,7 @@ class PromptTemplate:
         prompt, values = shape.prompt(row), {}
         extra = chat_fields(row, chat=not isinstance(prompt, str))
         left_out = () if self.shape is not None else tuple(map(repr, shape.unused(row, extra)))
-        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        if not whole_chat and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             prompt, left_out = prompt[:-1], (*left_out, f"the answer at the end of {shape.key!r}")
             if not prompt:
                 raise DataError(f"field {shape.key!r} has an answer, and no message before it")

@@ -309,7 +309,8 @@ def make_metrics(
 
 # ---------------------------------------------------------------------- what a response repeats
 
-_SCRIPTS = "".join(f"\\p{{scx={name}}}" for name in ["Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar"])
+_SCRIPT_NAMES = ["Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar", "Tibetan"]
+_SCRIPTS = "".join(f"\\p{{scx={name}}}" for name in _SCRIPT_NAMES)
 _UNSPACED = rf"(?=[{_SCRIPTS}])\p{{L}}"  # a letter of a script that has no spaces between words
 _LETTER = rf"(?:(?!{_UNSPACED})[\p{{L}}\p{{M}}\p{{Nd}}])"
 _NAME = rf"\p{{Lu}}(?:{_LETTER}|[_'’-])+"

@@ -24,7 +24,7 @@ _SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _PROMPTS = ("messages", "prompt")
-_FOLLOWED = (*_PROMPTS, *_TOOLS, *_SAMPLING, *_LENGTHS, "logit_bias", "response_format", "stop", "n")
+_FOLLOWED = (*_PROMPTS, *_TOOLS, *_SAMPLING, *_LENGTHS, "min_tokens", "logit_bias", "response_format", "stop", "n")
 _FOR_SERVERS = ("model", "stream", "stream_options", "user", "metadata", "store")
 _ANSWERED = "completions"  # the end of a path
 _FORMATS = {"text": None, "json_object": {"type": "object"}}
@@ -43,7 +43,8 @@ def prompt_reader(template: PromptTemplate) -> ReadRow:
         unknown = body.keys() - {*_FOLLOWED, *_FOR_SERVERS}
         names = _PROMPTS if body.get("tool_choice") == "none" else (*_PROMPTS, "tools")
         fields = {name: body[name] for name in names if name in body}
-        record = template.with_prompt(record, fields | {f"body.{name}": body[name] for name in sorted(unknown)})
+        fields |= {f"body.{name}": body[name] for name in sorted(unknown)}
+        record = template.with_prompt(record, fields, whole_chat=True)
         return replace(record, settings=_settings_of(body), guessed=_NAME)
 
     return read
@@ -55,6 +56,8 @@ def _settings_of(body: Mapping[str, Any]) -> OwnSettings:
     sampling = {name: fields[name] for name in _SAMPLING if name in fields}
     if sampling.get("top_k") == -1:  # vLLM's "all"
         sampling["top_k"] = 0
+    if "min_tokens" in fields:  # vLLM's name
+        sampling["min_new_tokens"] = fields["min_tokens"]
     try:
         for name in filter(fields.__contains__, _LENGTHS):
             if (accepted := kinds(Request)["max_new_tokens"].refuses(fields[name])) is not None:

@@ -175,7 +175,7 @@ class CallReader:
             raise ValueError("no tool has this name")
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):  # as some models write them
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "{}")
         arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no object")

@@ -73,6 +73,8 @@ class FileWriter:
     @property
     def resume_hint(self) -> str:
         """How to resume an interrupted run, in one line."""
+        if not self._log.count:
+            return "no row is finished; the same command begins anew"  # an empty log is deleted
         return f"{self._log.count} finished rows are kept in {self._log.path}; the same command goes on from there"
 
     def is_done(self, index: int) -> bool:

@@ -166,7 +166,7 @@ class Middleware:
         name = None if host is None else _HOST.fullmatch(host.decode("latin-1"))
         if host is not None and name is None:
             raise invalid("the Host header is not accepted: give a name or an address, and a port")
-        if self._local_only and name is not None and name[1] not in _LOCAL:
+        if self._local_only and name is not None and name[1].lower() not in _LOCAL:
             raise invalid("this Host is not known here: use 127.0.0.1 or localhost, or start the server with --host")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             message = "a body in a content-encoding is not read: send it as it is"

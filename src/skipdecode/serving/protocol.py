@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ModelWrapValidatorHandler as Handler
 
 from skipdecode.data.chats import ToolChoice
+from skipdecode.data.messages import chat_fields
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import OptionError
 from skipdecode.generation.batch_lines import schema_of
@@ -149,7 +151,7 @@ class Message(Strict):
     neutral = {"annotations": ([],), "audio": ()}
     type: Literal["text", "message"] | None = Field(None, description="accepted; says nothing more than the role")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[JsonObject], Field(min_length=1)] | None = None
+    content: Text | Annotated[list[JsonObject | Text], Field(min_length=1)] | None = None
     refusal: Text | None = Field(None, description="the content of an answer without another")
     name: Text | None = Field(None, description="refused if the chat template does not use it")
     tool_calls: list[JsonObject] = []
@@ -188,6 +190,14 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: _Declared
+    _sent: JsonObject  # its entries in the client's order, which the prompt keeps
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: JsonObject, handler: Handler[Tool]) -> Tool:
+        tool = handler(data)
+        tool._sent = data
+        return tool
 
 
 # ---------------------------------------------------------------------- requests
@@ -358,7 +368,7 @@ class ChatRequest(_GenerationFields):
     @cached_property
     def calling(self) -> ToolChoice:
         """The tools that the model sees, and those that it may or has to call."""
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        tools = chat_fields({"tools": [tool._sent for tool in self.tools]}, chat=True).get("tools", [])
         try:
             return ToolChoice.of(tools, self.tool_choice, several=self.parallel_tool_calls)
         except OptionError as e:

@@ -61,8 +61,15 @@ def save_model(
     """
     weights = {id(each): each for each in (model.state_dict() if state_dict is None else state_dict).values()}
     needed = sum(each.nbytes for each in weights.values())
-    with writing(shown / _WEIGHTS, needed), without_foreign_bars():
-        model.save_pretrained(directory, state_dict=state_dict)
+    generation = model.generation_config
+    try:
+        # Saved below, as transformers saves no changed config that it finds odd, such as one of Llama 2.
+        model.generation_config = type(generation)()
+        with writing(shown / _WEIGHTS, needed), without_foreign_bars():
+            model.save_pretrained(directory, state_dict=state_dict)
+    finally:
+        model.generation_config = generation
+    generation.to_json_file(directory / GENERATION_FILE)
     _edit(directory / _CONFIG, with_old_names)
     save_tokenizer(tokenizer, directory, shown=shown)
 
@@ -106,7 +113,7 @@ def save_tuned(
             model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
         save_tokenizer(tokenizer, partial, shown=directory)
         schedule.save(partial / ADAPTER_SCHEDULE_FILE)
-        # It may name another end than the base's; unchecked, as transformers saves no config that it finds odd.
+        # It may name another end than the base's; unchecked, as in `save_model`.
         unwrap(model).generation_config.to_json_file(partial / GENERATION_FILE)
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
     else:
