@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from emulated import COMPILER, EMULATOR, EmulatedKernels
-from kernel_reference import compiled_with, kernels_or_skip, reference_linear, reference_stack, run_linear
+from kernel_reference import compiled_with, kernels_or_skip, reference_linear, reference_stack, run_linear, stack_case
 from skipdecode.engine import kernels as package
 from skipdecode.engine.kernels import targets
 from skipdecode.engine.kernels.native import NativeKernels, greedy
-from skipdecode.engine.kernels.spec import AttentionSpec, LayerRows, LayerSpec, LinearSpec, StackInput
+from skipdecode.engine.kernels.spec import AttentionSpec, LayerRows, LinearSpec
 from skipdecode.engine.kernels.targets import ALL_TARGETS
 from skipdecode.engine.kernels.weights import QUANTIZATIONS, quantize
 
@@ -100,38 +100,14 @@ class TestRows:
         assert (together - want).norm() < 0.03 * want.norm()
 
 
-def stack_case(dtype):
-    """Two layers, a prompt and a row of another text; the second layer stores and runs fewer rows."""
-    heads, kv_heads, dim, hidden, wide = 4, 2, 20, 24, 40
-    columns = (heads + 2 * kv_heads) * dim
-
-    def linear(out, columns, *norm):
-        return LinearSpec(torch.randn(out, columns) / columns**0.5, torch.randn(out), *norm)
-
-    def normed():
-        return "rms_norm", torch.rand(hidden)
-
-    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, 0, torch.randn(64, dim // 2), torch.randn(64, dim // 2))
-    layers = [
-        LayerSpec(
-            linear(columns, hidden, *normed()),
-            spec,
-            linear(hidden, heads * dim),
-            linear(2 * wide, hidden, *normed()),
-            linear(hidden, wide, "swiglu"),
-        )
-        for _ in range(2)
-    ]
-    table = torch.randperm(36).view(2, 2, 9).int()
-    slots, positions = [0] * 9 + [1], [*range(20, 29), 33]
-    rows = torch.tensor(slots, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-    pages = torch.randn(40, 2, kv_heads, 4, dim).to(dtype)
-    return layers, StackInput(torch.randn(10, hidden), pages, table, *rows, [LayerRows(0, 0, 10), LayerRows(2, 5, 9)])
-
-
-def copied(given, rows=None):
-    layers = given.layers if rows is None else [LayerRows(0, 0, rows)] * 2
-    return given._replace(hidden=given.hidden[:rows].clone(), pages=given.pages.clone(), layers=layers)
+def layers_case(dtype, layer_rows):
+    """Two layers and rows of two texts, of a prompt's later part and of a decode step."""
+    torch.manual_seed(0)
+    cos, sin = torch.randn(64, 10), torch.randn(64, 10)
+    spec = AttentionSpec(4, 2, 20, 20**-0.5, 0, cos, sin)
+    layers, given = stack_case(spec, dtype, [0] * 9 + [1], [*range(20, 29), 33])
+    rows = layer_rows[0].end
+    return layers, given._replace(hidden=given.hidden[:rows], layers=layer_rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,18 +115,17 @@ class TestLayers:
     pytestmark = emulated
 
     def test_they_match_torch_and_a_row_does_not_depend_on_its_batch(self, arm, dtype):
-        torch.manual_seed(0)
-        layers, given = stack_case(dtype)
-        want, got = copied(given), copied(given)
-        reference_stack(layers, want)
         arm.threads = 3
-        arm.stack(layers, got)
         error = 1e-4 if dtype == torch.float32 else 3e-2  # queries may meet bf16 keys as bf16
+        some = [LayerRows(0, 0, 10), LayerRows(2, 5, 9)]
+        (layers, got), (_, want) = layers_case(dtype, some), layers_case(dtype, some)
+        arm.stack(layers, got)
+        reference_stack(layers, want)
         torch.testing.assert_close(got.hidden, want.hidden, rtol=error, atol=error)
-        whole, few = copied(given, 10), copied(given, 3)
-        arm.stack(layers, whole)
+        (_, together), (_, few) = (layers_case(dtype, [LayerRows(0, 0, rows)] * 2) for rows in (10, 3))
+        arm.stack(layers, together)
         arm.stack(layers, few)
-        assert torch.equal(few.hidden, whole.hidden[:3])
+        assert torch.equal(few.hidden, together.hidden[:3])
 
 
 @pytest.fixture(params=[1, 3, 4])
@@ -170,7 +145,7 @@ def test_without_openmp_results_are_the_same_bit_for_bit(threads):
         for kind in ("float32", "bfloat16", "int8", *(["w8a8"] if kernels.multiplies_bytes else [])):
             spec = LinearSpec(held_as(kind, torch.randn(130, 200)), torch.randn(130))
             made += [run_linear(kernels, spec, torch.randn(rows, 200)) for rows in (1, 5, 40, 600)]
-        layers, given = stack_case(torch.bfloat16)
+        layers, given = layers_case(torch.bfloat16, [LayerRows(0, 0, 10)] * 2)
         kernels.stack(layers)(given)
         tokens, logprobs = greedy(torch.randn(5, 1003))
         return [*made, given.hidden, given.pages, torch.tensor(tokens), torch.tensor(logprobs)]

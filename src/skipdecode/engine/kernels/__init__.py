@@ -36,7 +36,7 @@ from skipdecode.errors import WriteError
 
 __all__ = ["KernelBuildError", "load_library"]
 
-_HINT = "install a C++ compiler with OpenMP (for example g++) or name one in the environment variable CXX"
+_HINT = "install a C++ compiler (such as g++ with OpenMP; on macOS clang) or name one in the environment variable CXX"
 
 
 class KernelBuildError(Exception):
@@ -69,7 +69,7 @@ def load_library() -> ctypes.CDLL:
     except OSError as error:
         raise KernelBuildError(f"the CPU kernels could not be built or loaded ({error}): {_HINT}") from error
     if hasattr(library, "skipdecode_ask_threads"):
-        library.skipdecode_ask_threads(_threads)
+        library.skipdecode_ask_threads(_ASK_THREADS)
     detail(f"the CPU kernels use {instructions(library)}")
     if refused or (has_amx and instructions(library) != "AMX"):
         detail(f"this processor has AMX, which the {'system' if refused else 'compiler'} does not let them use")
@@ -82,12 +82,15 @@ def instructions(library: ctypes.CDLL) -> str:
     return str(library.skipdecode_instructions().decode())
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int64)
-def _threads() -> int:
-    """What torch.set_num_threads set, for kernels without OpenMP, which have threads of their own."""
+def _torch_threads() -> int:
+    """The number that torch.set_num_threads set."""
     import torch
 
     return torch.get_num_threads()
+
+
+# Called by kernels without OpenMP, which have threads of their own.
+_ASK_THREADS = ctypes.CFUNCTYPE(ctypes.c_int64)(_torch_threads)
 
 
 def _tiles_are_permitted() -> bool:

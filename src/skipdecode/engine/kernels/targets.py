@@ -16,8 +16,8 @@ SOURCES = ("skinny_gemm.cpp", "paged_attention.cpp", "stack.cpp", "greedy.cpp", 
 HEADERS = ("amx.h", "amx_gemm.h", "kernels.h", "prologue.h", "team.h", "vectors.h", "weights.h", "wide_gemm.h")
 _MAC = sys.platform == "darwin"
 LIBRARY_SUFFIX = ".dylib" if _MAC else ".so"
-# macOS: Apple's compiler has no OpenMP, and a second OpenMP runtime beside torch's stops the process. Threads are then those
-# of the standard library (team.h).
+# macOS: Apple's compiler has no OpenMP, and a second OpenMP runtime beside torch's stops the process. The kernels have
+# threads of the standard library there (team.h).
 _OPENMP = () if _MAC else ("-fopenmp",)
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", *_OPENMP, "-shared", "-fPIC")
 
