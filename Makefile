@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test quick test-slow test-versions test-vllm docs browser node lint format lock clean
+.PHONY: demo test quick test-slow test-versions test-vllm docs browser arm node lint format lock clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -15,7 +15,7 @@ QUICK := tests/project/test_structure.py tests/schedule tests/common/test_option
 quick: .venv/ready lint
 	$(BIN)/python -m pytest $(QUICK) -k "not test_oracle or llama- or gpt2-"
 
-test-slow: .venv/conformance .venv/npm browser
+test-slow: .venv/conformance .venv/npm browser arm
 	$(BIN)/python -m pytest -m "slow or model" -rs
 
 # The playground's tests drive a real browser. Without one, and without the right to install it, they are skipped.
@@ -24,6 +24,14 @@ browser:
 	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; \
 	else echo "chromium is missing: install it (Debian: apt-get install chromium), or the playground's tests are skipped"; fi
+
+# A cross compiler and an emulator run the kernels for ARM. Without them, these tests are skipped.
+arm:
+	@if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			g++-aarch64-linux-gnu qemu-user; \
+	else echo "the kernels for ARM are not tested: install (Debian) g++-aarch64-linux-gnu and qemu-user"; fi
 
 # OpenAI's client for JavaScript, which a test of the server runs in node.
 .venv/npm: .venv/ready node

@@ -14,8 +14,8 @@ from setuptools.command.build_py import build_py
 
 KERNELS = Path("skipdecode", "engine", "kernels")
 TARGETS = runpy.run_path(str("src" / KERNELS / "targets.py"))
-# The wheel must not depend on the version of the compiler's libraries; OpenMP's comes with torch.
-STATIC = ("-static-libstdc++", "-static-libgcc", "-s")
+# The wheel must not depend on the version of the compiler's libraries; OpenMP's comes with torch. macOS has them.
+STATIC = ("-static-libstdc++", "-static-libgcc", "-s") if sys.platform == "linux" else ()
 
 
 class BuildKernels(build_py):
@@ -27,7 +27,7 @@ class BuildKernels(build_py):
         if self.editable_mode or compiler is None:
             return
         for name, target in TARGETS["TARGETS"].items():
-            output = Path(self.build_lib, KERNELS, f"kernels-{name}.so")
+            output = Path(self.build_lib, KERNELS, f"kernels-{name}{TARGETS['LIBRARY_SUFFIX']}")
             command = TARGETS["compile_command"](compiler, (*target.flags, *STATIC), output)
             if subprocess.run(command).returncode:
                 sys.stderr.write(f"{compiler} did not compile the kernels for {name}: the wheel goes without\n")

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernel_reference import kernels_or_skip, reference_linear, reference_stack, run_linear
+from kernel_reference import kernels_or_skip, reference_linear, reference_stack, run_linear, stack_case
 from skipdecode.engine import kernels as package
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels.native import greedy
-from skipdecode.engine.kernels.spec import AttentionSpec, LayerRows, LayerSpec, LinearSpec, StackInput
+from skipdecode.engine.kernels.spec import AttentionSpec, LayerRows, LinearSpec
 from skipdecode.engine.kernels.weights import QUANTIZATIONS, quantize
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import UnfitModelError, UsageError
@@ -113,33 +113,6 @@ def test_gates_survive_extreme_inputs(kernels):
         spec = LinearSpec(torch.eye(8), prologue=prologue)
         got = run_linear(kernels, spec, x)
         torch.testing.assert_close(got, reference_linear(spec, x), rtol=1e-5, atol=1e-5)
-
-
-def stack_case(spec, dtype, slots, positions, depth=2):
-    """Layers of that attention, and rows whose keys and values lie in pages of 4 tokens, in random places."""
-    hidden, wide = 24, 40
-    columns = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-
-    def weight(out, columns):
-        return torch.randn(out, columns) / columns**0.5
-
-    layers = [
-        LayerSpec(
-            LinearSpec(weight(columns, hidden), torch.randn(columns), "rms_norm", torch.rand(hidden), eps=1e-5),
-            spec,
-            LinearSpec(weight(hidden, spec.heads * spec.head_dim)),
-            LinearSpec(weight(2 * wide, hidden), None, "rms_norm", torch.rand(hidden), eps=1e-5),
-            LinearSpec(weight(hidden, wide), None, "swiglu"),
-        )
-        for _ in range(depth)
-    ]
-    width, texts = -(-(max(positions) + 1) // 4), max(slots) + 1
-    pages = torch.randn(depth * texts * width + 5, 2, spec.kv_heads, 4, spec.head_dim).to(dtype)
-    table = torch.randperm(len(pages))[: depth * texts * width].view(depth, texts, width).int()
-    rows = torch.tensor(slots, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-    return layers, StackInput(
-        torch.randn(len(slots), hidden), pages, table, *rows, [LayerRows(0, 0, len(slots))] * depth
-    )
 
 
 def copied(given):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from skipdecode.engine.kernels import load_library
 from skipdecode.engine.kernels.native import NativeKernels, native_kernels
-from skipdecode.engine.kernels.spec import AttentionSpec, LinearSpec, StackInput
+from skipdecode.engine.kernels.spec import AttentionSpec, LayerRows, LayerSpec, LinearSpec, StackInput
 from skipdecode.engine.kernels.targets import find_compiler
 from skipdecode.engine.kernels.weights import QuantizedWeight
 
@@ -50,6 +50,35 @@ def run_linear(kernels: NativeKernels, spec: LinearSpec, x: Tensor, add_to: Tens
     out = torch.zeros(x.shape[0], spec.weight.shape[0]) if add_to is None else add_to.clone()
     kernels.linear(spec)(x, out, x.shape[0], add_to is not None)
     return out
+
+
+def stack_case(
+    spec: AttentionSpec, dtype: torch.dtype, slots: list[int], positions: list[int], depth: int = 2
+) -> tuple[list[LayerSpec], StackInput]:
+    """Layers of that attention, and rows whose keys and values lie in pages of 4 tokens, in random places."""
+    hidden, wide = 24, 40
+    columns = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+
+    def weight(out: int, columns: int) -> Tensor:
+        return torch.randn(out, columns) / columns**0.5
+
+    layers = [
+        LayerSpec(
+            LinearSpec(weight(columns, hidden), torch.randn(columns), "rms_norm", torch.rand(hidden), eps=1e-5),
+            spec,
+            LinearSpec(weight(hidden, spec.heads * spec.head_dim)),
+            LinearSpec(weight(2 * wide, hidden), None, "rms_norm", torch.rand(hidden), eps=1e-5),
+            LinearSpec(weight(hidden, wide), None, "swiglu"),
+        )
+        for _ in range(depth)
+    ]
+    width, texts = -(-(max(positions) + 1) // 4), max(slots) + 1
+    pages = torch.randn(depth * texts * width + 5, 2, spec.kv_heads, 4, spec.head_dim).to(dtype)
+    table = torch.randperm(len(pages))[: depth * texts * width].view(depth, texts, width).int()
+    rows = torch.tensor(slots, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
+    return layers, StackInput(
+        torch.randn(len(slots), hidden), pages, table, *rows, [LayerRows(0, 0, len(slots))] * depth
+    )
 
 
 def reference_linear(spec: LinearSpec, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 
 from checkpoints import byte_tokenizer
 from skipdecode.engine.kernels.native import NativeKernels
-from skipdecode.engine.kernels.targets import TARGETS, find_compiler
+from skipdecode.engine.kernels.targets import LIBRARY_SUFFIX, TARGETS, find_compiler
 from tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +55,8 @@ def test_the_wheel_has_kernels_and_fits_every_python(wheel: Path):
 def test_the_installed_wheel_decodes_without_a_compiler(wheel: Path, tmp_path: Path):
     installed, model, cache = tmp_path / "installed", tmp_path / "model", tmp_path / "cache"
     subprocess.run([*PIP, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True)
-    libraries = {path.name for path in (installed / "skipdecode" / "engine" / "kernels").glob("*.so")}
-    assert libraries == {f"kernels-{name}.so" for name in TARGETS}
+    libraries = {path.name for path in (installed / "skipdecode" / "engine" / "kernels").glob(f"*{LIBRARY_SUFFIX}")}
+    assert libraries == {f"kernels-{name}{LIBRARY_SUFFIX}" for name in TARGETS}
     tokenizer = byte_tokenizer()
     tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(model)
     tokenizer.save_pretrained(model)

@@ -113,7 +113,8 @@ class EngineOptions(NamedModel):
     )
     quantization: str = option(
         "quantize the weights after loading (fast engine, CPUs): int8 is faster and less exact; w8a8 also has "
-        "8-bit activations, for batches and long prompts (CPUs with AVX512_VNNI, or AVX2 and no AVX-512)",
+        "8-bit activations, for batches and long prompts (CPUs with AVX512_VNNI, with AVX2 and no AVX-512, or ARM with "
+        "dotprod)",
         default="none",
         alias="weights",
         choices=QUANTIZATIONS,

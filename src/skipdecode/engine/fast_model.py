@@ -187,7 +187,10 @@ def open_model(model: PreTrainedModel, quantization: Quantization | None = None)
     if kernels is None:
         raise UnfitModelError(reason)
     if quantization == "w8a8" and not kernels.multiplies_bytes:
-        raise UsageError("w8a8 weights need a CPU with AVX512_VNNI, or with AVX2 and no AVX-512: give int8 weights")
+        raise UsageError(
+            "w8a8 weights need a CPU with AVX512_VNNI, with AVX2 and no AVX-512, or an ARM CPU with dotprod: "
+            "give int8 weights"
+        )
     return FastModel(model, kernels, quantization)
 
 

@@ -15,18 +15,28 @@ import hashlib
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 from functools import lru_cache
 from pathlib import Path
 
 from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import detail, note
-from skipdecode.engine.kernels.targets import AMX, HEADERS, NO_AMX, SOURCES, TARGETS, compile_command, find_compiler
+from skipdecode.engine.kernels.targets import (
+    AMX,
+    HEADERS,
+    LIBRARY_SUFFIX,
+    NO_AMX,
+    SOURCES,
+    TARGETS,
+    compile_command,
+    find_compiler,
+)
 from skipdecode.errors import WriteError
 
 __all__ = ["KernelBuildError", "load_library"]
 
-_HINT = "install a C++ compiler with OpenMP (for example g++) or name one in the environment variable CXX"
+_HINT = "install a C++ compiler (such as g++ with OpenMP; on macOS clang) or name one in the environment variable CXX"
 
 
 class KernelBuildError(Exception):
@@ -58,6 +68,8 @@ def load_library() -> ctypes.CDLL:
         library = library or _built(_compiler(), NO_AMX if refused else ())
     except OSError as error:
         raise KernelBuildError(f"the CPU kernels could not be built or loaded ({error}): {_HINT}") from error
+    if hasattr(library, "skipdecode_ask_threads"):
+        library.skipdecode_ask_threads(_ASK_THREADS)
     detail(f"the CPU kernels use {instructions(library)}")
     if refused or (has_amx and instructions(library) != "AMX"):
         detail(f"this processor has AMX, which the {'system' if refused else 'compiler'} does not let them use")
@@ -70,6 +82,17 @@ def instructions(library: ctypes.CDLL) -> str:
     return str(library.skipdecode_instructions().decode())
 
 
+def _torch_threads() -> int:
+    """The number that torch.set_num_threads set."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+# Called by kernels without OpenMP, which have threads of their own.
+_ASK_THREADS = ctypes.CFUNCTYPE(ctypes.c_int64)(_torch_threads)
+
+
 def _tiles_are_permitted() -> bool:
     """Whether Linux gives this process and its threads the use of AMX's tiles, for which a process has to ask."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
@@ -78,7 +101,11 @@ def _tiles_are_permitted() -> bool:
 
 def _prebuilt(features: set[str]) -> Path | None:
     """The wheel's best library for a processor; None without one."""
-    paths = (Path(__file__).with_name(f"kernels-{name}.so") for name, it in TARGETS.items() if it.needs <= features)
+    paths = (
+        Path(__file__).with_name(f"kernels-{name}{LIBRARY_SUFFIX}")
+        for name, it in TARGETS.items()
+        if it.needs <= features
+    )
     return next(filter(Path.is_file, paths), None)
 
 
@@ -123,6 +150,12 @@ def _place(key: str, content: bytes) -> Path:
 
 def _cpu_features() -> str:
     """The CPU features that -march=native depends on, as far as the system reports them."""
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "machdep.cpu.brand_string", "hw.optional.arm"]
+        listed = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+        return "\n".join(
+            line.removeprefix("hw.optional.arm.").removesuffix(": 1") for line in listed if line[-2:] != " 0"
+        )
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

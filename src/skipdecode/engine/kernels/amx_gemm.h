@@ -83,7 +83,6 @@ struct TilesOfBytes {
   static constexpr bool kWeightsLeft = false;
   static constexpr int64_t kRunRows = kTile;  // weight rows that lie together, step by step
   static int64_t steps(const LinearArgs& a) { return a.ldw / kTileRowBytes; }
-  static int64_t whole(const LinearArgs& a) { return steps(a); }
   static constexpr int64_t kGroupSteps = 4 * Bytes::kGroupWords / kTileRowBytes;
   static int64_t row_size(const LinearArgs& a) { return Bytes::row_size(a); }
   static int64_t group_size(const LinearArgs& a) { return kTile * row_size(a); }
@@ -204,8 +203,12 @@ struct TileBlock {
     if constexpr (T::kGroupSteps > 1) {
       for (const int64_t end = step + steps; step < end; step += T::kGroupSteps)
         add_group(a, step, std::min(T::kGroupSteps, end - step), next, each, sums);
-      return;
+    } else {
+      add_in_order(a, step, steps, next, each, sums);
     }
+  }
+
+  void add_in_order(const LinearArgs& a, int64_t step, int64_t steps, TileFetch& next, int64_t each, float* sums) const {
     const int64_t whole = std::min(steps, T::whole(a) - step);
     TileSource weights[2], inputs[2];
     for (int64_t i = 0; i < 2; i++) {

@@ -1,8 +1,7 @@
 // The most probable token of each row of logits, and its log-probability.
 #include <algorithm>
 
-#include <omp.h>
-
+#include "team.h"
 #include "vectors.h"
 
 extern "C" {
@@ -38,7 +37,8 @@ void pick(const float* logits, int64_t count, int64_t* token, float* logprob) {
 }  // namespace
 
 extern "C" void skipdecode_greedy(const GreedyArgs* a) {
-#pragma omp parallel for
-  for (int64_t row = 0; row < a->rows; row++)
-    pick(a->logits + row * a->vocabulary, a->vocabulary, a->tokens + row, a->logprobs + row);
+  on_team([a](const Team& team) {
+    for (int64_t row = team.id; row < a->rows; row += team.size)
+      pick(a->logits + row * a->vocabulary, a->vocabulary, a->tokens + row, a->logprobs + row);
+  });
 }

@@ -7,8 +7,6 @@
 #include <functional>
 #include <vector>
 
-#include <omp.h>
-
 #include "amx.h"
 #include "prologue.h"
 
@@ -258,33 +256,33 @@ extern "C" void skipdecode_likeliest(const LikeliestArgs* given) {
   const LikeliestArgs& a = *given;
   const LinearArgs& head = *a.head;
   const int64_t m = head.m, padded = (head.k + kStep - 1) / kStep * kStep, groups = (head.n + kWords - 1) / kWords;
-  const int64_t passes = parts_of(m, kCols), threads = omp_get_max_threads();
+  const int64_t passes = parts_of(m, kCols);
   std::vector<State> states(m);
   std::vector<int8_t> parts(2 * m * padded);
-  std::vector<Found> found(m * threads);
-  for (size_t i = 0; i < found.size(); i++) found[i].heap.assign(a.tops[i % m], -INFINITY);
-#pragma omp parallel
-  {
-    Found* mine = found.data() + m * omp_get_thread_num();
-#pragma omp for
-    for (int64_t row = 0; row < m; row++) states[row] = read_state(head, head.x + row * head.ldx, parts.data() + 2 * row * padded, padded);
-#pragma omp for schedule(static)
-    for (int64_t index = 0; index < groups; index++)
+  std::vector<Found> found;  // [thread, row]
+  on_team([&](const Team& team) {
+    if (team.id == 0) found.resize(m * team.size);
+    for (int64_t row = team.id; row < m; row += team.size)
+      states[row] = read_state(head, head.x + row * head.ldx, parts.data() + 2 * row * padded, padded);
+    team.wait();
+    Found* mine = found.data() + m * team.id;
+    for (int64_t row = 0; row < m; row++) mine[row].heap.assign(a.tops[row], -INFINITY);
+    for (int64_t index = groups * team.id / team.size, end = groups * (team.id + 1) / team.size; index < end; index++)
       for (int64_t pass = 0; pass < passes; pass++) {
         const int64_t row = m * pass / passes, rows = m * (pass + 1) / passes - row;
         group_of<1>(rows, a, index, parts.data() + 2 * row * padded, padded, states.data() + row, pass, passes, mine + row);
       }
-#pragma omp for
-    for (int64_t row = 0; row < m; row++) {
+    team.wait();
+    for (int64_t row = team.id; row < m; row += team.size) {
       a.counts[row] = -1;
       if (!states[row].bounded) continue;
       std::vector<float> all;
       for (size_t i = row; i < found.size(); i += m) all.insert(all.end(), found[i].heap.begin(), found[i].heap.end());
       const auto place = all.begin() + a.tops[row] - 1;
       std::nth_element(all.begin(), place, all.end(), std::greater<float>());
-      decide(a, row, *place, found.data() + row, threads);
+      decide(a, row, *place, found.data() + row, team.size);
     }
-  }
+  });
 }
 
 #endif

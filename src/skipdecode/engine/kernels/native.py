@@ -103,7 +103,8 @@ class NativeKernels:
     """The kernels, built on first use for this CPU; raises KernelBuildError if that fails.
 
     In products with int8 weights, activations of an fp32 model (`dtype`) are not rounded, others are rounded to bf16.
-    `multiplies_bytes`: this CPU multiplies bytes, which w8a8 weights need (AVX512_VNNI, or AVX2 without AVX-512).
+    `multiplies_bytes`: this CPU multiplies bytes, which w8a8 weights need (AVX512_VNNI, AVX2 without AVX-512, or ARM's
+    dotprod).
     `finds_likeliest`: an 8-bit copy of a head finds the most probable tokens (AVX512_VNNI). `instructions`: what
     products are made with.
     """

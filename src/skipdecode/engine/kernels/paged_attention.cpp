@@ -11,7 +11,6 @@
 
 #include "weights.h"
 
-
 namespace {
 
 struct Place {
@@ -94,7 +93,7 @@ struct Query {
 
   INLINE void put(const float* from, float* to) {
 #ifdef HAS_BF16_DOT
-    if constexpr (kDot) return store(to, (vf)_mm512_cvtne2ps_pbh((__m512)load(from + LANES), (__m512)load(from)));
+    if constexpr (kDot) return store(to, rounded(load(from), load(from + LANES)));
 #endif
     if constexpr (sizeof(T) == 4) return store(to, load(from)), store(to + LANES, load(from + LANES));
     for (int64_t j = 0; j < LANES; j++) to[j] = from[2 * j], to[LANES + j] = from[2 * j + 1];
@@ -110,8 +109,7 @@ struct Query {
     vf even{}, odd{};
 #ifdef HAS_BF16_DOT
     if constexpr (kDot) {
-      for (int64_t i = 0; i < whole; i += 32)
-        even = (vf)_mm512_dpbf16_ps((__m512)even, (__m512bh)load((const float*)(k + i)), (__m512bh)load(q + i));
+      for (int64_t i = 0; i < whole; i += kPair) even = add_bf16_product(load((const float*)(k + i)), load(q + i), even);
       return even;
     }
 #endif
@@ -271,7 +269,7 @@ struct Run {
 
   INLINE vf add(vf k, vf q, vf sum) {
 #ifdef HAS_BF16_DOT
-    if constexpr (Query<T>::kDot) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)k, (__m512bh)q);
+    if constexpr (Query<T>::kDot) return add_bf16_product(k, q, sum);
 #endif
     return fma(k, q, sum);
   }

@@ -2,17 +2,14 @@
 #include "team.h"
 #include "vectors.h"
 
-#include <omp.h>
-
 // The bitwise or of `bytes` bytes (a multiple of 4096 for each thread is read; what is left over is not).
 extern "C" uint32_t skipdecode_read(const char* data, int64_t bytes) {
-  uint32_t all = 0;
-#pragma omp parallel reduction(| : all)
-  {
+  std::atomic<uint32_t> all{0};
+  on_team([&](const Team& team) {
     // Several places at once per thread, so that several of the CPU's prefetchers work.
     constexpr int kPlaces = 4;
-    const int64_t part = bytes / omp_get_num_threads() / (kPlaces * 1024) * 1024;
-    const char* from = data + omp_get_thread_num() * part * kPlaces;
+    const int64_t part = bytes / team.size / (kPlaces * 1024) * 1024;
+    const char* from = data + team.id * part * kPlaces;
     vu sums[kPlaces] = {};
     for (int64_t i = 0; i < part; i += 64)
       for (int p = 0; p < kPlaces; p++) {
@@ -21,6 +18,6 @@ extern "C" uint32_t skipdecode_read(const char* data, int64_t bytes) {
       }
     const vu sum = sums[0] | sums[1] | sums[2] | sums[3];
     for (int l = 0; l < LANES; l++) all |= sum[l];
-  }
+  });
   return all;
 }

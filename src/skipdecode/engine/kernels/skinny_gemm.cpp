@@ -231,9 +231,7 @@ void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& 
 
 template <DType D, bool Dot>
 void linear(const LinearArgs& a, const Team& team) {
-#ifdef HAS_WIDE
   if (a.m >= kWideFrom) return in_chunks(wide_rows<Turned<Weights<D, Dot>>>, a, team);
-#endif
   for (int64_t i = 0; i < a.m; i += kMostRows)
     rows<Weights<D, Dot>>(a, a.x + i * a.ldx, a.y + i * a.ldy, std::min(kMostRows, a.m - i), team);
 }
@@ -292,6 +290,10 @@ extern "C" const char* skipdecode_instructions() {
   return "emulated AMX";
 #elif defined(HAS_TILES)
   return "AMX";
+#elif defined(__aarch64__) && defined(HAS_BF16_DOT) && defined(__ARM_FEATURE_MATMUL_INT8)
+  return "ARM with i8mm and bf16";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "ARM with dotprod";
 #elif defined(HAS_BF16_DOT)
   return "AVX-512 with bf16";
 #elif defined(__AVX512VNNI__)

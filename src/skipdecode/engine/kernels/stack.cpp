@@ -3,8 +3,7 @@
 // A step of a small model is some 200 phases of a few microseconds. They run in one parallel region, with a barrier between
 // phases that spins.
 #include <algorithm>
-
-#include <omp.h>
+#include <chrono>
 
 #include "prologue.h"
 
@@ -13,14 +12,15 @@ namespace {
 // Phases of a layer, in order; their times are summed over layers.
 enum Phase { kQkv, kAppend, kAttend, kOut, kMlpIn, kMlpOut };
 
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 struct Clock {
   double* seconds;
   double last;
   void note(Phase phase, bool on) {
     if (!on) return;
-    const double now = omp_get_wtime();
-    seconds[phase] += now - last;
-    last = now;
+    const double before = last;
+    seconds[phase] += (last = now()) - before;
   }
 };
 
@@ -165,24 +165,21 @@ void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock
   end(kMlpOut);
 }
 
-template <class Work>
-void with_team(Work work) {
-  Barrier barrier;
-  std::vector<float> memory;
-#pragma omp parallel
-  work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier, &memory});
-}
-
 }  // namespace
 
+#ifndef _OPENMP
+// Asks `size` for the number of threads before each call.
+extern "C" void skipdecode_ask_threads(int64_t (*size)()) { pool().size = size; }
+#endif
+
 extern "C" void skipdecode_linear(const LinearArgs* a) {
-  with_team([a](const Team& team) { linear_share(*a, team); });
+  on_team([a](const Team& team) { linear_share(*a, team); });
 }
 
 // The layers that run or store rows, first to last; ldx and ldy of their operations fit the buffers.
 extern "C" void skipdecode_stack(const StackArgs* s) {
-  with_team([s](const Team& team) {
-    Clock clock{team.id ? nullptr : s->seconds, omp_get_wtime()};
+  on_team([s](const Team& team) {
+    Clock clock{team.id ? nullptr : s->seconds, now()};
     for (int64_t i = 0; i < s->count; i++) {
       if (s->layer_rows[i].stored < s->layer_rows[i].end) run_layer(*s, i, team, clock);
       if (s->layers[i].down.w) bridges(*s, i, team);

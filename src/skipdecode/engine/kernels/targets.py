@@ -14,11 +14,19 @@ from typing import NamedTuple
 
 SOURCES = ("skinny_gemm.cpp", "paged_attention.cpp", "stack.cpp", "greedy.cpp", "head.cpp", "read.cpp")
 HEADERS = ("amx.h", "amx_gemm.h", "kernels.h", "prologue.h", "team.h", "vectors.h", "weights.h", "wide_gemm.h")
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+_MAC = sys.platform == "darwin"
+LIBRARY_SUFFIX = ".dylib" if _MAC else ".so"
+# macOS: Apple's compiler has no OpenMP, and a second OpenMP runtime beside torch's stops the process. The kernels have
+# threads of the standard library there (team.h).
+_OPENMP = () if _MAC else ("-fopenmp",)
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", *_OPENMP, "-shared", "-fPIC")
 
 
 class Target(NamedTuple):
-    """A kind of processor: the flags that compile for it, and what Linux lists of one in /proc/cpuinfo."""
+    """A kind of processor: the flags that compile for it, and what the system lists of one.
+
+    Linux lists features in /proc/cpuinfo; macOS in `sysctl hw.optional.arm`.
+    """
 
     flags: tuple[str, ...]
     needs: frozenset[str]
@@ -37,8 +45,15 @@ _X86 = {  # the best first
     "x86-64-v4": Target(("-march=x86-64-v4",), _V4),
     "x86-64-v3": Target(("-march=x86-64-v3",), _V3),
 }
-_ALL_TARGETS = {"x86_64": _X86, "amd64": _X86, "aarch64": {"armv8-a": Target(("-march=armv8-a",), frozenset())}}
-TARGETS: dict[str, Target] = _ALL_TARGETS.get(platform.machine().lower(), {})
+_DOTPROD, _I8MM, _ARM_BF16 = ("FEAT_DotProd", "FEAT_I8MM", "FEAT_BF16") if _MAC else ("asimddp", "i8mm", "bf16")
+_ARM = {  # the best first
+    # The two are part of armv8.6-a, of which Graviton 3 lacks others.
+    "armv8.2-a+i8mm+bf16": Target(("-march=armv8.2-a+dotprod+i8mm+bf16",), frozenset({_DOTPROD, _I8MM, _ARM_BF16})),
+    "armv8.2-a+dotprod": Target(("-march=armv8.2-a+dotprod",), frozenset({_DOTPROD})),
+    "armv8-a": Target(("-march=armv8-a",), frozenset()),
+}
+ALL_TARGETS = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
+TARGETS: dict[str, Target] = ALL_TARGETS.get(platform.machine().lower(), {})
 
 
 def find_compiler() -> str | None:

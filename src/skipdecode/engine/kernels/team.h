@@ -1,11 +1,21 @@
 // Threads that work through phases together: every thread calls the same functions with its own number.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <vector>
 
 #include <sched.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#endif
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -56,3 +66,59 @@ struct Team {
     return (float*)(((uintptr_t)memory->data() + 63) & ~(uintptr_t)63);
   }
 };
+
+#ifndef _OPENMP
+// Threads of the standard library, which wait between calls. One call runs at a time.
+class Pool {
+ public:
+  int64_t (*size)() = nullptr;  // how many threads a call has; without it, one for each processor
+  void run(int64_t size, const std::function<void(int64_t)>& work) {
+    const std::lock_guard<std::mutex> call(calls_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (count_ < size) std::thread(&Pool::serve, this, count_++, round_).detach();
+    work_ = &work, size_ = size, busy_ = size - 1, round_++;
+    begin_.notify_all();
+    lock.unlock();
+    work(0);
+    lock.lock();
+    end_.wait(lock, [this] { return busy_ == 0; });
+  }
+
+ private:
+  void serve(int64_t id, int64_t round) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;; round = round_) {
+      begin_.wait(lock, [&] { return round_ != round; });
+      if (id >= size_) continue;
+      lock.unlock();
+      (*work_)(id);
+      lock.lock();
+      if (--busy_ == 0) end_.notify_one();
+    }
+  }
+  std::mutex calls_, mutex_;
+  std::condition_variable begin_, end_;
+  const std::function<void(int64_t)>* work_ = nullptr;
+  int64_t count_ = 1, size_ = 0, busy_ = 0, round_ = 0;  // the calling thread is one of `count_`
+};
+
+// Never destroyed, because its threads wait for it until the process ends.
+inline Pool& pool() {
+  static Pool* const made = new Pool;
+  return *made;
+}
+#endif
+
+// work(team) on each thread of a team.
+template <class Work>
+void on_team(Work work) {
+  Barrier barrier;
+  std::vector<float> memory;
+#ifdef _OPENMP
+#pragma omp parallel
+  work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier, &memory});
+#else
+  const int64_t size = pool().size ? pool().size() : std::max(1u, std::thread::hardware_concurrency());
+  pool().run(size, [&](int64_t id) { work(Team{id, size, &barrier, &memory}); });
+#endif
+}

@@ -103,7 +103,7 @@ INLINE float sum(vf v) {
 #elif defined(__aarch64__)
   return vaddvq_f32((float32x4_t)v);
 #else
-  return (v[0] + v[2]) + (v[1] + v[3]);
+  return (v[0] + v[1]) + (v[2] + v[3]);
 #endif
 }
 
@@ -133,9 +133,9 @@ INLINE vf sums_of(const vf* v) {
 #endif
 }
 
-#if LANES >= 8
-// The lane that `sums_of` adds as the order-th: its bits backwards. Added in pairs, pairs of pairs and so on.
+// The lane that `sums_of` adds as the order-th, in pairs, pairs of pairs and so on: its bits backwards where halves are added.
 constexpr int64_t chain(int64_t order) {
+  if (LANES == 4) return order;
   return LANES == 16 ? order >> 3 | (order >> 1 & 2) | (order << 1 & 4) | (order << 3 & 8) : order >> 2 | (order & 2) | (order << 2 & 4);
 }
 
@@ -143,13 +143,22 @@ constexpr int64_t chain(int64_t order) {
 INLINE vf splat_word(const float* p) {
 #if LANES == 16
   return hold((vf)_mm512_broadcastss_ps(_mm_load_ss(p)));
-#else
+#elif LANES == 8
   return hold((vf)_mm256_broadcast_ss(p));
+#else
+  uint32_t word;
+  memcpy(&word, p, 4);
+  return hold(bits(vu{} + word));
 #endif
 }
-#endif
 
-#if LANES == 8
+#if LANES == 4
+// 4 x 4 words in place.
+INLINE void turn(vf* t) {
+  const vf s[4] = {t[0], t[1], t[2], t[3]};
+  for (int c = 0; c < 4; c++) t[c] = vf{s[0][c], s[1][c], s[2][c], s[3][c]};
+}
+#elif LANES == 8
 // 8 x 8 words in place.
 INLINE void turn(vf* t) {
   vf u[8];

@@ -1,7 +1,7 @@
 // Weights as vectors: one class a format, all read in steps of 64 columns, and the activations in the order that each meets.
 //
-// A step has kParts vectors. Where the CPU multiplies pairs of bf16 (AVX512_BF16), a part is 32 weights as bf16 and the
-// activations are rounded to bf16; else it is LANES weights as fp32. int8 weights are exact in both. `put` stores
+// A step has kParts vectors. Where the CPU multiplies pairs of bf16 (AVX512_BF16, ARM's BF16), a part is kPair weights as bf16
+// and the activations are rounded to bf16; else it is LANES weights as fp32. int8 weights are exact in both. `put` stores
 // kPair activations as kPutParts parts, `apart` floats apart; `activation` finds one of a row's.
 #pragma once
 
@@ -14,6 +14,15 @@ constexpr int64_t kPair = 2 * LANES;
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define HAS_BF16_DOT 1
+INLINE vf add_bf16_product(vf a, vf b, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+INLINE vf rounded(vf first, vf second) { return (vf)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_BF16_DOT 1
+// bfmmla multiplies pairs of rows and adds in another order. A row's bits must not depend on its batch, so bfdot serves all.
+INLINE vf add_bf16_product(vf a, vf b, vf sum) { return (vf)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b); }
+INLINE vf rounded(vf first, vf second) {
+  return (vf)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first), (float32x4_t)second);
+}
 #endif
 
 template <DType D, bool Dot>
@@ -85,8 +94,8 @@ struct Weights<kInt8, false> : Exact {
 struct Rounded {
   static constexpr int kParts = kStep / kPair, kPutParts = 1;
 #ifdef HAS_BF16_DOT
-  INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
-  INLINE void put(float* out, int64_t, vf a, vf b) { store(out, (vf)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a)); }
+  INLINE vf add_product(vf w, vf x, vf sum) { return add_bf16_product(w, x, sum); }
+  INLINE void put(float* out, int64_t, vf a, vf b) { store(out, rounded(a, b)); }
 #else
   INLINE void put(float* out, int64_t, vf a, vf b) {
     uint16_t halves[kPair];
@@ -109,7 +118,7 @@ struct Weights<kBFloat16, true> : Rounded {
   static constexpr int64_t kStepBytes = 2 * kStep;
   using Row = Weights<kBFloat16, false>::Row;
   INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return Weights<kBFloat16, false>::row(a, n, k); }
-  INLINE vf part(Row r, int64_t i, int p) { return load((const float*)(r.w + i + p * 32)); }
+  INLINE vf part(Row r, int64_t i, int p) { return load((const float*)(r.w + i + p * kPair)); }
 };
 
 template <>
@@ -120,7 +129,7 @@ struct Weights<kInt8, true> : Rounded {
   INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return Weights<kInt8, false>::row(a, n, k); }
   INLINE vf part(Row r, int64_t i, int p) {
     using F = Weights<kInt8, false>;
-    return (vf)_mm512_cvtne2ps_pbh((__m512)F::part(r, i, 2 * p + 1), (__m512)F::part(r, i, 2 * p));
+    return rounded(F::part(r, i, 2 * p), F::part(r, i, 2 * p + 1));
   }
 };
 #endif

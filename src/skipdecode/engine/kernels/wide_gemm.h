@@ -11,15 +11,17 @@
 #include "amx.h"
 #include "prologue.h"
 
-#if LANES >= 8
-#define HAS_WIDE 1
-
 namespace {
 
 constexpr int64_t kWideFrom = 48;   // activation rows that repay the turning
 constexpr int64_t kWideRows = 512;  // activation rows packed at a time
 constexpr int64_t kLongStrip = 128 * 1024;  // bytes
-constexpr int kTileVectors = LANES == 16 ? 3 : 2;  // as many sums of 6 rows as registers hold
+// As many sums of 6 rows as registers hold.
+#if defined(__aarch64__)
+constexpr int kTileVectors = 4;
+#else
+constexpr int kTileVectors = LANES == 16 ? 3 : 2;
+#endif
 
 // acc[r][v] += the products of M activation rows and V vectors of weight rows over the words from begin to end.
 template <class T, int M, int V>
@@ -40,6 +42,32 @@ INLINE void add_words(vf (&acc)[M][V], const float*& w, const float* x, int64_t 
     }
   }
 }
+
+#ifdef __ARM_FEATURE_MATMUL_INT8
+// acc[r][v]: the same of bytes, from zero on, for an even number of activation rows. An instruction multiplies 2 rows of 8 bytes
+// by 2 rows of 8 bytes. Two words of 4 weight rows, zipped, are two such operands.
+template <int M, int V>
+INLINE void add_pairs(vf (&acc)[M][V], const float*& w, const float* x, int64_t ldx, int64_t begin, int64_t end,
+                      const char*& ahead, int64_t by) {
+  int32x4_t sums[M / 2][V][2] = {};  // [pair][vector][half]: of weight row and activation row, the latter in turn
+  for (int64_t i = begin; i < end; i += 2, w += 2 * 4 * LANES, ahead += 2 * by)
+    for (int v = 0; v < V; v++) {
+      const uint32x4_t first = (uint32x4_t)load(w + v * LANES), second = (uint32x4_t)load(w + (4 + v) * LANES);
+      const uint8x16_t low = (uint8x16_t)vzip1q_u32(first, second), high = (uint8x16_t)vzip2q_u32(first, second);
+      __builtin_prefetch(ahead + 8 * v * LANES, 0, 2);
+      for (int r = 0; r < M / 2; r++) {
+        const float* at = x + 2 * r * ldx + i;
+        const int8x16_t rows = vcombine_s8(vld1_s8((const int8_t*)at), vld1_s8((const int8_t*)(at + ldx)));
+        sums[r][v][0] = vusmmlaq_s32(sums[r][v][0], low, rows), sums[r][v][1] = vusmmlaq_s32(sums[r][v][1], high, rows);
+      }
+    }
+  for (int r = 0; r < M; r += 2)
+    for (int v = 0; v < V; v++) {
+      const int32x4x2_t rows = vuzpq_s32(sums[r / 2][v][0], sums[r / 2][v][1]);
+      acc[r][v] = (vf)rows.val[0], acc[r + 1][v] = (vf)rows.val[1];
+    }
+}
+#endif
 
 // out[r * V + v]: the sums of M activation rows with V vectors of weight rows. w: [vector, chain, part] vectors, or those of a
 // block of kVectors side by side: [block, part, vector]; x: M rows, `ldx` floats apart, of [chain, part] words; chains in the
@@ -72,7 +100,12 @@ __attribute__((noinline)) void tile_of_groups(const float* w, const float* x, in
     vf acc[M][V];  // GCC copies all of them in each iteration where it knows what they begin with
 #pragma GCC unroll 32
     for (int i = 0; i < M * V; i++) acc[i / V][i % V] = hold(vf{});
-    add_words<T>(acc, w, x, ldx, begin, std::min(parts, begin + T::kGroupWords), apart, ahead, by);
+    const int64_t end = std::min(parts, begin + T::kGroupWords);
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    if constexpr (M > 1) add_pairs(acc, w, x, ldx, begin, end, ahead, by);
+    else
+#endif
+    add_words<T>(acc, w, x, ldx, begin, end, apart, ahead, by);
     const float* behind = x + parts + begin / T::kGroupWords * 2;
 #pragma GCC unroll 8
     for (int r = 0; r < M; r++)
@@ -145,7 +178,7 @@ struct Turned {
   }
 };
 
-#if defined(__AVX512VNNI__) || (LANES == 8 && defined(__AVX2__))
+#if defined(__AVX512VNNI__) || (LANES == 8 && defined(__AVX2__)) || defined(__ARM_FEATURE_DOTPROD)
 #define HAS_W8A8 1
 // Bytes: weights as 128 more than they are, in blocks of 16 rows ([part, row, 4 columns], see weights.py); activations rounded
 // to 127ths of the largest in their group of columns. Behind a packed row lie, for each group, its scale and what its sums have
@@ -164,6 +197,21 @@ struct Bytes {
   INLINE vi whole_numbers(vf v) { return (vi)_mm512_cvtps_epi32((__m512)v); }
   INLINE void put_bytes(float* out, vi codes) { _mm_storeu_si128((__m128i*)out, _mm512_cvtsepi32_epi8((__m512i)codes)); }
   constexpr static int32_t kTooMuch = 128;  // weights are multiplied as they lie
+#elif defined(__aarch64__)
+#ifdef __ARM_FEATURE_MATMUL_INT8
+  INLINE vf weights(vf w) { return w; }
+  INLINE vf add_product(vf w, vf x, vf sum) { return (vf)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)x); }
+  constexpr static int32_t kTooMuch = 128;
+#else
+  INLINE vf weights(vf w) { return (vf)((vu)w ^ 0x80808080u); }
+  INLINE vf add_product(vf w, vf x, vf sum) { return (vf)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x); }
+  constexpr static int32_t kTooMuch = 0;
+#endif
+  INLINE vi whole_numbers(vf v) { return (vi)vcvtnq_s32_f32((float32x4_t)v); }
+  INLINE void put_bytes(float* out, vi codes) {
+    const int8x8_t bytes = vqmovn_s16(vcombine_s16(vqmovn_s32((int32x4_t)codes), vdup_n_s16(0)));
+    memcpy(out, &bytes, 4);
+  }
 #else
   INLINE vf weights(vf w) { return (vf)((vu)w ^ 0x80808080u); }
   // Two products of at most 127 * 127 fit 16 bits.
@@ -340,4 +388,3 @@ void in_chunks(Rows rows, const LinearArgs& a, const Team& team) {
 }
 
 }  // namespace
-#endif
