@@ -6,8 +6,8 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -142,18 +142,23 @@ def calibrate(
     settings = _settings_for(CalibrateOptions(**options), checkpoint)
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
-    known_cost = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
+    step_cost = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
     template = make_template(settings, data)
     file = read_file(data, template, skip_bad=settings.skips_bad)
     with ExitStack() as stack:
-        loaded = stack.enter_context(_without_fit(model))
+        loaded = loaded_of(model) or load(checkpoint)
+        loaded = replace(loaded, model=in_hardware_type(loaded.model))
+        stack.enter_context(temporary_fit(loaded.model, None))  # a calibration computes another
         examples = encode_source(file, "data", template, loaded, settings)[0]
         learn = draw_records(examples, settings.records, settings.seed)
         fitter = _fitter(loaded, examples, learn, settings, until) if settings.fit else None
         prompt_len = mean_prompt(examples)
-        if known_cost is None and settings.target_speedup is not None:
-            known_cost = find_cost(model, batch=settings.batch, prompt_len=prompt_len).cost
-        step_cost = None if known_cost is None else _with_fit(known_cost, settings, checkpoint)
+        if step_cost is None and settings.target_speedup is not None:
+            step_cost = find_cost(model, batch=settings.batch, prompt_len=prompt_len).cost
+        if step_cost is not None and settings.fit and not step_cost.bridge_share:
+            geometry = ModelGeometry.from_config(checkpoint.config)
+            rank = min(settings.fit_rank, geometry.hidden_size)
+            step_cost = step_cost.with_fit(geometry, rank, settings.fit_taps)
         goal = goal_of_records(settings, step_cost, examples, checkpoint.config)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         result = search_model(settings, goal, loaded, learn, fitter, directory / STORE_FILE, until)
@@ -184,32 +189,15 @@ def _settings_for(settings: CalibrateOptions, checkpoint: Checkpoint) -> Calibra
     return settings
 
 
-def _with_fit(cost: CostModel, settings: CalibrateOptions, checkpoint: Checkpoint) -> CostModel:
-    """Return the cost with the maps of a fit, if there is to be one and the cost has none."""
-    if not settings.fit or cost.bridge_share:
-        return cost
-    geometry = ModelGeometry.from_config(checkpoint.config)
-    return cost.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
-
-
 def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, layers: int) -> CostModel:
     """The given cost; refuses one that does not fit the model."""
     name = "the given cost" if isinstance(cost, CostModel) else f"cost {cost}"
-    model = cost if isinstance(cost, CostModel) else read_cost(cost)
-    if model.num_layers != layers:
-        raise UsageError(f"{name} is for {model.num_layers} layers, but the model has {layers}")
-    if settings.batch not in (1, model.batch):
-        raise UsageError(f"{name} is for batches of {model.batch}: leave out `batch` {settings.batch}")
-    return model
-
-
-@contextmanager
-def _without_fit(model: Model) -> Iterator[LoadedModel]:
-    """The model, in fp32 on a CPU that emulates bf16, without its fit: a calibration computes another."""
-    loaded = loaded_of(model) or load(open_checkpoint(model))
-    loaded = replace(loaded, model=in_hardware_type(loaded.model))
-    with temporary_fit(loaded.model, None):
-        yield loaded
+    checked = cost if isinstance(cost, CostModel) else read_cost(cost)
+    if checked.num_layers != layers:
+        raise UsageError(f"{name} is for {checked.num_layers} layers, but the model has {layers}")
+    if settings.batch not in (1, checked.batch):
+        raise UsageError(f"{name} is for batches of {checked.batch}: leave out `batch` {settings.batch}")
+    return checked
 
 
 def _fitter(

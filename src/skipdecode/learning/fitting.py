@@ -66,15 +66,8 @@ class Fitter:
         Raises FitError: fewer tokens than a map has inputs, or a family that makes keys and values together with
         queries; DivergedError: a state is not finite.
         """
-        projected: dict[tuple[int, ...], set[int]] = {}
-        for schedule in schedules:
-            if schedule.projected:
-                projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
-        # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges like answers.
-        whole = all(s.prompt == "max_exit" for s in schedules)
-        depths = _depths(schedules, self.options.fit_depths)
         with torch.inference_mode(), at_full_depth(self.model):
-            return _Sweep(self.model, depths, projected, whole, self.batches, self.options, self.until).run()
+            return _Sweep(self, schedules).run()
 
 
 class _Inputs:
@@ -100,9 +93,12 @@ class _Inputs:
         """
         if self.tokens < least:
             raise FitError(f"{self.tokens} tokens are too few to fit a map: {least} are needed; give more records")
-        moments, means = _about(self.gram.sum(0), cross.sum(0), self._center(self.gram.sum(0), cross.sum(0)))
-        weight = torch.cholesky_solve(means, torch.linalg.cholesky(_ridged(moments, self._ridge(cross))))
-        inputs, outputs = self._center(self.gram.sum(0), cross.sum(0))
+        gram, products = self.gram.sum(0), cross.sum(0)
+        inputs, outputs = self._center(gram, products)
+        moments, products = _about(gram, products, (inputs, outputs))
+        ridge = self._ridge(cross) * float(moments.diagonal().mean())
+        ridged = moments + ridge * torch.eye(len(moments), dtype=moments.dtype)
+        weight = torch.cholesky_solve(products, torch.linalg.cholesky(ridged))
         return weight.T, outputs - inputs @ weight
 
     def _ridge(self, cross: Tensor) -> float:
@@ -151,41 +147,33 @@ def _about(gram: Tensor, cross: Tensor, center: tuple[Tensor, Tensor]) -> tuple[
     return moments, products
 
 
-def _ridged(moments: Tensor, ridge: float) -> Tensor:
-    return moments + ridge * float(moments.diagonal().mean()) * torch.eye(len(moments), dtype=moments.dtype)
-
-
 class _Sweep:
     """Every batch's states before the layer at work: of full depth, of prompts and of the depths.
 
     Depths that have left out the same layers so far share their states, which are those of full depth at first.
-    `projected`: the sets of layers that prompts run, with those that want maps. `whole`: prompts take bridges too.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        depths: Sequence[frozenset[int]],
-        projected: Mapping[tuple[int, ...], set[int]],
-        whole: bool,
-        batches: Sequence[Batch],
-        options: FitOptions,
-        until: float = math.inf,
-    ) -> None:
-        self._until, self._in_haste = until, False
-        self._plain = unwrap(model)
+    def __init__(self, fitter: Fitter, schedules: Sequence[Schedule]) -> None:
+        self._until, self._in_haste = fitter.until, False
+        self._plain = unwrap(fitter.model)
         self._layers: list[nn.Module] = list(decoder_layers(self._plain))
         self._tuples = find_family(self._plain).returns
         self._width = int(self._plain.config.get_text_config(decoder=True).hidden_size)
-        self._options, self._batches = options, [batch.to(self._plain.device) for batch in batches]
+        self._options, self._batches = fitter.options, [batch.to(self._plain.device) for batch in fitter.batches]
         self._calls = [_layer_calls(self._plain, self._layers, self._tuples, batch) for batch in self._batches]
-        self._depths, self._projected, self._whole = depths, projected, whole
+        self._depths = _depths(schedules, self._options.fit_depths)
+        # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges like answers.
+        self._whole = all(schedule.prompt == "max_exit" for schedule in schedules)
+        self._projected: dict[tuple[int, ...], set[int]] = {}  # layers that want maps, by the layers that prompts run
+        for schedule in schedules:
+            if schedule.projected:
+                self._projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
         embedded = [calls[0][0] for calls in self._calls]
         self._states = {_NOTHING: embedded}
-        self._prompts = {layers: list(embedded) for layers in projected}
+        self._prompts = {layers: list(embedded) for layers in self._projected}
         self._inputs: dict[tuple[int, ...], _Inputs] = {}
         self._bridges: dict[int, Bridge] = {}
-        self._maps: dict[tuple[int, ...], dict[int, PromptMap]] = {layers: {} for layers in projected}
+        self._maps: dict[tuple[int, ...], dict[int, PromptMap]] = {layers: {} for layers in self._projected}
 
     def run(self) -> Fit:
         last = max({layer for depth in self._depths for layer in depth}.union(*self._projected.values()))

@@ -33,6 +33,7 @@ from skipdecode.learning.pace import TYPICAL, Pace
 from skipdecode.learning.prepared import FULL, MILDER, NEIGHBOURS, TIMES, Prepared, Results, tuned_directory
 from skipdecode.learning.request_target import target_of_steps
 from skipdecode.learning.schedule_evaluation import ScheduleEvaluation
+from skipdecode.learning.search import groups_by_fit
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
     PROMPTS_FILE,
@@ -312,8 +313,7 @@ class _Run:
             cost = find_cost(loaded, batch=batch, prompt_len=round(pace.prompt_tokens), until=half).cost
             target = target_of_steps(self.depths, cost, loaded, self._sample(records), batch, half)
         sets = prompt_sets(self.depths, loaded.checkpoint.num_layers)
-        fits = len({prompt == "max_exit" for prompt in sets})
-        size = pace.search(until - time.perf_counter(), self.width, len(sets), fits)
+        size = pace.search(until - time.perf_counter(), self.width, len(sets), len(groups_by_fit(sets)))
         return Timing(None if cost is None else cost.to_dict(), target, size)
 
     def _layers(self, records: LearningRecords, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:
