@@ -18,7 +18,7 @@ from skipdecode.engine.opening import open_engines
 from skipdecode.learning import answers
 from skipdecode.learning.answers import TOP_K, greedy_answers
 from skipdecode.learning.distributions import load_distributions, save_distributions, text_key
-from skipdecode.learning.objective import KeptTeacher, Teacher
+from skipdecode.learning.objective import Teacher
 from tiny import LAYERS, tiny_model
 
 PROMPTS = [(5, 6, 7), (9, 4), (3, 8, 8, 5), (7,), (11, 12)]
@@ -39,9 +39,9 @@ def test_answers_have_the_distributions_that_the_teacher_computes(tmp_path: Path
     known = load_distributions(tmp_path / "file")
     batch = collate([Example(str(p), p, tuple(tokens)) for p, (tokens, _) in zip(PROMPTS, found, strict=True)])
     with attach(model, Schedule.full(LAYERS)) as attachment:
-        computed = KeptTeacher(Teacher(attachment, model), TOP_K).taught(batch)
+        computed = Teacher(attachment, model, top_k=TOP_K).taught(batch)
         silent: Any = None  # a teacher that would fail if it were asked
-        kept = KeptTeacher(silent, 1, known).taught(batch)
+        kept = Teacher(silent, silent, top_k=1, known=known).taught(batch)
     torch.testing.assert_close(kept.log_probabilities, computed.log_probabilities, atol=2e-3, rtol=2e-3)
     assert (kept.top_tokens == computed.top_tokens).float().mean() > 0.98  # equals may change places
 

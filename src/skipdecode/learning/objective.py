@@ -61,7 +61,9 @@ class Teacher:
 
     `attachment`: the student's, which is paused while it teaches. `model`: the student without a wrapper for several
     processes, so that one process can ask alone. `adapter`: the student's PEFT wrapper, whose adapter is off while
-    teaching. `copy`: frozen, teaches instead of the student, in the context that `arithmetic` gives.
+    teaching. `copy`: frozen, teaches instead of the student, in the context that `arithmetic` gives. `top_k`: number of
+    tokens that are kept for each response token when a record occurs first, with 6 bytes each; 0: all tokens, computed
+    each time. `known`: distributions that need not be computed; the others are then of as many tokens.
     """
 
     def __init__(
@@ -72,12 +74,14 @@ class Teacher:
         adapter: Any = None,
         copy: nn.Module | None = None,
         arithmetic: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        top_k: int = 0,
+        known: Mapping[TextKey, TeacherTopK] | None = None,
     ) -> None:
-        self._attachment = attachment
-        self._model = model
-        self._adapter = adapter
-        self._copy = copy
-        self._arithmetic = arithmetic
+        self._attachment, self._model, self._adapter = attachment, model, adapter
+        self._copy, self._arithmetic = copy, arithmetic
+        self._kept = dict(known or {})
+        widths = (taught.top_tokens.shape[1] for taught in self._kept.values())
+        self._top_k = next(widths, top_k)
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
@@ -89,30 +93,15 @@ class Teacher:
         with self._attachment.paused(), adapter_off, _evaluating(self._model):
             return response_logits(self._model, batch)
 
-    def taught(self, batch: Batch) -> Tensor:
-        """The logits of all response columns, flattened."""
-        return self.logits(batch).flatten(0, 1)
-
-
-class KeptTeacher:
-    """The distributions of a teacher that does not change, computed when a record occurs first, and kept.
-
-    `top_k`: number of tokens that are kept for each response token, with 6 bytes each. `known`: distributions that
-    need not be computed; the others are then of as many tokens.
-    """
-
-    def __init__(self, teacher: Teacher, top_k: int, known: Mapping[TextKey, TeacherTopK] | None = None) -> None:
-        self._teacher, self._kept = teacher, dict(known or {})
-        widths = (taught.top_tokens.shape[1] for taught in self._kept.values())
-        self._top_k = next(widths, top_k)
-
-    def taught(self, batch: Batch) -> TeacherTopK:
-        """The distributions at the response columns of a batch, flattened."""
+    def taught(self, batch: Batch) -> Tensor | TeacherTopK:
+        """The logits at the response columns of a batch, or their top-k tokens, flattened."""
+        if not self._top_k:
+            return self.logits(batch).flatten(0, 1)
         texts = zip(batch.input_ids, batch.attention_mask > 0, batch.targets != IGNORE, strict=True)
         rows = [(ids[mask].tolist(), int(counted.sum())) for ids, mask, counted in texts]
         keys = [text_key(ids[:-length], ids[-length:]) for ids, length in rows]
         if not self._kept.keys() >= set(keys):
-            for key, logits in zip(keys, self._teacher.logits(batch), strict=True):
+            for key, logits in zip(keys, self.logits(batch), strict=True):
                 self._kept[key] = self._top(logits[: key[0]])
         device, pad = batch.input_ids.device, torch.nn.utils.rnn.pad_sequence
         taught = [self._kept[key] for key in keys]
@@ -131,7 +120,7 @@ class Objective:
     `teacher`: asked only when `weight` is above 0. `weight`: w of the module's text.
     """
 
-    def __init__(self, teacher: Teacher | KeptTeacher | None = None, weight: float = 0.0) -> None:
+    def __init__(self, teacher: Teacher | None = None, weight: float = 0.0) -> None:
         self._teacher = teacher if weight > 0 else None
         self._weight = weight
 
@@ -315,28 +304,26 @@ def dev_loss(
     model: nn.Module,
     attachment: Attachment,
     schedules: Sequence[Schedule],
-    batches: Sequence[Callable[[], Batch]],
+    batches: Sequence[Batch],
 ) -> dict[str, float]:
     """Cross-entropy per response token of all batches, teacher-forced under each schedule, by its name.
 
     Batches are shared out to the processes; all of them make the same number of forward passes, as sharded models need.
     Dropout is off, the attachment's schedule and the model's mode are restored.
     """
-    before, training = attachment.schedule, model.training
+    before, losses = attachment.schedule, dict[str, float]()
     world, rank = accelerator.num_processes, accelerator.process_index
     objective = Objective()
-    losses: dict[str, float] = {}
-    model.eval()
-    for schedule in schedules:
-        attachment.schedule = schedule
-        sums = torch.zeros(2, device=accelerator.device)
-        for first in range(0, len(batches), world):
-            mine = first + rank
-            parts = objective(model, batches[mine if mine < len(batches) else 0]())
-            if mine < len(batches):
-                sums += torch.stack([parts.cross_entropy, parts.cross_entropy.new_tensor(parts.tokens)])
-        loss, tokens = accelerator.reduce(sums, reduction="sum").tolist()
-        losses[schedule.name] = loss / tokens
+    with _evaluating(model):
+        for schedule in schedules:
+            attachment.schedule = schedule
+            sums = torch.zeros(2, device=accelerator.device)
+            for first in range(0, len(batches), world):
+                mine = first + rank
+                parts = objective(model, batches[mine if mine < len(batches) else 0].to(accelerator.device))
+                if mine < len(batches):
+                    sums += torch.stack([parts.cross_entropy, parts.cross_entropy.new_tensor(parts.tokens)])
+            loss, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+            losses[schedule.name] = loss / tokens
     attachment.schedule = before
-    model.train(training)
     return losses
