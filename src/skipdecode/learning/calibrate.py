@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from skipdecode.data.examples import Example, encode_source, make_template
 from skipdecode.data.source import Source, read_file
 from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
-from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.fitting import make_fit
 from skipdecode.learning.goal import goal_of_records, mean_prompt, suited
 from skipdecode.learning.search import search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
@@ -35,7 +36,7 @@ from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.families import lenders
 from skipdecode.models.fit import Fit, temporary_fit
-from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, loaded_of, open_checkpoint
+from skipdecode.models.loading.checkpoint import Checkpoint, Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
 
@@ -151,7 +152,11 @@ def calibrate(
         stack.enter_context(temporary_fit(loaded.model, None))  # a calibration computes another
         examples = encode_source(file, "data", template, loaded, settings)[0]
         learn = draw_records(examples, settings.records, settings.seed)
-        fitter = _fitter(loaded, examples, learn, settings, until) if settings.fit else None
+        fit = None
+        if settings.fit:
+            width = loaded.model.config.get_text_config(decoder=True).hidden_size
+            texts = records_for_fit(examples, learn, settings, width)
+            fit = partial(make_fit, loaded.model, batches_of(texts, min(_FIT_ROWS, settings.batch_size)), settings)
         prompt_len = mean_prompt(examples)
         if step_cost is None and settings.target_speedup is not None:
             step_cost = find_cost(model, batch=settings.batch, prompt_len=prompt_len).cost
@@ -161,7 +166,7 @@ def calibrate(
             step_cost = step_cost.with_fit(geometry, rank, settings.fit_taps)
         goal = goal_of_records(settings, step_cost, examples, checkpoint.config)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
-        result = search_model(settings, goal, loaded, learn, fitter, directory / STORE_FILE, until)
+        result = search_model(settings, goal, loaded, learn, fit, directory / STORE_FILE, until)
         if result.fit is not None:
             result.fit.about["base"] = base_sample(loaded.model)
     document = {
@@ -200,23 +205,6 @@ def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, laye
     return checked
 
 
-def _fitter(
-    loaded: LoadedModel,
-    examples: Sequence[Example],
-    learn: Sequence[Example],
-    settings: CalibrateOptions,
-    until: float,
-) -> Fitter:
-    """Make the fitter on records for a fit; refuses, before measurements, records with too few tokens for a map."""
-    width = loaded.model.config.get_text_config(decoder=True).hidden_size
-    records = records_for_fit(examples, learn, settings, width)
-    tokens = sum(len(record.response) for record in records)
-    if tokens <= width:
-        few = f"{tokens} response tokens are too few to fit maps of {width} columns"
-        raise UsageError(f"{few}: give more or longer records, or no fit")
-    return Fitter(loaded.model, batches_of(records, min(_FIT_ROWS, settings.batch_size)), settings, until)
-
-
 def draw_records(examples: Sequence[Example], records: int, seed: int) -> list[Example]:
     """Records to learn from, of as many prompts as possible; the same for the same seed."""
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
@@ -234,7 +222,7 @@ def records_for_fit(
     """Records to fit on, in the order of their lengths: those to learn from, then others.
 
     Records are taken up to the tokens of the settings, or for long prompts until their responses have
-    `_ANSWER_TOKENS_A_COLUMN` tokens for each column of a bridge.
+    `_ANSWER_TOKENS_A_COLUMN` tokens for each column of a bridge. Raises UsageError: all have too few tokens for a map.
     """
     others = [example for example in examples if example not in learn]
     taken: list[Example] = []
@@ -245,4 +233,7 @@ def records_for_fit(
         taken.append(example)
         tokens += len(example.prompt) + len(example.response)
         answers += len(example.response)
+    if answers <= hidden_size:
+        few = f"{answers} response tokens are too few to fit maps of {hidden_size} columns"
+        raise UsageError(f"{few}: give more or longer records, or no fit")
     return sorted(taken, key=lambda e: (len(e.response), len(e.prompt)))

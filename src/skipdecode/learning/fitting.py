@@ -13,7 +13,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +22,8 @@ from torch.nn import functional
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import IGNORE, Batch
-from skipdecode.errors import FitError
+from skipdecode.errors import DivergedError, FitError
 from skipdecode.generation.speed import spread_over
-from skipdecode.learning.meter import check_finite
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.attach import at_full_depth
 from skipdecode.models.cache import SkipCache
@@ -43,31 +41,28 @@ _TESTED_EVERY = 5
 _LEAST_TOKENS = 4
 """A map of keys and values needs its inputs over this number of tokens; the ridge makes up for the rest."""
 _NOTHING: frozenset[int] = frozenset()
+_SHOWN = 3
 
 
-@dataclass(frozen=True)
-class Fitter:
-    """Fits a model on texts.
+def make_fit(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    options: FitOptions,
+    schedules: Sequence[Schedule],
+    until: float = math.inf,
+) -> Fit:
+    """Fit schedules of one drop order: maps for their prompt sets, bridges over the layers that they skip.
 
     Memory grows with the tokens of `batches` x hidden_size x (depths + 1), the states before and behind one layer.
 
     `model`: fitted at full depth, whatever is attached. `batches`: texts at full depth: prompts and answers, aligned.
     `until`: reading of `time.perf_counter()` by which the fit is made, on fewer texts if it must be.
+
+    Raises FitError: fewer tokens than a map has inputs, or a family that makes keys and values together with queries;
+    DivergedError: a state is not finite.
     """
-
-    model: nn.Module
-    batches: Sequence[Batch]
-    options: FitOptions
-    until: float = math.inf
-
-    def fit(self, schedules: Sequence[Schedule]) -> Fit:
-        """The fit for schedules of one drop order: maps for their prompt sets, bridges over the layers that they skip.
-
-        Raises FitError: fewer tokens than a map has inputs, or a family that makes keys and values together with
-        queries; DivergedError: a state is not finite.
-        """
-        with torch.inference_mode(), at_full_depth(self.model):
-            return _Sweep(self, schedules).run()
+    with torch.inference_mode(), at_full_depth(model):
+        return _Sweep(model, batches, options, schedules, until).run()
 
 
 class _Inputs:
@@ -153,15 +148,22 @@ class _Sweep:
     Depths that have left out the same layers so far share their states, which are those of full depth at first.
     """
 
-    def __init__(self, fitter: Fitter, schedules: Sequence[Schedule]) -> None:
-        self._until, self._in_haste = fitter.until, False
-        self._plain = unwrap(fitter.model)
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        options: FitOptions,
+        schedules: Sequence[Schedule],
+        until: float,
+    ) -> None:
+        self._until, self._in_haste = until, False
+        self._plain = unwrap(model)
         self._layers: list[nn.Module] = list(decoder_layers(self._plain))
         self._tuples = find_family(self._plain).returns
         self._width = int(self._plain.config.get_text_config(decoder=True).hidden_size)
-        self._options, self._batches = fitter.options, [batch.to(self._plain.device) for batch in fitter.batches]
+        self._options, self._batches = options, [batch.to(self._plain.device) for batch in batches]
         self._calls = [_layer_calls(self._plain, self._layers, self._tuples, batch) for batch in self._batches]
-        self._depths = _depths(schedules, self._options.fit_depths)
+        self._depths = _depths(schedules, options.fit_depths)
         # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges like answers.
         self._whole = all(schedule.prompt == "max_exit" for schedule in schedules)
         self._projected: dict[tuple[int, ...], set[int]] = {}  # layers that want maps, by the layers that prompts run
@@ -180,7 +182,12 @@ class _Sweep:
         with progress_bar(last + 1, "layer", name="fitting") as bar:
             for index in range(last + 1):
                 start = time.perf_counter()
-                self._fit_layer(index)
+                wanted = [layers for layers, projected in self._projected.items() if index in projected]
+                after, keys = self._full_depth(index, bool(wanted))
+                for layers in wanted:
+                    self._maps[layers][index] = self._prompt_map(layers, keys)
+                self._advance_prompts(index, after)
+                self._advance_answers(index, after)
                 self._keep_pace((last - index) * (time.perf_counter() - start))
                 bar.update()
         about = {"rank": self._options.fit_rank, "tokens": sum(batch.tokens for batch in self._batches)}
@@ -201,15 +208,6 @@ class _Sweep:
         lists: list[list[Any]] = [self._batches, self._calls, *self._states.values(), *self._prompts.values()]
         for every in lists:
             every[:] = [every[number] for number in chosen]
-
-    def _fit_layer(self, index: int) -> None:
-        """Fit the maps of a layer, and move all states behind the layer."""
-        wanted = [layers for layers, projected in self._projected.items() if index in projected]
-        after, keys = self._full_depth(index, bool(wanted))
-        for layers in wanted:
-            self._maps[layers][index] = self._prompt_map(layers, keys)
-        self._advance_prompts(index, after)
-        self._advance_answers(index, after)
 
     def _full_depth(self, index: int, keys_too: bool) -> tuple[list[Tensor], list[Tensor]]:
         """States of full depth behind a layer, and where wanted its keys and values (rows, columns, both)."""
@@ -383,3 +381,10 @@ def _below(depth: frozenset[int], index: int) -> frozenset[int]:
 
 def _is_held_out(number: int) -> bool:
     return number % _TESTED_EVERY == _TESTED_EVERY - 1
+
+
+def check_finite(values: Tensor, records: Sequence[str]) -> None:
+    """Raise DivergedError if a state or a loss of these records is not finite."""
+    if not values.isfinite().all():
+        shown = ", ".join(records[:_SHOWN]) + (", …" if len(records) > _SHOWN else "")
+        raise DivergedError(f"the model's arithmetic overflows on records {shown}: check the model's weights")

@@ -22,9 +22,8 @@ from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.data.batches import IGNORE, Batch, batches_of
 from skipdecode.data.examples import Example
 from skipdecode.errors import FitError
-from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.fitting import check_finite
 from skipdecode.learning.goal import Goal
-from skipdecode.learning.meter import LossMeter
 from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import decoder_layers
@@ -34,6 +33,8 @@ from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import lent_order
+
+MakeFit = Callable[[Sequence[Schedule], float], Fit]
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,57 @@ class SearchResult:
         }
 
 
+class LossMeter:
+    """Measures schedules on batches of records.
+
+    Each measurement changes the schedule and the fit of the attachment. A loss that the `store` has, of the same
+    schedule with an equal fit, is not measured again. `advance` is called with the number of batches that are done.
+    """
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        batches: Sequence[Batch],
+        store: ResumeLog,
+        advance: Callable[[int], object],
+    ) -> None:
+        self._attachment, self._batches, self._store, self._advance = attachment, batches, store, advance
+
+    def loss(self, schedule: Schedule, fit: Fit | None = None) -> float:
+        """Cross-entropy per response token under a schedule; raises DivergedError if a loss is not finite."""
+        key = json.dumps([schedule.to_dict(), fit and fit.digest()])
+        loss = self._store.get(key)
+        if loss is None:
+            self._attachment.schedule, self._attachment.fit = schedule, fit
+            tokens = sum(batch.response_tokens for batch in self._batches)
+            loss = sum(map(self._measured, self._batches)) / tokens
+            self._store.put(key, loss)
+        else:
+            self._advance(len(self._batches))
+        return float(loss)
+
+    @torch.inference_mode()
+    def _measured(self, batch: Batch) -> float:
+        """Summed losses of a batch."""
+        model = self._attachment.model
+        logits, targets = response_logits(model, batch.to(model.device)), batch.targets.to(model.device)
+        # Row by row: probabilities of all tokens of a large vocabulary take several times the memory of the logits.
+        rows = zip(logits, targets, strict=True)
+        each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
+        losses = torch.stack(each).double()
+        check_finite(losses, batch.ids)
+        self._advance(1)
+        return float(losses.sum())
+
+
 def search_model(
     settings: CalibrationSettings,
     goal: Goal,
     loaded: LoadedModel,
     records: list[Example],
-    fitter: Fitter | None,
+    make_fit: MakeFit | None,
     file: Path,
-    until: float = math.inf,
+    until: float,
 ) -> SearchResult:
     """`search` on records.
 
@@ -114,7 +158,7 @@ def search_model(
             bar.unpause()  # after the influence of layers, or a fit
             return meter.loss(schedule, fit)
 
-        return search(settings, goal, block_influence(attachment, batches), measure, fitter, until)
+        return search(settings, goal, block_influence(attachment, batches), measure, make_fit, until)
 
 
 def search(
@@ -122,16 +166,17 @@ def search(
     goal: Goal,
     influence: Sequence[float],
     measure: Callable[[Schedule, Fit | None], float],
-    fitter: Fitter | None = None,
+    make_fit: MakeFit | None = None,
     until: float = math.inf,
 ) -> SearchResult:
     """Order the layers by influence, fit their maps, and compare the prompt sets by their loss.
 
     `influence`: block influence of each layer; the layers go in its order. `measure`: returns the loss of a schedule
-    with a fit. With a `fitter`, candidates whose prompts run the first token's layers have one fit, and all others
-    another. `until`: reading of `time.perf_counter()` after which no further prompt set is compared.
+    with a fit. `make_fit`: returns the fit of schedules, by a reading of the clock; candidates whose prompts run the
+    first token's layers have one fit, and all others another. `until`: reading of `time.perf_counter()` after which no
+    further prompt set is compared.
 
-    Raises DivergedError: see `Fitter.fit` and `LossMeter.loss`.
+    Raises DivergedError: see `skipdecode.learning.fitting.make_fit` and `LossMeter.loss`.
     """
     layers = goal.workload.cost.num_layers
     ranked = sorted(range(settings.warmup_layers, layers - 1), key=lambda layer: (influence[layer], layer))
@@ -143,7 +188,7 @@ def search(
         now = time.perf_counter()
         end = now + (until - now) / (len(groups) - number)
         schedules = [goal.schedule(order, prompt) for prompt in prompts]
-        fit = None if fitter is None else _fit(replace(fitter, until=end), schedules)
+        fit = None if make_fit is None else _fit(make_fit, schedules, end)
         for compared, schedule in enumerate(schedules):
             if compared and time.perf_counter() > end:
                 note(f"the time for choosing layers is over: {compared} of {len(schedules)} candidates are compared")
@@ -167,15 +212,17 @@ def groups_by_fit(prompts: Sequence[PromptDepth]) -> list[list[PromptDepth]]:
 
     Sets of the second kind come first.
     """
-    kinds = ([p for p in prompts if p != "max_exit"], [p for p in prompts if p == "max_exit"])
-    return [kind for kind in kinds if kind]
+    groups: dict[bool, list[PromptDepth]] = {False: [], True: []}
+    for prompt in prompts:
+        groups[prompt == "max_exit"].append(prompt)
+    return [group for group in groups.values() if group]
 
 
-def _fit(fitter: Fitter, schedules: Sequence[Schedule]) -> Fit | None:
+def _fit(make_fit: MakeFit, schedules: Sequence[Schedule], until: float) -> Fit | None:
     """The fit of schedules; None if they skip nothing or cannot be fitted."""
     fitted = [schedule for schedule in schedules if not schedule.is_full]
     try:
-        return fitter.fit(fitted) if fitted else None
+        return make_fit(fitted, until) if fitted else None
     except FitError as e:
         note(f"no fit: {e}")
         return None
