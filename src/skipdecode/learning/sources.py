@@ -133,9 +133,7 @@ class Sources:
         for name, source in (("train", responses.train), ("dev", responses.dev)):
             file = read_file(source, template, skip_bad=True)
             renaming = Renaming.of(file.items, template, self._settings.seed)
-            others = [renaming.renamed(record) for record in file.items]
-            pairs = zip(others, file.items, strict=True)
-            more = [replace(other, id=f"{one.id}, other names") for other, one in pairs if other is not one]
+            more = [replace(other, id=f"{other.id}, other names") for other in renaming.others(file.items)]
             if file.skipped:
                 note(f"{name}: {reject_summary(file.skipped)}")
             if more:
