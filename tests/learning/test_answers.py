@@ -15,10 +15,10 @@ from skipdecode.common.resume import ResumeLog
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
 from skipdecode.engine.opening import open_engines
-from skipdecode.learning import answers
-from skipdecode.learning.answers import TOP_K, greedy_answers
+from skipdecode.learning import sources
 from skipdecode.learning.distributions import load_distributions, save_distributions, text_key
 from skipdecode.learning.objective import Teacher
+from skipdecode.learning.sources import TOP_K, greedy_answers
 from tiny import LAYERS, tiny_model
 
 PROMPTS = [(5, 6, 7), (9, 4), (3, 8, 8, 5), (7,), (11, 12)]
@@ -47,7 +47,7 @@ def test_answers_have_the_distributions_that_the_teacher_computes(tmp_path: Path
 
 
 def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    monkeypatch.setattr(sources, "_AT_ONCE", 2)
     model = tiny_model("llama")
     first = answered(model, tmp_path / "log", until=time.perf_counter())
     assert len(first) == 2  # the first ones are always answered
@@ -63,8 +63,8 @@ def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.
 
 def test_groups_of_another_size_are_answered_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    monkeypatch.setattr(sources, "_AT_ONCE", 2)
     assert len(answered(model, tmp_path / "log", until=time.perf_counter())) == 2
-    monkeypatch.setattr(answers, "_AT_ONCE", 3)
+    monkeypatch.setattr(sources, "_AT_ONCE", 3)
     again = [tokens for tokens, _ in answered(model, tmp_path / "log")]
     assert again == [tokens for tokens, _ in answered(model, tmp_path / "other")]

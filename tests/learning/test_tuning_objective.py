@@ -74,7 +74,6 @@ def test_loss_equals_the_loss_of_cached_decoding(family: str, prompt: Any) -> No
     schedule = Schedule(LAYERS, SCHEDULE.drop_order, SCHEDULE.budgets, prompt=prompt)
     with torch.no_grad(), attach(model, schedule) as attachment:
         losses = Objective()(model, BATCH)
-        assert losses.tokens == 18
         assert losses.total.item() / 18 == pytest.approx(cached_loss(attachment, model, BATCH) / 18, abs=1e-4)
 
 

@@ -180,7 +180,7 @@ def dev_loss_of(model: Any, schedule: Schedule) -> float:
     batch = collate(DEV)
     with torch.no_grad(), attach(model, schedule):
         parts = Objective()(model, batch)
-    return float(parts.cross_entropy) / parts.tokens
+    return float(parts.cross_entropy) / batch.response_tokens
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -46,14 +46,12 @@ _BYTES = 4
 """Of a token's activations, for each input and output of a matrix (0.5B model: 3.5 with LoRA, 4 with all weights)."""
 
 
-@dataclass
-class Losses:
+class Losses(NamedTuple):
     """Sums over the response tokens of one batch; `total` has a gradient, the parts have none."""
 
     total: Tensor
     cross_entropy: Tensor
     kl: Tensor
-    tokens: int
 
 
 class Teacher:
@@ -128,8 +126,7 @@ class Objective:
         """Losses of a batch under the schedule that is attached."""
         student = response_logits(model, batch).flatten(0, 1)
         teacher = None if self._teacher is None else self._teacher.taught(batch)
-        sums = token_losses(student, batch.targets.flatten(), teacher, self._weight)
-        return Losses(*sums, batch.response_tokens)
+        return token_losses(student, batch.targets.flatten(), teacher, self._weight)
 
 
 @contextlib.contextmanager
@@ -145,14 +142,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def token_losses(
     student: Tensor, targets: Tensor, teacher: Tensor | TeacherTopK | None = None, weight: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Losses:
     """Sum over the tokens that count: (1 - weight) * CE + weight * KL(teacher || student), with gradient; CE; KL.
 
     `student` and `teacher` are logits, (tokens, vocabulary), `targets` (tokens,) with `IGNORE` where a token does not
     count. Without a teacher the first sum is the cross-entropy. Tokens that `TeacherTopK` does not have count as one.
     """
-    total, cross_entropy, kl = _TokenLosses.apply(student, targets, teacher, weight)  # type: ignore[no-untyped-call]
-    return total, cross_entropy, kl
+    return Losses(*_TokenLosses.apply(student, targets, teacher, weight))  # type: ignore[no-untyped-call]
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -320,10 +316,11 @@ def dev_loss(
             sums = torch.zeros(2, device=accelerator.device)
             for first in range(0, len(batches), world):
                 mine = first + rank
-                parts = objective(model, batches[mine if mine < len(batches) else 0].to(accelerator.device))
+                batch = batches[mine if mine < len(batches) else 0].to(accelerator.device)
+                loss = objective(model, batch).cross_entropy
                 if mine < len(batches):
-                    sums += torch.stack([parts.cross_entropy, parts.cross_entropy.new_tensor(parts.tokens)])
-            loss, tokens = accelerator.reduce(sums, reduction="sum").tolist()
-            losses[schedule.name] = loss / tokens
+                    sums += torch.stack([loss, loss.new_tensor(batch.response_tokens)])
+            total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+            losses[schedule.name] = total / tokens
     attachment.schedule = before
     return losses
