@@ -34,7 +34,7 @@ from skipdecode.errors import OutputError
 from skipdecode.generation.self_generated import TEST_FILE, TRAIN_FILE
 from skipdecode.generation.speed import squeezed
 from skipdecode.learning.clock import Clock
-from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.fitting import make_fit
 from skipdecode.learning.prepared import neighbours
 from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions, SearchSize
 from skipdecode.learning.stage_log import Stages
@@ -386,7 +386,7 @@ def test_a_stage_whose_files_are_gone_or_changed_is_done_again(tmp_path: Path, c
         runs.append(1)
         return evaluation(len(runs))
 
-    with closing(Stages(tmp_path, {}, ("schedule.json",))) as stages:
+    with closing(Stages(tmp_path, {})) as stages:
 
         def stage(reads: Any = None) -> int:
             return stages.run(Evaluation, work, directory=file.parent, reads=reads).rows[0]["number"]
@@ -431,9 +431,9 @@ def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
     with closing(Stages(tmp_path, {}, started=started)) as stages:
         stages.run(Evaluation, lambda: evaluation(stages.spent() > 0.6), minutes=0.0)
         assert stages.find(Evaluation, 0.0) == evaluation(True)  # killed processes count while the stage runs
-        assert 0.6 <= stages.seconds(Evaluation, 0.0) < 60
+        assert 0.6 <= stages.done(Evaluation, 0.0).seconds < 60
         stages.run(Tuning, lambda: Tuning({}, []), minutes=1)
-        assert stages.seconds(Tuning, 1) < 0.6
+        assert stages.done(Tuning, 1).seconds < 0.6
 
 
 def test_a_stage_is_restored_with_its_types(tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_conti
 def test_a_fit_ends_at_the_clock_on_fewer_texts() -> None:
     model, rows = tiny_model("llama"), [Example(str(i), (3, 4, 5), tuple(range(6, 46))) for i in range(20)]
     batches, schedule = [collate([row]) for row in rows], Schedule(8, (2, 3), (6,))
-    whole, cut = (Fitter(model, batches, FitOptions(fit_rank=8), until).fit([schedule]) for until in (math.inf, 0.0))
+    whole, cut = (make_fit(model, batches, FitOptions(fit_rank=8), [schedule], until) for until in (math.inf, 0.0))
     assert cut.bridges.keys() == whole.bridges.keys()
     assert cut.about["tokens"] < whole.about["tokens"]
 

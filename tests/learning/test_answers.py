@@ -15,10 +15,10 @@ from skipdecode.common.resume import ResumeLog
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
 from skipdecode.engine.opening import open_engines
-from skipdecode.learning import answers
-from skipdecode.learning.answers import TOP_K, greedy_answers
+from skipdecode.learning import sources
 from skipdecode.learning.distributions import load_distributions, save_distributions, text_key
-from skipdecode.learning.objective import KeptTeacher, Teacher
+from skipdecode.learning.objective import Teacher
+from skipdecode.learning.sources import TOP_K, greedy_answers
 from tiny import LAYERS, tiny_model
 
 PROMPTS = [(5, 6, 7), (9, 4), (3, 8, 8, 5), (7,), (11, 12)]
@@ -39,15 +39,15 @@ def test_answers_have_the_distributions_that_the_teacher_computes(tmp_path: Path
     known = load_distributions(tmp_path / "file")
     batch = collate([Example(str(p), p, tuple(tokens)) for p, (tokens, _) in zip(PROMPTS, found, strict=True)])
     with attach(model, Schedule.full(LAYERS)) as attachment:
-        computed = KeptTeacher(Teacher(attachment, model), TOP_K).taught(batch)
+        computed = Teacher(attachment, model, top_k=TOP_K).taught(batch)
         silent: Any = None  # a teacher that would fail if it were asked
-        kept = KeptTeacher(silent, 1, known).taught(batch)
+        kept = Teacher(silent, silent, top_k=1, known=known).taught(batch)
     torch.testing.assert_close(kept.log_probabilities, computed.log_probabilities, atol=2e-3, rtol=2e-3)
     assert (kept.top_tokens == computed.top_tokens).float().mean() > 0.98  # equals may change places
 
 
 def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    monkeypatch.setattr(sources, "_AT_ONCE", 2)
     model = tiny_model("llama")
     first = answered(model, tmp_path / "log", until=time.perf_counter())
     assert len(first) == 2  # the first ones are always answered
@@ -63,8 +63,8 @@ def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.
 
 def test_groups_of_another_size_are_answered_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    monkeypatch.setattr(sources, "_AT_ONCE", 2)
     assert len(answered(model, tmp_path / "log", until=time.perf_counter())) == 2
-    monkeypatch.setattr(answers, "_AT_ONCE", 3)
+    monkeypatch.setattr(sources, "_AT_ONCE", 3)
     again = [tokens for tokens, _ in answered(model, tmp_path / "log")]
     assert again == [tokens for tokens, _ in answered(model, tmp_path / "other")]

@@ -7,16 +7,10 @@ from dataclasses import replace
 import pytest
 
 from skipdecode import Schedule
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import ScheduleError
 from skipdecode.learning.settings import TuneConfig
 
 TARGET = Schedule.from_speedup(12, 3, 20)
-
-
-def test_without_a_curriculum_every_step_runs_the_target() -> None:
-    curriculum = TuneConfig().curriculum(TARGET)
-    assert curriculum.goals == (TARGET,)
-    assert {curriculum.schedule_at(step) for step in range(5)} == {TARGET}
 
 
 def test_sampling_draws_each_speed_up_and_repeats_itself() -> None:
@@ -64,18 +58,27 @@ def test_the_nominal_speed_up_of_the_target_is_the_target_whatever_its_budgets()
     assert 160 < drawn.count(floored) < 240  # two of four
 
 
-def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other() -> None:
-    even = Schedule.even(12, TARGET.budgets)
-    curriculum = TuneConfig(sampled_speedups=(2,)).curriculum(even)
-    steep, flat = curriculum.goals
-    assert flat.drop_order == even.drop_order
-    assert all(set(steep.layers(i)) <= set(flat.layers(i)) for i in range(25))
+EVEN = Schedule.even(12, TARGET.budgets)
 
 
-def test_sampled_schedules_keep_the_targets_prompts_but_full_depth_is_full() -> None:
-    target = TARGET.with_prompt((0, 1, 2, 3))
-    goals = TuneConfig(sampled_speedups=(1, 2)).curriculum(target).goals
-    assert [len(s.prompt_layers()) for s in goals] == [4, 12, 4]
+@pytest.mark.parametrize(
+    ("target", "speedups", "expected"),
+    [
+        (TARGET, (), [("skipdecode-3x", 12)]),
+        (Schedule.full(12), (1,), [("full", 12)]),
+        (EVEN, (2,), [(EVEN.name, 12), ("even-2x", 12)]),
+        (TARGET.with_prompt((0, 1, 2, 3)), (1, 2), [("skipdecode-p4-3x", 4), ("full", 12), ("skipdecode-p4-2x", 4)]),
+    ],
+)
+def test_sampled_schedules_are_the_target_s_at_other_speed_ups(
+    target: Schedule, speedups: tuple[float, ...], expected: list[tuple[str, int]]
+) -> None:
+    curriculum = TuneConfig(sampled_speedups=speedups).curriculum(target)
+    assert [(goal.name, len(goal.prompt_layers())) for goal in curriculum.goals] == expected
+    assert {curriculum.schedule_at(step) for step in range(20)} == {*curriculum.goals}
+    for goal in curriculum.goals:
+        assert goal.is_full or goal.drop_order == target.drop_order
+        assert all(set(target.layers(i)) <= set(goal.layers(i)) for i in range(25))  # nested in each other
 
 
 def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
@@ -86,10 +89,6 @@ def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
         TuneConfig(sampled_speedups=(2,)).curriculum(Schedule.full(12))
 
 
-def test_speed_ups_that_are_the_targets_add_nothing() -> None:
-    assert TuneConfig(sampled_speedups=(1,)).curriculum(Schedule.full(12)).goals == (Schedule.full(12),)
-
-
 def test_learning_rate_rises_then_falls_to_almost_nothing() -> None:
     config = TuneConfig(steps=100, learning_rate=1.0, warmup_fraction=0.1)
     rates = [config.learning_rate_at(step) for step in range(100)]
@@ -98,9 +97,3 @@ def test_learning_rate_rises_then_falls_to_almost_nothing() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0 < rates[-1] < 0.001
     assert TuneConfig(warmup_fraction=0, learning_rate=1.0).learning_rate_at(0) == 1.0
-
-
-def test_full_and_lora_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="takes no `lora_rank`"):
-        TuneConfig(full=True, lora_rank=4)
-    assert TuneConfig(full=True).rank == 0

@@ -19,7 +19,6 @@ from skipdecode.data.examples import Example
 from skipdecode.learning import objective
 from skipdecode.learning.distributions import TeacherTopK
 from skipdecode.learning.objective import (
-    KeptTeacher,
     Objective,
     Teacher,
     TrainStep,
@@ -75,7 +74,6 @@ def test_loss_equals_the_loss_of_cached_decoding(family: str, prompt: Any) -> No
     schedule = Schedule(LAYERS, SCHEDULE.drop_order, SCHEDULE.budgets, prompt=prompt)
     with torch.no_grad(), attach(model, schedule) as attachment:
         losses = Objective()(model, BATCH)
-        assert losses.tokens == 18
         assert losses.total.item() / 18 == pytest.approx(cached_loss(attachment, model, BATCH) / 18, abs=1e-4)
 
 
@@ -140,16 +138,24 @@ def test_distillation_is_the_forward_divergence() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
-def test_the_gradient_is_that_of_the_formula(weight: float) -> None:
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_the_gradient_is_that_of_the_formula(weight: float, top_k: int | None) -> None:
     torch.manual_seed(0)
-    student, teacher = torch.randn(2, 70, VOCAB).unbind()
+    student, teacher = torch.randn(2, 70, VOCAB).mul(3 if top_k else 1).unbind()
     targets = torch.randint(VOCAB, (70,)).where(torch.rand(70) < 0.8, IGNORE)
+    taught = teacher if top_k is None else TeacherTopK(*teacher.log_softmax(-1).topk(top_k))
     student.requires_grad_()
     cross_entropy = functional.cross_entropy(student, targets, ignore_index=IGNORE, reduction="sum")
     guess, wanted = (x.log_softmax(-1)[targets != IGNORE] for x in (student, teacher))
+    if top_k is not None:  # all other tokens count as one
+        tokens = taught.top_tokens[targets != IGNORE]
+        tops = [x.gather(1, tokens) for x in (guess, wanted)]
+        guess, wanted = (torch.cat((x, (1 - x.exp().sum(-1, keepdim=True)).log()), 1) for x in tops)
     kl = (wanted.exp() * (wanted - guess)).sum()
-    (expected,) = torch.autograd.grad((1 - weight) * cross_entropy + weight * kl, student)
-    total, *parts = token_losses(student, targets, teacher, weight)
+    losses = (1 - weight) * cross_entropy + weight * kl
+    (expected,) = torch.autograd.grad(losses, student)
+    total, *parts = token_losses(student, targets, taught, weight)
+    assert total.item() == pytest.approx(losses.item(), rel=1e-5)
     assert not any(part.requires_grad for part in parts)
     (gradient,) = torch.autograd.grad(total * 3, student, retain_graph=True)
     torch.testing.assert_close(gradient, expected * 3)
@@ -179,7 +185,7 @@ def test_accumulated_batches_and_parts_make_the_step_of_one_large_batch(monkeypa
         accelerator = Accelerator(gradient_accumulation_steps=len(batches))
         with attach(model, SCHEDULE) as attachment:
             prepared, optimizer = accelerator.prepare(model, make_optimizer(model, TuneConfig(full=True)))
-            said = Objective(KeptTeacher(Teacher(attachment, model), 8), 0.5)
+            said = Objective(Teacher(attachment, model, top_k=8), 0.5)
             report = TrainStep(accelerator, prepared, optimizer, said, clip=0.0)(batches, 1e-2)
         results.append((report, model.lm_head.weight.detach().clone()))
     several, one, alone = results
@@ -193,43 +199,11 @@ def test_accumulated_batches_and_parts_make_the_step_of_one_large_batch(monkeypa
 def test_a_teacher_that_keeps_all_words_teaches_as_one_that_runs_and_runs_once() -> None:
     model, calls = tiny_model("llama"), []
     with attach(model, SCHEDULE) as attachment:
-        teacher = Teacher(attachment, model)
-        kept = KeptTeacher(teacher, VOCAB)
-        runs = teacher.logits
-        teacher.logits = lambda batch: calls.append(batch) or runs(batch)  # type: ignore[method-assign]
-        wanted = Objective(teacher, 1.0)(model, BATCH)
-        calls.clear()
+        wanted = Objective(Teacher(attachment, model), 1.0)(model, BATCH)
+        kept = Teacher(attachment, model, top_k=VOCAB)
+        runs = kept.logits
+        kept.logits = lambda batch: calls.append(batch) or runs(batch)  # type: ignore[method-assign]
         for batch in (BATCH, batch_of((7, 12), (3, 5), (5, 1))):  # the second time from what is kept
             found = Objective(kept, 1.0)(model, batch)
             assert found.kl.item() == pytest.approx(wanted.kl.item(), rel=2e-3)
         assert len(calls) == 1
-
-
-def test_a_kept_teachers_other_words_count_as_one() -> None:
-    model = tiny_model("llama")
-    with attach(model, SCHEDULE) as attachment, torch.no_grad():
-        full = Objective(Teacher(attachment, model), 1.0)(model, BATCH).kl.item()
-        few = Objective(KeptTeacher(Teacher(attachment, model), 8), 1.0)(model, BATCH).kl.item()
-        attachment.schedule = Schedule.full(LAYERS)
-        same = Objective(KeptTeacher(Teacher(attachment, model), 8), 1.0)(model, BATCH).kl.item()
-    assert 0 < few < full  # merged words tell less
-    assert same == pytest.approx(0, abs=1e-3)
-
-
-@pytest.mark.parametrize("weight", [0.3, 1.0])
-def test_the_gradient_of_top_tokens_is_that_of_the_formula(weight: float) -> None:
-    torch.manual_seed(0)
-    student, teacher = torch.randn(2, 70, VOCAB).mul(3).unbind()
-    targets = torch.randint(VOCAB, (70,)).where(torch.rand(70) < 0.8, IGNORE)
-    taught = TeacherTopK(*teacher.log_softmax(-1).topk(8))
-    student.requires_grad_()
-    guess, wanted = student.log_softmax(-1), teacher.log_softmax(-1)
-    top = torch.zeros_like(guess, dtype=torch.bool).scatter(1, taught.top_tokens, True)
-    rest, wanted_rest = ((1 - (x.exp() * top).sum(-1)) for x in (guess, wanted))
-    kl = (wanted.exp() * (wanted - guess) * top).sum(-1) + wanted_rest * (wanted_rest / rest).log()
-    cross_entropy = functional.cross_entropy(student, targets, ignore_index=IGNORE, reduction="none")
-    losses = ((1 - weight) * cross_entropy + weight * kl)[targets != IGNORE].sum()
-    total = token_losses(student, targets, taught, weight)[0]
-    assert total.item() == pytest.approx(losses.item(), rel=1e-5)
-    expected, gradient = (torch.autograd.grad(x, student)[0] for x in (losses, total))
-    torch.testing.assert_close(gradient, expected)

@@ -26,7 +26,7 @@ from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import DepthWarning, FitError, UntunedScheduleWarning, UsageError
 from skipdecode.evaluation.scores import token_fidelity
-from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.fitting import make_fit
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.checkpoint_schedule import FIT_FILE, bundled_schedules, schedule_file
 from skipdecode.models.families import decoder_layers, keys_and_values, projects
@@ -195,7 +195,7 @@ def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
     maps = projects(model.config) and all(map(keys_and_values, decoder_layers(model)))
     schedules = [FALLING, replace(FALLING, prompt="max_exit"), replace(Schedule.full(LAYERS), prompt=LOWER)]
     for schedule in schedules[: 2 + maps]:
-        fit = Fitter(model, batches, FitOptions(fit_rank=16, fit_taps=1)).fit([schedule])
+        fit = make_fit(model, batches, FitOptions(fit_rank=16, fit_taps=1), [schedule])
         pairs = [text[:20] for text in texts[:10]], [text[20:] for text in texts[:10]]
         distance = {}
         for name, used in (("fitted", fit), ("skipped", None)):

@@ -6,9 +6,10 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from skipdecode.data.examples import Example, encode_source, make_template
 from skipdecode.data.source import Source, read_file
 from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
-from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.fitting import make_fit
 from skipdecode.learning.goal import goal_of_records, mean_prompt, suited
 from skipdecode.learning.search import search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
@@ -35,7 +36,7 @@ from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.families import lenders
 from skipdecode.models.fit import Fit, temporary_fit
-from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, loaded_of, open_checkpoint
+from skipdecode.models.loading.checkpoint import Checkpoint, Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
 
@@ -142,21 +143,30 @@ def calibrate(
     settings = _settings_for(CalibrateOptions(**options), checkpoint)
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
-    known_cost = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
+    step_cost = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
     template = make_template(settings, data)
     file = read_file(data, template, skip_bad=settings.skips_bad)
     with ExitStack() as stack:
-        loaded = stack.enter_context(_without_fit(model))
+        loaded = loaded_of(model) or load(checkpoint)
+        loaded = replace(loaded, model=in_hardware_type(loaded.model))
+        stack.enter_context(temporary_fit(loaded.model, None))  # a calibration computes another
         examples = encode_source(file, "data", template, loaded, settings)[0]
         learn = draw_records(examples, settings.records, settings.seed)
-        fitter = _fitter(loaded, examples, learn, settings, until) if settings.fit else None
+        fit = None
+        if settings.fit:
+            width = loaded.model.config.get_text_config(decoder=True).hidden_size
+            texts = records_for_fit(examples, learn, settings, width)
+            fit = partial(make_fit, loaded.model, batches_of(texts, min(_FIT_ROWS, settings.batch_size)), settings)
         prompt_len = mean_prompt(examples)
-        if known_cost is None and settings.target_speedup is not None:
-            known_cost = find_cost(model, batch=settings.batch, prompt_len=prompt_len).cost
-        step_cost = None if known_cost is None else _with_fit(known_cost, settings, checkpoint)
+        if step_cost is None and settings.target_speedup is not None:
+            step_cost = find_cost(model, batch=settings.batch, prompt_len=prompt_len).cost
+        if step_cost is not None and settings.fit and not step_cost.bridge_share:
+            geometry = ModelGeometry.from_config(checkpoint.config)
+            rank = min(settings.fit_rank, geometry.hidden_size)
+            step_cost = step_cost.with_fit(geometry, rank, settings.fit_taps)
         goal = goal_of_records(settings, step_cost, examples, checkpoint.config)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
-        result = search_model(settings, goal, loaded, learn, fitter, directory / STORE_FILE, until)
+        result = search_model(settings, goal, loaded, learn, fit, directory / STORE_FILE, until)
         if result.fit is not None:
             result.fit.about["base"] = base_sample(loaded.model)
     document = {
@@ -184,49 +194,15 @@ def _settings_for(settings: CalibrateOptions, checkpoint: Checkpoint) -> Calibra
     return settings
 
 
-def _with_fit(cost: CostModel, settings: CalibrateOptions, checkpoint: Checkpoint) -> CostModel:
-    """Return the cost with the maps of a fit, if there is to be one and the cost has none."""
-    if not settings.fit or cost.bridge_share:
-        return cost
-    geometry = ModelGeometry.from_config(checkpoint.config)
-    return cost.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
-
-
 def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, layers: int) -> CostModel:
     """The given cost; refuses one that does not fit the model."""
     name = "the given cost" if isinstance(cost, CostModel) else f"cost {cost}"
-    model = cost if isinstance(cost, CostModel) else read_cost(cost)
-    if model.num_layers != layers:
-        raise UsageError(f"{name} is for {model.num_layers} layers, but the model has {layers}")
-    if settings.batch not in (1, model.batch):
-        raise UsageError(f"{name} is for batches of {model.batch}: leave out `batch` {settings.batch}")
-    return model
-
-
-@contextmanager
-def _without_fit(model: Model) -> Iterator[LoadedModel]:
-    """The model, in fp32 on a CPU that emulates bf16, without its fit: a calibration computes another."""
-    loaded = loaded_of(model) or load(open_checkpoint(model))
-    loaded = replace(loaded, model=in_hardware_type(loaded.model))
-    with temporary_fit(loaded.model, None):
-        yield loaded
-
-
-def _fitter(
-    loaded: LoadedModel,
-    examples: Sequence[Example],
-    learn: Sequence[Example],
-    settings: CalibrateOptions,
-    until: float,
-) -> Fitter:
-    """Make the fitter on records for a fit; refuses, before measurements, records with too few tokens for a map."""
-    width = loaded.model.config.get_text_config(decoder=True).hidden_size
-    records = records_for_fit(examples, learn, settings, width)
-    tokens = sum(len(record.response) for record in records)
-    if tokens <= width:
-        few = f"{tokens} response tokens are too few to fit maps of {width} columns"
-        raise UsageError(f"{few}: give more or longer records, or no fit")
-    return Fitter(loaded.model, batches_of(records, min(_FIT_ROWS, settings.batch_size)), settings, until)
+    checked = cost if isinstance(cost, CostModel) else read_cost(cost)
+    if checked.num_layers != layers:
+        raise UsageError(f"{name} is for {checked.num_layers} layers, but the model has {layers}")
+    if settings.batch not in (1, checked.batch):
+        raise UsageError(f"{name} is for batches of {checked.batch}: leave out `batch` {settings.batch}")
+    return checked
 
 
 def draw_records(examples: Sequence[Example], records: int, seed: int) -> list[Example]:
@@ -246,7 +222,7 @@ def records_for_fit(
     """Records to fit on, in the order of their lengths: those to learn from, then others.
 
     Records are taken up to the tokens of the settings, or for long prompts until their responses have
-    `_ANSWER_TOKENS_A_COLUMN` tokens for each column of a bridge.
+    `_ANSWER_TOKENS_A_COLUMN` tokens for each column of a bridge. Raises UsageError: all have too few tokens for a map.
     """
     others = [example for example in examples if example not in learn]
     taken: list[Example] = []
@@ -257,4 +233,7 @@ def records_for_fit(
         taken.append(example)
         tokens += len(example.prompt) + len(example.response)
         answers += len(example.response)
+    if answers <= hidden_size:
+        few = f"{answers} response tokens are too few to fit maps of {hidden_size} columns"
+        raise UsageError(f"{few}: give more or longer records, or no fit")
     return sorted(taken, key=lambda e: (len(e.response), len(e.prompt)))

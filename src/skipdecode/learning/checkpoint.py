@@ -12,24 +12,23 @@ renamed, so a kill leaves what was there before.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.files import give_usual_mode, write_whole, writing
-from skipdecode.common.jsonl import Json, heading
+from skipdecode.common.jsonl import Json, heading, json_line
 from skipdecode.common.progress import note
 from skipdecode.common.resume import ANEW, differences, other_settings
 from skipdecode.data.source import Records
-from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import OutputError, UsageError
 from skipdecode.models.fit import fit_of, fit_state
-from skipdecode.models.recipe import RECIPE_FILE, RECIPE_FORMAT, RECIPE_KIND
-from skipdecode.schedule import Schedule
+from skipdecode.models.recipe import RECIPE_FILE, RECIPE_FORMAT, RECIPE_KIND, read_recipe
 
 _KEEP = 2
 _ADAPTER, _FITTED = "adapter.safetensors", "fit.safetensors"
@@ -45,11 +44,11 @@ class RunProgress:
 
     step: int = 0
     best_step: int = 0
-    best_loss: float | None = None
+    best_loss: float = math.inf
     tokens: int = 0
     seconds: float = 0.0
     clock: float = 0.0
-    last_loss: float | None = None
+    last_loss: float = math.inf
     begun: int = 0
     halvings: int = 0
     is_over: bool = False
@@ -60,8 +59,7 @@ class RunProgress:
 
     def load_state_dict(self, state: Json) -> None:
         """From accelerate's checkpoint."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
 
 
 class Checkpoints:
@@ -100,8 +98,8 @@ class Checkpoints:
                 shutil.rmtree(old)
         self._accelerator.wait_for_everyone()
 
-    def resume(self) -> bool:
-        """Go back to the newest checkpoint that can be read; False if there is none at all.
+    def resume(self) -> None:
+        """Go back to the newest checkpoint that can be read, if there are any.
 
         Raises OutputError: there are some, and none can be read.
         """
@@ -112,17 +110,14 @@ class Checkpoints:
             except Exception as e:  # Of many classes: safetensors', pickle's, torch's and the file system's.
                 reason = " ".join(str(e).split())[:200] or type(e).__name__
             else:
-                return True
+                return
             if checkpoint == newest[0]:
-                break
+                raise OutputError(f"no checkpoint of {self._directory} can be read ({reason}): give another `out`")
             note(f"{checkpoint} cannot be read ({reason}): the run goes on from the checkpoint before")
             self._accelerator.wait_for_everyone()
             if self._accelerator.is_main_process:
                 # Not among those that are counted and kept, and there for who wants to look.
                 os.replace(checkpoint, checkpoint.with_suffix(".damaged"))
-        if newest:
-            raise OutputError(f"no checkpoint of {self._directory} can be read ({reason}): give another `out`")
-        return False
 
     def remove(self) -> None:
         """Delete all checkpoints: the run is finished."""
@@ -172,13 +167,13 @@ class RunLog:
     def __init__(self, directory: Path, *, keep_steps: int) -> None:
         path = directory / LOG_FILE
         rows = [row for row in read_log(path) if row["step"] <= keep_steps] if keep_steps else []
-        write_whole(path, "".join(map(_line, [heading("tuning"), *rows])))
+        write_whole(path, b"".join(map(json_line, [heading("tuning"), *rows])))
         self._path, self._file = path, path.open("ab", buffering=0)
 
     def write(self, kind: str, step: int, values: Json) -> None:
         """One row; it is on its way to the disk when this returns."""
         with writing(self._path):
-            self._file.write(_line({"kind": kind, "step": step, **values}).encode())
+            self._file.write(json_line({"kind": kind, "step": step, **values}))
 
     def close(self) -> None:
         """Close the file."""
@@ -201,44 +196,17 @@ def dev_losses(path: Path) -> list[tuple[float, float]]:
     return [(minutes.get(row["step"], 0.0), row["cross_entropy"]) for row in rows if row["kind"] == "dev"]
 
 
-def _line(row: Json) -> str:
-    return json.dumps(row) + "\n"
-
-
 _MUST_AGREE = ("options", "prompt", "schedule", "data", "checkpoint")
 
 
-def make_recipe(
-    options: Mapping[str, Any],
-    template: PromptTemplate,
-    schedule: Schedule,
-    data: Mapping[str, Any],
-    environment: Mapping[str, Any],
-    *,
-    checkpoint: Mapping[str, Any] | None = None,
-    base: Mapping[str, Any] | None = None,
-    processes: int = 1,
-) -> Json:
+def make_recipe(entries: Json) -> Json:
     """A recipe without result; JSON-ready.
 
-    `template`: what the options made prompts of, in full. `checkpoint`: of
-    `skipdecode.models.loading.identity.checkpoint_digest`. `base`: of
-    `skipdecode.models.loading.weights_sample.base_entry`.
+    `entries`: options; `prompt`, the template that the options made prompts of, in full; schedule; data; checkpoint, of
+    `skipdecode.models.loading.identity.checkpoint_digest`; base, of
+    `skipdecode.models.loading.weights_sample.base_entry`; environment and processes.
     """
-    recipe = {
-        "kind": RECIPE_KIND,
-        "format": RECIPE_FORMAT,
-        "options": dict(options),
-        "prompt": template.to_dict(),
-        "schedule": schedule.to_dict(),
-        "data": dict(data),
-        "checkpoint": checkpoint,
-        "base": base,
-        "environment": dict(environment),
-        "processes": processes,
-        "command": COMMAND.get(),
-        "result": None,
-    }
+    recipe = {"kind": RECIPE_KIND, "format": RECIPE_FORMAT, **entries, "command": COMMAND.get(), "result": None}
     # Once through JSON, so that it compares equal to one that was read.
     return dict(json.loads(json.dumps(recipe)))
 
@@ -254,21 +222,22 @@ def write_recipe(recipe: Mapping[str, Any], directory: Path) -> None:
     write_whole(directory / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
 
 
-def is_unfinished(stored: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a stored recipe is of this run, and the run has no result yet."""
-    return stored["result"] is None and next(_differences(stored, now), None) is None
+def run_in(directory: Path, recipe: Json, *, overwrite: bool) -> Json | None:
+    """Return the stored recipe of a directory whose run is that of `recipe`; None if there is no run.
 
-
-def check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
-    """Raise UsageError, naming the first difference, unless the run in a directory is this one."""
-    for difference in _differences(stored, now):
-        raise UsageError(other_settings(directory, difference, stored.get("command", ""), ANEW))
-
-
-def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in words what differs between two recipes; other numbers of processes get other batches."""
-    before, after = (
-        {"processes": recipe.get("processes", 1)} | {part: recipe.get(part) or {} for part in _MUST_AGREE}
-        for recipe in (stored, now)
+    `overwrite`: also None for a finished run, and for a run with other settings. Otherwise the latter raises a
+    UsageError, which names the first difference.
+    """
+    if not (directory / RECIPE_FILE).is_file():
+        return None
+    stored = read_recipe(directory / RECIPE_FILE)
+    before, now = (
+        {"processes": each.get("processes", 1)} | {part: each.get(part) or {} for part in _MUST_AGREE}
+        for each in (stored, recipe)
     )
-    return differences(before, after)
+    difference = next(differences(before, now), None)  # other numbers of processes get other batches
+    if overwrite and (difference is not None or stored["result"] is not None):
+        return None
+    if difference is not None:
+        raise UsageError(other_settings(directory, difference, stored.get("command", ""), ANEW))
+    return stored

@@ -13,7 +13,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +22,8 @@ from torch.nn import functional
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import IGNORE, Batch
-from skipdecode.errors import FitError
+from skipdecode.errors import DivergedError, FitError
 from skipdecode.generation.speed import spread_over
-from skipdecode.learning.meter import check_finite
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.attach import at_full_depth
 from skipdecode.models.cache import SkipCache
@@ -43,38 +41,28 @@ _TESTED_EVERY = 5
 _LEAST_TOKENS = 4
 """A map of keys and values needs its inputs over this number of tokens; the ridge makes up for the rest."""
 _NOTHING: frozenset[int] = frozenset()
+_SHOWN = 3
 
 
-@dataclass(frozen=True)
-class Fitter:
-    """Fits a model on texts.
+def make_fit(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    options: FitOptions,
+    schedules: Sequence[Schedule],
+    until: float = math.inf,
+) -> Fit:
+    """Fit schedules of one drop order: maps for their prompt sets, bridges over the layers that they skip.
 
     Memory grows with the tokens of `batches` x hidden_size x (depths + 1), the states before and behind one layer.
 
     `model`: fitted at full depth, whatever is attached. `batches`: texts at full depth: prompts and answers, aligned.
     `until`: reading of `time.perf_counter()` by which the fit is made, on fewer texts if it must be.
+
+    Raises FitError: fewer tokens than a map has inputs, or a family that makes keys and values together with queries;
+    DivergedError: a state is not finite.
     """
-
-    model: nn.Module
-    batches: Sequence[Batch]
-    options: FitOptions
-    until: float = math.inf
-
-    def fit(self, schedules: Sequence[Schedule]) -> Fit:
-        """The fit for schedules of one drop order: maps for their prompt sets, bridges over the layers that they skip.
-
-        Raises FitError: fewer tokens than a map has inputs, or a family that makes keys and values together with
-        queries; DivergedError: a state is not finite.
-        """
-        projected: dict[tuple[int, ...], set[int]] = {}
-        for schedule in schedules:
-            if schedule.projected:
-                projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
-        # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges like answers.
-        whole = all(s.prompt == "max_exit" for s in schedules)
-        depths = _depths(schedules, self.options.fit_depths)
-        with torch.inference_mode(), at_full_depth(self.model):
-            return _Sweep(self.model, depths, projected, whole, self.batches, self.options, self.until).run()
+    with torch.inference_mode(), at_full_depth(model):
+        return _Sweep(model, batches, options, schedules, until).run()
 
 
 class _Inputs:
@@ -100,9 +88,12 @@ class _Inputs:
         """
         if self.tokens < least:
             raise FitError(f"{self.tokens} tokens are too few to fit a map: {least} are needed; give more records")
-        moments, means = _about(self.gram.sum(0), cross.sum(0), self._center(self.gram.sum(0), cross.sum(0)))
-        weight = torch.cholesky_solve(means, torch.linalg.cholesky(_ridged(moments, self._ridge(cross))))
-        inputs, outputs = self._center(self.gram.sum(0), cross.sum(0))
+        gram, products = self.gram.sum(0), cross.sum(0)
+        inputs, outputs = self._center(gram, products)
+        moments, products = _about(gram, products, (inputs, outputs))
+        ridge = self._ridge(cross) * float(moments.diagonal().mean())
+        ridged = moments + ridge * torch.eye(len(moments), dtype=moments.dtype)
+        weight = torch.cholesky_solve(products, torch.linalg.cholesky(ridged))
         return weight.T, outputs - inputs @ weight
 
     def _ridge(self, cross: Tensor) -> float:
@@ -151,26 +142,19 @@ def _about(gram: Tensor, cross: Tensor, center: tuple[Tensor, Tensor]) -> tuple[
     return moments, products
 
 
-def _ridged(moments: Tensor, ridge: float) -> Tensor:
-    return moments + ridge * float(moments.diagonal().mean()) * torch.eye(len(moments), dtype=moments.dtype)
-
-
 class _Sweep:
     """Every batch's states before the layer at work: of full depth, of prompts and of the depths.
 
     Depths that have left out the same layers so far share their states, which are those of full depth at first.
-    `projected`: the sets of layers that prompts run, with those that want maps. `whole`: prompts take bridges too.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        depths: Sequence[frozenset[int]],
-        projected: Mapping[tuple[int, ...], set[int]],
-        whole: bool,
         batches: Sequence[Batch],
         options: FitOptions,
-        until: float = math.inf,
+        schedules: Sequence[Schedule],
+        until: float,
     ) -> None:
         self._until, self._in_haste = until, False
         self._plain = unwrap(model)
@@ -179,20 +163,31 @@ class _Sweep:
         self._width = int(self._plain.config.get_text_config(decoder=True).hidden_size)
         self._options, self._batches = options, [batch.to(self._plain.device) for batch in batches]
         self._calls = [_layer_calls(self._plain, self._layers, self._tuples, batch) for batch in self._batches]
-        self._depths, self._projected, self._whole = depths, projected, whole
+        self._depths = _depths(schedules, options.fit_depths)
+        # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges like answers.
+        self._whole = all(schedule.prompt == "max_exit" for schedule in schedules)
+        self._projected: dict[tuple[int, ...], set[int]] = {}  # layers that want maps, by the layers that prompts run
+        for schedule in schedules:
+            if schedule.projected:
+                self._projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
         embedded = [calls[0][0] for calls in self._calls]
         self._states = {_NOTHING: embedded}
-        self._prompts = {layers: list(embedded) for layers in projected}
+        self._prompts = {layers: list(embedded) for layers in self._projected}
         self._inputs: dict[tuple[int, ...], _Inputs] = {}
         self._bridges: dict[int, Bridge] = {}
-        self._maps: dict[tuple[int, ...], dict[int, PromptMap]] = {layers: {} for layers in projected}
+        self._maps: dict[tuple[int, ...], dict[int, PromptMap]] = {layers: {} for layers in self._projected}
 
     def run(self) -> Fit:
         last = max({layer for depth in self._depths for layer in depth}.union(*self._projected.values()))
         with progress_bar(last + 1, "layer", name="fitting") as bar:
             for index in range(last + 1):
                 start = time.perf_counter()
-                self._fit_layer(index)
+                wanted = [layers for layers, projected in self._projected.items() if index in projected]
+                after, keys = self._full_depth(index, bool(wanted))
+                for layers in wanted:
+                    self._maps[layers][index] = self._prompt_map(layers, keys)
+                self._advance_prompts(index, after)
+                self._advance_answers(index, after)
                 self._keep_pace((last - index) * (time.perf_counter() - start))
                 bar.update()
         about = {"rank": self._options.fit_rank, "tokens": sum(batch.tokens for batch in self._batches)}
@@ -213,15 +208,6 @@ class _Sweep:
         lists: list[list[Any]] = [self._batches, self._calls, *self._states.values(), *self._prompts.values()]
         for every in lists:
             every[:] = [every[number] for number in chosen]
-
-    def _fit_layer(self, index: int) -> None:
-        """Fit the maps of a layer, and move all states behind the layer."""
-        wanted = [layers for layers, projected in self._projected.items() if index in projected]
-        after, keys = self._full_depth(index, bool(wanted))
-        for layers in wanted:
-            self._maps[layers][index] = self._prompt_map(layers, keys)
-        self._advance_prompts(index, after)
-        self._advance_answers(index, after)
 
     def _full_depth(self, index: int, keys_too: bool) -> tuple[list[Tensor], list[Tensor]]:
         """States of full depth behind a layer, and where wanted its keys and values (rows, columns, both)."""
@@ -395,3 +381,10 @@ def _below(depth: frozenset[int], index: int) -> frozenset[int]:
 
 def _is_held_out(number: int) -> bool:
     return number % _TESTED_EVERY == _TESTED_EVERY - 1
+
+
+def check_finite(values: Tensor, records: Sequence[str]) -> None:
+    """Raise DivergedError if a state or a loss of these records is not finite."""
+    if not values.isfinite().all():
+        shown = ", ".join(records[:_SHOWN]) + (", …" if len(records) > _SHOWN else "")
+        raise DivergedError(f"the model's arithmetic overflows on records {shown}: check the model's weights")

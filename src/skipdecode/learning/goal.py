@@ -30,25 +30,23 @@ def layers_only(num_layers: int) -> CostModel:
 class Goal:
     """The search target: a time limit, the workload that it is for, the prompt sets to try.
 
-    `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. Schedules
-    are linear decays over `seq_len` positions, or flat. `paper` is the paper's schedule for the target. `prompts` are
-    the prompt sets with which the target is in reach. `shared`: the layers that read another's keys and values, each
-    with that layer.
+    `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. `depths`
+    are the schedules in the paper's order, linear decays or flat, and `paper` the one for the target. `prompts` are the
+    prompt sets with which the target is in reach. `shared`: the layers that read another's keys and values, each with
+    that layer.
     """
 
     workload: TextCost
     limit: float
     least: int
-    seq_len: int
-    flat: bool
+    depths: Depths
     paper: Schedule
     prompts: tuple[PromptDepth, ...]
     shared: Mapping[int, int]
 
     def schedule(self, order: Sequence[int], prompt: PromptDepth) -> Schedule:
         """The deepest schedule in a drop order, for a prompt set of `prompts`; the fewest layers if none fits."""
-        layers, warmup = self.workload.cost.num_layers, self.paper.warmup_layers
-        depths = Depths(layers, tuple(order), warmup, self.seq_len, self.flat, "calibrated")
+        depths = replace(self.depths, order=tuple(order), name="calibrated")
         return depths.within(self.workload, self.limit, prompt) or depths.schedule(0.0, prompt)
 
 
@@ -125,11 +123,13 @@ def set_goal(
     workload = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, whole=settings.whole)
     seq_len = seq_len_of(lengths)
     limit = _limit(settings, workload, seq_len)
+    depths = Depths(layers, lowest, warmup, seq_len, flat, "paper")
+    level = replace(depths, seq_len=1, flat=True)
     wanted, deepest = prompt_sets(settings, layers), dict[PromptDepth, int]()
     for prompt in wanted:
         # What prompts run goes first: then they project the most layers, the order that costs most.
         order = sorted(lowest, key=lambda layer: isinstance(prompt, tuple) and layer not in prompt)
-        flat_schedule = Depths(layers, tuple(order), warmup, 1, flat=True).within(workload, limit, prompt)
+        flat_schedule = replace(level, order=tuple(order)).within(workload, limit, prompt)
         if flat_schedule is not None and flat_schedule.budgets[0] >= floor:
             deepest[prompt] = flat_schedule.budgets[0]
     if not deepest:
@@ -139,12 +139,11 @@ def set_goal(
         raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
     # The paper's schedule has the prompt set that leaves both phases most.
     prompt = max(deepest, key=lambda each: min(len(each) if isinstance(each, tuple) else layers, deepest[each]))
-    depths = Depths(layers, lowest, warmup, seq_len, flat)
-    paper = replace(depths.within(workload, limit, prompt) or depths.schedule(0.0, prompt), name="paper")
+    paper = depths.within(workload, limit, prompt) or depths.schedule(0.0, prompt)
     least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls
     if not flat:
         least = max(layers - len(lowest), min(paper.budgets[-1], math.ceil(least / 2)))
-    return Goal(workload, limit, least, seq_len, flat, paper, tuple(deepest), shared)
+    return Goal(workload, limit, least, depths, paper, tuple(deepest), shared)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:

@@ -84,6 +84,10 @@ class Renaming:
         texts = tuple(with_names(text, others) for text in record.references)
         return replace(record, prompt=self.template.render(values), values=values, references=texts)
 
+    def others(self, records: Iterable[Record]) -> list[Record]:
+        """Return the records that repeat something, under other names."""
+        return [other for record in records if (other := self.renamed(record)) is not record]
+
 
 def invented_names(
     values: Iterable[str], draw: random.Random, words: Sequence[Sequence[str]] = LEARNED

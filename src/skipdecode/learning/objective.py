@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -46,14 +46,12 @@ _BYTES = 4
 """Of a token's activations, for each input and output of a matrix (0.5B model: 3.5 with LoRA, 4 with all weights)."""
 
 
-@dataclass
-class Losses:
+class Losses(NamedTuple):
     """Sums over the response tokens of one batch; `total` has a gradient, the parts have none."""
 
     total: Tensor
     cross_entropy: Tensor
     kl: Tensor
-    tokens: int
 
 
 class Teacher:
@@ -61,7 +59,9 @@ class Teacher:
 
     `attachment`: the student's, which is paused while it teaches. `model`: the student without a wrapper for several
     processes, so that one process can ask alone. `adapter`: the student's PEFT wrapper, whose adapter is off while
-    teaching. `copy`: frozen, teaches instead of the student, in the context that `arithmetic` gives.
+    teaching. `copy`: frozen, teaches instead of the student, in the context that `arithmetic` gives. `top_k`: number of
+    tokens that are kept for each response token when a record occurs first, with 6 bytes each; 0: all tokens, computed
+    each time. `known`: distributions that need not be computed; the others are then of as many tokens.
     """
 
     def __init__(
@@ -72,12 +72,14 @@ class Teacher:
         adapter: Any = None,
         copy: nn.Module | None = None,
         arithmetic: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        top_k: int = 0,
+        known: Mapping[TextKey, TeacherTopK] | None = None,
     ) -> None:
-        self._attachment = attachment
-        self._model = model
-        self._adapter = adapter
-        self._copy = copy
-        self._arithmetic = arithmetic
+        self._attachment, self._model, self._adapter = attachment, model, adapter
+        self._copy, self._arithmetic = copy, arithmetic
+        self._kept = dict(known or {})
+        widths = (taught.top_tokens.shape[1] for taught in self._kept.values())
+        self._top_k = next(widths, top_k)
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
@@ -89,30 +91,15 @@ class Teacher:
         with self._attachment.paused(), adapter_off, _evaluating(self._model):
             return response_logits(self._model, batch)
 
-    def taught(self, batch: Batch) -> Tensor:
-        """The logits of all response columns, flattened."""
-        return self.logits(batch).flatten(0, 1)
-
-
-class KeptTeacher:
-    """The distributions of a teacher that does not change, computed when a record occurs first, and kept.
-
-    `top_k`: number of tokens that are kept for each response token, with 6 bytes each. `known`: distributions that
-    need not be computed; the others are then of as many tokens.
-    """
-
-    def __init__(self, teacher: Teacher, top_k: int, known: Mapping[TextKey, TeacherTopK] | None = None) -> None:
-        self._teacher, self._kept = teacher, dict(known or {})
-        widths = (taught.top_tokens.shape[1] for taught in self._kept.values())
-        self._top_k = next(widths, top_k)
-
-    def taught(self, batch: Batch) -> TeacherTopK:
-        """The distributions at the response columns of a batch, flattened."""
+    def taught(self, batch: Batch) -> Tensor | TeacherTopK:
+        """The logits at the response columns of a batch, or their top-k tokens, flattened."""
+        if not self._top_k:
+            return self.logits(batch).flatten(0, 1)
         texts = zip(batch.input_ids, batch.attention_mask > 0, batch.targets != IGNORE, strict=True)
         rows = [(ids[mask].tolist(), int(counted.sum())) for ids, mask, counted in texts]
         keys = [text_key(ids[:-length], ids[-length:]) for ids, length in rows]
         if not self._kept.keys() >= set(keys):
-            for key, logits in zip(keys, self._teacher.logits(batch), strict=True):
+            for key, logits in zip(keys, self.logits(batch), strict=True):
                 self._kept[key] = self._top(logits[: key[0]])
         device, pad = batch.input_ids.device, torch.nn.utils.rnn.pad_sequence
         taught = [self._kept[key] for key in keys]
@@ -131,7 +118,7 @@ class Objective:
     `teacher`: asked only when `weight` is above 0. `weight`: w of the module's text.
     """
 
-    def __init__(self, teacher: Teacher | KeptTeacher | None = None, weight: float = 0.0) -> None:
+    def __init__(self, teacher: Teacher | None = None, weight: float = 0.0) -> None:
         self._teacher = teacher if weight > 0 else None
         self._weight = weight
 
@@ -139,8 +126,7 @@ class Objective:
         """Losses of a batch under the schedule that is attached."""
         student = response_logits(model, batch).flatten(0, 1)
         teacher = None if self._teacher is None else self._teacher.taught(batch)
-        sums = token_losses(student, batch.targets.flatten(), teacher, self._weight)
-        return Losses(*sums, batch.response_tokens)
+        return token_losses(student, batch.targets.flatten(), teacher, self._weight)
 
 
 @contextlib.contextmanager
@@ -156,14 +142,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def token_losses(
     student: Tensor, targets: Tensor, teacher: Tensor | TeacherTopK | None = None, weight: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Losses:
     """Sum over the tokens that count: (1 - weight) * CE + weight * KL(teacher || student), with gradient; CE; KL.
 
     `student` and `teacher` are logits, (tokens, vocabulary), `targets` (tokens,) with `IGNORE` where a token does not
     count. Without a teacher the first sum is the cross-entropy. Tokens that `TeacherTopK` does not have count as one.
     """
-    total, cross_entropy, kl = _TokenLosses.apply(student, targets, teacher, weight)  # type: ignore[no-untyped-call]
-    return total, cross_entropy, kl
+    return Losses(*_TokenLosses.apply(student, targets, teacher, weight))  # type: ignore[no-untyped-call]
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -315,28 +300,27 @@ def dev_loss(
     model: nn.Module,
     attachment: Attachment,
     schedules: Sequence[Schedule],
-    batches: Sequence[Callable[[], Batch]],
+    batches: Sequence[Batch],
 ) -> dict[str, float]:
     """Cross-entropy per response token of all batches, teacher-forced under each schedule, by its name.
 
     Batches are shared out to the processes; all of them make the same number of forward passes, as sharded models need.
     Dropout is off, the attachment's schedule and the model's mode are restored.
     """
-    before, training = attachment.schedule, model.training
+    before, losses = attachment.schedule, dict[str, float]()
     world, rank = accelerator.num_processes, accelerator.process_index
     objective = Objective()
-    losses: dict[str, float] = {}
-    model.eval()
-    for schedule in schedules:
-        attachment.schedule = schedule
-        sums = torch.zeros(2, device=accelerator.device)
-        for first in range(0, len(batches), world):
-            mine = first + rank
-            parts = objective(model, batches[mine if mine < len(batches) else 0]())
-            if mine < len(batches):
-                sums += torch.stack([parts.cross_entropy, parts.cross_entropy.new_tensor(parts.tokens)])
-        loss, tokens = accelerator.reduce(sums, reduction="sum").tolist()
-        losses[schedule.name] = loss / tokens
+    with _evaluating(model):
+        for schedule in schedules:
+            attachment.schedule = schedule
+            sums = torch.zeros(2, device=accelerator.device)
+            for first in range(0, len(batches), world):
+                mine = first + rank
+                batch = batches[mine if mine < len(batches) else 0].to(accelerator.device)
+                loss = objective(model, batch).cross_entropy
+                if mine < len(batches):
+                    sums += torch.stack([loss, loss.new_tensor(batch.response_tokens)])
+            total, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+            losses[schedule.name] = total / tokens
     attachment.schedule = before
-    model.train(training)
     return losses

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -30,9 +30,10 @@ from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
 from skipdecode.learning.clock import Clock
 from skipdecode.learning.goal import prompt_sets, suited
 from skipdecode.learning.pace import TYPICAL, Pace
-from skipdecode.learning.prepared import FULL, MILDER, NEIGHBOURS, TIMES, Prepared, Results, tuned_directory
+from skipdecode.learning.prepared import FULL, MILDER, NEIGHBOURS, TIMES, Prepared, results_document, tuned_directory
 from skipdecode.learning.request_target import target_of_steps
 from skipdecode.learning.schedule_evaluation import ScheduleEvaluation
+from skipdecode.learning.search import groups_by_fit
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
     PROMPTS_FILE,
@@ -45,13 +46,11 @@ from skipdecode.learning.sources import Sources
 from skipdecode.learning.stage_log import Stages
 from skipdecode.learning.stages import Evaluation, FullDepth, Layers, LearningRecords, Timing, Tuning, TuningPlan
 from skipdecode.learning.tune import Tuned, tune
-from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.loading.adapter import merge_adapter
 from skipdecode.models.loading.checkpoint import Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import Schedule
 
-_OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors", "self*.jsonl")
 _TUNED_UNDER = "tuned-under.json"
 # results/ready-smollm2-135m.json, results/prepare-e2e-qwen2.5-coder-0.5b.json
 _BEFORE = "of E2E, SmolLM2-135M kept 99.8% at 2.5x after 30 minutes, Qwen2.5-Coder-0.5B 98.7% at 2.5x after 45"
@@ -165,7 +164,7 @@ class _Run:
 
     def run(self, started: float, overwrite: bool) -> Prepared:
         settings, out, minutes = self.settings, self.out, self.settings.minutes
-        with closing(Stages(out, self._depends_on(), _OUTPUTS, started, overwrite=overwrite)) as stages:
+        with closing(Stages(out, self._depends_on(), started, overwrite=overwrite)) as stages:
             clock = Clock(stages, minutes, settings.self, self.loading)
             note(self._plan(clock))
             records, full = self._texts(stages, clock)
@@ -180,7 +179,7 @@ class _Run:
             except (TargetError, UsageError, DataError):
                 stages.forget()
                 raise
-            fit_digests = stages.files(Layers)
+            fit_digests = stages.done(Layers).files
             target = Schedule.load(self.fit_directory / SCHEDULE_FILE)
             evaluation = self._evaluation
             evaluate_first = partial(evaluation.run, layers, target, clock.until(Evaluation.label))
@@ -188,7 +187,7 @@ class _Run:
             schedule = evaluation.to_tune(target, before)
             left = TuningPlan(0.0)
             if pace is not None:
-                seconds = stages.seconds(Evaluation, 0.0)
+                seconds = stages.done(Evaluation, 0.0).seconds
                 left = stages.run(TuningPlan, lambda: TuningPlan(clock.minutes_to_tune(seconds)), minutes=minutes)
             if pace is not None and not left.is_too_short(minutes):
                 note(f"{left.minutes:.1f} minutes of tuning for {schedule.name}")
@@ -199,9 +198,11 @@ class _Run:
                 stages.run(Evaluation, evaluate_last, minutes=minutes, reads=[fit_digests, tuning.result])
             elif minutes:
                 note(f"{minutes:g} minutes leave {max(0.0, left.minutes):.1f} to tune")
-            results = Results(self.settings, self.name, schedule, left.minutes, full)
-            document = results.document(stages)
-        return results.saved(document, Prepared(document, self.out, self.loaded), self.sources.datasets)
+            document = results_document(settings, self.name, schedule, left.minutes, full, stages)
+        prepared = Prepared(document, out, self.loaded)
+        document["use"] = prepared.use
+        prepared.save(self.sources.datasets)
+        return prepared
 
     def _depends_on(self) -> dict[str, Any]:
         """All that the stages depend on, JSON-ready; other minutes share most stages."""
@@ -219,12 +220,6 @@ class _Run:
         tuning = minutes * (1 - sum(clock.shares.values()) - clock.shares[Evaluation.label])
         return f"plan: {', '.join(ends)} (twice), tuning the other {tuning:.1f} min or more; {_BEFORE}"
 
-    def _warn(self, pace: Pace) -> None:
-        """Note, before any work, that the minutes may be too few."""
-        enough = pace.enough(self.width)
-        if (minutes := self.settings.minutes) < enough:
-            note(f"{minutes:g} minutes may be too few to tune: about {ceil(enough)} leave half of them at this speed")
-
     @property
     def _evaluation(self) -> ScheduleEvaluation:
         return ScheduleEvaluation(self.settings, self.sources, self.loaded, self.shares, self.out, self.fit_directory)
@@ -234,15 +229,14 @@ class _Run:
         """hidden_size of the model."""
         return ModelGeometry.from_config(self.loaded.checkpoint.config).hidden_size
 
-    def _record_options(self, records: LearningRecords) -> dict[str, Any]:
-        """Options of both `calibrate` and `tune`."""
-        return {"seed": self.settings.seed, **asdict(records.options)}
-
     def _texts(self, stages: Stages, clock: Clock) -> tuple[LearningRecords, FullDepth | None]:
         """What the schedule learns: the model's answers, or responses that still teach; and the tuning before."""
         responses = None if self.settings.self else self.sources.written_records(self.loaded)
-        if self.settings.minutes and not stages.finished():
-            self._warn(Pace.of(self.loaded.model, [TYPICAL]) if responses is None else self._pace(stages, responses))
+        if (minutes := self.settings.minutes) and not stages.finished():
+            pace = Pace.of(self.loaded.model, [TYPICAL]) if responses is None else self._pace(stages, responses)
+            if minutes < (enough := pace.enough(self.width)):  # said before any work
+                few = f"{minutes:g} minutes may be too few to tune"
+                note(f"{few}: about {ceil(enough)} leave half of them at this speed")
         if responses is None:
             until = clock.until(LearningRecords.label)
             work = partial(self.sources.self_generate, self.loaded, until)
@@ -312,15 +306,14 @@ class _Run:
             cost = find_cost(loaded, batch=batch, prompt_len=round(pace.prompt_tokens), until=half).cost
             target = target_of_steps(self.depths, cost, loaded, self._sample(records), batch, half)
         sets = prompt_sets(self.depths, loaded.checkpoint.num_layers)
-        fits = len({prompt == "max_exit" for prompt in sets})
-        size = pace.search(until - time.perf_counter(), self.width, len(sets), fits)
+        size = pace.search(until - time.perf_counter(), self.width, len(sets), len(groups_by_fit(sets)))
         return Timing(None if cost is None else cost.to_dict(), target, size)
 
     def _layers(self, records: LearningRecords, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:
         """Choose the layers, fit the maps that replace them, and size the evaluations of them."""
         settings = self.settings
-        names = ("prompt_depths", *(field.name for field in fields(FitOptions)))
-        options = {name: getattr(settings, name) for name in names} | {"records": settings.order_records}
+        options = asdict(settings.part(FitOptions))
+        options |= {"prompt_depths": settings.prompt_depths, "records": settings.order_records}
         if timing is not None:
             options |= asdict(timing.search)
         cost = self.cost if timing is None or timing.cost is None else CostModel.from_dict(timing.cost)
@@ -330,8 +323,9 @@ class _Run:
             out=self.fit_directory,
             cost=cost,
             until=clock.until(Layers.label),
-            **self._record_options(records),
+            **asdict(records.options),
             **options,
+            seed=settings.seed,
             target_speedup=self.target if timing is None else timing.target,
             batch=settings.batch if cost is None else 1,
         ).document
@@ -377,7 +371,8 @@ class _Run:
             out=out,
             schedule=schedule,
             minutes=minutes,
-            **self._record_options(records),
+            **asdict(records.options),
+            seed=settings.seed,
             learning_rate=settings.rate(self.width),
             batch_size=_BATCH_SIZE,
             full=settings.full,

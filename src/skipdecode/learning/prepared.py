@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import PREPARED_FILE, Json, heading, prepared_use
+from skipdecode.common.jsonl import PREPARED_FILE, Fields, Json, heading, prepared_use
 from skipdecode.common.tables import WIDTH, Printed, figures
 from skipdecode.errors import ScheduleError
 from skipdecode.evaluation.compare import (
     PERPLEXITY,
-    Row,
     fastest_that_keeps,
     impossible,
     kept_columns,
@@ -96,16 +95,16 @@ class Prepared(Printed):
         return LLM(self._loaded, use["schedule"], quantization=use.get("quantization", "none"))
 
     @property
-    def recommended(self) -> Row | None:
+    def recommended(self) -> Fields | None:
         """The row that is fastest in batches and keeps the share of `keep`; None without `keep`, or such a row."""
         return self._fastest("request_speedup")
 
     @property
-    def recommended_alone(self) -> Row | None:
+    def recommended_alone(self) -> Fields | None:
         """The row that is fastest for one request at a time; None as for `recommended`."""
         return self._fastest("request_speedup_alone")
 
-    def _fastest(self, speed: str) -> Row | None:
+    def _fastest(self, speed: str) -> Fields | None:
         keep = self.document["keep"]
         return None if keep is None else fastest_that_keeps(self.rows, keep, speed)
 
@@ -121,23 +120,23 @@ class Prepared(Printed):
         """As `skipdecode.push_to_hub` of the tuned checkpoint; raises UsageError if nothing was tuned."""
         return push_to_hub(self.path or self.schedule_file.parent, repo, private=private)
 
-    def write_card(self, datasets: Sequence[str]) -> None:
-        """Write the model card of the tuned checkpoint, with the table and picture of the evaluation."""
+    def save(self, datasets: Sequence[str]) -> None:
+        """Write prepared.json and the picture, and with both the model card of the tuned checkpoint."""
+        document, rows, picture = self.document, self.rows, self.out / PICTURE_FILE
+        write_whole(self.out / PREPARED_FILE, json.dumps(document, indent=1) + "\n")
+        save_charts(
+            kept_charts(rows, document["kept_by_minutes"], document["target"], Path(document["model"]).name), picture
+        )
         if self.path is None:
             return
-        rows = self.rows
-        document = {
-            "table": "\n".join(_table(rows)),
-            "scores": [*rows[0]["scores"]],
-            "datasets": datasets,
-            "rows": rows,
-        }
-        write_whole(self.path / EVALUATION_FILE, json.dumps(document, indent=1) + "\n")
-        if (picture := self.out / PICTURE_FILE).is_file():
+        scores, table = [*rows[0]["scores"]], "\n".join(_table(rows))
+        evaluation = {"table": table, "scores": scores, "datasets": datasets, "rows": rows}
+        write_whole(self.path / EVALUATION_FILE, json.dumps(evaluation, indent=1) + "\n")
+        if picture.is_file():
             write_whole(self.path / PICTURE_FILE, picture.read_bytes())
         write_card(self.path, self._loaded.checkpoint, self.schedule, "prepare")
 
-    def _file_of(self, row: Row) -> Path | None:
+    def _file_of(self, row: Fields) -> Path | None:
         """The file of the schedule of one of the rows; None for the tuned checkpoint's own."""
         directory = tuned_directory(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
         files = (directory / f"{near}.json" for near in NEIGHBOURS | MILDER)
@@ -151,21 +150,25 @@ class Prepared(Printed):
         With `keep` those of the recommended row, else the tuned model, or the model with the schedule and its fit.
         Paths in the directory begin with ./, so that it can be moved.
         """
-        row, checkpoint, searched = self.recommended or {}, self._loaded.checkpoint, self.document["keep"] is not None
-        tuned = row.get("minutes", 0) if searched else self.document["minutes"]
-        document = {
-            "model": str(Path(checkpoint.name).resolve()) if Path(checkpoint.name).exists() else checkpoint.name
-        }
-        document |= {} if checkpoint.given_base is None else {"base": checkpoint.given_base}
-        if tuned:
-            document = {"model": self._inside(tuned_directory(self.out, tuned))}
-        if searched and row.get("name", "full").startswith("full"):
-            document["schedule"] = "full"
-        elif searched and (file := self._file_of(row)):
-            document["schedule"] = self._inside(file)
-        elif not (searched or tuned):
-            document["schedule"] = self._inside(self.schedule_file)
-        return document | ({"quantization": row["quantization"]} if "quantization" in row else {})
+        row: Fields = {"name": self.document["target"], "minutes": self.document["minutes"]}
+        if self.document["keep"] is not None:
+            row = self.recommended or {"name": "full", "minutes": 0.0}
+        checkpoint = self._loaded.checkpoint
+        use: Json = {}
+        if row["minutes"]:
+            use["model"] = self._inside(tuned_directory(self.out, row["minutes"]))
+        else:
+            is_path = Path(checkpoint.name).exists()
+            use["model"] = str(Path(checkpoint.name).resolve()) if is_path else checkpoint.name
+            if checkpoint.given_base is not None:
+                use["base"] = checkpoint.given_base
+        if row["name"].startswith("full"):
+            use["schedule"] = "full"
+        elif file := self._file_of(row):
+            use["schedule"] = self._inside(file)
+        if "quantization" in row:
+            use["quantization"] = row["quantization"]
+        return use
 
     def _inside(self, path: Path) -> str:
         return f"./{path.relative_to(self.out).as_posix()}"
@@ -241,59 +244,49 @@ class Prepared(Printed):
         return "\n".join([*self.lines(), *filter(None, [self.untuned])])
 
 
-@dataclass(frozen=True)
-class Results:
-    """Makes prepared.json, the picture and the model card; `minutes_left` were left to tune under the schedule."""
+def results_document(
+    settings: PrepareOptions,
+    model: str,
+    schedule: Schedule,
+    minutes_left: float,
+    full_depth: FullDepth | None,
+    stages: Stages,
+) -> Json:
+    """Collect all rows with the share of full depth's scores that each keeps, and the gain of the minutes.
 
-    settings: PrepareOptions
-    model: str
-    schedule: Schedule
-    minutes_left: float
-    full_depth: FullDepth | None
-
-    def document(self, stages: Stages) -> Json:
-        """Collect all rows with the share of full depth's scores that each keeps, and the gain of the minutes."""
-        minutes, finished, target = self.settings.minutes, stages.finished(), self.schedule.name
-        evaluations = sorted(stages.evaluations(), key=lambda evaluation: evaluation.minutes)
-        rows = with_kept([{"minutes": each.minutes, **row} for each in evaluations for row in each.rows])
-        low = "" if self.full_depth is not None and self.full_depth.is_learned else near_zero(rows)
-        if low:  # full depth, of which a share would be kept, does not do the task
-            rows = [row | {"kept": None, "kept_interval": None} for row in rows]
-        tuning = stages.find(Tuning, minutes)
-        shown = minutes if tuning else 0.0
-        kept = {row["minutes"]: row["kept"] for row in rows if row["name"] == target}
-        more: float | None = max(20.0, 2 * minutes)
-        if not tuning and minutes:
-            more = max(20.0, 2 * minutes, ceil(2 * (minutes - self.minutes_left)))
-        elif (kept.get(shown) or 0) >= _ALL:
-            more = None
-        return heading("prepared") | {
-            "model": self.model,
-            "full_depth": self.full_depth and asdict(self.full_depth),
-            "near_zero": low,
-            "minutes": shown,
-            "minutes_given": minutes,
-            "minutes_left": self.minutes_left,
-            "more_minutes": more,
-            "keep": self.settings.keep,
-            "batch": self.settings.batch,
-            "target": target,
-            "seconds": {stage.key: stage.seconds for stage in finished},
-            "cpu_seconds": {stage.key: stage.cpu_seconds for stage in finished},
-            "rows": [row for row in rows if row["minutes"] in (0.0, shown)],
-            "kept_by_minutes": kept,
-            "dev_loss": [] if tuning is None else tuning.dev_losses,
-        }
-
-    def saved(self, document: Json, prepared: Prepared, datasets: Sequence[str]) -> Prepared:
-        """Write the document of the prepared model, its picture and its card."""
-        document["use"] = prepared.use
-        write_whole(prepared.out / PREPARED_FILE, json.dumps(document, indent=1) + "\n")
-        name = Path(self.model).name
-        charts = kept_charts(document["rows"], document["kept_by_minutes"], self.schedule.name, name)
-        save_charts(charts, prepared.out / PICTURE_FILE)
-        prepared.write_card(datasets)
-        return prepared
+    `minutes_left` were left to tune under the schedule.
+    """
+    minutes, finished, target = settings.minutes, stages.finished(), schedule.name
+    evaluations = sorted(stages.evaluations(), key=lambda evaluation: evaluation.minutes)
+    rows = with_kept([{"minutes": each.minutes, **row} for each in evaluations for row in each.rows])
+    low = "" if full_depth is not None and full_depth.is_learned else near_zero(rows)
+    if low:  # full depth, of which a share would be kept, does not do the task
+        rows = [row | {"kept": None, "kept_interval": None} for row in rows]
+    tuning = stages.find(Tuning, minutes)
+    shown = minutes if tuning else 0.0
+    kept = {row["minutes"]: row["kept"] for row in rows if row["name"] == target}
+    more: float | None = max(20.0, 2 * minutes)
+    if not tuning and minutes:
+        more = max(20.0, 2 * minutes, ceil(2 * (minutes - minutes_left)))
+    elif (kept.get(shown) or 0) >= _ALL:
+        more = None
+    return heading("prepared") | {
+        "model": model,
+        "full_depth": full_depth and asdict(full_depth),
+        "near_zero": low,
+        "minutes": shown,
+        "minutes_given": minutes,
+        "minutes_left": minutes_left,
+        "more_minutes": more,
+        "keep": settings.keep,
+        "batch": settings.batch,
+        "target": target,
+        "seconds": {stage.key: stage.seconds for stage in finished},
+        "cpu_seconds": {stage.key: stage.cpu_seconds for stage in finished},
+        "rows": [row for row in rows if row["minutes"] in (0.0, shown)],
+        "kept_by_minutes": kept,
+        "dev_loss": [] if tuning is None else tuning.dev_losses,
+    }
 
 
 def tuned_directory(out: Path, minutes: float) -> Path:
@@ -317,7 +310,7 @@ def neighbours(target: Schedule, directory: Path, shares: Mapping[str, float] = 
     return list(by_name.values())
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[Fields]) -> list[str]:
     columns = kept_columns(rows)
     at = [*columns].index("kept") + 1
     interval = {"95% interval": "{kept_interval[low]:.1%} to {kept_interval[high]:.1%}"}
@@ -337,5 +330,5 @@ def _table_lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield "perplexity flatters tasks in which one wrong token spoils an answer, such as code: run its tests"
 
 
-def _speed_words(row: Row, speed: str) -> str:
+def _speed_words(row: Fields, speed: str) -> str:
     return f"{row_name(row)}, {row[speed]:.2f} times as fast, keeps {row['kept']:.1%}"

@@ -92,8 +92,7 @@ class ScheduleEvaluation:
         known = read_file(self.sources.known, task.template, limit=COUNTED, skip_bad=True).items
         renaming = Renaming.of(known, task.template, self.settings.seed, MEASURED)
         file = load_records(task, self.sources.test, skip_bad=self.settings.skips_bad, limit=_NAMED)
-        others = [renaming.renamed(record) for record in file.items]
-        named = tuple(other for other, one in zip(others, file.items, strict=True) if other is not one)
+        named = tuple(renaming.others(file.items))
         if not named:
             return rows
         schedules, file = (Schedule.full(llm.num_layers), target), replace(file, items=named)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,21 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skipdecode.common.progress import note
-from skipdecode.data.batches import IGNORE, batches_of
+from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.resume import ANEW, ResumeLog
+from skipdecode.data.batches import IGNORE, Batch, batches_of
 from skipdecode.data.examples import Example
 from skipdecode.errors import FitError
-from skipdecode.learning.fitting import Fitter
+from skipdecode.learning.fitting import check_finite
 from skipdecode.learning.goal import Goal
-from skipdecode.learning.meter import LossMeter, by_length, measuring
 from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit
 from skipdecode.models.forward import response_logits
 from skipdecode.models.loading.checkpoint import LoadedModel
-from skipdecode.schedule import Schedule
+from skipdecode.models.loading.identity import checkpoint_digest
+from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import lent_order
+
+MakeFit = Callable[[Sequence[Schedule], float], Fit]
 
 
 @dataclass(frozen=True)
@@ -75,101 +81,151 @@ class SearchResult:
         }
 
 
+class LossMeter:
+    """Measures schedules on batches of records.
+
+    Each measurement changes the schedule and the fit of the attachment. A loss that the `store` has, of the same
+    schedule with an equal fit, is not measured again. `advance` is called with the number of batches that are done.
+    """
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        batches: Sequence[Batch],
+        store: ResumeLog,
+        advance: Callable[[int], object],
+    ) -> None:
+        self._attachment, self._batches, self._store, self._advance = attachment, batches, store, advance
+
+    def loss(self, schedule: Schedule, fit: Fit | None = None) -> float:
+        """Cross-entropy per response token under a schedule; raises DivergedError if a loss is not finite."""
+        key = json.dumps([schedule.to_dict(), fit and fit.digest()])
+        loss = self._store.get(key)
+        if loss is None:
+            self._attachment.schedule, self._attachment.fit = schedule, fit
+            tokens = sum(batch.response_tokens for batch in self._batches)
+            loss = sum(map(self._measured, self._batches)) / tokens
+            self._store.put(key, loss)
+        else:
+            self._advance(len(self._batches))
+        return float(loss)
+
+    @torch.inference_mode()
+    def _measured(self, batch: Batch) -> float:
+        """Summed losses of a batch."""
+        model = self._attachment.model
+        logits, targets = response_logits(model, batch.to(model.device)), batch.targets.to(model.device)
+        # Row by row: probabilities of all tokens of a large vocabulary take several times the memory of the logits.
+        rows = zip(logits, targets, strict=True)
+        each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
+        losses = torch.stack(each).double()
+        check_finite(losses, batch.ids)
+        self._advance(1)
+        return float(losses.sum())
+
+
 def search_model(
     settings: CalibrationSettings,
     goal: Goal,
     loaded: LoadedModel,
     records: list[Example],
-    fitter: Fitter | None,
+    make_fit: MakeFit | None,
     file: Path,
-    until: float = math.inf,
+    until: float,
 ) -> SearchResult:
     """`search` on records.
 
     `file` keeps the measurements of an interrupted run. `until`: see `search`.
     """
-    size = settings.batch_size
-    with measuring(loaded, records, size, file) as (attachment, meter_of, bar):
+    batches = batches_of(sorted(records, key=lambda e: (len(e.response), len(e.prompt), e.id)), settings.batch_size)
+    texts = json.dumps([[example.prompt, example.response] for example in records])
+    identity = {
+        "model": loaded.checkpoint.name,
+        "dtype": str(loaded.model.dtype),
+        "records": hashlib.sha256(texts.encode()).hexdigest(),
+        "batch_size": settings.batch_size,
+        "checkpoint": checkpoint_digest(loaded),
+    }
+    loaded.model.eval()
+    with (
+        closing(ResumeLog(file, identity, what="measurements", remedy=ANEW)) as store,
+        progress_bar(len(goal.prompts) * len(batches), "batch", name="measuring") as bar,
+        Attachment(loaded.model, Schedule.full(loaded.checkpoint.num_layers)) as attachment,
+    ):
+        meter = LossMeter(attachment, batches, store, bar.update)
 
-        def meter(fit: Fit | None) -> LossMeter:
+        def measure(schedule: Schedule, fit: Fit | None) -> float:
             bar.unpause()  # after the influence of layers, or a fit
-            return meter_of(fit)
+            return meter.loss(schedule, fit)
 
-        bar.reset(total=len(goal.prompts) * meter_of(None).batches)
-        influence = block_influence(attachment, records, batch_size=size)
-        return search(settings, goal, influence, meter, fitter, until)
+        return search(settings, goal, block_influence(attachment, batches), measure, make_fit, until)
 
 
 def search(
     settings: CalibrationSettings,
     goal: Goal,
     influence: Sequence[float],
-    meter_of: Callable[[Fit | None], LossMeter],
-    fitter: Fitter | None = None,
+    measure: Callable[[Schedule, Fit | None], float],
+    make_fit: MakeFit | None = None,
     until: float = math.inf,
 ) -> SearchResult:
     """Order the layers by influence, fit their maps, and compare the prompt sets by their loss.
 
-    `influence`: block influence of each layer; the layers go in its order. With a `fitter`, candidates whose prompts
-    run the first token's layers have one fit, and all others another. `until`: reading of `time.perf_counter()` after
-    which no further prompt set is compared.
+    `influence`: block influence of each layer; the layers go in its order. `measure`: returns the loss of a schedule
+    with a fit. `make_fit`: returns the fit of schedules, by a reading of the clock; candidates whose prompts run the
+    first token's layers have one fit, and all others another. `until`: reading of `time.perf_counter()` after which no
+    further prompt set is compared.
 
-    Raises DivergedError: see `Fitter.fit` and `LossMeter.loss`.
+    Raises DivergedError: see `skipdecode.learning.fitting.make_fit` and `LossMeter.loss`.
     """
     layers = goal.workload.cost.num_layers
     ranked = sorted(range(settings.warmup_layers, layers - 1), key=lambda layer: (influence[layer], layer))
     order = lent_order(ranked, goal.shared)[: layers - goal.least]
-    groups = _groups_by_fit([goal.schedule(order, prompt) for prompt in goal.prompts])
-    losses, fits = dict[Schedule, float](), dict[Schedule, Fit | None]()
-    for left, group in zip(range(len(groups), 0, -1), groups, strict=True):
-        now = time.perf_counter()
-        end = now + (until - now) / left
-        fit = None if fitter is None else _fit(replace(fitter, until=end), group)
-        losses |= _losses(group, meter_of(fit), end)
-        fits |= dict.fromkeys(group, fit)
-    tried = sorted(losses, key=lambda schedule: (losses[schedule], goal.workload.seconds(schedule)))
+    groups = groups_by_fit(goal.prompts)
     decoding = None if settings.target_speedup is None else replace(goal.workload, whole=False)
-    candidates = [
-        Candidate(
-            _named(schedule, settings),
-            losses[schedule],
-            goal.workload.speedup(schedule),
-            None if decoding is None else decoding.speedup(schedule),
-            goal.workload.mean_layers(schedule),
-        )
-        for schedule in tried
-    ]
-    best = candidates[0].schedule
-    fit = fits[tried[0]]
-    own = None if fit is None or best.is_full else fit.of_schedule(best)
-    return SearchResult(tuple(candidates), order, tuple(influence), own)
+    tried = list[tuple[Candidate, Fit | None]]()
+    for number, prompts in enumerate(groups):
+        now = time.perf_counter()
+        end = now + (until - now) / (len(groups) - number)
+        schedules = [goal.schedule(order, prompt) for prompt in prompts]
+        fit = None if make_fit is None else _fit(make_fit, schedules, end)
+        for compared, schedule in enumerate(schedules):
+            if compared and time.perf_counter() > end:
+                note(f"the time for choosing layers is over: {compared} of {len(schedules)} candidates are compared")
+                break
+            candidate = Candidate(
+                _named(schedule, settings),
+                measure(schedule, fit),
+                goal.workload.speedup(schedule),
+                None if decoding is None else decoding.speedup(schedule),
+                goal.workload.mean_layers(schedule),
+            )
+            tried.append((candidate, fit))
+    tried.sort(key=lambda each: (each[0].loss, goal.workload.seconds(each[0].schedule)))
+    best, fit = tried[0]
+    own = None if fit is None or best.schedule.is_full else fit.of_schedule(best.schedule)
+    return SearchResult(tuple(candidate for candidate, _ in tried), order, tuple(influence), own)
 
 
-def _groups_by_fit(schedules: Sequence[Schedule]) -> list[list[Schedule]]:
-    """Group schedules that one fit serves: prompts that run what the first token runs take its bridges, others none."""
-    by_prompt = {alike: [s for s in schedules if (s.prompt == "max_exit") is alike] for alike in (False, True)}
-    return [group for group in by_prompt.values() if group]
+def groups_by_fit(prompts: Sequence[PromptDepth]) -> list[list[PromptDepth]]:
+    """Group prompt sets that one fit serves: prompts that run the first token's layers take its bridges, others none.
+
+    Sets of the second kind come first.
+    """
+    groups: dict[bool, list[PromptDepth]] = {False: [], True: []}
+    for prompt in prompts:
+        groups[prompt == "max_exit"].append(prompt)
+    return [group for group in groups.values() if group]
 
 
-def _fit(fitter: Fitter, schedules: Sequence[Schedule]) -> Fit | None:
+def _fit(make_fit: MakeFit, schedules: Sequence[Schedule], until: float) -> Fit | None:
     """The fit of schedules; None if they skip nothing or cannot be fitted."""
     fitted = [schedule for schedule in schedules if not schedule.is_full]
     try:
-        return fitter.fit(fitted) if fitted else None
+        return make_fit(fitted, until) if fitted else None
     except FitError as e:
         note(f"no fit: {e}")
         return None
-
-
-def _losses(schedules: Sequence[Schedule], meter: LossMeter, until: float) -> dict[Schedule, float]:
-    """The loss of each schedule, of the first ones if the time is over."""
-    losses: dict[Schedule, float] = {}
-    for schedule in schedules:
-        if losses and time.perf_counter() > until:
-            note(f"the time for choosing layers is over: {len(losses)} of {len(schedules)} candidates are compared")
-            break
-        losses[schedule] = meter.loss(schedule)
-    return losses
 
 
 def _named(schedule: Schedule, settings: CalibrationSettings) -> Schedule:
@@ -179,7 +235,7 @@ def _named(schedule: Schedule, settings: CalibrationSettings) -> Schedule:
     return replace(schedule, name=f"calibrated-{nominal:g}x", family="calibrated")
 
 
-def block_influence(attachment: Attachment, examples: Sequence[Example], *, batch_size: int) -> tuple[float, ...]:
+def block_influence(attachment: Attachment, batches: Sequence[Batch]) -> tuple[float, ...]:
     """How much each layer turns the hidden states, from one full-depth pass; 0 for a layer that changes nothing.
 
     Source: ShortGPT (arXiv 2403.03853), section 3.2: 1 - cosine between a layer's input and output, averaged over
@@ -198,8 +254,7 @@ def block_influence(attachment: Attachment, examples: Sequence[Example], *, batc
     handles = [layer.register_forward_hook(partial(watch, i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
         with torch.inference_mode(), attachment.paused():
-            for each in batches_of(sorted(examples, key=by_length), batch_size):
-                batch = each.to(model.device)
+            for batch in (each.to(model.device) for each in batches):
                 # A token is fed where the next column has a target; column 0 of the targets belongs to the prompt.
                 fed = functional.pad(batch.targets[:, 1:] != IGNORE, (batch.prompt_length, 0))
                 tokens += int(fed.sum())

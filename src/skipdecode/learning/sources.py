@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ from skipdecode.data.records import refuse_rejects, reject_summary
 from skipdecode.data.source import Records, Source, held_out, load_records, read_file
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.data.template import PromptTemplate
-from skipdecode.engine.opening import end_tokens, open_engines
+from skipdecode.engine.opening import Backend, end_tokens, open_engines
+from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.method_runs import in_w8a8
 from skipdecode.evaluation.metrics import EncoderOptions, check_metric, check_metrics
@@ -33,7 +35,7 @@ from skipdecode.generation.self_generated import (
     own_answers,
     without_broken_end,
 )
-from skipdecode.learning.answers import greedy_answers
+from skipdecode.generation.speed import OutOfTime, groups_in_time, steps_until
 from skipdecode.learning.distributions import TeacherTopK, TextKey, save_distributions, text_key
 from skipdecode.learning.invented_names import Renaming
 from skipdecode.learning.settings import PrepareOptions
@@ -46,6 +48,9 @@ _MOST_DEV_RECORDS = 256  # of the model's own answers, at most
 _LEAST_ANSWERED = 20  # records: answers to fewer are not learned
 _MOST_ANSWERS = 4096
 _LONGER = 1.5  # than the longest response: an answer of so many tokens is cut
+TOP_K = 32
+"""Tokens of a distribution that are kept."""
+_ROWS, _AT_ONCE = 32, 128  # answers that are decoded together, and that are stored together
 _TESTED = 48  # prompts that are not learned from, at least, if there are twice as many
 
 
@@ -133,9 +138,7 @@ class Sources:
         for name, source in (("train", responses.train), ("dev", responses.dev)):
             file = read_file(source, template, skip_bad=True)
             renaming = Renaming.of(file.items, template, self._settings.seed)
-            others = [renaming.renamed(record) for record in file.items]
-            pairs = zip(others, file.items, strict=True)
-            more = [replace(other, id=f"{one.id}, other names") for other, one in pairs if other is not one]
+            more = [replace(other, id=f"{other.id}, other names") for other in renaming.others(file.items)]
             if file.skipped:
                 note(f"{name}: {reject_summary(file.skipped)}")
             if more:
@@ -211,6 +214,38 @@ class Sources:
         # An answer may be a token longer when it is read again, and then exceed the context.
         options = replace(options, bad_records="skip")
         return LearningRecords(str(directory / TRAIN_FILE), str(directory / DEV_FILE), options, own=True)
+
+
+def greedy_answers(
+    backend: Backend,
+    prompts: Sequence[Sequence[int]],
+    log: ResumeLog,
+    *,
+    max_new_tokens: int,
+    ends: Collection[int],
+    until: float = math.inf,
+    progress: Callable[[int], None] = lambda answers: None,
+) -> Iterator[tuple[list[int], TeacherTopK]]:
+    """Yield the tokens and the distributions of the answers to the first prompts, as many as the time allows.
+
+    `log` keeps the answers of an interrupted run. `until`: reading of `time.perf_counter()`.
+    """
+    engine = backend.engine(max_rows=_ROWS, prefix_cache=True)
+    sampling, stops = replace(backend.sampling, top_logprobs=TOP_K), frozenset(ends)
+    with suppress(OutOfTime):
+        for group, limit in groups_in_time(len(prompts), _AT_ONCE, until):
+            key = f"{group.start} to {group.stop}"  # without a clock there are other groups
+            answers = log.get(key)
+            if answers is None:
+                requests = [Request(tuple(prompts[i]), max_new_tokens, sampling, stops) for i in group]
+                answers = [
+                    ([out.token for out in steps], TeacherTopK.of_steps([out.top for out in steps]).to_text())
+                    for steps in steps_until(engine, requests, limit)
+                ]
+                log.put(key, answers)
+            for tokens, text in answers:
+                yield tokens, TeacherTopK.from_text(text, len(tokens))
+            progress(len(group))
 
 
 def _write(path: Path, file: Records, field: str) -> None:

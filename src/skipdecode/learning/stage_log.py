@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,16 @@ from skipdecode.common.jsonl import PREPARED_FILE
 from skipdecode.common.progress import note
 from skipdecode.common.resume import ANEW, ResumeLog
 from skipdecode.errors import SkipDecodeError
+from skipdecode.learning.calibrate import SCHEDULE_FILE
 from skipdecode.learning.pace import Pace
 from skipdecode.learning.settings import CLOCK_FILE, PREPARE_LOG
 from skipdecode.learning.stages import Evaluation, FullDepth, Layers, LearningRecords, Timing, Tuning, TuningPlan
+from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.loading.card import PICTURE_FILE
 
 _DIRECTORIES = ("answers", "records", "full", "fit", "tuned-*", "eval-*")
+_OUTPUTS = (SCHEDULE_FILE, FIT_FILE, "config.json", "adapter_config.json", "*.safetensors", "self*.jsonl")
+"""Patterns of the files of a stage that later stages and users need."""
 
 T = TypeVar("T", LearningRecords, Pace, FullDepth, Timing, Layers, Evaluation, TuningPlan, Tuning)
 
@@ -60,26 +64,19 @@ def _key(label: str, minutes: float | None) -> str:
 class Stages:
     """The finished stages of a directory, and the time that they and this process took.
 
-    `settings`: JSON-ready; all that the stages depend on. `outputs`: patterns of the files that a stage makes.
-    `started`: reading of `time.perf_counter()` when the minutes of this process began. `overwrite`: begin anew, unless
-    the directory has an unfinished run with these settings.
+    `settings`: JSON-ready; all that the stages depend on. `started`: reading of `time.perf_counter()` when the minutes
+    of this process began. `overwrite`: begin anew, unless the directory has an unfinished run with these settings.
     """
 
     def __init__(
-        self,
-        out: Path,
-        settings: Mapping[str, Any],
-        outputs: Sequence[str] = (),
-        started: float = 0.0,
-        *,
-        overwrite: bool = False,
+        self, out: Path, settings: Mapping[str, Any], started: float = 0.0, *, overwrite: bool = False
     ) -> None:
         path, discard = out / PREPARE_LOG, partial(_remove_results, out)
         self._log = ResumeLog(path, settings, what="stages", remedy=ANEW, restart=overwrite, discard=discard)
         if overwrite and (out / PREPARED_FILE).exists():
             self._log.clear()
             discard()
-        self._outputs, self._started = outputs, started
+        self._started = started
         self._here = self._before = 0.0  # seconds of finished stages of this process; of killed ones in this stage
 
     def close(self) -> None:
@@ -105,13 +102,9 @@ class Stages:
         """All finished evaluations, of any minutes."""
         return [_restored(Evaluation, done.stage) for done in self.finished() if done.label == Evaluation.label]
 
-    def seconds(self, kind: type[T], minutes: float | None = None) -> float:
-        """Seconds that a finished stage took."""
-        return float(self._log.get(_key(kind.label, minutes))["seconds"])
-
-    def files(self, kind: type[T]) -> dict[str, str]:
-        """Digests of the files that a finished stage wrote."""
-        return dict(self._log.get(kind.label)["files"])
+    def done(self, kind: type[T], minutes: float | None = None) -> Finished:
+        """Return the entry of a stage that is finished."""
+        return Finished(**self._log.get(_key(kind.label, minutes)))
 
     def spent(self) -> float:
         """Seconds of the finished stages that all minutes share, and of this process that no finished stage counts."""
@@ -137,9 +130,10 @@ class Stages:
         done = None if value is None else Finished(**value)
         if done is not None and done.stage.keys() != {field.name for field in fields(kind)}:
             done = None  # of an earlier version
-        lost = None if done is None or directory is None else _lost(directory, done.files)
-        if lost is not None:
-            note(f"{lost} is gone, or not the file that this run made: the stage {key!r} is done again")
+        before, now = {} if done is None else done.files, _digests(directory)
+        lost = next((name for name, digest in before.items() if now.get(name) != digest), None)
+        if lost is not None and directory is not None:
+            note(f"{directory / lost} is gone, or not the file that this run made: the stage {key!r} is done again")
         if done is not None and (lost is not None or done.reads != reads):
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -152,16 +146,11 @@ class Stages:
                 stage = asdict(work())
             self._here += time.perf_counter() - start
             self._before = 0.0
-            files = {} if directory is None else self._digests(directory)
+            files = _digests(directory)
             done = Finished(kind.label, minutes, time.time(), stage, **took(), files=files, reads=reads)
             self._log.put(key, asdict(done))
             clock.unlink(missing_ok=True)
         return _restored(kind, self._log.get(key)["stage"])
-
-    def _digests(self, directory: Path) -> dict[str, str]:
-        """The files of a stage that later stages and users need, with digests of the small ones."""
-        files = (file for pattern in self._outputs for file in sorted(directory.glob(pattern)))
-        return {file.name: _digest(file) for file in files}
 
 
 def _remove_results(out: Path) -> None:
@@ -182,16 +171,10 @@ def _restored(kind: type[T], values: Mapping[str, Any]) -> T:
     )
 
 
-def _digest(file: Path) -> str:
-    if file.suffix == ".safetensors":  # gigabytes
-        return ""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _lost(directory: Path, files: Mapping[str, str]) -> Path | None:
-    """The first file that is not there as it was made; None if all are."""
-    paths = ((directory / name, known) for name, known in files.items())
-    return next((path for path, known in paths if not path.is_file() or _digest(path) != known), None)
+def _digests(directory: Path | None) -> dict[str, str]:
+    """The files of a stage in its directory, with digests of the small ones; those of weights are empty."""
+    files = [] if directory is None else [file for pattern in _OUTPUTS for file in sorted(directory.glob(pattern))]
+    return {f.name: "" if f.suffix == ".safetensors" else hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
 import math
 import time
@@ -34,7 +33,7 @@ from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
 from skipdecode.learning.checkpoint import CHECKPOINTS, Checkpoints, RunLog
 from skipdecode.learning.distributions import load_distributions
-from skipdecode.learning.objective import KeptTeacher, Objective, StepReport, Teacher, TrainStep, dev_loss
+from skipdecode.learning.objective import Objective, StepReport, Teacher, TrainStep, dev_loss
 from skipdecode.learning.settings import TuneConfig
 from skipdecode.models.attach import Attachment
 from skipdecode.models.fit import fit_of, fit_state, trainable_fit
@@ -99,10 +98,8 @@ class Tuner:
         self._curriculum = config.curriculum(schedule)
         self._accelerator = make_accelerator(config, schedule, fitted=config.train_fit and fit_of(model) is not None)
         self._set_up(model)
-        self._dev_batches = [
-            functools.partial(self._collate, dev, indices)
-            for indices in GroupedBatches(dev, config.batch_size, seed=0).epoch(0)
-        ]
+        groups = GroupedBatches(dev, config.batch_size, seed=0).epoch(0)
+        self._dev_batches = [collate([dev[i] for i in indices]) for indices in groups]
 
     def run(self, *, resume: bool = False, record: Callable[[TuneResult], None] = lambda _: None) -> TuneResult:
         """Train, keep the best weights on the dev records, and save them to `out`.
@@ -152,16 +149,20 @@ class Tuner:
         self._model.train()
         if frozen is not None:
             frozen.to(self._accelerator.device)
-        arithmetic = self._accelerator.autocast
-        # Processes ask a keeping teacher at different steps: a wrapper that synchronizes them would wait forever.
-        bare = self._accelerator.unwrap_model(self._model)
-        teacher = Teacher(self._attachment, bare, adapter=self._adapter, copy=frozen, arithmetic=arithmetic)
         sharded = self._accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        keeps = config.teacher_top_k > 0 and not sharded
-        file = config.distributions if keeps and config.distill_weight > 0 else None
-        known = None if file is None else load_distributions(Path(file))
-        keeping = KeptTeacher(teacher, config.teacher_top_k, known)
-        objective = Objective(keeping if keeps else teacher, config.distill_weight)
+        top_k = 0 if sharded else config.teacher_top_k
+        file = config.distributions if top_k and config.distill_weight > 0 else None
+        teacher = Teacher(
+            self._attachment,
+            # Processes ask a keeping teacher at different steps: a wrapper that synchronizes them would wait forever.
+            self._accelerator.unwrap_model(self._model),
+            adapter=self._adapter,
+            copy=frozen,
+            arithmetic=self._accelerator.autocast,
+            top_k=top_k,
+            known=None if file is None else load_distributions(Path(file)),
+        )
+        objective = Objective(teacher, config.distill_weight)
         self._step = TrainStep(self._accelerator, self._model, self._optimizer, objective, config.clip)
         longest, memory = max(map(len, self._train)), memory_gib() or math.inf
         need = longest * self._step.token_bytes / 2**30
@@ -184,41 +185,39 @@ class Tuner:
     def _trainable(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def _collate(self, examples: Sequence[Example], indices: Sequence[int]) -> Batch:
-        return collate([examples[i] for i in indices]).to(self._accelerator.device)
-
     def _train_all(self) -> None:
         config, progress = self._config, self._checkpoints.progress
-        main = self._accelerator.is_main_process
+        main, device = self._accelerator.is_main_process, self._accelerator.device
         log = RunLog(self._out, keep_steps=progress.step) if main else None
         world, rank = self._accelerator.num_processes, self._accelerator.process_index
         first = progress.step * config.accumulation * world
         numbers = GroupedBatches(self._train, config.batch_size, seed=config.seed, start=first)
         mine = islice(numbers, rank, None, world)
         bar = progress_bar(None, "step", name="tune", done=progress.step, shown=main)
-        since = time.perf_counter()
+        start = time.perf_counter() - progress.clock
         try:
             if progress.step == 0:  # so that tuning never ends with worse weights than it began with
                 self._log_dev(log)
-                since = self._spend(since)
+                progress.clock = time.perf_counter() - start
             while progress.step < (total := self._steps()):
                 bar.total = total if config.minutes is None else None
-                batches = [self._collate(self._train, next(mine)) for _ in range(config.accumulation)]
+                groups = [next(mine) for _ in range(config.accumulation)]
+                batches = [collate([self._train[i] for i in indices]).to(device) for indices in groups]
                 report, row = self._train_step(batches, total)
                 if progress.step % 32 == 0:  # shapes leave gaps in the heap: 0.2 GB a step at a vocabulary of 262,144
                     return_freed_memory()
                 bar.update()
-                best = "-" if progress.best_loss is None else f"{progress.best_loss:.4f}"
-                shown = {"loss": f"{report.loss:.4f}", "dev": best, "tokens_per_s": row["tokens_per_s"]}
+                shown = {"loss": f"{report.loss:.4f}", "dev": f"{progress.best_loss:.4f}"}
+                shown["tokens_per_s"] = row["tokens_per_s"]
                 if config.minutes is not None:  # of the clock: the first steps say little of how many there will be
                     shown["minutes_left"] = f"{max(0.0, config.minutes - progress.clock / 60):.1f}"
                 bar.set_postfix(**shown)
                 if log is not None:
                     log.write("train", progress.step, row)
-                since = self._spend(since)
+                progress.clock = time.perf_counter() - start
                 if self._is_due():
                     self._log_dev(log)
-                    since = self._spend(since)
+                    progress.clock = time.perf_counter() - start
                 if progress.step % config.checkpoint_every == 0 and progress.step < self._steps():
                     self._checkpoints.save()
         finally:
@@ -243,8 +242,6 @@ class Tuner:
         """Go back to the initial weights if the loss rises from there, or end a run that no longer gains."""
         config, progress = self._config, self._checkpoints.progress
         before, progress.last_loss = progress.last_loss, loss
-        if before is None or progress.best_loss is None:
-            return
         if progress.best_step:
             self._start = None  # its memory
         is_worse = progress.best_step == 0 and loss > (1 + _RISE) * progress.best_loss
@@ -266,12 +263,6 @@ class Tuner:
         )
         progress.halvings += 1
         progress.begun, progress.last_loss = progress.step, progress.best_loss
-
-    def _spend(self, since: float) -> float:
-        """Put the time since a moment on the run's clock; the moment now."""
-        now = time.perf_counter()
-        self._checkpoints.progress.clock += now - since
-        return now
 
     def _steps(self) -> int:
         """Total steps; with `minutes`, extrapolated from the speed so far."""
@@ -328,7 +319,7 @@ class Tuner:
                 f"the loss on the dev records is {mean:g} after step {progress.step}: lower `learning_rate`; the best "
                 f"weights before, where there were any, are in {self._checkpoint_dir / 'best'}"
             )
-        if progress.best_loss is None or mean < progress.best_loss:
+        if mean < progress.best_loss:
             progress.best_loss, progress.best_step = mean, progress.step
             weights = self._accelerator.get_state_dict(self._model)
             if self._accelerator.is_main_process:
@@ -348,7 +339,7 @@ class Tuner:
         return TuneResult(
             steps=progress.step,
             best_step=progress.best_step,
-            best_dev_loss=float("nan") if progress.best_loss is None else progress.best_loss,
+            best_dev_loss=progress.best_loss,
             tokens=progress.tokens,
             seconds=round(progress.seconds, 3),
             tokens_per_s=progress.tokens / progress.seconds,
@@ -392,12 +383,6 @@ def process_state() -> PartialState:
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
-def _precision(requested: str, device: torch.device) -> str:
-    """accelerate's name of the arithmetic: "bf16" or "no" (fp32); `auto` takes bf16 where the device multiplies it."""
-    bf16 = multiplies_bf16(device.type) if requested == "auto" else requested == "bf16"
-    return "bf16" if bf16 else "no"
-
-
 def make_accelerator(config: TuneConfig, schedule: Schedule, *, fitted: bool = False) -> Accelerator:
     """accelerate's Accelerator for a run; the launcher's devices, the precision and accumulation of `config`.
 
@@ -407,10 +392,12 @@ def make_accelerator(config: TuneConfig, schedule: Schedule, *, fitted: bool = F
     # devices must be told.
     some = fitted or len(schedule.last_prompt_layers()) < schedule.num_layers
     unused = DistributedDataParallelKwargs(find_unused_parameters=some)
+    device, requested = process_state().device, config.precision
+    bf16 = multiplies_bf16(device.type) if requested == "auto" else requested == "bf16"
     # It is one for the process and keeps the first run's precision; a later run may want another.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
-        mixed_precision=_precision(config.precision, process_state().device),
+        mixed_precision="bf16" if bf16 else "no",
         # As a plugin, because the launcher's environment goes before the plain number.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=config.accumulation),
         kwargs_handlers=[unused],

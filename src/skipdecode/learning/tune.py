@@ -29,11 +29,10 @@ from skipdecode.generation.self_generated import DEV_FILE, TRAIN_FILE, open_prom
 from skipdecode.learning.checkpoint import (
     CHECKPOINTS,
     LOG_FILE,
-    check_same_run,
     data_entry,
     dev_losses,
-    is_unfinished,
     make_recipe,
+    run_in,
     write_recipe,
 )
 from skipdecode.learning.goal import seq_len_of
@@ -47,7 +46,7 @@ from skipdecode.models.loading.fit_file import FitFile
 from skipdecode.models.loading.hub import name_ends
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.models.loading.weights_sample import base_entry
-from skipdecode.models.recipe import RECIPE_FILE, read_recipe
+from skipdecode.models.recipe import read_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import is_speedup
 
@@ -244,27 +243,25 @@ class _Run:
         note(f"schedule {schedule.name}: {origin}")
         under = self.checkpoint.folder if self.continues_adapter else loaded.checkpoint.own_folder
         recipe = make_recipe(
-            asdict(settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base},
-            template.for_tokenizer(loaded.tokenizer),
-            schedule,
-            {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | generated,
-            environment(),
-            checkpoint=digest,
-            base=base_entry(loaded.model, under),
-            processes=state.num_processes,
+            {
+                "options": asdict(settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base},
+                "prompt": template.for_tokenizer(loaded.tokenizer).to_dict(),
+                "schedule": schedule.to_dict(),
+                "data": {n: data_entry(files[n], len(e), bad) for n, (e, bad) in examples.items()} | generated,
+                "checkpoint": digest,
+                "base": base_entry(loaded.model, under),
+                "environment": environment(),
+                "processes": state.num_processes,
+            }
         )
         if dataset := dataset_id(self.train):
             recipe["datasets"] = [dataset]
-        before = read_recipe(out / RECIPE_FILE) if (out / RECIPE_FILE).is_file() else None
-        if before is not None and self.overwrite and not is_unfinished(before, recipe):
-            before = None
-        if before is not None:
-            check_same_run(before, recipe, out)
-            if before["result"] is not None:
-                note(f"{out} has the finished run of this command: its result is shown again")
-                if state.is_main_process:
-                    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-                return Tuned(out, before)
+        before = run_in(out, recipe, overwrite=self.overwrite)
+        if before is not None and before["result"] is not None:
+            note(f"{out} has the finished run of this command: its result is shown again")
+            if state.is_main_process:
+                shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+            return Tuned(out, before)
         tuner = self._tuner(loaded, train, dev, schedule)
         state.wait_for_everyone()
         if state.is_main_process:
