@@ -159,7 +159,8 @@ def _reader(name: str, kind: Kind) -> Callable[[str], object]:
         try:
             value: object = parse(text)
         except ValueError as e:
-            raise OptionError(name, text, kind.refuses(text) if parse is kind.type else str(e)) from None
+            accepted = kind.refuses(text) if parse is kind.type else None
+            raise OptionError(name, text, accepted or str(e)) from None
         return value
 
     return read

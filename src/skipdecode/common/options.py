@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import operator
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -164,7 +164,7 @@ class Kind(NamedTuple):
         accepted = self._range()
         if isinstance(value, bool) or not isinstance(value, int if self.type is int else int | float):
             return ("a whole number" if self.type is int else "a number") + (accepted and f", {accepted}")
-        if not _is_finite(value):
+        if not abs(value) <= sys.float_info.max:  # infinite, NaN, or a whole number beyond all floats
             return "a finite number" + (accepted and f", {accepted}")
         fits = all(_BOUNDS[name][0](value, bound) for name, bound in self.metadata["bounds"].items())
         return None if fits else accepted
@@ -191,13 +191,6 @@ def _own_types(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(unwrapped, value))
     return unwrapped(value)
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
 
 
 _KINDS: dict[type, dict[str, Kind]] = {}
