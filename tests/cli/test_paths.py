@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import permutations
 from pathlib import Path
@@ -31,7 +29,7 @@ from skipdecode.common.options import Reads, Writes, kinds
 from skipdecode.common.resume import ResumeLog
 from skipdecode.errors import WriteError
 from skipdecode.models.loading.saving import save_tokenizer
-from textgen_tools import read_rows, save_tiny_model
+from textgen_tools import read_rows, save_tiny_model, small_disk
 
 # Of each verb with an output, commands in which two options name one path, and what is there.
 SAME_PATH = [
@@ -333,18 +331,6 @@ def test_an_export_that_was_killed_is_begun_again(place: Path, capsys: pytest.Ca
     (place / "full" / "notes.txt").write_text("mine")
     assert main(["export", "model", "--out", "full"]) == 2
     assert "notes.txt" in capsys.readouterr().err
-
-
-@contextlib.contextmanager
-def small_disk(size: int) -> Iterator[None]:
-    """A limit on the bytes of a file stands in for a full disk."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(
