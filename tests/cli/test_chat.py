@@ -117,13 +117,6 @@ def test_a_model_without_chat_template_says_what_to_use(capsys: Any, tmp_path: P
     assert "smollm2-135m" in last
 
 
-def test_a_schedule_that_does_not_fit_is_told_before_weights_are_loaded(capsys: Any, tmp_path: Path):
-    name = save_tiny_model(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    assert main(["chat", name, "--schedule", "99x"]) == 2
-    assert "speed-up of 99" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------- a terminal
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -13,9 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
-from itertools import combinations, permutations
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -26,30 +24,29 @@ from eval_tools import arguments as eval_arguments
 from eval_tools import prepare
 from skipdecode import Schedule
 from skipdecode.cli import VERBS, main
-from skipdecode.cli.arguments import flag
 from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import Reads, Writes, kinds
 from skipdecode.common.resume import ResumeLog
 from skipdecode.errors import WriteError
 from skipdecode.models.loading.saving import save_tokenizer
-from textgen_tools import read_rows, save_tiny_model
+from textgen_tools import read_rows, save_tiny_model, small_disk
 
-# Of each verb, a command that lacks no option, with paths that are all different.
-COMMANDS = {
-    "plan": "model --schedule 2x --out p.json",
-    "generate": "model --input a.jsonl --output o.jsonl --summary sum.json --schedule s.json --task t.yaml",
-    "chat": "model --schedule s.json",
-    "tune": "model --train a.jsonl --dev d.jsonl --out run --recipe recipe.json --schedule s.json --task t.yaml",
-    "prepare": "model --train a.jsonl --dev d.jsonl --out run --cost cost.json --task t.yaml",
-    "eval": "model --task t.yaml --data a.jsonl --out run --methods s.json",
-    "export": "model --schedule s.json --out run",
-    "serve": "model --schedule s.json --api-keys keys.txt",
-    "info": "model",
-}
-MORE = {  # what goes with options that no command above has
-    "prompts": ["--self"],  # not of eval
-    "compare": ["eval", "--compare", "run0"],
-}
+# Of each verb with an output, commands in which two options name one path, and what is there.
+SAME_PATH = [
+    ("plan model --schedule {} --out {}", "s.json"),
+    ("generate model --input {} --output {}", "a.jsonl"),
+    ("generate model --input a.jsonl --output {} --summary {}", "d.jsonl"),
+    ("generate model --input a.jsonl --output o.jsonl --task {} --summary {}", "t.yaml"),
+    ("generate {} --input a.jsonl --output {}", "model"),
+    ("tune model --train a.jsonl --dev {} --task t.yaml --schedule 2x --out {}", "d.jsonl"),
+    ("tune model --recipe {} --out {}", "recipe.json"),
+    ("prepare model --train {} --dev d.jsonl --task t.yaml --out {}", "a.jsonl"),
+    ("prepare model --train a.jsonl --dev d.jsonl --task t.yaml --cost {} --out {}", "cost.json"),
+    ("prepare model --self --task t.yaml --prompts {} --out {}", "a.jsonl"),
+    ("eval model --task t.yaml --data {} --out {}", "a.jsonl"),
+    ("eval model --task t.yaml --data a.jsonl --schedule {} --out {}", "s.json"),
+    ("export {} --out {}", "model"),
+]
 
 
 def config_of(verb: str) -> type:
@@ -92,31 +89,6 @@ def content(place: Path) -> dict[str, bytes | str]:
     }
 
 
-def call(verb: str, values: dict[str, str]) -> list[str]:
-    """The verb's command with other values of some options."""
-    words, kind = COMMANDS[verb].split(), kinds(config_of(verb))
-    for name, value in values.items():
-        if kind[name].metadata["positional"]:
-            words[0] = value
-        elif flag(name) in words:
-            words[words.index(flag(name)) + 1] = value
-        else:
-            words += [flag(name), value, *(() if (verb, name) == ("eval", "prompts") else MORE.get(name, ()))]
-    return [verb, *words]
-
-
-def pairs() -> Iterator[tuple[str, str, str]]:
-    for verb in VERBS:
-        written = paths_of(verb, Writes, RunDirectory)
-        yield from ((verb, one, other) for one, other in combinations(written, 2))
-        yield from ((verb, one, other) for one in written for other in paths_of(verb, Reads))
-
-
-def test_every_verb_is_driven():
-    assert set(COMMANDS) == set(VERBS)
-    assert len(list(pairs())) >= 40
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_that_names_a_file_says_what_it_does_with_it(verb: str):
     words = re.compile(
@@ -127,35 +99,28 @@ def test_every_option_that_names_a_file_says_what_it_does_with_it(verb: str):
     assert named - no_paths <= set(paths_of(verb, Reads, Writes, RunDirectory))
 
 
-@pytest.mark.parametrize(("verb", "one", "other"), pairs())
+@pytest.mark.parametrize(("command", "name"), SAME_PATH)
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_two_options_of_one_path_are_refused(
-    verb: str, one: str, other: str, overwrite: bool, place: Path, capsys: pytest.CaptureFixture[str]
+    command: str, name: str, overwrite: bool, place: Path, capsys: pytest.CaptureFixture[str]
 ):
-    more = ["--overwrite"] if overwrite else []
-    task = "task" in (one, other)
-    existing = {"task": "t.yaml", "methods": "s.json", "model": "model"}
-    start = next((existing[name] for name in (other, one) if name in existing), "a.jsonl")
-    spelled = ["./" + start, str(place / start), f"../here/{start}", "link" + (".yaml" if task else ".json")]
-    Path(spelled[-1]).symlink_to(start)
+    link = Path("link").with_suffix(Path(name).suffix)
+    link.symlink_to(name)
     before = content(place)
-    for first, second in [(start, start), *((start, each) for each in spelled), *((each, start) for each in spelled)]:
-        assert main([*call(verb, {one: first, other: second}), *more]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1
-        assert first in told or second in told
+    for other in (name, f"./{name}", str(place / name), f"../here/{name}", str(link)):
+        for first, second in ((name, other), (other, name)):
+            assert main([*command.format(first, second).split(), *["--overwrite"] * overwrite]) == 2
+            told = capsys.readouterr().err
+            assert told.count("\n") == 1
+            assert first in told or second in told
     assert content(place) == before
 
 
-@pytest.mark.parametrize(("verb", "one", "other"), [p for p in pairs() if p[2] in paths_of(p[0], Writes)])
-def test_two_new_outputs_of_one_name_are_refused(
-    verb: str, one: str, other: str, place: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_two_new_outputs_of_one_name_are_refused(place: Path, capsys: pytest.CaptureFixture[str]):
     before = content(place)
     for first, second in permutations(("new", "./new", "new/../new", str(place / "new")), 2):
-        assert main(call(verb, {one: first, other: second})) == 2
-        told = capsys.readouterr().err
-        assert "are the same" in told
+        assert main(["generate", "model", "--input", "a.jsonl", "--output", first, "--summary", second]) == 2
+        assert "are the same" in capsys.readouterr().err
         assert content(place) == before
 
 
@@ -366,18 +331,6 @@ def test_an_export_that_was_killed_is_begun_again(place: Path, capsys: pytest.Ca
     (place / "full" / "notes.txt").write_text("mine")
     assert main(["export", "model", "--out", "full"]) == 2
     assert "notes.txt" in capsys.readouterr().err
-
-
-@contextlib.contextmanager
-def small_disk(size: int) -> Iterator[None]:
-    """A limit on the bytes of a file stands in for a full disk."""
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

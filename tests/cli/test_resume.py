@@ -225,8 +225,7 @@ def interrupted(verb: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> list
         Path("out.jsonl").unlink()
         return words
     assert main(words) == 0
-    if verb == "tune":
-        in_json("out/recipe.json", result=None)(place)
+    in_json("out/recipe.json", result=None)(place)
     return words
 
 

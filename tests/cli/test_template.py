@@ -52,12 +52,13 @@ def test_generate_puts_rows_texts_standard_input_and_arguments_into_the_template
     capsysbinary: Any, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = write_rows(tmp_path / "in.jsonl", ROWS)
-    (tmp_path / "in.txt").write_text("name[X]\nname[Y]\nname[Z]\n")
+    (tmp_path / "in.txt").write_text("name[X]\n\nname[Y]\nname[Z]\n")
     assert prompts(capsysbinary, model, "--input", rows) == RENDERED
     assert prompts(capsysbinary, model, "--input", str(tmp_path / "in.txt")) == RENDERED
-    assert prompts(capsysbinary, model, "name[X]", "name[Y]", "name[Z]") == RENDERED
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"name[X]\nname[Y]\nname[Z]\n")))
-    assert prompts(capsysbinary, model) == RENDERED
+    assert prompts(capsysbinary, model, "--temperature", "0", "name[X]", "name[Y]", "name[Z]") == RENDERED
+    for arguments in ((), ("--input", "-")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"name[X]\nname[Y]\nname[Z]\n")))
+        assert prompts(capsysbinary, model, *arguments) == RENDERED
 
 
 def test_a_template_takes_no_record_of_another_form(capsys: Any, tmp_path: Path, model: str) -> None:

@@ -53,7 +53,7 @@ WRONG = {
     "plan smolm2-135m --schedule 2x": "'smollm2-135m'",
     "generate hollo x": "'hollow'",
     "generate e2e-smollm2-135 x": "'e2e-smollm2-135m'",
-    f"{EVAL} --metrics BLUE": "'bleu'",
+    f"{EVAL} --metrics BLUE": "unknown metric 'BLUE' (did you mean 'bleu'?): accepted are bleu, chrf, ",
     f"{EVAL.replace('e2e', 'E2')}": "'e2e'",
     # Values and options.
     "plan hollow": "--target-speedup",
@@ -62,6 +62,12 @@ WRONG = {
     "plan": "MODEL",
     "info more": "more",
     "generate hollow x --batch-size 1.5": "--batch-size '1.5'",
+    "generate hollow x --batch-size 0": "--batch-size 0 is not accepted",
+    "generate hollow x --top-k 3": "or a temperature too",
+    "generate hollow x --input rec.jsonl": "PROMPTS and --input exclude each other",
+    "generate hollow x --field q": "PROMPTS and --prompt-field exclude each other",
+    "generate hollow x --output-format text --output out.txt": "--output-format text is for standard output",
+    "generate hollow x --seq-len 3": "--seq-len needs --schedule",
     "generate hollow x --stop ''": "--stop ''",
     "generate hollow x --schedule ''": "unknown schedule ''",
     "generate hollow x --quantization int8 --engine transformers": "--quantization",
@@ -103,7 +109,11 @@ WRONG = {
     "serve hollow --prefix-per-key": "--prefix-per-key needs API keys",
     # Files.
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
-    "generate hollow x --schedule nowhere.json": "nowhere.json",
+    "generate hollow --input empty.txt": "no prompts in empty.txt",
+    "generate hollow --input bad.jsonl": "nothing to generate: no row of bad.jsonl can be used",
+    "generate hollow x --schedule nowhere.json": "cannot read the schedule nowhere.json",
+    "generate hollow x --schedule bad.jsonl": "bad.jsonl: a schedule must be JSON",
+    "generate hollow x --summary /dev/full/x": "cannot write /dev/full/x",
     "generate hollow x --output rec.jsonl": "--overwrite",
     "generate hollow x --output rec.jsonl/x": "rec.jsonl/x",
     f"tune hollow --task e2e {RECORDS.replace('rec', 'none')}": "none.jsonl",
@@ -133,7 +143,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.unlink()
     save_adapter(place / "adapter", str(place / "hollow"))
     (place / "rec.jsonl").write_text('{"mr": "name[A]", "ref": "A."}\n')
-    (place / "array.json").write_text('[{"mr": "name[A]", "ref": "A."}]')
+    (place / "empty.txt").write_text("\n")
+    (place / "bad.jsonl").write_text("{oops\n{}\n")
     (place / "ten.json").write_text(Schedule.constant(10, 5).to_json())
     (place / "cfg.json").write_text((place / "hollow" / "config.json").read_text())
     return place

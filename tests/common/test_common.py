@@ -1,4 +1,4 @@
-"""What every room uses: names, processors, freed memory."""
+"""What every room uses: processors, freed memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ import torch
 from skipdecode.cli.options import EngineOptions
 from skipdecode.common.environment import isolated_torch, usable_cores
 from skipdecode.common.files import copy_files
-from skipdecode.common.options import check_name
-from skipdecode.errors import UsageError
-
-# ---------------------------------------------------------------------- names
-
-
-def test_unknown_name_lists_the_choices_and_the_nearest():
-    with pytest.raises(UsageError, match=r"unknown metric 'blue' \(did you mean 'bleu'\?\): accepted are bleu, chrf"):
-        check_name("metric", "blue", ("bleu", "chrf"))
-
 
 # ---------------------------------------------------------------------- processors
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -17,7 +15,7 @@ import pytest
 
 from skipdecode.common.resume import ResumeLog
 from skipdecode.errors import OutputError, WriteError
-from textgen_tools import subprocess_environment
+from textgen_tools import small_disk, subprocess_environment
 
 SETTINGS = {"model": "m", "records": {"sha256": "abc"}}
 
@@ -122,19 +120,13 @@ def test_without_an_entry_nothing_is_left_that_a_corrected_command_would_have_to
 
 
 def test_full_disk_keeps_what_was_stored(tmp_path: Path):
-    log, before = opened(tmp_path / "log"), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        # A limit on file size fails in the middle of an entry, as a full disk does.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    log = opened(tmp_path / "log")
+    with small_disk(200_000):
         with pytest.raises(WriteError, match="measurements are kept in it: free disk space") as full:  # noqa: PT012
             for number in range(1000):
                 log.put(number, "x" * number)
         with pytest.raises(OutputError, match="cannot write"):
             opened(tmp_path / "other").put("a", "x" * 300_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
     log.close()
     with closing(opened(tmp_path / "log")) as log:
         assert f"{log.count} measurements are kept" in str(full.value)

@@ -1,16 +1,20 @@
-"""A tiny model directory with a byte-level tokenizer, the command line for a process of its own, and rows of files."""
+"""A tiny model directory with a byte-level tokenizer, processes of the command line, a full disk, and rows of files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sqlite3
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from checkpoints import byte_tokenizer
 from tiny import tiny_model
@@ -34,6 +38,18 @@ def command(*arguments: str) -> list[str]:
 
 def subprocess_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@contextlib.contextmanager
+def small_disk(size: int) -> Iterator[None]:
+    """A limit on the bytes of a file, which fails in the middle of a write, as a full disk does."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def write_rows(path: Path, rows: list[Any]) -> str:

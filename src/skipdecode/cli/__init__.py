@@ -126,10 +126,9 @@ def _run(arguments: list[str]) -> int:
     )
     add_options(parser, module.Config)
     parser.add_argument("--debug", action="store_true", help=_DEBUG)
-    args = prepared(parser.read(arguments[1:]), module.Config)
     command = COMMAND.set(shlex.join(["skipdecode", *arguments]))
     try:
-        config = config_from(module.Config, args)
+        config = config_from(module.Config, prepared(parser.read(arguments[1:]), module.Config))
         with claimed(config):
             check_together(config)
             check_inputs(config)

@@ -77,12 +77,9 @@ def prepared(args: argparse.Namespace, config: type) -> argparse.Namespace:
 
 
 def config_from(config: type[T], args: argparse.Namespace) -> T:
-    """The config from parsed arguments; raises UsageError, with the flag, if a value is not accepted."""
+    """The config from parsed arguments; raises OptionError if a value is not accepted."""
     values = {name: value for name, value in vars(args).items() if name in kinds(config)}
-    try:
-        return config(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
-    except OptionError as e:
-        raise with_flags(e, config) from None
+    return config(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
 def with_flags(error: SkipDecodeError, config: type) -> SkipDecodeError:
@@ -129,7 +126,7 @@ def _metavar(name: str, kind: Kind) -> str:
         return f"{{{','.join(kind.choices)}}}"
     if isinstance(use, RunDirectory):
         return "DIR"
-    if use is not None and use in (Reads(), Writes()):
+    if use in (Reads(), Writes()):
         return "FILE"
     return {int: "N", float: "X"}.get(kind.type, name.rpartition("_")[2].upper())
 
@@ -142,7 +139,7 @@ def _add(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind
     if kind.type is bool:
         parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         return
-    keywords["type"] = _reader(flag(field.name), kind)
+    keywords["type"] = _reader(field.name, kind)
     if meta["positional"]:
         counts = {(True, True): "+", (True, False): "*", (False, True): None, (False, False): "?"}
         nargs = counts[kind.many, required]
@@ -155,15 +152,15 @@ def _add(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind
 
 
 def _reader(name: str, kind: Kind) -> Callable[[str], object]:
-    """Converts the text of a flag to its value; raises UsageError with the wording of `config_from`."""
+    """Converts the text of a flag to its value; raises OptionError."""
     parse = kind.metadata["parse"] or kind.type
 
     def read(text: str) -> object:
         try:
             value: object = parse(text)
         except ValueError as e:
-            accepted = kind.refuses(text) if parse is kind.type else str(e)
-            raise UsageError(f"{name} {text!r} is not accepted: give {accepted}") from None
+            accepted = kind.refuses(text) if parse is kind.type else None
+            raise OptionError(name, text, accepted or str(e)) from None
         return value
 
     return read
@@ -209,15 +206,16 @@ _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 @contextlib.contextmanager
 def claimed(config: Options) -> Iterator[None]:
     """Hold the outputs of a command for this process; raises UsageError or OutputError for a path it may not write."""
-    overwrite = getattr(config, "overwrite", False)
-    used = dict(_paths(config, Reads))
-    with contextlib.ExitStack() as stack:
-        for path, name in _paths(config, Writes, RunDirectory):
+    overwrite, paths = getattr(config, "overwrite", False), [*_paths(config)]
+    used = {path: name for use, value, name in paths if isinstance(use, Reads) for path in _real_paths(use, value)}
+    outputs = [(use, value, name) for use, value, name in paths if not isinstance(use, Reads)]
+    for use, value, name in outputs:
+        for path in _real_paths(use, value):
             if path in used:
                 raise UsageError(f"{used[path]} and {name} are the same, {path}: name another output")
             used[path] = name
-        for kind, value, name in _values(config, Writes, RunDirectory):
-            use = kind.metadata["path"]
+    with contextlib.ExitStack() as stack:
+        for use, value, name in outputs:
             if isinstance(use, Writes):
                 check_output(value, name, overwrite=overwrite)
                 continue
@@ -233,18 +231,15 @@ def resumes(config: type) -> bool:
     return any(isinstance(use, RunDirectory) and use.marks for use in uses)
 
 
-def _values(config: Options, *uses: type[Reads | Writes | RunDirectory]) -> Iterator[tuple[Kind, str, str]]:
-    """Yield each value of the options that have one of the uses, with the name that users give the option."""
+def _paths(config: Options) -> Iterator[tuple[Reads | Writes | RunDirectory, str, str]]:
+    """Yield the use of each path among the options, its value, and the name that users give the option."""
     for name, kind in kinds(type(config)).items():
-        value = getattr(config, name)
+        value, use = getattr(config, name), kind.metadata["path"]
         for each in value if kind.many else (value,):
-            if isinstance(kind.metadata["path"], uses) and each not in (None, "", "-"):
-                yield kind, each, f"{option_name(type(config), name)} {each}"
+            if use is not None and each not in (None, "", "-"):
+                yield use, each, f"{option_name(type(config), name)} {each}"
 
 
-def _paths(config: Options, *uses: type[Reads | Writes | RunDirectory]) -> Iterator[tuple[Path, str]]:
-    """Yield the paths that the options stand for, without links; devices may be read and written."""
-    for kind, value, name in _values(config, *uses):
-        for path in kind.metadata["path"].paths(value):
-            if not path.is_char_device():
-                yield Path(os.path.realpath(path)), name
+def _real_paths(use: Reads | Writes | RunDirectory, value: str) -> list[str]:
+    """The paths that a value stands for, without links; devices may be read and written."""
+    return [os.path.realpath(path) for path in use.paths(value) if not path.is_char_device()]

@@ -117,14 +117,9 @@ def run(config: Config) -> int:
         return 0
     print(scores)
     if not config.compare:
-        print(
-            "",
-            *(
-                f"{run.data.get('name', 'all schedules')}: {run.path}, {run.data['outputs']} beside it"
-                for run in scores.runs
-            ),
-            sep="\n",
-        )
+        print()
+        for run in scores.runs:
+            print(f"{run.data.get('name', 'all schedules')}: {run.path}, {run.data['outputs']} beside it")
     return 0
 
 

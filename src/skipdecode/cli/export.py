@@ -13,14 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from skipdecode.cli.options import NamedModel, PushOptions, ScheduleOptions, choose_schedule
+from skipdecode.cli.options import SOME_POSITIONS, NamedModel, PushOptions, ScheduleOptions, choose_schedule
 from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
 from skipdecode.models.loading.gguf_file import KINDS
 from skipdecode.models.loading.hub import DTYPES
-
-_SOME_POSITIONS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ def run(config: Config) -> int:
 
     config.push()
     checkpoint = config.checkpoint
-    schedule, origin = choose_schedule(config, _SOME_POSITIONS)
+    schedule, origin = choose_schedule(config, SOME_POSITIONS)
     note(f"schedule {schedule.name}: {origin}")
     written = {name: getattr(config, name) for name in ("format", "gguf_type", "dtype")}
     print(export(checkpoint, config.out, schedule, overwrite=True, **written))  # `claimed` has checked the directory

@@ -137,10 +137,9 @@ def run(config: Config) -> int:
         llm = _loaded(config)
         template = llm.resolve_template(chosen)
         encoder = llm.encoder(template)
-        guess = None
         if first.guessed and source.name != ARGUMENTS:
-            guess = f"{source.name}: records of {first.guessed}"
-        _note_template(config, template, tuned, guess)
+            note(f"{source.name}: records of {first.guessed}")
+        _note_template(config, template, tuned)
         decoding = Decoding(
             sampling=llm.constrained(replace(llm.backend.sampling, **config.sampling_fields()), schema),
             max_new_tokens=config.max_new_tokens,
@@ -209,8 +208,8 @@ def _loaded(config: Config) -> LLM:
     )
 
 
-def _note_template(config: Config, template: PromptTemplate, tuned: PromptTemplate | None, guess: str | None) -> None:
-    """Note what prompts are made of, where the user has not said it; `guess` is about the records."""
+def _note_template(config: Config, template: PromptTemplate, tuned: PromptTemplate | None) -> None:
+    """Note what prompts are made of, where the user has not said it."""
     is_default = config.template and config.task is None and config.prompt_template is None
     back = "(--no-template leaves them as they are)"
     if config.task is not None:
@@ -220,9 +219,7 @@ def _note_template(config: Config, template: PromptTemplate, tuned: PromptTempla
     elif is_default and tuned is not None:
         through = " and the chat template" if tuned.chat else ""
         note(f"prompts go into the checkpoint's template {tuned.text!r}{through} {back}")
-    if guess is not None:
-        note(guess)
-    if is_default and tuned is None and template.chat and not config.chat and config.system is None:
+    elif is_default and template.chat and not config.chat and config.system is None:
         note(f"prompts go into the model's chat template {back}")
 
 

@@ -25,7 +25,8 @@ from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
 from skipdecode.schedule.order import prompt_set
 
-_SOME_POSITIONS = 64
+SOME_POSITIONS = 64
+"""Positions of a speed-up where their number does not matter: for a check, or the same layers at all positions."""
 
 
 def json_object(text: str) -> Json:
@@ -151,6 +152,18 @@ class EngineOptions(NamedModel):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingFiles(Options):
+    """Files of records to learn from."""
+
+    train: str = option(
+        "file of training records (JSONL, JSON, Parquet, CSV), or owner/name:split", default="", path=Reads()
+    )
+    dev: str = option(
+        "file of records that select the best weights (default: a tenth of --train)", default="", path=Reads()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointRules(Options):
     """Whether the checkpoint says how tokens are chosen."""
 
@@ -259,7 +272,7 @@ def _check_model(config: NamedModel) -> None:
     for text in filter(None, (getattr(config, "prompt_layers", None), *getattr(config, "sampled_prompts", ()))):
         prompt_set(text, layers)
     for text in [schedules] if isinstance(schedules, str) else schedules or ():
-        checkpoint.read_schedule(text, getattr(config, "seq_len", None) or _SOME_POSITIONS)
+        checkpoint.read_schedule(text, getattr(config, "seq_len", None) or SOME_POSITIONS)
 
 
 class ScheduleChoice(NamedTuple):

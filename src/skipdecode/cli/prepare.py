@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from skipdecode.cli.options import NamedModel, PushOptions
+from skipdecode.cli.options import NamedModel, PushOptions, TrainingFiles
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.jsonl import prepared_use
 from skipdecode.common.options import OVERWRITE, Reads, option
@@ -35,19 +35,13 @@ from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, PrepareOptions, PushOptions):
+class Config(NamedModel, TrainingFiles, PrepareOptions, PushOptions):
     """Options of `skipdecode prepare`."""
 
     ONE_OF: ClassVar = (("train", "self"),)
 
     out: str = option("directory for all results", path=PREPARE_DIRECTORY)
     overwrite: bool = option(OVERWRITE, default=False)
-    train: str = option(
-        "file of training records (JSONL, JSON, Parquet, CSV), or owner/name:split", default="", path=Reads()
-    )
-    dev: str = option(
-        "file of records that select the best weights (default: a tenth of --train)", default="", path=Reads()
-    )
     test: str = option(
         "JSONL or CSV file of records to evaluate on (default: --dev); with --self and no --task: file of prompts "
         "(default: some of the prompts, which are held out)",

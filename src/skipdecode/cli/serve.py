@@ -77,8 +77,6 @@ def _checked(config: Config) -> list[Schedule]:
     """The schedules of the options; refuses, before weights are loaded, what does not fit."""
     if config.prefix_per_key and not config.prefix_cache:
         raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
-    if not config.schedule:
-        return []
     return [config.checkpoint.parse(text, config.seq_len) for text in config.schedule]
 
 

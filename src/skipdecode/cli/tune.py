@@ -17,7 +17,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from skipdecode.cli.options import MODEL, NamedModel, PushOptions, ScheduleOptions
+from skipdecode.cli.options import MODEL, NamedModel, PushOptions, ScheduleOptions, TrainingFiles
 from skipdecode.common.files import RunDirectory
 from skipdecode.common.options import OVERWRITE, Reads, option
 from skipdecode.generation.self_generated import ABOUT_FILE, LOG_FILE
@@ -30,7 +30,7 @@ _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABO
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, TuneOptions, ScheduleOptions, PushOptions):
+class Config(NamedModel, TrainingFiles, TuneOptions, ScheduleOptions, PushOptions):
     """Options of `skipdecode tune`."""
 
     ONE_OF: ClassVar = (("model", "recipe"), ("train", "self", "recipe"), ("out",))
@@ -38,12 +38,6 @@ class Config(NamedModel, TuneOptions, ScheduleOptions, PushOptions):
     EXCLUDES: ClassVar = TuneOptions.EXCLUDES
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
-    train: str = option(
-        "file of training records (JSONL, JSON, Parquet, CSV), or owner/name:split", default="", path=Reads()
-    )
-    dev: str = option(
-        "file of records that select the best weights (default: a tenth of --train)", default="", path=Reads()
-    )
     out: str = option("directory for the tuned model, its recipe and the log", default="", path=_DIRECTORY)
     overwrite: bool = option(OVERWRITE, default=False)
     recipe: str | None = option(

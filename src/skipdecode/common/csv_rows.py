@@ -27,8 +27,10 @@ def find_delimiter(usual: str, start: bytes) -> str:
 
 def csv_rows(lines: Iterable[bytes], delimiter: str, name: str) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(MAX_LINE_BYTES)
+    rest = iter(lines)
+    without_mark = itertools.chain([next(rest, b"").removeprefix(BOM)], rest)
     # Bytes that are not UTF-8 become surrogates: only the records with them have errors.
-    texts = (raw.decode("utf-8", "surrogateescape") for raw in _without_mark(lines))
+    texts = (raw.decode("utf-8", "surrogateescape") for raw in without_mark)
     reader = csv.reader(texts, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
@@ -78,8 +80,3 @@ def _checked_span(row: Row, lines: int, name: str, line: int) -> Row:
     if lines > _MOST_LINES:
         raise DataError(f"{message} of {name}: close its open quote, or double the quote if it is text", line)
     return DataError(message, id=row.id)
-
-
-def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:
-    for number, raw in enumerate(lines):
-        yield raw if number else raw.removeprefix(BOM)

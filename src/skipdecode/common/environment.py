@@ -14,13 +14,13 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from skipdecode.common.jsonl import Json
 from skipdecode.common.types import Tensor
@@ -136,8 +136,8 @@ def limit_threads() -> None:
 
 _ISOLATED: ContextVar[bool] = ContextVar("isolated", default=False)
 _LOCK = threading.Lock()
-_restorers: list[Callable[[], None]] = []
-"""One for each of the calls that run now, in all threads; the first restores what is global to the process."""
+_running: list[contextlib.ExitStack] = []
+"""One entry for each of the calls that run now, in all threads: what restores the process after the last of them."""
 
 
 @contextlib.contextmanager
@@ -152,8 +152,7 @@ def isolated_torch() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(_ISOLATED.reset, _ISOLATED.set(True))
         if torch is not None:
-            _set_process(torch)
-            stack.callback(_restore_process)
+            stack.enter_context(_process_settings(torch))
             stack.enter_context(torch.inference_mode(False))  # switches gradients on, too
             for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 # What autocast caches of weights stays until the outermost context ends: steps would read old weights.
@@ -163,44 +162,38 @@ def isolated_torch() -> Iterator[None]:
         yield
 
 
-def _set_process(torch: ModuleType) -> None:
+@contextlib.contextmanager
+def _process_settings(torch: ModuleType) -> Iterator[None]:
     with _LOCK:
-        _restorers.append(_restorer(torch))
-        if len(_restorers) == 1:
-            torch.set_default_dtype(torch.float32)
-            torch.autograd.set_detect_anomaly(False)
-            limit_threads()
+        restoring = _running[0] if _running else _set_process(torch)
+        _running.append(restoring)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _running.pop()
+            if not _running:
+                restoring.close()
 
 
-def _restore_process() -> None:
-    with _LOCK:
-        restore = _restorers[0]
-        _restorers.pop()
-        if not _restorers:
-            restore()
-
-
-def _restorer(torch: ModuleType) -> Callable[[], None]:
-    """A function that restores the process's settings and random states as they are now."""
+def _set_process(torch: ModuleType) -> contextlib.ExitStack:
+    """Set what is global to the process; closing the result restores it, and the random states."""
     import numpy as np
 
-    set_anomaly = partial(torch.autograd.set_detect_anomaly, check_nan=torch.is_anomaly_check_nan_enabled())
-    saved: list[tuple[Callable[[Any], object], Any]] = [
-        (torch.set_default_dtype, torch.get_default_dtype()),
-        (set_anomaly, torch.is_anomaly_enabled()),
-        (torch.set_num_threads, torch.get_num_threads()),
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-    ]
+    restoring, autograd = contextlib.ExitStack(), torch.autograd
+    checks_nan = torch.is_anomaly_check_nan_enabled()
+    restoring.callback(torch.set_default_dtype, torch.get_default_dtype())
+    restoring.callback(autograd.set_detect_anomaly, torch.is_anomaly_enabled(), checks_nan)
+    restoring.callback(torch.set_num_threads, torch.get_num_threads())
+    restoring.callback(torch.set_rng_state, torch.get_rng_state())
+    restoring.callback(random.setstate, random.getstate())
+    restoring.callback(np.random.set_state, np.random.get_state())
     if torch.cuda.is_initialized():
-        saved.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-
-    def restore() -> None:
-        for setter, value in saved:
-            setter(value)
-
-    return restore
+        restoring.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+    torch.set_default_dtype(torch.float32)
+    autograd.set_detect_anomaly(False)
+    limit_threads()
+    return restoring
 
 
 def source_commit() -> tuple[str | None, bool | None]:

@@ -135,21 +135,16 @@ def heading(kind: str, benchmark: str | None = None) -> Json:
     return {"kind": kind, "format": _FORMAT} | ({} if benchmark is None else {"benchmark": benchmark})
 
 
-def check_kind(path: Path, value: object, *kinds: str) -> None:
-    """Refuse, with a DataError, a document that has none of these kinds (default: any kind) or another format."""
-    wanted, document = kinds or KINDS, value if isinstance(value, Mapping) else {}
+def read_result(path: Path, *kinds: str) -> Json:
+    """A JSON result of one of these kinds (default: any kind); raises DataError, with the path, for other files."""
+    wanted, content = kinds or KINDS, read_json(path)
+    document: Json = content if isinstance(content, dict) else {}
     kind = document.get("kind")
     if kind not in wanted:
-        said = "has no kind" if kind is None else f"is of kind {kind!r}"
-        raise DataError(f'{path} {said}: accepted are files with "kind" {", ".join(wanted)} and "format": {_FORMAT}')
+        message = "has no kind" if kind is None else f"is of kind {kind!r}"
+        raise DataError(f'{path} {message}: accepted are files with "kind" {", ".join(wanted)} and "format": {_FORMAT}')
     if document.get("format") != _FORMAT:
         raise DataError(f"{path}: this version reads format {_FORMAT}, not {document.get('format')!r}")
-
-
-def read_result(path: Path, *kinds: str) -> Json:
-    """A JSON result of one of these kinds (default: any kind); raises DataError with the path."""
-    document: Json = read_json(path)
-    check_kind(path, document, *kinds)
     return document
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import operator
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -79,7 +80,8 @@ def option(
     `skipdecode.cli.arguments` checks paths before any work. `least`, `most`, `above`, `below`: bounds of a number, or
     of each number of a tuple; `above` and `below` are not accepted themselves.
     """
-    bounds = {"least": least, "most": most, "above": above, "below": below}
+    limits = {"least": least, "most": most, "above": above, "below": below}
+    bounds = {name: bound for name, bound in limits.items() if bound is not None}
     named = {"help": help, "choices": choices, "positional": positional, "alias": alias, "parse": parse}
     metadata = {**named, "path": path, "flag": True, "bounds": bounds}
     if isinstance(default, dict):
@@ -159,25 +161,27 @@ class Kind(NamedTuple):
             return None if is_path or (isinstance(value, str) and is_text(value)) else "text in UTF-8"
         if self.type not in (int, float):
             return None if isinstance(value, self.type) else f"a {self.type.__name__}"
-        bounds, accepted = self.metadata["bounds"], self._range()
+        accepted = self._range()
         if isinstance(value, bool) or not isinstance(value, int if self.type is int else int | float):
             return ("a whole number" if self.type is int else "a number") + (accepted and f", {accepted}")
-        if not _is_finite(value):
+        if not abs(value) <= sys.float_info.max:  # infinite, NaN, or a whole number beyond all floats
             return "a finite number" + (accepted and f", {accepted}")
-        fits = (
-            (bounds["least"] is None or value >= bounds["least"])
-            and (bounds["most"] is None or value <= bounds["most"])
-            and (bounds["above"] is None or value > bounds["above"])
-            and (bounds["below"] is None or value < bounds["below"])
-        )
+        fits = all(_BOUNDS[name][0](value, bound) for name, bound in self.metadata["bounds"].items())
         return None if fits else accepted
 
     def _range(self) -> str:
-        least, most, above, below = (self.metadata["bounds"][name] for name in ("least", "most", "above", "below"))
-        if least is not None and most is not None:
-            return f"{least} to {most}"
-        words = ((least, "{} or more"), (above, "more than {}"), (most, "up to {}"), (below, "less than {}"))
-        return ", ".join(text.format(bound) for bound, text in words if bound is not None)
+        bounds = self.metadata["bounds"]
+        if {"least", "most"} <= bounds.keys():
+            return f"{bounds['least']} to {bounds['most']}"
+        return ", ".join(words.format(bounds[name]) for name, (_, words) in _BOUNDS.items() if name in bounds)
+
+
+_BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "least": (operator.ge, "{} or more"),
+    "above": (operator.gt, "more than {}"),
+    "most": (operator.le, "up to {}"),
+    "below": (operator.lt, "less than {}"),
+}
 
 
 def _own_types(value: Any) -> Any:
@@ -187,13 +191,6 @@ def _own_types(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(unwrapped, value))
     return unwrapped(value)
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
 
 
 _KINDS: dict[type, dict[str, Kind]] = {}
