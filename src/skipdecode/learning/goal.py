@@ -124,7 +124,7 @@ def set_goal(
     seq_len = seq_len_of(lengths)
     limit = _limit(settings, workload, seq_len)
     depths = Depths(layers, lowest, warmup, seq_len, flat, "paper")
-    level = replace(depths, seq_len=1, flat=True)
+    level = replace(depths, flat=True)
     wanted, deepest = prompt_sets(settings, layers), dict[PromptDepth, int]()
     for prompt in wanted:
         # What prompts run goes first: then they project the most layers, the order that costs most.
