@@ -148,14 +148,6 @@ def test_a_prefix_cache_and_second_turns_change_nothing():
     assert made.stats.prefix_hit_tokens
 
 
-def test_sequences_with_and_without_drafts_share_a_batch():
-    model, schedule = open_model(tiny_model("llama")), SCHEDULES["falling"]
-    made = engine(model, schedule)
-    want = tokens_of(made, requests(False))
-    mixed = [Request(r.prompt, r.max_new_tokens, r.sampling, exact=i % 2 == 0) for i, r in enumerate(requests(False))]
-    assert tokens_of(made, mixed) == want
-
-
 @pytest.mark.parametrize("top_k", [0, 6])
 def test_sampled_tokens_have_the_models_distribution(top_k):
     model = open_model(tiny_model("llama", vocab_size=12))

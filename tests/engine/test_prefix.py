@@ -17,7 +17,6 @@ from serve_tools import running, tiny_service
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.kv import PagedKV
-from skipdecode.engine.opening import Backend
 from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule.order import top_down
 from skipdecode.serving.middleware import ApiKeys
@@ -273,12 +272,6 @@ def write(kv: PagedKV, row: Sequence, end: int) -> None:
         for position in range(row.ran, end):
             stored(kv, layer, row, position)[0] = 10_000 * layer + text[position]
     row.ran = end
-
-
-def test_through_transformers_it_is_left_out():
-    engine = Backend(tiny_model("llama"), None).engine(PAPER, prefix_cache=True)
-    engine.decode([Request(PROMPTS[0], 3)] * 2)
-    assert (engine.stats.prefix_hit_tokens, engine.cached_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("apart", [True, False])

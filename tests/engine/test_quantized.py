@@ -20,15 +20,15 @@ from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model, uneven_model
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("w8a8", 0.01)])
+@pytest.mark.parametrize("kind", ["int8", "w8a8"])
 @pytest.mark.parametrize("columns", [64, 100])
-def test_error_is_small_and_zero_stays_zero(kind, most, columns):
+def test_error_is_small_and_zero_stays_zero(kind, columns):
     torch.manual_seed(0)
     weight = torch.randn(50, columns)
     weight[3] = 0
     back = quantize(weight, kind).dequantize()
     assert (back[3] == 0).all()
-    assert (back - weight).norm() < most * weight.norm()
+    assert (back - weight).norm() < 0.01 * weight.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,7 +110,7 @@ def test_rows_are_the_same_alone_and_in_any_batch(quantization, family, dtype, s
     assert together == [decoded(fast, schedule, [prompt], new)[0] for prompt in prompts]
 
 
-def dequantized_twin(model, kind):
+def dequantized_twin(model):
     """The model with every projection and the output embedding as the quantised engine reads them."""
     twin = copy.deepcopy(model)
     if twin.lm_head.weight is twin.get_input_embeddings().weight:
@@ -118,7 +118,7 @@ def dequantized_twin(model, kind):
     with torch.no_grad():
         for module in twin.modules():
             if isinstance(module, torch.nn.Linear):
-                module.weight.copy_(quantize(module.weight, kind).dequantize(module.weight.dtype))
+                module.weight.copy_(quantize(module.weight, "int8").dequantize(module.weight.dtype))
     return twin
 
 
@@ -133,22 +133,13 @@ def test_decoding_is_that_of_the_dequantized_model_under_a_schedule(family):
     model = tiny_model(family)
     prompts, new = [(5, 6, 7, 8), (9, 3), tuple(range(3, 23))], 12
     got = decoded(open_model(model, quantization="int8"), NESTED, prompts, new)
-    twin = dequantized_twin(model, "int8")
+    twin = dequantized_twin(model)
     with attach(twin, NESTED):
         for prompt, row in zip(prompts, got, strict=True):
             text = twin.generate(
                 torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
             )
             assert [token for token, _ in row] == text[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("w8a8", 0.05)])
-def test_logits_stay_close_to_the_models_own(kind, most):
-    model = tiny_model("llama")
-    ids = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        own, quantized = (m(ids).logits for m in (model, dequantized_twin(model, kind)))
-    assert (quantized - own).norm() < most * own.norm()
 
 
 def test_unknown_quantization_is_refused():
