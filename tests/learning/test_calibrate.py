@@ -193,6 +193,18 @@ def test_prompts_that_run_the_first_tokens_layers_have_a_fit_of_their_own(tmp_pa
         assert loss != meter.loss(found.schedule, fits[not at_exit])
 
 
+@pytest.mark.parametrize(("loss", "is_chosen"), [(1.04, True), (1.2, False)])
+def test_of_like_losses_the_schedule_with_most_layers_is_chosen(loss: float, is_chosen: bool) -> None:
+    settings = CalibrationSettings(target_speedup=1.6, prompt_depths=("3", "max_exit"))
+    goal = set_goal(settings, request_cost(), 30, [8] * 4, LAYERS)
+    losses = {True: 1.0, False: loss}
+    found = search(settings, goal, range(LAYERS), lambda schedule, fit: losses[schedule.prompt == "max_exit"])
+    layers = {candidate.schedule.prompt == "max_exit": candidate.mean_layers for candidate in found.candidates}
+    assert layers[True] < layers[False]
+    assert (found.schedule.prompt != "max_exit") == is_chosen
+    assert found.candidates[0].schedule == found.schedule
+
+
 def test_the_time_of_a_fit_is_part_of_the_target() -> None:
     settings, cost = CalibrationSettings(target_speedup=1.6, prompt_depths=("full",)), request_cost()
     costs = cost, replace(cost, bridge_share=0.3)

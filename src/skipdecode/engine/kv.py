@@ -160,9 +160,7 @@ class PagedKV:
         for layer in layers:
             mine = held[layer]
             while len(mine) < (1 if layer in self.rings else need):
-                if (
-                    not self._free
-                ):  # Layers that only the prompt of a running sequence ran left their pages in the cache.
+                if not self._free:  # the rest is in the cache, from layers that running sequences have left
                     self._evict()
                 page = self._free.pop()
                 self.table[layer, slot, len(mine)] = page

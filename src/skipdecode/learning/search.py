@@ -35,6 +35,8 @@ from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import lent_order
 
 MakeFit = Callable[[Sequence[Schedule], float], Fit]
+_ALIKE = 1.05
+"""Ratio of losses before tuning that says nothing of those after it, for which the layers of new tokens count."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The schedule of each prompt set, those of the smallest loss first, and what led to them."""
+    """The schedule of each prompt set, the chosen one first, then by loss, and what led to them."""
 
     candidates: tuple[Candidate, ...]
     order: tuple[int, ...]  # the learned drop order
@@ -68,7 +70,7 @@ class SearchResult:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule with the smallest loss."""
+        """The chosen schedule."""
         return self.candidates[0].schedule
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,6 +178,8 @@ def search(
     first token's layers have one fit, and all others another. `until`: reading of `time.perf_counter()` after which no
     further prompt set is compared.
 
+    Among losses of at most `_ALIKE` times the smallest one, the schedule is chosen whose new tokens run most layers.
+
     Raises DivergedError: see `skipdecode.learning.fitting.make_fit` and `LossMeter.loss`.
     """
     layers = goal.workload.cost.num_layers
@@ -202,7 +206,10 @@ def search(
             )
             tried.append((candidate, fit))
     tried.sort(key=lambda each: (each[0].loss, goal.workload.seconds(each[0].schedule)))
-    best, fit = tried[0]
+    alike = [each for each in tried if each[0].loss <= _ALIKE * tried[0][0].loss]
+    best, fit = chosen = max(alike, key=lambda each: each[0].mean_layers)
+    tried.remove(chosen)
+    tried.insert(0, chosen)
     own = None if fit is None or best.schedule.is_full else fit.of_schedule(best.schedule)
     return SearchResult(tuple(candidate for candidate, _ in tried), order, tuple(influence), own)
 
