@@ -155,6 +155,8 @@ def test_lines_of_a_batch_are_answered_as_each_asks(capsys: Any, tmp_path: Path,
         "wrong": {"messages": chat, "temperature": "1"},
         "long": {"messages": chat, "max_completion_tokens": 0},
         "many": {"messages": chat, "n": 2},
+        "true": {"messages": chat, "n": True},
+        "several": {"messages": chat, "parallel_tool_calls": "no"},
         "least": {"messages": chat, "min_tokens": -1},
         "kind": {"messages": chat, "response_format": {"type": "json"}},
         "bias": {"messages": chat, "logit_bias": {"99999": 1}},
@@ -176,7 +178,7 @@ def test_lines_of_a_batch_are_answered_as_each_asks(capsys: Any, tmp_path: Path,
     found = {row["custom_id"]: row for row in read_rows(out)}
     assert list(found) == list(asked)
     wrong = [name for name, row in found.items() if row["error"] is not None]
-    assert wrong == ["wrong", "long", "many", "least", "kind", "bias", "schema", "never"]
+    assert wrong == ["wrong", "long", "many", "true", "several", "least", "kind", "bias", "schema", "never"]
     assert found["wrong"]["error"]["message"].startswith("line 4: body.temperature")
     assert "99999" in found["bias"]["error"]["message"]
     content = {name: found[name]["response"]["body"]["choices"][0]["message"]["content"] for name in ("json", "biased")}

@@ -62,8 +62,10 @@ def _settings_of(body: Mapping[str, Any]) -> OwnSettings:
         for name in filter(fields.__contains__, _LENGTHS):
             if (accepted := kinds(Request)["max_new_tokens"].refuses(fields[name])) is not None:
                 raise OptionError(name, fields[name], accepted)
-        if fields.get("n", 1) != 1:
-            raise OptionError("n", fields["n"], "1, or one line for each answer")
+        if (count := fields.get("n", 1)) is True or count != 1:
+            raise OptionError("n", count, "1, or one line for each answer")
+        if not isinstance(parallel := fields.get("parallel_tool_calls", True), bool):
+            raise OptionError("parallel_tool_calls", parallel, "true or false")
         if isinstance(bias := fields.get("logit_bias", {}), Mapping):  # JSON's names are texts
             bias = {int(name) if str(name).isdecimal() else name: value for name, value in bias.items()}
         sampling["logit_bias"] = bias
@@ -71,8 +73,8 @@ def _settings_of(body: Mapping[str, Any]) -> OwnSettings:
         schema, stop = schema_of(fields.get("response_format", {"type": "text"})), fields.get("stop")
         calling = ToolChoice()
         if "messages" in fields and any(name in fields for name in _TOOLS[:2]):
-            parallel, tools = fields.get("parallel_tool_calls", True), chat_fields(body, chat=True).get("tools", ())
-            calling = ToolChoice.of(tools, fields.get("tool_choice", "auto"), several=parallel is not False)
+            tools = chat_fields(body, chat=True).get("tools", ())
+            calling = ToolChoice.of(tools, fields.get("tool_choice", "auto"), several=parallel)
             if calling.shown and schema is not None:
                 raise OptionError("response_format", fields["response_format"], "text beside tools")
         stops = None if stop is None else StopStrings([stop] if isinstance(stop, str) else stop)
