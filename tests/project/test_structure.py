@@ -33,12 +33,10 @@ LAYERS = [
     {"serving", "vllm", "lm_eval"},
     {"cli", "__main__"},
 ]
-# The reached values, lines rounded up to the next 250. Raised on 2026-11-29, with the reason in docs/LOG.md: foreign
-# input that was wrong without a word is read or refused by name; 172 lines test the kernels for AMX, 160 the log of a
-# run and the names of models. On 2026-11-30 invented names moved from benchmarks (-150) to `prepare` (+250, tests +25).
-# The next release is to have 27,500 lines.
-MOST_LINES, MOST_VERBS, MOST_OPTIONS = 33_250, 9, 108
-MOST_TEST_LINES, MOST_BENCHMARK_LINES, MOST_ANY = 25_525, 2_850, 400
+# The reached values, lines rounded up to the next 250 (CONTRIBUTING.md says when one is raised). The next release is to
+# have 27,500 lines; docs/LOG.md (2026-11-30) says what that would take from users.
+MOST_LINES, MOST_VERBS, MOST_OPTIONS = 32_750, 9, 108
+MOST_TEST_LINES, MOST_BENCHMARK_LINES, MOST_ANY = 25_250, 2_850, 375
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
