@@ -258,8 +258,10 @@ class _Evaluation:
             directories[directory] = schedule
         # Of an unfinished run, `TaskEvaluation` checks whether it is the same: that needs the loaded model.
         if self.saved and not self.options.overwrite and not is_unfinished(out):
-            for directory in {*directories, out / "full"}:
+            wanted = [*directories, out / "full"]
+            for directory in wanted:
                 EVAL_DIRECTORY.check(directory)
+            for directory in wanted:
                 check_free(directory, overwrite=False)
         return directories
 
