@@ -59,13 +59,7 @@ def _settings_of(body: Mapping[str, Any]) -> OwnSettings:
     if "min_tokens" in fields:  # vLLM's name
         sampling["min_new_tokens"] = fields["min_tokens"]
     try:
-        for name in filter(fields.__contains__, _LENGTHS):
-            if (accepted := kinds(Request)["max_new_tokens"].refuses(fields[name])) is not None:
-                raise OptionError(name, fields[name], accepted)
-        if (count := fields.get("n", 1)) is True or count != 1:
-            raise OptionError("n", count, "1, or one line for each answer")
-        if not isinstance(parallel := fields.get("parallel_tool_calls", True), bool):
-            raise OptionError("parallel_tool_calls", parallel, "true or false")
+        _check_numbers(fields)
         if isinstance(bias := fields.get("logit_bias", {}), Mapping):  # JSON's names are texts
             bias = {int(name) if str(name).isdecimal() else name: value for name, value in bias.items()}
         sampling["logit_bias"] = bias
@@ -74,7 +68,8 @@ def _settings_of(body: Mapping[str, Any]) -> OwnSettings:
         calling = ToolChoice()
         if "messages" in fields and any(name in fields for name in _TOOLS[:2]):
             tools = chat_fields(body, chat=True).get("tools", ())
-            calling = ToolChoice.of(tools, fields.get("tool_choice", "auto"), several=parallel)
+            several = fields.get("parallel_tool_calls", True)
+            calling = ToolChoice.of(tools, fields.get("tool_choice", "auto"), several=several)
             if calling.shown and schema is not None:
                 raise OptionError("response_format", fields["response_format"], "text beside tools")
         stops = None if stop is None else StopStrings([stop] if isinstance(stop, str) else stop)
@@ -82,6 +77,17 @@ def _settings_of(body: Mapping[str, Any]) -> OwnSettings:
         raise DataError(f"body.{e}") from None
     max_new_tokens = fields.get("max_completion_tokens", fields.get("max_tokens"))
     return OwnSettings(sampling, max_new_tokens, stops, schema, calling)
+
+
+def _check_numbers(fields: Mapping[str, Any]) -> None:
+    """Raise OptionError for a number of tokens, answers or calls that is not accepted."""
+    for name in filter(fields.__contains__, _LENGTHS):
+        if (accepted := kinds(Request)["max_new_tokens"].refuses(fields[name])) is not None:
+            raise OptionError(name, fields[name], accepted)
+    if (count := fields.get("n", 1)) is True or count != 1:
+        raise OptionError("n", count, "1, or one line for each answer")
+    if not isinstance(several := fields.get("parallel_tool_calls", True), bool):
+        raise OptionError("parallel_tool_calls", several, "true or false")
 
 
 def schema_of(response_format: object) -> Mapping[str, object] | None:
