@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,10 @@ from skipdecode.data.examples import Example
 from skipdecode.learning import request_target
 from skipdecode.learning.goal import set_goal
 from skipdecode.learning.request_target import target_of_steps
+from skipdecode.learning.schedule_evaluation import slowed
 from skipdecode.learning.settings import CalibrationSettings
+from skipdecode.learning.stages import Evaluation
+from skipdecode.schedule import Schedule
 from tuning_data import LAYERS, save_model
 
 SETTINGS = CalibrationSettings(target_speedup=1.5, prompt_depths=("full",))
@@ -53,3 +57,14 @@ def test_what_is_measured_alike_or_cannot_be_made_up_for_changes_nothing(loaded,
 
 def test_requests_are_decoded_and_timed(loaded):
     assert 0 < target_of_steps(SETTINGS, COST, loaded, EXAMPLES, 2, math.inf) <= 1.5 * 1.5
+
+
+@pytest.mark.parametrize(("measured", "depth"), [(2.0, 12), (2.09, 12), (3.0, 15), (None, 12)])
+def test_a_schedule_that_gains_more_than_is_wanted_gives_way_to_a_milder_one(
+    measured: float | None, depth: int, tmp_path: Path
+):
+    target = Schedule.constant(24, 12, prompt="max_exit").named_by_layers("calibrated")
+    before = Evaluation(0.0, [{"name": target.name, "request_speedup": measured}])
+    schedule = slowed(target, 2.0, before, tmp_path)
+    assert schedule.budgets == (depth,)
+    assert len(schedule.prompt_layers()) == depth
