@@ -272,7 +272,8 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     assert all(candidate["speedup"] >= 1.6 - 1e-9 for candidate in found.values())
     assert not schedule.is_flat
     assert {a - b for a, b in pairwise(schedule.budgets)} <= {0, 1}
-    assert result.losses[schedule.name] == min(result.losses.values())
+    alike = [each for each in found.values() if each["loss"] <= 1.05 * min(result.losses.values())]
+    assert found[schedule.name]["mean_layers"] == max(each["mean_layers"] for each in alike)
     assert "100%" not in capsys.readouterr().err
 
 
