@@ -59,12 +59,17 @@ def test_requests_are_decoded_and_timed(loaded):
     assert 0 < target_of_steps(SETTINGS, COST, loaded, EXAMPLES, 2, math.inf) <= 1.5 * 1.5
 
 
-@pytest.mark.parametrize(("measured", "depth"), [(2.0, 12), (2.09, 12), (3.0, 15), (None, 12)])
+@pytest.mark.parametrize(
+    ("measured", "slower", "depth"),
+    [(2.0, None, 12), (2.09, None, 12), (None, None, 12), (3.0, None, 16), (3.0, 1.5, 14), (3.0, 2.0, 16)],
+)
 def test_a_schedule_that_gains_more_than_is_wanted_gives_way_to_a_milder_one(
-    measured: float | None, depth: int, tmp_path: Path
+    measured: float | None, slower: float | None, depth: int, tmp_path: Path
 ):
     target = Schedule.constant(24, 12, prompt="max_exit").named_by_layers("calibrated")
-    before = Evaluation(0.0, [{"name": target.name, "request_speedup": measured}])
-    schedule = slowed(target, 2.0, before, tmp_path)
+    speeds = {("full", 1.0): 1.0, ("slower", 1.5): slower, (target.name, 2.0): measured}
+    rows = [{"name": n, "nominal_speedup": nominal, "request_speedup": s} for (n, nominal), s in speeds.items()]
+    rows.append(rows[-1] | {"quantization": "w8a8", "request_speedup": 9.0})
+    schedule = slowed(target, 2.0, Evaluation(0.0, rows), tmp_path)
     assert schedule.budgets == (depth,)
     assert len(schedule.prompt_layers()) == depth

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from skipdecode.common.jsonl import Json
 from skipdecode.common.progress import note
 from skipdecode.data.source import load_records, read_file
@@ -138,12 +140,14 @@ def slowed(target: Schedule, wanted: float, before: Evaluation, directory: Path)
 
     `directory`: of the fit that the schedule has to serve, and of the milder schedule's file.
     """
-    measured = {row["name"]: row["request_speedup"] for row in before.rows}.get(target.name) or wanted
+    rows = [row for row in before.rows if row["request_speedup"] is not None and "quantization" not in row]
+    measured = {row["name"]: row["request_speedup"] for row in rows}.get(target.name, wanted)
     if measured < _TOO_FAST * wanted:
         return target
-    # The time that is saved goes with the layers that are skipped.
-    skipped = (1 - 1 / target.nominal_speedup) * (1 - 1 / wanted) / (1 - 1 / measured)
-    share = (1 / (1 - skipped) - 1) / (target.nominal_speedup - 1)
+    rows = sorted(rows, key=lambda row: float(row["request_speedup"]))
+    speeds, nominals = ([float(row[name]) for row in rows] for name in ("request_speedup", "nominal_speedup"))
+    nominal = float(np.interp(wanted, speeds, nominals))
+    share = (nominal - 1) / (target.nominal_speedup - 1)
     schedule = neighbours(target, directory, {"milder": share})[-1]
     note(f"requests of {target.name} gain {measured:.2f}x, more than {wanted:g}x: {schedule.name} is tuned")
     return schedule
