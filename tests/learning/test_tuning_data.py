@@ -14,7 +14,7 @@ from tokenizers import normalizers
 from checkpoints import CHATML, byte_tokenizer, chatml_tokenizer
 from skipdecode.data.batches import IGNORE, GroupedBatches, collate
 from skipdecode.data.chats import response_ids
-from skipdecode.data.examples import Example, RecordOptions, encode_examples, make_template, with_copied
+from skipdecode.data.examples import Example, RecordOptions, encode_examples, make_template
 from skipdecode.data.source import read_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, UsageError
@@ -194,15 +194,6 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, 
 
 def example(number: int, prompt: int, response: int) -> Example:
     return Example(f"e{number}", tuple(range(10, 10 + prompt)), tuple(range(100, 100 + response)))
-
-
-def test_tokens_that_repeat_the_prompt_are_marked_with_or_without_a_space_before_them() -> None:
-    tokenizer = byte_tokenizer()
-    prompt, response = (tuple(tokenizer(text).input_ids) for text in ("n[Zed]f[ab]", "q Zed eb af"))
-    (example,) = with_copied([Example("1", prompt, response)], tokenizer)
-    assert [example.response[i] for i in example.copied] == [*tokenizer("Zed").input_ids]
-    batch = collate([example, Example("2", (*prompt, *prompt), response)])
-    assert batch.input_ids[batch.copied].tolist() == [*tokenizer("Zed").input_ids]
 
 
 @given(LENGTHS)

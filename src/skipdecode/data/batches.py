@@ -22,7 +22,7 @@ IGNORE = -100
 _POOL = 100
 """Batches that are sorted by length together: enough to pad little, few enough to stay random."""
 
-_TENSORS = ("input_ids", "attention_mask", "position_ids", "labels", "copied")
+_TENSORS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
 @dataclass
@@ -35,7 +35,6 @@ class Batch:
     attention_mask: Tensor
     position_ids: Tensor
     labels: Tensor
-    copied: Tensor  # of bool: tokens of the response that repeat the prompt
     prompt_length: int  # the column at which every response starts
     ids: tuple[str, ...]  # what the records are called
 
@@ -81,15 +80,14 @@ def collate(examples: Sequence[Example]) -> Batch:
     columns = prompt + max(len(e.response) for e in examples)
     input_ids = torch.zeros((len(examples), columns), dtype=torch.long)
     mask = torch.zeros_like(input_ids)
-    labels, copied = torch.full_like(input_ids, IGNORE), torch.zeros_like(input_ids, dtype=torch.bool)
+    labels = torch.full_like(input_ids, IGNORE)
     for row, example in enumerate(examples):
         start, end = prompt - len(example.prompt), prompt + len(example.response)
         input_ids[row, start:end] = torch.tensor((*example.prompt, *example.response))
         mask[row, start:end] = 1
         labels[row, prompt:end] = torch.tensor(example.response)
-        copied[row, [prompt + i for i in example.copied]] = True
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    return Batch(input_ids, mask, positions, labels, copied, prompt, tuple(e.id for e in examples))
+    return Batch(input_ids, mask, positions, labels, prompt, tuple(e.id for e in examples))
 
 
 def batches_of(examples: Sequence[Example], batch_size: int) -> list[Batch]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,7 +36,6 @@ from skipdecode.errors import DataError, UsageError
 _REMEDY = "give a `task`, or `prompt_field` (or `prompt_template`) with `response_field`"
 _ANSWERS = "`self` learns the model's own answers to `prompts`"
 _TOKENIZE_AT_ONCE = 1000
-_SPACES = " Ġ▁"  # a space in front of a token's text, as tokenizers write it
 _ROWS_SEARCHED = 1000  # of which one has to have a known shape
 
 
@@ -191,30 +189,14 @@ def self_template(options: RecordOptions) -> PromptTemplate | None:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One record as token ids; `response` ends with the end token, `copied` are its tokens that repeat the prompt."""
+    """One record as token ids; `response` ends with the end token."""
 
     id: str
     prompt: tuple[int, ...]
     response: tuple[int, ...]
-    copied: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
-
-
-def with_copied(examples: Sequence[Example], tokenizer: Tokenizer) -> list[Example]:
-    """Mark the tokens of responses that follow each other as in their prompt, with or without a space before them."""
-
-    @cache
-    def text(token: int) -> str:
-        return str(tokenizer.convert_ids_to_tokens(token)).lstrip(_SPACES)
-
-    marked = []
-    for example in examples:
-        known = set(pairwise(map(text, example.prompt)))
-        starts = [i for i, pair in enumerate(pairwise(map(text, example.response))) if pair in known]
-        marked.append(replace(example, copied=tuple(sorted({*starts, *(i + 1 for i in starts)}))))
-    return marked
 
 
 def written_turns(records: Records, template: PromptTemplate, tokenizer: Tokenizer) -> Records:

@@ -2,8 +2,6 @@
 
     loss = (1 - w) * CE + w * KL(teacher || student),    both summed over response tokens
 
-Tokens that repeat the prompt may count more often: a name that is learned once has to be copied ever after.
-
 The teacher is the model before tuning at full depth, without gradients and without dropout: with LoRA the model with
 its adapter off, so there is no second copy; with all weights tuned a frozen copy, which costs the model's memory once
 more.
@@ -117,20 +115,18 @@ class Teacher:
 class Objective:
     """Cross-entropy plus self-distillation of one batch.
 
-    `teacher`: asked only when `weight` is above 0. `weight`: w of the module's text. `copied_weight`: of the losses of
-    tokens that repeat the prompt (`Batch.copied`).
+    `teacher`: asked only when `weight` is above 0. `weight`: w of the module's text.
     """
 
-    def __init__(self, teacher: Teacher | None = None, weight: float = 0.0, copied_weight: float = 1.0) -> None:
+    def __init__(self, teacher: Teacher | None = None, weight: float = 0.0) -> None:
         self._teacher = teacher if weight > 0 else None
-        self._weight, self._copied_weight = weight, copied_weight
+        self._weight = weight
 
     def __call__(self, model: nn.Module, batch: Batch) -> Losses:
         """Losses of a batch under the schedule that is attached."""
         student = response_logits(model, batch).flatten(0, 1)
         teacher = None if self._teacher is None else self._teacher.taught(batch)
-        factors = 1 + (self._copied_weight - 1) * batch.copied[:, batch.prompt_length :].flatten()
-        return token_losses(student, batch.targets.flatten(), teacher, self._weight, factors)
+        return token_losses(student, batch.targets.flatten(), teacher, self._weight)
 
 
 @contextlib.contextmanager
@@ -145,40 +141,33 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def token_losses(
-    student: Tensor,
-    targets: Tensor,
-    teacher: Tensor | TeacherTopK | None = None,
-    weight: float = 0.0,
-    factors: Tensor | None = None,
+    student: Tensor, targets: Tensor, teacher: Tensor | TeacherTopK | None = None, weight: float = 0.0
 ) -> Losses:
     """Sum over the tokens that count: (1 - weight) * CE + weight * KL(teacher || student), with gradient; CE; KL.
 
     `student` and `teacher` are logits, (tokens, vocabulary), `targets` (tokens,) with `IGNORE` where a token does not
     count. Without a teacher the first sum is the cross-entropy. Tokens that `TeacherTopK` does not have count as one.
-    `factors`: of each token's loss in the first sum, (tokens,).
     """
-    factors = torch.ones(len(targets), device=student.device) if factors is None else factors
-    return Losses(*_TokenLosses.apply(student, targets, teacher, weight, factors))  # type: ignore[no-untyped-call]
+    return Losses(*_TokenLosses.apply(student, targets, teacher, weight))  # type: ignore[no-untyped-call]
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, targets: Tensor, teacher: Tensor | TeacherTopK | None, weight: float, factors: Tensor
+        ctx: Any, student: Tensor, targets: Tensor, teacher: Tensor | TeacherTopK | None, weight: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.zeros_like(student) if ctx.needs_input_grad[0] else None
         sums = torch.zeros(3, device=student.device)
         for rows in torch.split((targets != IGNORE).nonzero()[:, 0], _TOKENS):
             guess = functional.log_softmax(student[rows].float(), dim=-1)
             if isinstance(teacher, Tensor):
-                cross_entropy, kl, part = _losses_by_all_tokens(guess, targets[rows], teacher[rows], weight)
+                losses, part = _part_of_all_tokens(guess, targets[rows], teacher[rows], weight)
             else:
                 taught = None if teacher is None else TeacherTopK(*(each[rows] for each in teacher))
-                cross_entropy, kl, part = _losses_by_top_tokens(guess, targets[rows], taught, weight)
-            loss = factors[rows] * ((1 - weight) * cross_entropy + weight * kl)
-            sums += torch.stack((loss, cross_entropy, kl)).sum(1)
+                losses, part = _part_of_top_tokens(guess, targets[rows], taught, weight)
+            sums += losses
             if gradient is not None:
-                gradient[rows] = part.mul_(factors[rows, None]).to(gradient.dtype)
+                gradient[rows] = part.to(gradient.dtype)
         ctx.gradient = gradient
         total, cross_entropy, kl = (x.clone() for x in sums)
         ctx.mark_non_differentiable(cross_entropy, kl)
@@ -191,39 +180,36 @@ class _TokenLosses(torch.autograd.Function):
             raise RuntimeError("the gradient of token_losses was given away by an earlier backward pass")
         # It is as large as the logits, so it is scaled in place, and not held any longer.
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient.mul_(outer[0]), None, None, None, None
+        return gradient.mul_(outer[0]), None, None, None
 
 
-def _losses_by_all_tokens(
-    guess: Tensor, targets: Tensor, teacher: Tensor, weight: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy and KL to a teacher's logits, and the gradient by the logits, in the memory of `guess`."""
-    cross_entropy = functional.nll_loss(guess, targets, reduction="none")
+def _part_of_all_tokens(guess: Tensor, targets: Tensor, teacher: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+    """Total, cross-entropy and KL to a teacher's logits, and the gradient by the logits, in the memory of `guess`."""
+    cross_entropy = functional.nll_loss(guess, targets, reduction="sum")
     wanted = functional.log_softmax(teacher.float(), dim=-1)
-    kl = functional.kl_div(guess, wanted, reduction="none", log_target=True).sum(-1)
+    kl = functional.kl_div(guess, wanted, reduction="sum", log_target=True)
     gradient = guess.exp_().sub_(wanted.exp_(), alpha=weight)
     gradient[torch.arange(len(targets)), targets] -= 1 - weight
-    return cross_entropy, kl, gradient
+    return torch.stack(((1 - weight) * cross_entropy + weight * kl, cross_entropy, kl)), gradient
 
 
-def _losses_by_top_tokens(
+def _part_of_top_tokens(
     guess: Tensor, targets: Tensor, teacher: TeacherTopK | None, weight: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The same for a teacher's top-k tokens, or none: the losses depend on few of the log-probabilities `guess`."""
     tokens = targets[:, None]
-    cross_entropy, kl = -guess.gather(1, tokens)[:, 0], guess.new_zeros(len(targets))
+    cross_entropy, kl = -guess.gather(1, tokens).sum(), guess.new_zeros(())
     outer = guess.new_full(tokens.shape, weight - 1)
     if teacher is not None:
         with torch.enable_grad():
             known = guess.gather(1, teacher.top_tokens).requires_grad_()
             wanted = _with_rest(teacher.log_probabilities.float())
-            kl = functional.kl_div(_with_rest(known), wanted, reduction="none", log_target=True).sum(-1)
-            (slopes,) = torch.autograd.grad(kl.sum(), known)
+            kl = functional.kl_div(_with_rest(known), wanted, reduction="sum", log_target=True)
         tokens = torch.cat((tokens, teacher.top_tokens), 1)
-        outer = torch.cat((outer, weight * slopes), 1)
+        outer = torch.cat((outer, weight * torch.autograd.grad(kl, known)[0]), 1)
     # Of log-softmax: what comes from outside, less its sum times the probabilities.
     gradient = guess.exp_().mul_(-outer.sum(1, keepdim=True)).scatter_add_(1, tokens, outer)
-    return cross_entropy, kl.detach(), gradient
+    return torch.stack(((1 - weight) * cross_entropy + weight * kl.detach(), cross_entropy, kl.detach())), gradient
 
 
 def _with_rest(log_probabilities: Tensor) -> Tensor:

@@ -61,7 +61,6 @@ _EVALUATIONS = 5  # of the dev records, in a tuning
 _TO_LEARN = 0.02  # of the dev loss: if the first steps at full depth take off less, the checkpoint does the task
 _LEAST_STEPS = 10  # of a tuning at full depth, and between two evaluations
 _TUNES_OF_FULL = 0.9  # of the minutes at full depth; the model is saved and scored in the others
-_COPIED_WEIGHT = 3.0  # of tokens that repeat the prompt, which skipping spoils first
 _SCORED = 16  # records, to see what the checkpoint did before
 
 
@@ -377,7 +376,6 @@ class _Run:
             **asdict(records.options),
             seed=settings.seed,
             learning_rate=settings.rate(self.width),
-            copied_weight=1.0 if settings.self else _COPIED_WEIGHT,
             batch_size=_BATCH_SIZE,
             full=settings.full,
             merge=self.loaded.checkpoint.adapter is not None and not settings.full,

@@ -100,9 +100,6 @@ class TuneConfig(Options):
         least=0,
         most=1,
     )
-    copied_weight: float = setting(
-        "weight of the losses of response tokens that repeat the prompt, such as names", default=1.0, above=0
-    )
     teacher_top_k: int = setting(
         "top-k tokens of full depth that are kept for each position, so that full depth runs once for each record; 0: "
         "all tokens, computed at each step",

@@ -29,7 +29,7 @@ from skipdecode.common.files import copy_files
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.types import PreTrainedModel, Tokenizer
 from skipdecode.data.batches import Batch, GroupedBatches, collate
-from skipdecode.data.examples import Example, with_copied
+from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
 from skipdecode.learning.checkpoint import CHECKPOINTS, Checkpoints, RunLog
 from skipdecode.learning.distributions import load_distributions
@@ -92,8 +92,7 @@ class Tuner:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._dtype = dtype
-        self._tokenizer, self._config = tokenizer, config
-        self._train = train if config.copied_weight == 1 else with_copied(train, tokenizer)
+        self._tokenizer, self._train, self._config = tokenizer, train, config
         self._schedule, self._out, self._base_name = schedule, out, base_name
         self._checkpoint_dir = out / CHECKPOINTS
         self._curriculum = config.curriculum(schedule)
@@ -163,7 +162,7 @@ class Tuner:
             top_k=top_k,
             known=None if file is None else load_distributions(Path(file)),
         )
-        objective = Objective(teacher, config.distill_weight, config.copied_weight)
+        objective = Objective(teacher, config.distill_weight)
         self._step = TrainStep(self._accelerator, self._model, self._optimizer, objective, config.clip)
         longest, memory = max(map(len, self._train)), memory_gib() or math.inf
         need = longest * self._step.token_bytes / 2**30
