@@ -70,23 +70,29 @@ class PromptSource:
 
     def records(self, read: ReadRow = _PLAIN.with_prompt) -> Iterator[Record]:
         """All records, from the first on, as `read` completes them."""
-        return read_records(self._text_rows() if self.format == "txt" else self._input.rows(self.format), read)
+        return read_records(self._rows(), read)
 
     def check(self, read: ReadRow = _PLAIN.with_prompt, *, all_usable: bool = False) -> tuple[int, Record]:
         """The number of records, including those with an error, and the first that can be used.
 
-        Raises DataError: there is none, none can be used, or one cannot be used and `all_usable` is set.
+        Records are read only up to that one, and counted behind it.
+        Raises DataError: there is none, none can be used, or one cannot be used and `all_usable` is set, which reads
+        all.
         """
         count, first, wrong = 0, None, ""
         row, line = ("prompt", "prompt") if self.name == ARGUMENTS else ("row", "line")
-        for record in self.records(read):
+        rows = self._rows()
+        for record in read_records(rows, read):
             count += 1
             if record.error is None:
                 first = first or record
+                if not all_usable:
+                    break
             elif all_usable:
                 raise DataError(f"{record.error} (in {self.name})", record.line)
             else:
                 wrong = wrong or f"{line} {record.line}: {record.error}"
+        count += sum(1 for _ in rows)
         if not count:
             raise self._empty()
         if first is None:
@@ -106,6 +112,9 @@ class PromptSource:
     def close(self) -> None:
         """Close the input."""
         self._input.close()
+
+    def _rows(self) -> Iterator[tuple[int, Row]]:
+        return self._text_rows() if self.format == "txt" else self._input.rows(self.format)
 
     def _text_rows(self) -> Iterator[tuple[int, Row]]:
         for line, raw in self._input.lines():
