@@ -10,13 +10,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, overload
-
-import torch
 
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.jsonl import prepared_use
@@ -29,15 +26,15 @@ from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.records import read_records
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.template import Prompt, PromptTemplate, are_token_ids
-from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens, load, open_engines
 from skipdecode.engine.requests import BATCH, Request, Sampling
-from skipdecode.errors import DataError, ModelLoadError, OptionError, UntunedScheduleWarning, UsageError, WorkError
+from skipdecode.errors import DataError, ModelLoadError, OptionError, UntunedScheduleWarning, UsageError
 from skipdecode.generation.batch_lines import prompt_reader
 from skipdecode.generation.decoding import Decoding, Output, check_options, positive
 from skipdecode.generation.detokenizer import Detokenizer, TokenTexts
 from skipdecode.generation.grammar import Grammars, JsonSchema
 from skipdecode.generation.loop import Generated, TextLoop
+from skipdecode.generation.shared_engine import SharedEngine
 from skipdecode.generation.stats import RunStats
 from skipdecode.generation.stream import TextStream
 from skipdecode.models.families import unwrap
@@ -127,14 +124,14 @@ class LLM:
         self.context = context_length(loaded.model.config)
         self.stats = RunStats(num_layers=self.num_layers)
         self.variables = checked_variables(self.tokenizer, chat_template_kwargs)
-        self._schedule, self._max_rows = schedule, positive("max_rows", max_rows)
+        self._schedule, max_rows = schedule, positive("max_rows", max_rows)
         self.schedule_of(schedule)
         self._lock = _LOCKS.setdefault(unwrap(loaded.model), threading.RLock())
         with self._lock:  # the projection weights may be fused
             self.backend = open_engines(loaded.model, engine, note, quantization, generation_config=generation_config)
         self._ends = end_tokens(loaded.model, self.tokenizer)
         self.grammars = Grammars(self.tokenizer, vocabulary_size(loaded.model), self._ends)
-        self._engine: Engine | None = None  # of earlier calls
+        self._engine = SharedEngine(self.backend, max_rows, self.num_layers, self._lock)
         self._noted: set[str] = set()  # fields that are not in the prompts, and other notes, each once
         self._warned: set[Schedule] = set()
 
@@ -267,10 +264,11 @@ class LLM:
                 row = self.make_request(encoded, decoding)
             except DataError as e:
                 raise DataError(str(e), index=0) from None
-            engine, stats = self._take_engine()
+            engine, stats = self._engine.take()
 
             def finished() -> RunStats:
-                self._engine, self.stats = engine, stats
+                self._engine.give_back(engine)
+                self.stats = stats
                 stats.seconds = time.perf_counter() - start
                 stats.add(row.tokens, row.finish_reason)
                 return stats
@@ -363,7 +361,8 @@ class LLM:
         Raises WorkError: the accelerator is out of memory.
         """
         schedule = self.schedule_of(None) if schedule is None else schedule
-        with self._running_engine(rows, decoding.max_new_tokens) as (engine, stats):
+        with self._engine.lend(rows, decoding.max_new_tokens) as (engine, stats):
+            self.stats = stats
             loop, left, more = TextLoop[RunningPrompt](engine), iter(prompts), True
             while more or loop.running:
                 if more and not engine.waiting:
@@ -419,40 +418,6 @@ class LLM:
             self._warned.add(schedule)
             warnings.warn(line, UntunedScheduleWarning, stacklevel=3)
         return self.encode(prompts, template=template), decoding, schedule
-
-    @contextmanager
-    def _running_engine(self, rows: int | None, max_new_tokens: int) -> Iterator[tuple[Engine, RunStats]]:
-        """Take an engine for a call, whose statistics become `stats`; it is closed if the call fails or is left."""
-        engine, stats = self._take_engine(rows)
-        self.stats, start = stats, time.perf_counter()
-        try:
-            yield engine, stats
-        except torch.OutOfMemoryError:
-            engine.close()
-            batch = f"{rows or self._max_rows} rows of up to {max_new_tokens} new tokens"
-            raise WorkError(
-                f"out of memory with {batch}: give a smaller batch size (finished rows of a file output are kept)"
-            ) from None
-        except BaseException:
-            engine.close()  # its prefix cache may be incomplete
-            raise
-        stats.seconds = time.perf_counter() - start
-        if rows is None:
-            self._engine = engine
-
-    def _take_engine(self, rows: int | None = None) -> tuple[Engine, RunStats]:
-        """Take the engine of earlier calls, with their prompts in its prefix cache; a new one if another call has it.
-
-        A call that ends without an error gives it back. One for other `rows` is always new.
-        """
-        with self._lock:
-            engine = self._engine if rows is None else None
-            if engine is None:
-                engine = self.backend.engine(max_rows=rows or self._max_rows, prefix_cache=True)
-            else:
-                self._engine = None
-            engine.stats = stats = RunStats(num_layers=self.num_layers)
-            return engine, stats
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
