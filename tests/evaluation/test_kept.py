@@ -91,6 +91,19 @@ def test_a_score_near_zero_is_named_and_does_not_count():
     assert [row["kept"] for row in with_kept(rows_of({"runs": [full, other]}))] == [None, None]
 
 
+def test_a_score_that_the_records_tell_only_roughly_does_not_count_beside_others():
+    full, other = run("full", 50, 1.0, 1.0), run("other", 45, 1.5)
+    full["metrics"]["bleu"] = {"score": 8.0, "interval": {"low": 5.0, "high": 12.0}}
+    other["metrics"]["bleu"] = {"score": 4.0}
+    rows = rows_of({"runs": [full, other]})
+    assert with_kept(rows)[1]["kept"] == pytest.approx(0.9)
+    full["metrics"]["bleu"]["interval"]["low"] = 9.0
+    assert with_kept(rows_of({"runs": [full, other]}))[1]["kept"] == pytest.approx(0.5)
+    del full["metrics"]["rougeL"], other["metrics"]["rougeL"]
+    full["metrics"]["bleu"]["interval"]["low"] = 5.0
+    assert with_kept(rows_of({"runs": [full, other]}))[1]["kept"] == pytest.approx(0.5)
+
+
 def test_rows_before_and_after_tuning_have_distinct_names_in_every_table():
     rows = [*evaluated(0, run("full", 50, 1.0)), *evaluated(6, run("full", 55, 1.0))]
     names = [row_name(row) for row in rows]

@@ -64,9 +64,10 @@ def compare_runs(
             for run in (first, other):
                 if metric not in run.data["metrics"]:
                     raise DataError(f"{run.path} has no {metric}: it has {', '.join(run.data['metrics'])}")
-            one, two = (run.data["metrics"][metric]["signature"] for run in (first, other))
-            if one != two:
-                raise DataError(f"{metric} of {first.path} and {other.path} was scored differently: {one} and {two}")
+            how, other_how = (run.data["metrics"][metric]["signature"] for run in (first, other))
+            if how != other_how:
+                paths = f"{first.path} and {other.path}"
+                raise DataError(f"{metric} of {paths} was scored differently: {how} and {other_how}")
             tables = first.table(metric), other.table(metric)
             result = compare(*tables, scorer_of(metric), resamples=resamples, seed=seed)
             pairs.append(Pair(first.name, other.name, metric, result))
@@ -171,6 +172,7 @@ def _short(name: str) -> str:
 
 _NOISE = 1.05  # of speed-ups
 _CLEAR = 5  # of 100: a few words decide scores below
+_PRECISE = 0.25  # of a score: half the width of its interval, above which other records would say something else
 PERPLEXITY = "1 / perplexity"
 _FULL_DEPTH = ("base", "full")
 _SHOWN_NAMES = {"bleu": "BLEU", "chrf": "chrF", "rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
@@ -196,8 +198,19 @@ def _speeds(document: Row) -> Json:
 
 def _task_scores(run: Row) -> Json:
     metrics = run["metrics"]
-    scores = {name: entry["score"] for name, entry in metrics.items() if name in METRICS}
-    return {"copied": metrics.get("copied", {}).get("score"), "scores": scores, "shares": run.get("kept", {})}
+    entries = {name: entry for name, entry in metrics.items() if name in METRICS}
+    return {
+        "copied": metrics.get("copied", {}).get("score"),
+        "scores": {name: entry["score"] for name, entry in entries.items()},
+        "imprecise": [name for name, entry in entries.items() if not _is_precise(entry)],
+        "shares": run.get("kept", {}),
+    }
+
+
+def _is_precise(entry: Mapping[str, Any]) -> bool:
+    """Whether the records suffice to tell a score."""
+    interval = entry.get("interval") or {"low": 0.0, "high": 0.0}
+    return bool(interval["high"] - interval["low"] <= 2 * _PRECISE * entry["score"])
 
 
 def _self_scores(document: Row) -> Json:
@@ -211,11 +224,16 @@ def with_kept(rows: Sequence[Row]) -> list[Json]:
     """The rows with the share of full depth's scores that each keeps: the smallest over all scores.
 
     If there are several rows of full depth, a score is compared with the best of them. Scores below 5 of 100 at full
-    depth do not count; without any other, `kept` is None. `kept_interval` is the 95% interval of `kept`, if it is
-    known: if the score is compared with full depth of the same evaluation, which `shares` are about.
+    depth do not count; without any other, `kept` is None. Nor do scores with an interval wider than half of them there,
+    beside others. `kept_interval` is the 95% interval of `kept`, if it is known: if the score is compared with full
+    depth of the same evaluation, which `shares` are about.
     """
     clear = {name: score for name, score in best_scores(rows).items() if score >= _CLEAR}
-    return [{**row} | _least(row, {name: row["scores"][name] / score for name, score in clear.items()}) for row in rows]
+    imprecise = {name for row in rows if row["full_depth"] for name in row.get("imprecise", ())}
+    counted = {name: score for name, score in clear.items() if name not in imprecise} or clear
+    return [
+        {**row} | _least(row, {name: row["scores"][name] / score for name, score in counted.items()}) for row in rows
+    ]
 
 
 def best_scores(rows: Sequence[Row]) -> dict[str, float]:
