@@ -60,21 +60,20 @@ class Pace:
 
     def enough(self, width: int) -> float:
         """Return about the minutes of which half are left to tune where all other stages are at their least."""
-        search = _PRODUCTS * (2 * _TOKENS_A_COLUMN * width + 4 * _LEAST_RECORDS * self.text_tokens)
+        search = _PRODUCTS * (4 * _TOKENS_A_COLUMN * width + 8 * _LEAST_RECORDS * self.text_tokens)
         evaluation = 4 * _LEAST_TEXTS * self.text_tokens * 2  # four methods; generated, timed and read
         return 2 * (24 * self.text_tokens + search + 2 * evaluation) / self.tokens_per_second / 60
 
-    def search(self, seconds: float, width: int, prompt_sets: int, fits: int = 1) -> SearchSize:
-        """Return the most thorough search that takes about so many seconds and whose fit has tokens, or the least one.
+    def search(self, seconds: float, width: int, candidates: int, fits: int = 1) -> SearchSize:
+        """Return the most thorough search that takes about so many seconds, or the least one.
 
-        `width` is hidden_size, `prompt_sets` the number of prompt sets to try, and `fits` that of the fits that serve
-        them.
+        `width` is hidden_size, `candidates` the number of schedules to try, `fits` that of the fits that serve them.
         """
         size, tokens = _SEARCHES[-1], 0.0
         for size in _SEARCHES:
-            measured = size.records * self.text_tokens * (1 + prompt_sets)
+            measured = size.records * self.text_tokens * (1 + candidates)
             # Sets of the lowest layers share full depth's states.
-            passes = _PRODUCTS * (fits * (1 + 0.3 * size.fit_depths) + 0.05 * prompt_sets)
+            passes = _PRODUCTS * (fits * (1 + 0.3 * size.fit_depths) + 0.05 * candidates)
             tokens = (seconds * self.tokens_per_second - measured) / passes
             if tokens >= _TOKENS_A_COLUMN * width:
                 break

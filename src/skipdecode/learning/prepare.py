@@ -125,7 +125,7 @@ def prepare(
         write_whole(directory / PROMPTS_FILE, b"".join(map(json_line, map(PromptTemplate().row, prompts))))
         prompts = directory / PROMPTS_FILE
     settings = PrepareOptions(prompts=None if prompts is None else str(prompts), **options)
-    sources = {name: one for name, one in (("train", train), ("dev", dev), ("test", test)) if one}
+    sources = {name: source for name, source in (("train", train), ("dev", dev), ("test", test)) if source}
     return _Run(settings, model, sources, cost, directory).run(started, overwrite)
 
 
@@ -307,8 +307,9 @@ class _Run:
             half = (time.perf_counter() + until) / 2
             cost = find_cost(loaded, batch=batch, prompt_len=round(pace.prompt_tokens), until=half).cost
             target = target_of_steps(self.depths, cost, loaded, self._sample(records), batch, half)
-        sets = prompt_sets(self.depths, loaded.checkpoint.num_layers)
-        size = pace.search(until - time.perf_counter(), self.width, len(sets), len(groups_by_fit(sets)))
+        groups = groups_by_fit(prompt_sets(self.depths, loaded.checkpoint.num_layers))
+        candidates = sum(len(prompts) for _, prompts in groups)
+        size = pace.search(until - time.perf_counter(), self.width, candidates, len(groups))
         return Timing(None if cost is None else cost.to_dict(), target, size)
 
     def _layers(self, records: LearningRecords, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:

@@ -32,9 +32,11 @@ from skipdecode.models.forward import response_logits
 from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import PromptDepth, Schedule
-from skipdecode.schedule.order import lent_order
+from skipdecode.schedule.order import bottom_up, lent_order
 
 MakeFit = Callable[[Sequence[Schedule], float], Fit]
+_LEARNED, _PAPER = "calibrated", "paper"
+"""Drop orders, and the families of schedules in them: by block influence, and from the bottom up."""
 _ALIKE = 1.05
 """Ratio of losses before tuning that says nothing of those after it, for which the layers of new tokens count."""
 
@@ -64,7 +66,7 @@ class SearchResult:
     """The schedule of each prompt set, the chosen one first, then by loss, and what led to them."""
 
     candidates: tuple[Candidate, ...]
-    order: tuple[int, ...]  # the learned drop order
+    order: tuple[int, ...]  # the drop order by block influence
     influence: tuple[float, ...]  # the block influence of each layer
     fit: Fit | None  # of the first candidate's schedule
 
@@ -149,9 +151,10 @@ def search_model(
         "checkpoint": checkpoint_digest(loaded),
     }
     loaded.model.eval()
+    candidates = sum(len(prompts) for _, prompts in groups_by_fit(goal.prompts))
     with (
         closing(ResumeLog(file, identity, what="measurements", remedy=ANEW)) as store,
-        progress_bar(len(goal.prompts) * len(batches), "batch", name="measuring") as bar,
+        progress_bar(candidates * len(batches), "batch", name="measuring") as bar,
         Attachment(loaded.model, Schedule.full(loaded.checkpoint.num_layers)) as attachment,
     ):
         meter = LossMeter(attachment, batches, store, bar.update)
@@ -171,12 +174,11 @@ def search(
     make_fit: MakeFit | None = None,
     until: float = math.inf,
 ) -> SearchResult:
-    """Order the layers by influence, fit their maps, and compare the prompt sets by their loss.
+    """Order the layers by influence and from the bottom up, fit their maps, and compare the prompt sets by their loss.
 
-    `influence`: block influence of each layer; the layers go in its order. `measure`: returns the loss of a schedule
-    with a fit. `make_fit`: returns the fit of schedules, by a reading of the clock; candidates whose prompts run the
-    first token's layers have one fit, and all others another. `until`: reading of `time.perf_counter()` after which no
-    further prompt set is compared.
+    `influence`: block influence of each layer. `measure`: returns the loss of a schedule with a fit. `make_fit`:
+    returns the fit of the schedules of a group of `groups_by_fit`, by a reading of the clock. `until`: reading of
+    `time.perf_counter()` after which no further prompt set is compared.
 
     Among losses of at most `_ALIKE` times the smallest one, the schedule is chosen whose new tokens run most layers.
 
@@ -184,21 +186,22 @@ def search(
     """
     layers = goal.workload.cost.num_layers
     ranked = sorted(range(settings.warmup_layers, layers - 1), key=lambda layer: (influence[layer], layer))
-    order = lent_order(ranked, goal.shared)[: layers - goal.least]
+    orders = {_LEARNED: ranked, _PAPER: bottom_up(layers, settings.warmup_layers)}
+    orders = {name: lent_order(order, goal.shared)[: layers - goal.least] for name, order in orders.items()}
     groups = groups_by_fit(goal.prompts)
     decoding = None if settings.target_speedup is None else replace(goal.workload, whole=False)
     tried = list[tuple[Candidate, Fit | None]]()
-    for number, prompts in enumerate(groups):
+    for number, (order, prompts) in enumerate(groups):
         now = time.perf_counter()
         end = now + (until - now) / (len(groups) - number)
-        schedules = [goal.schedule(order, prompt) for prompt in prompts]
+        schedules = [goal.schedule(orders[order], prompt) for prompt in prompts]
         fit = None if make_fit is None else _fit(make_fit, schedules, end)
         for compared, schedule in enumerate(schedules):
             if compared and time.perf_counter() > end:
                 note(f"the time for choosing layers is over: {compared} of {len(schedules)} candidates are compared")
                 break
             candidate = Candidate(
-                _named(schedule, settings),
+                _named(schedule, order, settings),
                 measure(schedule, fit),
                 goal.workload.speedup(schedule),
                 None if decoding is None else decoding.speedup(schedule),
@@ -211,18 +214,18 @@ def search(
     tried.remove(chosen)
     tried.insert(0, chosen)
     own = None if fit is None or best.schedule.is_full else fit.of_schedule(best.schedule)
-    return SearchResult(tuple(candidate for candidate, _ in tried), order, tuple(influence), own)
+    return SearchResult(tuple(candidate for candidate, _ in tried), orders[_LEARNED], tuple(influence), own)
 
 
-def groups_by_fit(prompts: Sequence[PromptDepth]) -> list[list[PromptDepth]]:
-    """Group prompt sets that one fit serves: prompts that run the first token's layers take its bridges, others none.
+def groups_by_fit(prompts: Sequence[PromptDepth]) -> list[tuple[str, list[PromptDepth]]]:
+    """Group prompt sets that one fit serves, each with the name of its drop order.
 
-    Sets of the second kind come first.
+    Prompts that run the first token's layers take its bridges, others none. In the paper's order the first token runs
+    few of the layers that prompts need, so these sets are not tried there.
     """
-    groups: dict[bool, list[PromptDepth]] = {False: [], True: []}
-    for prompt in prompts:
-        groups[prompt == "max_exit"].append(prompt)
-    return [group for group in groups.values() if group]
+    own = [prompt for prompt in prompts if prompt != "max_exit"]
+    at_exit = [prompt for prompt in prompts if prompt == "max_exit"]
+    return [group for group in ((_PAPER, own), (_LEARNED, own), (_LEARNED, at_exit)) if group[1]]
 
 
 def _fit(make_fit: MakeFit, schedules: Sequence[Schedule], until: float) -> Fit | None:
@@ -235,11 +238,11 @@ def _fit(make_fit: MakeFit, schedules: Sequence[Schedule], until: float) -> Fit 
         return None
 
 
-def _named(schedule: Schedule, settings: CalibrationSettings) -> Schedule:
+def _named(schedule: Schedule, family: str, settings: CalibrationSettings) -> Schedule:
     nominal = settings.nominal_speedup
     if nominal is None:
-        return schedule.named_by_layers("calibrated")
-    return replace(schedule, name=f"calibrated-{nominal:g}x", family="calibrated")
+        return schedule.named_by_layers(family)
+    return replace(schedule, name=f"{family}-{nominal:g}x", family=family)
 
 
 def block_influence(attachment: Attachment, batches: Sequence[Batch]) -> tuple[float, ...]:
