@@ -30,13 +30,13 @@ from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
 from skipdecode.learning.fitting import make_fit
 from skipdecode.learning.goal import goal_of_records, mean_prompt, suited
-from skipdecode.learning.search import search_model
+from skipdecode.learning.search import MakeFit, search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
 from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.families import lenders
 from skipdecode.models.fit import Fit, temporary_fit
-from skipdecode.models.loading.checkpoint import Checkpoint, Model, loaded_of, open_checkpoint
+from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.weights_sample import base_sample
 from skipdecode.schedule import Schedule
 
@@ -143,27 +143,17 @@ def calibrate(
     settings = _settings_for(CalibrateOptions(**options), checkpoint)
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
-    step_cost = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
+    given_cost = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
     template = make_template(settings, data)
     file = read_file(data, template, skip_bad=settings.skips_bad)
     with ExitStack() as stack:
-        loaded = loaded_of(model) or load(checkpoint)
-        loaded = replace(loaded, model=in_hardware_type(loaded.model))
+        as_given = loaded_of(model) or load(checkpoint)
+        loaded = replace(as_given, model=in_hardware_type(as_given.model))
         stack.enter_context(temporary_fit(loaded.model, None))  # a calibration computes another
         examples = encode_source(file, "data", template, loaded, settings)[0]
-        learn = draw_records(examples, settings.records, settings.seed)
-        fit = None
-        if settings.fit:
-            width = loaded.model.config.get_text_config(decoder=True).hidden_size
-            texts = records_for_fit(examples, learn, settings, width)
-            fit = partial(make_fit, loaded.model, batches_of(texts, min(_FIT_ROWS, settings.batch_size)), settings)
-        prompt_len = mean_prompt(examples)
-        if step_cost is None and settings.target_speedup is not None:
-            step_cost = find_cost(model, batch=settings.batch, prompt_len=prompt_len).cost
-        if step_cost is not None and settings.fit and not step_cost.bridge_share:
-            geometry = ModelGeometry.from_config(checkpoint.config)
-            rank = min(settings.fit_rank, geometry.hidden_size)
-            step_cost = step_cost.with_fit(geometry, rank, settings.fit_taps)
+        learn, prompt_len = draw_records(examples, settings.records, settings.seed), mean_prompt(examples)
+        fit = _fit_maker(loaded, examples, learn, settings) if settings.fit else None
+        step_cost = _step_cost(given_cost, as_given, settings, prompt_len)
         goal = goal_of_records(settings, step_cost, examples, checkpoint.config)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         result = search_model(settings, goal, loaded, learn, fit, directory / STORE_FILE, until)
@@ -203,6 +193,27 @@ def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, laye
     if settings.batch not in (1, checked.batch):
         raise UsageError(f"{name} is for batches of {checked.batch}: leave out `batch` {settings.batch}")
     return checked
+
+
+def _step_cost(
+    given: CostModel | None, loaded: LoadedModel, settings: CalibrateOptions, prompt_len: int
+) -> CostModel | None:
+    """The cost of a step with the fit: the given one, else measured if a time is the target."""
+    if given is None and settings.target_speedup is not None:
+        given = find_cost(loaded, batch=settings.batch, prompt_len=prompt_len).cost
+    if given is None or not settings.fit or given.bridge_share:
+        return given
+    geometry = ModelGeometry.from_config(loaded.checkpoint.config)
+    return given.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
+
+
+def _fit_maker(
+    loaded: LoadedModel, examples: Sequence[Example], learn: Sequence[Example], settings: CalibrateOptions
+) -> MakeFit:
+    """Return the function that fits a model's maps, on its records."""
+    width = loaded.model.config.get_text_config(decoder=True).hidden_size
+    texts = records_for_fit(examples, learn, settings, width)
+    return partial(make_fit, loaded.model, batches_of(texts, min(_FIT_ROWS, settings.batch_size)), settings)
 
 
 def draw_records(examples: Sequence[Example], records: int, seed: int) -> list[Example]:
