@@ -103,7 +103,7 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The text of each request up to a stop string; requests with the same options are decoded together."""
-        ordered = Collator([r.args for r in requests], lambda one: -len(one[0]), lambda one: one[1], "gen_kwargs")
+        ordered = Collator([r.args for r in requests], lambda pair: -len(pair[0]), lambda pair: pair[1], "gen_kwargs")
         outputs: list[str] = []
         with progress_bar(len(requests), "text", name="lm-eval", shown=not disable_tqdm) as bar:
             for part in ordered.get_batched(n=4 * self.batch_size):

@@ -259,7 +259,7 @@ def forget_weight_files(tensors: Iterable[Tensor]) -> None:
     """
     if (maps := Path("/proc/self/smaps")).is_file():
         mappings = _MAPPED_WEIGHTS.findall(maps.read_text(encoding="utf-8", errors="replace"))
-        mapped = [tuple(int(address, 16) for address in one) for one in mappings]
+        mapped = [tuple(int(address, 16) for address in mapping) for mapping in mappings]
         for tensor in tensors:
             begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             length = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -270,11 +270,11 @@ def forget_weight_files(tensors: Iterable[Tensor]) -> None:
 def read_in_turn(tensors: Iterable[tuple[T, Tensor]]) -> Iterator[tuple[T, Tensor]]:
     """The pairs, for a reader of each tensor: at most `_KEPT` bytes that were read, or freed, stay in memory."""
     read: list[Tensor] = []
-    for one in tensors:
-        if sum(tensor.nbytes for tensor in read) + one[1].nbytes > _KEPT:
+    for owner, tensor in tensors:
+        if sum(each.nbytes for each in read) + tensor.nbytes > _KEPT:
             forget_weight_files(read)
             read.clear()
             return_freed_memory()
-        yield one
-        read.append(one[1])
+        yield owner, tensor
+        read.append(tensor)
     forget_weight_files(read)

@@ -135,9 +135,9 @@ class Options:
             if kind.named and not isinstance(value, Mapping):
                 raise OptionError(name, value, "names with values")
             several = value.values() if kind.named else value
-            for one in several if kind.many or kind.named else (value,):
-                if (accepted := kind.refuses(one)) is not None:
-                    raise OptionError(name, one, accepted)
+            for item in several if kind.many or kind.named else (value,):
+                if (accepted := kind.refuses(item)) is not None:
+                    raise OptionError(name, item, accepted)
 
 
 class Kind(NamedTuple):

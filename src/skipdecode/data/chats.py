@@ -156,7 +156,7 @@ def unused_fields(
 
     A tool's `name` and `tool_call_id` do not count: they say to which call its message belongs, as its place does.
     """
-    names = {name for one in messages for name in one if one["role"] != "tool" or name not in _OF_TOOLS}
+    names = {name for message in messages for name in message if message["role"] != "tool" or name not in _OF_TOOLS}
     names -= {"role", "content"}
     without = {n: ([{k: v for k, v in m.items() if k != n} for m in messages], tools) for n in names}
     if tools:

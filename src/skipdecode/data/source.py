@@ -249,9 +249,10 @@ def check_left(name: str, records: Sequence[object], rejects: list[Reject], *, s
 
 def held_out(file: Records) -> tuple[Records, Records]:
     """Split a file: every tenth record selects the best weights (second value), the others are learned."""
-    lines = {line: number for number, line in enumerate(dict.fromkeys(one.line for one in file.items))}
-    rest = tuple(one for one in file.items if lines[one.line] % _HELD_OUT)  # a line may be a chat of several answers
-    dev = tuple(one for one in file.items if not lines[one.line] % _HELD_OUT)
+    lines = {line: number for number, line in enumerate(dict.fromkeys(record.line for record in file.items))}
+    # A line may be a chat of several answers.
+    rest = tuple(record for record in file.items if lines[record.line] % _HELD_OUT)
+    dev = tuple(record for record in file.items if not lines[record.line] % _HELD_OUT)
     if not rest:
         raise DataError(f"{file.name}: one record is too few: a part is held out to select the best weights")
     note(f"{file.name}: {len(dev)} of {len(file.items)} records are held out to select the best weights")

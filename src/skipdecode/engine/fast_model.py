@@ -229,7 +229,7 @@ def quantized_copies(model: PreTrainedModel, kind: Quantization) -> list[Quantiz
     shapes = {parts[0].data_ptr(): (sum(map(len, parts)), parts[0].shape[1]) for parts in read}
     rooms = (size for shape in shapes.values() for size in room_of(shape, kind))
     arena, copies = Arena(rooms, next(model.parameters()).device), dict[int, QuantizedWeight]()
-    for parts, part in read_in_turn((group, one) for group in read for one in group):
+    for parts, part in read_in_turn((group, matrix) for group in read for matrix in group):
         if part is parts[-1] and (address := parts[0].data_ptr()) not in copies:
             copies[address] = quantize(torch.cat(parts) if len(parts) > 1 else part, kind, arena.take)
     return [copies[parts[0].data_ptr()] for parts in read]

@@ -193,8 +193,8 @@ class _Evaluation:
         options: EvaluationOptions,
         until: float,
     ) -> None:
-        self.one = isinstance(schedules, AnySchedule)
-        names: Any = [schedules] if self.one else schedules
+        self.is_single = isinstance(schedules, AnySchedule)
+        names: Any = [schedules] if self.is_single else schedules
         self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in names]
         by_name = isinstance(model, str | Path)
         self.checkpoint = open_checkpoint(model, schedules=self.schedules if by_name else ())
@@ -252,7 +252,7 @@ class _Evaluation:
         directories: dict[Path, Schedule] = {}
         for schedule in schedules:
             name = method_name(schedule)
-            directory = out if self.one or not self.schedules else out / _folder(name)
+            directory = out if self.is_single or not self.schedules else out / _folder(name)
             if directory in directories:
                 raise UsageError(f"the schedules have {name} twice: leave one out, or give them different names")
             directories[directory] = schedule

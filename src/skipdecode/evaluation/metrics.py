@@ -257,7 +257,7 @@ def _resolve(options: EncoderOptions) -> tuple[str, int | None]:
 # Words, pairs of words, and the longest common subsequence of the whole text: lines are not scored one by one.
 _ROUGE: list[type[Metric]] = [type(name, (_Rouge,), {"name": name}) for name in ("rouge1", "rouge2", "rougeL")]
 _ALL: list[type[Metric]] = [Bleu, Chrf, *_ROUGE, BertScore]
-METRICS = {one.name: one for one in _ALL}
+METRICS = {metric.name: metric for metric in _ALL}
 FIDELITY = {
     "full_depth_agreement": "outputs equal to full depth's, %",
     "token_agreement": "tokens equal to full depth's at the same place, % of the longer output",

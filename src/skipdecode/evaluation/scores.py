@@ -111,7 +111,7 @@ def text_scores(
     """
     order = [i for i, text in enumerate(texts) if len(text)]
     order.sort(key=lambda i: (-len(prompts[i]), prompts[i], -len(texts[i])))
-    before, after = ([given[i] for i in order] for given in (prompts, texts))
+    before, after = ([of_all[i] for i in order] for of_all in (prompts, texts))
     scored: list[Any] = [([], []) for _ in order]
     if backend.fast is None:
         scored = along(partial(_token_scores, backend.model, schedule), before, after, batch_size, advance)
@@ -119,8 +119,8 @@ def text_scores(
         engine = backend.engine(schedule, max_rows=batch_size, in_order=True, prefix_cache=True)
         size, ahead = backend.fast.vocab_size, max(1, _FORCED_ROWS // batch_size - 1)
         how = (Sampling(grammar=_Only(text, size, ahead), top_logprobs=1) for text in after)
-        given = zip(before, after, how, strict=True)
-        for out in engine.run(Request(tuple(p), len(text), each, exact=False) for p, text, each in given):
+        forced = zip(before, after, how, strict=True)
+        for out in engine.run(Request(tuple(p), len(text), each, exact=False) for p, text, each in forced):
             losses, best = scored[out.request]
             losses.append(-out.logprob)
             best.append(out.top[0][0] == out.token)
@@ -170,7 +170,7 @@ def along(
     """A measure of prompts and texts for each text, in batches of similar length; `advance` gets their sizes."""
     values: dict[int, T] = {}
     for indices in batches([len(ids) + len(text) for ids, text in zip(prompts, texts, strict=True)], batch_size):
-        rows = ([given[i] for i in indices] for given in (prompts, texts))
+        rows = ([of_all[i] for i in indices] for of_all in (prompts, texts))
         values |= zip(indices, measure(*rows), strict=True)
         advance(len(indices))
     return [values[i] for i in range(len(texts))]

@@ -116,9 +116,9 @@ def names_copied(llm: LLM, schedule: Schedule, task: Task, records: Records, com
 
 def _name(value: str, draw: random.Random, words: Sequence[Sequence[str]]) -> str:
     syllables, before, after = words
-    made = "".join(draw.choices(syllables, k=draw.randint(2, 3))).capitalize()
+    invented = "".join(draw.choices(syllables, k=draw.randint(2, 3))).capitalize()
     first, last = draw.choice(before), draw.choice(after)
-    name = draw.choice([made, last, f"{first} {made}", f"{first} {last}"])
+    name = draw.choice([invented, last, f"{first} {invented}", f"{first} {last}"])
     return f"The {name}" if value.startswith("The ") else name
 
 

@@ -72,7 +72,7 @@ class Sources:
             raise UsageError(
                 "`test` is missing: with `task`, give records to evaluate on, or `prompts` with references"
             )
-        self.datasets = [one for source in sources.values() if (one := dataset_id(source))]
+        self.datasets = [dataset for source in sources.values() if (dataset := dataset_id(source))]
         self.digests = {name: _digest(name, source) for name, source in sources.items()}
         if self._prompts is not None:
             self.digests["prompts"] = self._prompts.fingerprint["sha256"]
@@ -88,8 +88,8 @@ class Sources:
         check_metrics(self.task(1).metrics, settings.part(EncoderOptions), note)
         if not settings.self:
             whole = self._template.shape is not None
-            learned = {name: one for name, one in self._sources.items() if whole or name != "test"}
-            files = {n: read_file(one, self._template, skip_bad=settings.skips_bad) for n, one in learned.items()}
+            learned = {name: source for name, source in self._sources.items() if whole or name != "test"}
+            files = {n: read_file(source, self._template, skip_bad=settings.skips_bad) for n, source in learned.items()}
             if whole or "dev" not in files:
                 self._rewritten = files
             if "dev" not in files:
@@ -158,7 +158,7 @@ class Sources:
         drawn = random.Random(self._settings.seed).sample(file.items, min(_MOST_ANSWERS, len(file.items)))
         renaming = Renaming.of(drawn, template, self._settings.seed)
         drawn[::2] = map(renaming.renamed, drawn[::2])
-        records = {str(number): replace(one, id=number) for number, one in enumerate(drawn)}  # ids may repeat
+        records = {str(number): replace(record, id=number) for number, record in enumerate(drawn)}  # ids may repeat
         file = replace(file, items=tuple(records.values()), skipped=())
         examples, _ = encode_source(file, "train", template, loaded, options)
         most = round(_LONGER * max(len(example.response) for example in examples))
@@ -184,7 +184,7 @@ class Sources:
                 text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
                 text = text if tokens[-1] in ends else without_broken_end(text)
                 answered += [replace(records[example.id], references=(text,))] if text else []
-        if len({one.line for one in answered}) < _LEAST_ANSWERED:
+        if len({record.line for record in answered}) < _LEAST_ANSWERED:
             note(f"{len(answered)} prompts are answered in time, which are too few to learn: the responses are learned")
             return responses
         note(f"{len(answered)} of {len(file.items)} prompts answered at full depth, in place of their responses")
@@ -207,7 +207,8 @@ class Sources:
                 task = self.task(1)
                 questions, field = set(map(task.template.render, rows)), task.references[0]
                 records = load_records(task, settings.prompts, skip_bad=settings.skips_bad).items
-                rows = [{**one.values, field: list(one.references)} for one in records if one.prompt in questions]
+                answered = (record for record in records if record.prompt in questions)
+                rows = [{**record.values, field: list(record.references)} for record in answered]
                 write_whole(directory / TEST_FILE, b"".join(map(json_line, rows)))
             note(f"no `test`: {len(rows)} prompts that are not learned from are held out for the evaluation")
         options = settings.part(RecordOptions) if settings.task else self._options(template)

@@ -228,7 +228,7 @@ def _new_layers(config: PretrainedConfig) -> list[CacheLayerMixin]:
 
 def state_bytes(layer: CacheLayerMixin, dtype_bytes: float = 2) -> int:
     """Bytes of the recurrent states of a layer of a cache, where a 16-bit number takes `dtype_bytes`."""
-    stored = [one for each in vars(layer).values() if isinstance(each, dict) for one in each.values()]  # by number
+    stored = [state for each in vars(layer).values() if isinstance(each, dict) for state in each.values()]  # by number
     sizes = [(each.numel(), each.element_size()) for each in stored if isinstance(each, Tensor)]
     return round(sum(count * (size if size > 2 else dtype_bytes) for count, size in sizes))
 

@@ -178,7 +178,7 @@ def check_schedule(config: PretrainedConfig, schedule: Schedule) -> None:
             "need each token of a prompt: give prompts full or max_exit"
         )
     sets = [schedule.prompt_layers(), *map(schedule.layers, range(schedule.seq_len))]
-    missing = [(one, lender) for one, lender in shared.items() for each in sets if one in each and lender not in each]
+    missing = [(reader, lender) for reader, lender in shared.items() for s in sets if reader in s and lender not in s]
     if missing:
         raise ScheduleError(
             f"layer {missing[0][0]} reads the keys and values of layer {missing[0][1]}, which schedule "
@@ -203,7 +203,7 @@ def lenders(config: PretrainedConfig) -> dict[int, int]:
             f"the config of this {config.model_type} model: no layer makes the keys and values that "
             f"{', '.join(without)} layers among the last {count} read: layer_types and num_kv_shared_layers have to fit"
         )
-    return {one: max(n for n in range(own) if kinds[n] == kinds[one]) for one in range(own, own + count)}
+    return {layer: max(n for n in range(own) if kinds[n] == kinds[layer]) for layer in range(own, own + count)}
 
 
 def lent_last(config: PretrainedConfig, schedule: Schedule) -> Schedule:
@@ -263,7 +263,7 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
         from transformers import DynamicCache  # brings torch, which refusals of the command line do without
 
         layer_caches = DynamicCache(config=config).layers
-        windows = [int(one.sliding_window) if getattr(one, "is_sliding", False) else None for one in layer_caches]
+        windows = [int(c.sliding_window) if getattr(c, "is_sliding", False) else None for c in layer_caches]
         if any(window is not None and window < 2 for window in windows):  # the cache keeps all tokens for 1
             raise _refused(config, f"sliding_window is {config.sliding_window}", "2 or more tokens are accepted")
         return windows

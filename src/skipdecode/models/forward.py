@@ -152,23 +152,23 @@ class GenerationOptions:
     call. `model`: its generation config has the options that the call leaves open.
     """
 
-    def __init__(self, given: Arguments, config: GenerationConfig | None, model: PreTrainedModel) -> None:
-        self._given = given
+    def __init__(self, arguments: Arguments, config: GenerationConfig | None, model: PreTrainedModel) -> None:
+        self._arguments = arguments
         self._sources = [config, model.generation_config]
         self._cache_name = model_cache_name(model)
 
     def value(self, name: str) -> Any:
         """The value of an option; None if it is not set."""
-        values = [self._given.get(name), *(getattr(source, name, None) for source in self._sources)]
+        values = [self._arguments.get(name), *(getattr(source, name, None) for source in self._sources)]
         return next((v for v in values if v is not None), None)
 
     def uses_cache(self) -> bool:
         """Whether keys and values are cached. Input embeddings are always cached, because they cannot be fed again."""
-        return self.value("use_cache") is not False or self._given.get("inputs_embeds") is not None
+        return self.value("use_cache") is not False or self._arguments.get("inputs_embeds") is not None
 
     def prompt_columns(self, inputs: Tensor | None) -> int | None:
         """Number of prompt columns; None if the text starts from the model's own begin token."""
-        for candidate in (self._given.get("inputs_embeds"), inputs, self._given.get("input_ids")):
+        for candidate in (self._arguments.get("inputs_embeds"), inputs, self._arguments.get("input_ids")):
             if isinstance(candidate, Tensor):
                 return int(candidate.shape[1])
         return None
@@ -183,12 +183,12 @@ class GenerationOptions:
         if self.value("guidance_scale") not in (None, 1, 1.0):
             return f"guidance_scale: {_REFUSED_IF_SET['negative_prompt_ids']}; {advice}"
         kind = self.value("cache_implementation")
-        if kind is not None and self._given.get("cache_implementation") != "dynamic":
+        if kind is not None and self._arguments.get("cache_implementation") != "dynamic":
             return (
                 f"cache_implementation={kind!r} is not supported: only a dynamic cache, which is what an attached "
                 f"model uses, can leave skipped layers empty; {advice}"
             )
-        past = self._given.get(self._cache_name)
+        past = self._arguments.get(self._cache_name)
         return None if past is None or isinstance(past, SkipCache) else foreign_cache(past)
 
 
@@ -235,8 +235,8 @@ class RowRotary:
         if not self.active or not isinstance(mask, Tensor) or mask.dim() != 2:
             return
         text = mask.bool().long()
-        given = call.get("position_ids")
-        positions = (text.cumsum(1) - 1)[:, -columns:] if given is None else given
+        position_ids = call.get("position_ids")
+        positions = (text.cumsum(1) - 1)[:, -columns:] if position_ids is None else position_ids
         call["position_ids"] = (positions * text[:, -columns:]).clamp(min=0)
 
     def check_growth(self, call: Arguments, past: int, columns: int) -> None:

@@ -158,8 +158,8 @@ class _Gated:
             now = _columns(named, plan.start, plan.count, columns)
             now["attention_mask"] = _fitting(now.get("attention_mask"), cache.tokens_held(index), plan, hidden)
             # In a ragged batch the columns that run include prompt tokens of longer rows.
-            given = None if plan.keep is None else fitted
-            with _given_keys(layer, given, slice(plan.start, plan.count), plan.keep):
+            replaced = None if plan.keep is None else fitted
+            with _given_keys(layer, replaced, slice(plan.start, plan.count), plan.keep):
                 out = run(hidden[..., plan.start : plan.count, :], **now)
         finally:
             cache.note_columns(0)
@@ -249,9 +249,9 @@ def _given_keys(
         yield
         return
     with contextlib.ExitStack() as stack:
-        for name, given in zip(("k_proj", "v_proj"), fitted, strict=True):
+        for name, values in zip(("k_proj", "v_proj"), fitted, strict=True):
             module = projection(layer, name)
-            own, wanted = module.forward, given[:, columns]
+            own, wanted = module.forward, values[:, columns]
 
             def forward(x: Tensor, own: Forward = own, wanted: Tensor = wanted) -> Tensor:
                 keys = wanted.to(x.dtype)
@@ -324,8 +324,8 @@ def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
         case "position_ids":
             return value[..., start:count]
         case "position_embeddings":
-            one = isinstance(value, Tensor)  # of complex numbers
-            return value[:, start:count] if one else tuple(part[..., start:count, :] for part in value)
+            is_complex = isinstance(value, Tensor)  # of complex numbers
+            return value[:, start:count] if is_complex else tuple(part[..., start:count, :] for part in value)
         case "attention_scaling":
             return value[..., start:count, :]
         case "cache_position":

@@ -94,8 +94,8 @@ def _tuned_under(document: Fields, checkpoint_schedule: Schedule | None, num_lay
     if target is None:
         return ()
     target.check_fits(num_layers)
-    beside = (_of(options, name, list) or () for name in ("sampled_speedups", "sampled_prompts"))
-    return tuple(dict.fromkeys((target, *sampled_schedules(target, *beside))))
+    sampled = (_of(options, name, list) or () for name in ("sampled_speedups", "sampled_prompts"))
+    return tuple(dict.fromkeys((target, *sampled_schedules(target, *sampled))))
 
 
 def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequence[str]) -> tuple[Schedule, ...]:
@@ -107,16 +107,16 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
     """
     nominal = target.nominal_speedup
     sampled = [target if speedup == nominal else target.with_speedup(speedup) for speedup in speedups]
-    sampled = [target if (one.budgets, one.prompt) == (target.budgets, target.prompt) else one for one in sampled]
+    sampled = [target if (s.budgets, s.prompt) == (target.budgets, target.prompt) else s for s in sampled]
     if target in sampled:
         sampled.remove(target)
     sets = [own for text in prompts if (own := prompt_set(text, target.num_layers)) != target.prompt]
-    split = (one.with_prompt(own) for own in sets for one in (target, *sampled) if not one.is_full)
+    split = (s.with_prompt(own) for own in sets for s in (target, *sampled) if not s.is_full)
     named, schedules = {target.name: target}, []
-    for one in (*sampled, *split):
-        while named.setdefault(one.name, one) != one:  # such as a name shared by custom and linear budgets
-            one = replace(one, name="", variant="-".join(filter(None, (one.variant, "sampled"))))
-        schedules.append(one)
+    for schedule in (*sampled, *split):
+        while named.setdefault(schedule.name, schedule) != schedule:  # custom and linear budgets may share a name
+            schedule = replace(schedule, name="", variant="-".join(filter(None, (schedule.variant, "sampled"))))
+        schedules.append(schedule)
     return tuple(schedules)
 
 

@@ -61,7 +61,7 @@ class LayerPieces:
         self._config: VllmConfig = vllm_config  # None if nothing is compiled
         self._axis = axis
         self._of: dict[tuple[Layers, Piece, tuple[str, ...]], Piece | None] = {}
-        self._made: dict[tuple[Piece, tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
+        self._compiled: dict[tuple[Piece, tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
         self.makes_blocks = False
         settings = vllm_config and vllm_config.compilation_config
         self.eager = not settings or int(settings.mode or 0) < 2 or settings.backend == "eager"
@@ -69,7 +69,7 @@ class LayerPieces:
     @property
     def count(self) -> int:
         """Pieces made so far."""
-        return sum(map(len, self._made.values()))
+        return sum(map(len, self._compiled.values()))
 
     def __call__(self, function: Forward, layer: nn.Module, arguments: Arguments) -> Any:
         """Call `function(layer, **arguments)`; the first call for a layer may compile."""
@@ -91,19 +91,20 @@ class LayerPieces:
         rows = arguments.get("hidden_states", next(iter(arguments.values()))).shape[self._axis]
         if rows < 2:
             return None  # A trace would take the one row for a constant; the next call may have more.
-        made, scope = self._made.setdefault((function, nones), []), dict(zip(_SCOPE, (layer, arguments), strict=True))
-        found = next((piece for piece, facts in made if _all_hold(facts, scope)), None)
-        if found is None and compiles:
+        compiled = self._compiled.setdefault((function, nones), [])
+        scope = dict(zip(_SCOPE, (layer, arguments), strict=True))
+        piece = next((each for each, facts in compiled if _all_hold(facts, scope)), None)
+        if piece is None and compiles:
             try:
-                if len(made) == _MOST:
+                if len(compiled) == _MOST:
                     raise RuntimeError(f"they differ from the {_MOST} that are compiled")
-                made.append(self._compile(function, layer, arguments, rows))
-                found = made[-1][0]
+                compiled.append(self._compile(function, layer, arguments, rows))
+                piece = compiled[-1][0]
             except Exception as e:  # Dynamo's internals differ by version, and none of it must stop the engine.
                 self._run_eagerly(layer, f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
-        if made or self.eager:
-            self._of[key] = found
-        return found
+        if compiled or self.eager:
+            self._of[key] = piece
+        return piece
 
     def _run_eagerly(self, layer: Layers, reason: str) -> None:
         if isinstance(layer, tuple):  # Single layers do for a block.

@@ -198,18 +198,18 @@ class _Forward:
     def _call(self, index: int, layer: Any, arguments: Arguments, states: States) -> States:
         """The layer on the rows that `states` holds; where it begins a block, all of that."""
         forward, pieces = type(layer)._skipdecode_base.forward, self._gates.pieces
-        given = dict(zip((n for n in STATES if n in arguments), states, strict=True))
+        state_arguments = dict(zip((n for n in STATES if n in arguments), states, strict=True))
         if self._holds != ALL:
             total, rows = self._step.num_rows, self._rows[self._holds]
-            others = {n: self._cut(v, total, rows) for n, v in arguments.items() if n not in given}
-            return listed(pieces(forward, layer, others | given))
+            others = {n: self._cut(v, total, rows) for n, v in arguments.items() if n not in state_arguments}
+            return listed(pieces(forward, layer, others | state_arguments))
         self._passing = None
         if block := self._blocks.get(index):
-            done = pieces.block(forward, tuple([self._gates.layers[i] for i in block]), arguments | given)
+            done = pieces.block(forward, tuple([self._gates.layers[i] for i in block]), arguments | state_arguments)
             if done is not None:
                 self._done.update(block)
                 return listed(done)
-        return listed(pieces(forward, layer, arguments | given))
+        return listed(pieces(forward, layer, arguments | state_arguments))
 
     def _project(self, index: int, arguments: Arguments, states: States) -> States:
         """Store keys and values of the rows that a layer projects; returns the states of those that run it."""
@@ -220,14 +220,14 @@ class _Forward:
         whole = states if self._holds == ALL else self._waiting
         if self._passing is None or self._passing[0] != kind:
             self._passing = kind, [self._take(s, rows) for s in whole]
-        given: Arguments = dict(zip(STATES, self._passing[1], strict=False))
-        given["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
+        state_arguments: Arguments = dict(zip(STATES, self._passing[1], strict=False))
+        state_arguments["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
         projection = gates.projections[index]
         if self._texts and projection.maps is not None:
-            given |= {name: of[rows] for name, of in self._texts.items()}
+            state_arguments |= {name: of[rows] for name, of in self._texts.items()}
             if gates.memory is not None:
-                given["before"] = gates.memory.before(index, partial(_summed, whole))[rows]
-        keys, values = gates.pieces(type(projection).forward, projection, given)
+                state_arguments["before"] = gates.memory.before(index, partial(_summed, whole))[rows]
+        keys, values = gates.pieces(type(projection).forward, projection, state_arguments)
         if index in self._slots:
             projection.store(keys, values, self._slots[index])
         return states
@@ -253,12 +253,12 @@ class _Forward:
 
     def _bridged(self, index: int, states: States) -> Tensor:
         """The first of the two states behind a layer's bridge, which leaves the second as it is."""
-        given = dict(zip(STATES, states, strict=False))
-        if "residual" in given and given["residual"] is None:  # before the first layer
-            given["residual"] = torch.zeros_like(states[0])
+        state_arguments = dict(zip(STATES, states, strict=False))
+        if "residual" in state_arguments and state_arguments["residual"] is None:  # before the first layer
+            state_arguments["residual"] = torch.zeros_like(states[0])
         bridge = self._gates.bridges[index]
-        made: Tensor = self._gates.pieces(type(bridge).forward, bridge, given)
-        return made
+        bridged: Tensor = self._gates.pieces(type(bridge).forward, bridge, state_arguments)
+        return bridged
 
     def _change_rows(self, states: States, kind: int) -> States:
         """Other rows than those at hand: first all of them, then those that are asked for."""
@@ -316,16 +316,16 @@ class _Gated:
 
 def _blocks_of(step: StepRows, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
     """Map a first layer to the block of layers that all rows run while nothing else is done between them."""
-    found, run = {}, []
+    blocks, run = {}, []
     for index in layers:
         if step.layers[index] == ALL and step.projects[index] == NONE:
             # The first layer of all has no residual yet.
             run += [index] if index else []
             if len(run) == BLOCK:
-                found[run[0]], run = tuple(run), []
+                blocks[run[0]], run = tuple(run), []
         elif {step.layers[index], step.projects[index], step.bridge(index)} != {NONE}:
             run = []
-    return found
+    return blocks
 
 
 def _names(layer: nn.Module) -> tuple[str, ...]:

@@ -186,8 +186,8 @@ def _check_requests() -> None:
 def _settings_of(processor: InputProcessor) -> PluginSettings | None:
     if "skipdecode_settings" not in processor.__dict__:
         processor.skipdecode_settings = PluginSettings.of_engine(processor.vllm_config)
-    found: PluginSettings | None = processor.skipdecode_settings
-    return found
+    settings: PluginSettings | None = processor.skipdecode_settings
+    return settings
 
 
 def _admit(request: EngineCoreRequest, settings: PluginSettings) -> None:

@@ -43,10 +43,10 @@ def checkpoint_fit(model: ModelConfig) -> Fit | None:
     Raises FitError: the fit is broken, missing, another one, or for another model.
     """
     digest = digest_in(vars(model.hf_config))
-    found = choose_fit(str(model.model), digest, revision=getattr(model, "revision", None))
-    if found is None:
+    fit_file = choose_fit(str(model.model), digest, revision=getattr(model, "revision", None))
+    if fit_file is None:
         return None
-    fit, config, file = Fit.load(found.file), model.hf_text_config, found.file
+    fit, config, file = Fit.load(fit_file.file), model.hf_text_config, fit_file.file
     fit.check_digest(digest, f"fit {file}")
     keys = 2 * model.get_total_num_kv_heads() * model.get_head_size()
     fit.check_sizes(config.hidden_size, [keys] * config.num_hidden_layers, f"fit {file}")
@@ -70,15 +70,15 @@ class PromptMaps:
 def prompt_maps(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, PromptMaps]:
     """Maps of a fit for the prompts of schedules, by layer; empty where it has none."""
     sets = () if fit is None else [p for p in fit.prompt_sets if any(s.prompt_layers() == p for s in schedules)]
-    found = {}
+    by_layer = {}
     for layer in sorted({layer for s in schedules for layer in s.projected} if sets else ()):
         maps = tuple(fit.prompt_map(prompt, layer) for prompt in sets)  # type: ignore[union-attr]
         known = {prompt: n for n, prompt in enumerate(sets) if maps[n] is not None}
-        found[layer] = maps, tuple(known.get(s.prompt_layers(), -1) for s in schedules)
+        by_layer[layer] = maps, tuple(known.get(s.prompt_layers(), -1) for s in schedules)
     own = any(
-        which[n] < 0 for layer, (_, which) in found.items() for n, s in enumerate(schedules) if layer in s.projected
+        which[n] < 0 for layer, (_, which) in by_layer.items() for n, s in enumerate(schedules) if layer in s.projected
     )
-    return {layer: PromptMaps(maps, which, own) for layer, (maps, which) in found.items() if any(maps)}
+    return {layer: PromptMaps(maps, which, own) for layer, (maps, which) in by_layer.items() if any(maps)}
 
 
 class KeyProjection(nn.Module):
@@ -126,13 +126,13 @@ class KeyProjection(nn.Module):
         `before` has the states before each row, as `TapMemory.before` gives them, for maps with taps.
         """
         states = hidden_states if residual is None else hidden_states + residual
-        made = None
+        projected = None
         if self.maps is None or self.maps.own:
-            made = states if self.norm is None else self.norm(states)
-            made = nn.functional.linear(made, self.weight, self.bias)
+            projected = states if self.norm is None else self.norm(states)
+            projected = nn.functional.linear(projected, self.weight, self.bias)
         if self.maps is not None:
-            made = self.maps(states, schedules, starts, made, before)
-        keys, values = made.chunk(2, -1)  # type: ignore[union-attr]
+            projected = self.maps(states, schedules, starts, projected, before)
+        keys, values = projected.chunk(2, -1)  # type: ignore[union-attr]
         keys = keys.contiguous()
         if self.key_norm is not None:
             each = self.key_norm.weight.numel() == self.shape[-1]  # else over all heads at once
@@ -157,13 +157,13 @@ class _KeyMaps(nn.Module):
     def __init__(self, maps: PromptMaps, shape: tuple[int, int, int], shard: tuple[int, int], like: Tensor) -> None:
         super().__init__()
         (_, heads, size), (number, shards) = shape, shard
-        known = next(made for made in maps.maps if made is not None)
+        known = next(each for each in maps.maps if each is not None)
         total = len(known.bias) // (2 * size)
         # With more processes than heads, several have the same.
         first = number * heads if heads * shards == total else number * total // shards
         for name in ("weight", "bias", "first"):
             empty = torch.zeros_like(getattr(known, name))
-            stacked = torch.stack([empty if made is None else getattr(made, name).data for made in maps.maps])
+            stacked = torch.stack([empty if each is None else getattr(each, name).data for each in maps.maps])
             mine = stacked.view(len(stacked), 2, total, size, *stacked.shape[2:])[:, :, first : first + heads]
             mine = mine.flatten(1, 3)
             self.register_buffer(name, mine.to(like.device, like.dtype).contiguous())
@@ -181,10 +181,10 @@ class _KeyMaps(nn.Module):
         features = normed(states).to(states.dtype).view(-1, states.shape[-1])
         if before is not None:
             features = torch.cat((features, before), -1)
-        made = nn.functional.linear(features, weight.flatten(0, 1)).view(-1, *bias.shape) + bias
-        made = torch.where(starts[:, None, None], first, made)
+        mapped = nn.functional.linear(features, weight.flatten(0, 1)).view(-1, *bias.shape) + bias
+        mapped = torch.where(starts[:, None, None], first, mapped)
         which = places[schedules]
-        chosen = made.gather(1, which.clamp(min=0)[:, None, None].expand(-1, 1, made.shape[2])).squeeze(1)
+        chosen = mapped.gather(1, which.clamp(min=0)[:, None, None].expand(-1, 1, mapped.shape[2])).squeeze(1)
         return chosen if own is None else torch.where(which[:, None] < 0, own, chosen)
 
 
@@ -221,9 +221,9 @@ def layer_bridges(
     fit: Fit | None, layers: Iterable[int], dtype: torch.dtype, device: torch.device
 ) -> dict[int, LayerBridge]:
     """The bridges over `layers`, by the layer's number, where there is one."""
-    found = {} if fit is None else {n: bridge for n in layers if (bridge := fit.bridge(n)) is not None}
-    rank = max((int(bridge.down.shape[0]) for bridge in found.values()), default=0)
-    return {n: LayerBridge(bridge, rank, dtype, device) for n, bridge in found.items()}
+    bridges = {} if fit is None else {n: bridge for n in layers if (bridge := fit.bridge(n)) is not None}
+    rank = max((int(bridge.down.shape[0]) for bridge in bridges.values()), default=0)
+    return {n: LayerBridge(bridge, rank, dtype, device) for n, bridge in bridges.items()}
 
 
 @dataclass(frozen=True)
@@ -263,9 +263,9 @@ def tap_rows(batch: StepBatch, taps: int, blocks: NDArray[np.int32], block_size:
     # vLLM shares a block from the step on that fills it.
     filled = {(at, position[row]): row for at, row in zip(kept_at.tolist(), kept.tolist(), strict=True)}
     for tap, row in zip(*np.nonzero(places >= 0), strict=True):
-        found = filled.get((places[tap, row], position[row] - tap - 1))
-        if found is not None:
-            rows[tap, row], places[tap, row] = found, -1
+        earlier_row = filled.get((places[tap, row], position[row] - tap - 1))
+        if earlier_row is not None:
+            rows[tap, row], places[tap, row] = earlier_row, -1
     return TapRows(rows, places, kept, kept_at)
 
 
@@ -305,14 +305,14 @@ class TapMemory:
     def _look_back(self, stop: tuple[int, ...], states: Tensor) -> Tensor:
         if self._step is None:
             return states.new_zeros(len(states), self.taps * states.shape[1])
-        made = normed(states).to(states.dtype)
-        kept = self._grown(stop, made)
-        self._written[stop] = made[self._step["kept"]]
-        found = [
-            _where(rows, made) + _where(places, kept)
+        normed_states = normed(states).to(states.dtype)
+        kept = self._grown(stop, normed_states)
+        self._written[stop] = normed_states[self._step["kept"]]
+        earlier = [
+            _where(rows, normed_states) + _where(places, kept)
             for rows, places in zip(self._step["rows"], self._step["places"], strict=True)
         ]
-        return torch.cat(found, -1)
+        return torch.cat(earlier, -1)
 
     def end(self) -> None:
         """The step is over: later steps see its states, which its own layers did not."""

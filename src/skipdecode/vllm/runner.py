@@ -272,7 +272,7 @@ class StepMetadata:
     """
 
     def __init__(self, groups: list[list[AttentionGroup]], layer_names: dict[int, list[str]]) -> None:
-        self._given: dict[int, CommonAttentionMetadata] = {}
+        self._common: dict[int, CommonAttentionMetadata] = {}
         self._builders: list[Forward] = []
         builder_of: dict[str, int] = {}
         for group in (g for groups_of_cache in groups for g in groups_of_cache):
@@ -282,18 +282,18 @@ class StepMetadata:
 
     def fill(self, step: StepRows, metadata: dict[str, Any], slots: dict[str, Tensor]) -> None:
         """Put the metadata and slots of all layers that run a part into the forward context's dictionaries."""
-        made: dict[tuple[int, int], tuple[Any, Tensor]] = {}
+        built: dict[tuple[int, int], tuple[Any, Tensor]] = {}
         for layer, names in self._of_layer.items():
             kind = step.layers[layer]
             if kind < 0:
                 continue
             for name, builder in names:
                 key = (kind, builder)
-                if key not in made:
-                    cut = cut_metadata(self._given[builder], step.parts[kind])
+                if key not in built:
+                    cut = cut_metadata(self._common[builder], step.parts[kind])
                     # `fast_build`: FlashAttention 3 else plans into the one buffer that it has for CUDA graphs.
-                    made[key] = self._builders[builder](0, cut, fast_build=True), cut.slot_mapping
-                metadata[name], slots[name] = made[key]
+                    built[key] = self._builders[builder](0, cut, fast_build=True), cut.slot_mapping
+                metadata[name], slots[name] = built[key]
 
     def projected_slots(self, step: StepRows, slots: dict[str, Tensor]) -> dict[int, Tensor]:
         """Slots of the keys and values of each projecting layer's rows, of the slots of all rows."""
@@ -315,27 +315,27 @@ class StepMetadata:
         builder.supports_update_block_table = False  # It would copy another group's metadata, past `build`.
 
         def watched(common_prefix_len: int, common_attn_metadata: Any, *args: object, **kwargs: object) -> Any:
-            self._given[number] = common_attn_metadata
+            self._common[number] = common_attn_metadata
             return build(common_prefix_len, common_attn_metadata, *args, **kwargs)
 
         self._builders.append(build)
         builder.build = watched
 
 
-def cut_metadata(given: CommonAttentionMetadata, part: RowSubset) -> CommonAttentionMetadata:
+def cut_metadata(whole: CommonAttentionMetadata, part: RowSubset) -> CommonAttentionMetadata:
     """vLLM's metadata common to all backends, for a part of the rows.
 
     Raises UnsupportedFeatureError if it holds something that is not known here.
     """
-    unknown = [f.name for f in dataclasses.fields(given) if f.name not in _PLAIN and getattr(given, f.name) is not None]
+    unknown = [f.name for f in dataclasses.fields(whole) if f.name not in _PLAIN and getattr(whole, f.name) is not None]
     if unknown:
         raise UnsupportedFeatureError(
             f"vLLM's attention metadata has {unknown[0]!r}, which cannot be cut to some rows: this feature does not "
             "work with skipped layers"
         )
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(given):
-        value = getattr(given, field.name)
+    for field in dataclasses.fields(whole):
+        value = getattr(whole, field.name)
         if value is None or field.name in _COMPUTED:
             continue
         if field.name in _PER_REQUEST:
@@ -350,15 +350,15 @@ def cut_metadata(given: CommonAttentionMetadata, part: RowSubset) -> CommonAtten
             values[field.name] = None
     starts = np.concatenate(([0], np.cumsum(part.counts))).astype(np.int32)
     starts_cpu = torch.from_numpy(starts)
-    longest = given.seq_lens_cpu_upper_bound
+    longest = whole.seq_lens_cpu_upper_bound
     return dataclasses.replace(
-        given,
-        query_start_loc=starts_cpu.to(given.query_start_loc.device, given.query_start_loc.dtype),
+        whole,
+        query_start_loc=starts_cpu.to(whole.query_start_loc.device, whole.query_start_loc.dtype),
         query_start_loc_cpu=starts_cpu,
         num_reqs=len(part.counts),
         num_actual_tokens=int(starts[-1]),
         max_query_len=int(part.counts.max()),
-        max_seq_len=given.max_seq_len if longest is None else int(values["seq_lens_cpu_upper_bound"].max()),
+        max_seq_len=whole.max_seq_len if longest is None else int(values["seq_lens_cpu_upper_bound"].max()),
         **values,
     )
 

@@ -93,9 +93,9 @@ class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         settings = PluginSettings.of_engine(vllm_config)
-        made = {} if settings is None else _metrics(settings.num_layers)
+        metrics = {} if settings is None else _metrics(settings.num_layers)
         labels = (vllm_config.model_config.served_model_name, str(engine_index))
-        self._metrics = {name: metric.labels(*labels) for name, metric in made.items()}
+        self._metrics = {name: metric.labels(*labels) for name, metric in metrics.items()}
 
     def record(self, scheduler_stats: SchedulerStats | None, *args: object, **kwargs: object) -> None:
         """Called by vLLM after every step."""

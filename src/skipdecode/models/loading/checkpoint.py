@@ -224,7 +224,7 @@ def open_checkpoint(
 
 def _files_among(schedules: Iterable[object]) -> tuple[str, ...]:
     """The files among schedules, their texts and others: a fit may lie beside them."""
-    bases = (base_of(schedule_file(str(one))) for one in schedules if isinstance(one, str | Path))
+    bases = (base_of(schedule_file(str(schedule))) for schedule in schedules if isinstance(schedule, str | Path))
     return tuple(filter(os.path.isfile, bases))
 
 
@@ -361,8 +361,8 @@ def _from_gguf(name: str, dtype: str) -> Path:
 
 def _on_hub(name: str, answer: HubAnswer) -> Path:
     folder = Path(name).parent
-    beside = [str(folder / each.name) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
-    meant = near(name, [*_NAMES, *beside])
+    neighbours = [str(folder / each.name) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
+    meant = near(name, [*_NAMES, *neighbours])
     if answer.state == "absent":
         raise ModelLoadError(
             f"model {name!r}{meant} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"

@@ -67,9 +67,9 @@ def choose_fit(
         if (file := find_file(Path(schedule).expanduser().resolve().parent, FIT_FILE)) is not None:
             served.setdefault(file, []).append(schedule)
     if len(served) > 1:
-        one, other, *_ = sorted(served)
+        first, other, *_ = sorted(served)
         raise UsageError(
-            f"the schedules have fits in {one.parent} and in {other.parent}, and a model uses one: name schedules of "
+            f"the schedules have fits in {first.parent} and in {other.parent}, and a model uses one: name schedules of "
             "one directory, or start a command for each"
         )
     for file, names in served.items():

@@ -201,7 +201,7 @@ def _split_name(backend: Json) -> str:
     """GGUF's name of the split into words of a byte-level BPE tokenizer, given as the JSON of `tokenizers`."""
     split = backend["pre_tokenizer"] or {"type": "none"}
     *before, last = split.get("pretokenizers", [split])
-    patterns = [one["pattern"].get("Regex") if one["type"] == "Split" else one for one in before]
+    patterns = [step["pattern"].get("Regex") if step["type"] == "Split" else step for step in before]
     if backend["model"]["type"] == "BPE" and last["type"] == "ByteLevel":
         for name, parts in SPLITS.items():
             if patterns == parts:

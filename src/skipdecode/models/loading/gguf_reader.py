@@ -104,7 +104,7 @@ def _write_tensors(file: GgufFile, config: Json, target: Path, dtype: torch.dtyp
         for name, weight in _weights(file, config, dtype):
             shard[name], total = weight, total + weight.nbytes
             bar.update()
-            if sum(one.nbytes for one in shard.values()) >= _SHARD_BYTES:
+            if sum(tensor.nbytes for tensor in shard.values()) >= _SHARD_BYTES:
                 flush()
         if shard:
             flush()

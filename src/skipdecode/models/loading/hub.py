@@ -188,7 +188,7 @@ def _base_model(checkpoint: Checkpoint, dtype: str, device: Device) -> PreTraine
         )
         note(f"{where}: {what} is left out of the names of its weights")
         # transformers would write the old names again.
-        conversions = [one for one in model._weight_conversions if not {*one.source_patterns} <= renamed.keys()]
+        conversions = [c for c in model._weight_conversions if not {*c.source_patterns} <= renamed.keys()]
         model._weight_conversions = conversions
     return model
 

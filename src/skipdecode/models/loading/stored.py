@@ -128,7 +128,7 @@ def header(file: Path) -> dict[str, StoredTensor]:
 
     with safe_open(file, framework="pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (it is no dict)
-        return {name: StoredTensor(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+        return {name: StoredTensor(tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
 
 
 def _pickled(file: Path) -> dict[str, StoredTensor]:
@@ -226,7 +226,7 @@ def unused_tensors(
     """
     unexpected, layers = set(unexpected), layers_in(config)
     ordinary = {rest for _, _, rest in _numbered(own, config)}
-    behind = [one for one in _numbered(unexpected, config) if one[1] >= layers]
+    behind = [entry for entry in _numbered(unexpected, config) if entry[1] >= layers]
     last = layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
     heads = {number for _, number, rest in behind if number < last or rest not in ordinary}
     unused = {name for name, number, _ in behind if number in heads}
@@ -281,7 +281,7 @@ def _prefix(missing: Collection[str], unexpected: Collection[str]) -> str:
     """The prefix of the name of each missing tensor in the file; empty if there is none."""
     first = min(missing, default="")
     prefixes = {name.removesuffix(first) for name in unexpected if first and name.endswith(first)}
-    return next((one for one in prefixes if all(one + name in unexpected for name in missing)), "")
+    return next((prefix for prefix in prefixes if all(prefix + name in unexpected for name in missing)), "")
 
 
 def _is_finite(tensor: Tensor) -> bool:
