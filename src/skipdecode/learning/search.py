@@ -186,8 +186,8 @@ def search(
     """
     layers = goal.workload.cost.num_layers
     ranked = sorted(range(settings.warmup_layers, layers - 1), key=lambda layer: (influence[layer], layer))
-    orders = {_LEARNED: ranked, _PAPER: bottom_up(layers, settings.warmup_layers)}
-    orders = {name: lent_order(order, goal.shared)[: layers - goal.least] for name, order in orders.items()}
+    whole = {_LEARNED: ranked, _PAPER: [*bottom_up(layers, settings.warmup_layers)]}
+    orders = {name: lent_order(order, goal.shared)[: layers - goal.least] for name, order in whole.items()}
     groups = groups_by_fit(goal.prompts)
     decoding = None if settings.target_speedup is None else replace(goal.workload, whole=False)
     tried = list[tuple[Candidate, Fit | None]]()
@@ -223,8 +223,8 @@ def groups_by_fit(prompts: Sequence[PromptDepth]) -> list[tuple[str, list[Prompt
     Prompts that run the first token's layers take its bridges, others none. In the paper's order the first token runs
     few of the layers that prompts need, so these sets are not tried there.
     """
-    own = [prompt for prompt in prompts if prompt != "max_exit"]
-    at_exit = [prompt for prompt in prompts if prompt == "max_exit"]
+    own: list[PromptDepth] = [prompt for prompt in prompts if prompt != "max_exit"]
+    at_exit: list[PromptDepth] = [prompt for prompt in prompts if prompt == "max_exit"]
     return [group for group in ((_PAPER, own), (_LEARNED, own), (_LEARNED, at_exit)) if group[1]]
 
 
