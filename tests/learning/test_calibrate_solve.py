@@ -36,9 +36,9 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     def depths(found: Goal) -> list[str | int]:
         return [prompt if isinstance(prompt, str) else len(prompt) for prompt in found.prompts]
 
-    assert depths(goal(1.0)) == ["full", 8, 6, 4, "max_exit"]
+    assert depths(goal(1.0)) == ["full", "max_exit", 8, 6, 4]  # first those that leave both phases most layers
     steep = goal(2.6)
-    assert depths(steep) == [4, "max_exit"]
+    assert depths(steep) == ["max_exit", 4]
     assert steep.workload.speedup(steep.paper) >= 2.6
     assert len(steep.paper.prompt_layers()) == 4
     assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [4, 5]

@@ -225,15 +225,15 @@ def with_kept(rows: Sequence[Row]) -> list[Json]:
 
     If there are several rows of full depth, a score is compared with the best of them. Scores below 5 of 100 at full
     depth do not count; without any other, `kept` is None. Nor do scores with an interval wider than half of them there,
-    beside others. `kept_interval` is the 95% interval of `kept`, if it is known: if the score is compared with full
-    depth of the same evaluation, which `shares` are about.
+    beside others: they are `not_counted`. `kept_interval` is the 95% interval of `kept`, if it is known: if the score
+    is compared with full depth of the same evaluation, which `shares` are about.
     """
     clear = {name: score for name, score in best_scores(rows).items() if score >= _CLEAR}
     imprecise = {name for row in rows if row["full_depth"] for name in row.get("imprecise", ())}
     counted = {name: score for name, score in clear.items() if name not in imprecise} or clear
-    return [
-        {**row} | _least(row, {name: row["scores"][name] / score for name, score in counted.items()}) for row in rows
-    ]
+    more = {"not_counted": [name for name in clear if name not in counted]}
+    shares = [{name: row["scores"][name] / score for name, score in counted.items()} for row in rows]
+    return [{**row} | more | _least(row, each) for row, each in zip(rows, shares, strict=True)]
 
 
 def best_scores(rows: Sequence[Row]) -> dict[str, float]:

@@ -32,8 +32,8 @@ class Goal:
 
     `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. `depths`
     are the schedules in the paper's order, linear decays or flat, and `paper` the one for the target. `prompts` are the
-    prompt sets with which the target is in reach. `shared`: the layers that read another's keys and values, each with
-    that layer.
+    prompt sets with which the target is in reach; the first ones leave both phases most layers. `shared`: the layers
+    that read another's keys and values, each with that layer.
     """
 
     workload: TextCost
@@ -137,13 +137,17 @@ def set_goal(
         best = max((replace(fewest, prompt=prompt) for prompt in wanted), key=workload.speedup)
         target = settings.target_speedup or settings.nominal_speedup or 1
         raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
-    # The paper's schedule has the prompt set that leaves both phases most.
-    prompt = max(deepest, key=lambda each: min(len(each) if isinstance(each, tuple) else layers, deepest[each]))
-    paper = depths.within(workload, limit, prompt) or depths.schedule(0.0, prompt)
+
+    def layers_left(prompt: PromptDepth) -> int:
+        """The layers of the phase that a prompt set leaves fewer."""
+        return min(len(prompt) if isinstance(prompt, tuple) else layers, deepest[prompt])
+
+    prompts = tuple(sorted(deepest, key=layers_left, reverse=True))
+    paper = depths.within(workload, limit, prompts[0]) or depths.schedule(0.0, prompts[0])
     least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls
     if not flat:
         least = max(layers - len(lowest), min(paper.budgets[-1], math.ceil(least / 2)))
-    return Goal(workload, limit, least, depths, paper, tuple(deepest), shared)
+    return Goal(workload, limit, least, depths, paper, prompts, shared)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:

@@ -321,7 +321,7 @@ def _table_lines(document: Mapping[str, Any]) -> Iterator[str]:
     rows = document["rows"]
     shown = rows if document["keep"] is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
     records = f" on {rows[0]['records']} records" if rows[0].get("records") else ""
-    if rough := ", ".join(map(shown_name, rows[0].get("imprecise", ()))):
+    if rough := ", ".join(map(shown_name, rows[0]["not_counted"])):
         records += f" (not {rough}: too few records)"
     caption = (
         f"kept: worst score{records}, as a share of full depth's best, before or after tuning. Speed-ups over full "

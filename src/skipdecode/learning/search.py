@@ -35,6 +35,7 @@ from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import bottom_up, lent_order
 
 MakeFit = Callable[[Sequence[Schedule], float], Fit]
+_FIT_SHARE = 0.7  # of the time of a group; its schedules are compared in the rest
 _LEARNED, _PAPER = "calibrated", "paper"
 """Drop orders, and the families of schedules in them: by block influence, and from the bottom up."""
 _ALIKE = 1.05
@@ -195,7 +196,7 @@ def search(
         now = time.perf_counter()
         end = now + (until - now) / (len(groups) - number)
         schedules = [goal.schedule(orders[order], prompt) for prompt in prompts]
-        fit = None if make_fit is None else _fit(make_fit, schedules, end)
+        fit = None if make_fit is None else _fit(make_fit, schedules, now + _FIT_SHARE * (end - now))
         for compared, schedule in enumerate(schedules):
             if compared and time.perf_counter() > end:
                 note(f"the time for choosing layers is over: {compared} of {len(schedules)} candidates are compared")
