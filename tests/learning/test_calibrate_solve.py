@@ -41,7 +41,7 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     assert depths(steep) == ["max_exit", 4]
     assert steep.workload.speedup(steep.paper) >= 2.6
     assert len(steep.paper.prompt_layers()) == 4
-    assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [4, 5]
+    assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [5, 4]
     with pytest.raises(TargetError, match="whole request"):
         goal(6.0)
 

@@ -1,4 +1,4 @@
-"""The search of a calibration: block influence, the depth that the target leaves, and the prompt layers."""
+"""The search of a calibration: the drop order, the depth that the target leaves, and the prompt layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ALIKE = 1.05
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule in the learned order, with the records' cross-entropy per response token under it.
+    """A schedule in one of the drop orders, with the records' cross-entropy per response token under it.
 
     `speedup` is over full depth on texts as long as the records: of whole requests in time, as the cost model has it,
     or of layers for a nominal target, for which `decode_speedup` is None.
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The schedule of each prompt set, the chosen one first, then by loss, and what led to them."""
+    """The schedules that were compared, the chosen one first, then by loss, and what led to them."""
 
     candidates: tuple[Candidate, ...]
     order: tuple[int, ...]  # the drop order by block influence
