@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +13,7 @@ from skipdecode.data.examples import Example
 from skipdecode.learning import request_target
 from skipdecode.learning.goal import set_goal
 from skipdecode.learning.request_target import target_of_steps
-from skipdecode.learning.schedule_evaluation import slowed
 from skipdecode.learning.settings import CalibrationSettings
-from skipdecode.learning.stages import Evaluation
-from skipdecode.schedule import Schedule
 from tuning_data import LAYERS, save_model
 
 SETTINGS = CalibrationSettings(target_speedup=1.5, prompt_depths=("full",))
@@ -57,19 +53,3 @@ def test_what_is_measured_alike_or_cannot_be_made_up_for_changes_nothing(loaded,
 
 def test_requests_are_decoded_and_timed(loaded):
     assert 0 < target_of_steps(SETTINGS, COST, loaded, EXAMPLES, 2, math.inf) <= 1.5 * 1.5
-
-
-@pytest.mark.parametrize(
-    ("measured", "slower", "depth"),
-    [(2.0, None, 12), (2.09, None, 12), (None, None, 12), (3.0, None, 16), (3.0, 1.5, 14), (3.0, 2.0, 16)],
-)
-def test_a_schedule_that_gains_more_than_is_wanted_gives_way_to_a_milder_one(
-    measured: float | None, slower: float | None, depth: int, tmp_path: Path
-):
-    target = Schedule.constant(24, 12, prompt="max_exit").named_by_layers("calibrated")
-    speeds = {("full", 1.0): 1.0, ("slower", 1.5): slower, (target.name, 2.0): measured}
-    rows = [{"name": n, "nominal_speedup": nominal, "request_speedup": s} for (n, nominal), s in speeds.items()]
-    rows.append(rows[-1] | {"quantization": "w8a8", "request_speedup": 9.0})
-    schedule = slowed(target, 2.0, Evaluation(0.0, rows), tmp_path)
-    assert schedule.budgets == (depth,)
-    assert len(schedule.prompt_layers()) == depth

@@ -32,7 +32,7 @@ from skipdecode.learning.goal import prompt_sets, suited
 from skipdecode.learning.pace import TYPICAL, Pace
 from skipdecode.learning.prepared import FULL, MILDER, NEIGHBOURS, TIMES, Prepared, results_document, tuned_directory
 from skipdecode.learning.request_target import target_of_steps
-from skipdecode.learning.schedule_evaluation import ScheduleEvaluation, slowed
+from skipdecode.learning.schedule_evaluation import ScheduleEvaluation
 from skipdecode.learning.search import groups_by_fit
 from skipdecode.learning.settings import (
     PREPARE_DIRECTORY,
@@ -190,8 +190,6 @@ class _Run:
                 seconds = stages.done(Evaluation, 0.0).seconds
                 left = stages.run(TuningPlan, lambda: TuningPlan(clock.minutes_to_tune(seconds)), minutes=minutes)
             if pace is not None and not left.is_too_short(minutes):
-                if self.shares is NEIGHBOURS:
-                    schedule = slowed(schedule, self.target, before, self.fit_directory)
                 note(f"{left.minutes:.1f} minutes of tuning for {schedule.name}")
                 directory = tuned_directory(out, minutes)
                 work = partial(self._tuned, records, left, directory, pace, schedule)

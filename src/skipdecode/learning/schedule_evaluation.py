@@ -7,10 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from skipdecode.common.jsonl import Json
-from skipdecode.common.progress import note
 from skipdecode.data.source import load_records, read_file
 from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import load
@@ -32,7 +29,6 @@ from skipdecode.schedule import Schedule
 
 _SPEEDS = ("request_speedup", "decode_speedup", "request_speedup_interval", "request_speedup_alone")
 _NAMED = 32  # records whose names are exchanged, to see whether names are copied
-_TOO_FAST = 1.1  # measured speed-up / wanted one, above which the schedule skips more than it has to; a layer is 7%
 _WITHIN_REACH = 2 / 3  # kept before tuning; half an hour brought 67% of E2E to 99.8%
 
 
@@ -133,21 +129,3 @@ class ScheduleEvaluation:
         if not known:
             return target
         return next((s for s in known if kept[s.name] >= _WITHIN_REACH), known[-1])
-
-
-def slowed(target: Schedule, wanted: float, before: Evaluation, directory: Path) -> Schedule:
-    """Return a milder schedule if requests were measured to gain clearly more than is wanted, else the target.
-
-    `directory`: of the fit that the schedule has to serve, and of the milder schedule's file.
-    """
-    rows = [row for row in before.rows if row["request_speedup"] is not None and "quantization" not in row]
-    measured = {row["name"]: row["request_speedup"] for row in rows}.get(target.name, wanted)
-    if measured < _TOO_FAST * wanted:
-        return target
-    rows = sorted(rows, key=lambda row: float(row["request_speedup"]))
-    speeds, nominals = ([float(row[name]) for row in rows] for name in ("request_speedup", "nominal_speedup"))
-    nominal = float(np.interp(wanted, speeds, nominals))
-    share = (nominal - 1) / (target.nominal_speedup - 1)
-    schedule = neighbours(target, directory, {"milder": share})[-1]
-    note(f"requests of {target.name} gain {measured:.2f}x, more than {wanted:g}x: {schedule.name} is tuned")
-    return schedule
