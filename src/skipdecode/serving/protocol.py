@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic import ModelWrapValidatorHandler as Handler
+from pydantic.functional_validators import ModelWrapValidatorHandler as Handler
 
 from skipdecode.data.chats import ToolChoice
 from skipdecode.data.messages import chat_fields
