@@ -200,8 +200,11 @@ def test_tensors_that_decoding_does_not_use_are_left_out_with_a_note(
     changed_weights(tmp_path, with_extra)
     loaded = load_model(str(tmp_path), require_tokenizer=False, device="cpu")
     assert torch.equal(logits(loaded.model), logits(model))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if min(added) in line]
-    assert f"{len(added)} tensors" in line
+    lines = [line for line in capsys.readouterr().err.splitlines() if min(added) in line]
+    if getattr(model, "_keys_to_ignore_on_load_unexpected", None):  # transformers 5.24 leaves these masks out itself
+        assert lines == []
+    else:
+        assert f"{len(added)} tensors" in "".join(lines)
 
 
 def test_masks_of_old_checkpoints_of_gpt2_are_left_out(tmp_path: Path) -> None:
