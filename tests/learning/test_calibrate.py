@@ -27,7 +27,7 @@ from skipdecode.learning.calibrate import Calibrated, records_for_fit
 from skipdecode.learning.fitting import make_fit
 from skipdecode.learning.goal import set_goal
 from skipdecode.learning.objective import Objective
-from skipdecode.learning.search import LossMeter, block_influence, search
+from skipdecode.learning.search import LossMeter, block_influence, groups_by_fit, search
 from skipdecode.learning.settings import CalibrationSettings, FitOptions
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit, fit_of
@@ -256,7 +256,8 @@ def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: 
     assert request_cost().text(30, 8, whole=True).speedup(found.schedule) >= target
     assert all(candidate.speedup >= target - 1e-9 for candidate in found.candidates)
     assert found.candidates[0].loss == min(candidate.loss for candidate in found.candidates)
-    assert sum(measured) == len(found.candidates) * len(batches_of(rows, 3))
+    candidates = sum(len(prompts) for _, prompts in groups_by_fit(goal.prompts))
+    assert sum(measured) == candidates * len(batches_of(rows, 3))
 
 
 @pytest.mark.slow

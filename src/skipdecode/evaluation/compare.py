@@ -142,8 +142,14 @@ def _kept(name: str, run: Row) -> str:
 
 def _scored(name: str, run: Row) -> str:
     entry = run["metrics"][name]
-    half, digits = (entry["interval"]["high"] - entry["interval"]["low"]) / 2, 2 if name in IN_NATS else 1
+    half, digits = _half_width(entry), 2 if name in IN_NATS else 1
     return f"{entry['score']:.{digits}f}" + (f" ± {half:.{digits}f}" if half else "")
+
+
+def _half_width(entry: Mapping[str, Any]) -> float:
+    """Half of the width of a score's interval; 0 where none is known."""
+    interval = entry.get("interval") or {"low": 0.0, "high": 0.0}
+    return float(interval["high"] - interval["low"]) / 2
 
 
 def _gain(name: str, run: Row) -> str:
@@ -202,15 +208,9 @@ def _task_scores(run: Row) -> Json:
     return {
         "copied": metrics.get("copied", {}).get("score"),
         "scores": {name: entry["score"] for name, entry in entries.items()},
-        "imprecise": [name for name, entry in entries.items() if not _is_precise(entry)],
+        "imprecise": [name for name, entry in entries.items() if _half_width(entry) > _PRECISE * entry["score"]],
         "shares": run.get("kept", {}),
     }
-
-
-def _is_precise(entry: Mapping[str, Any]) -> bool:
-    """Whether the records suffice to tell a score."""
-    interval = entry.get("interval") or {"low": 0.0, "high": 0.0}
-    return bool(interval["high"] - interval["low"] <= 2 * _PRECISE * entry["score"])
 
 
 def _self_scores(document: Row) -> Json:

@@ -32,7 +32,7 @@ from skipdecode.models.forward import response_logits
 from skipdecode.models.loading.checkpoint import LoadedModel
 from skipdecode.models.loading.identity import checkpoint_digest
 from skipdecode.schedule import PromptDepth, Schedule
-from skipdecode.schedule.order import bottom_up, lent_order
+from skipdecode.schedule.order import lent_order
 
 MakeFit = Callable[[Sequence[Schedule], float], Fit]
 _FIT_SHARE = 0.7  # of the time of a group; its schedules are compared in the rest
@@ -187,8 +187,8 @@ def search(
     """
     layers = goal.workload.cost.num_layers
     ranked = sorted(range(settings.warmup_layers, layers - 1), key=lambda layer: (influence[layer], layer))
-    whole = {_LEARNED: ranked, _PAPER: [*bottom_up(layers, settings.warmup_layers)]}
-    orders = {name: lent_order(order, goal.shared)[: layers - goal.least] for name, order in whole.items()}
+    whole = {_LEARNED: lent_order(ranked, goal.shared), _PAPER: goal.depths.order}
+    orders = {name: order[: layers - goal.least] for name, order in whole.items()}
     groups = groups_by_fit(goal.prompts)
     decoding = None if settings.target_speedup is None else replace(goal.workload, whole=False)
     tried = list[tuple[Candidate, Fit | None]]()
