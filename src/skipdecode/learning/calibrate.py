@@ -42,7 +42,7 @@ from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"
 _REPORT = "calibration.json"
-_ANSWER_TOKENS_A_COLUMN, _SHOWN_ORDER = 4, 12
+_SHOWN_ORDER = 12
 _FIT_ROWS = 4  # of like answers: rows of 8 of like prompts had half as many padded columns of answers again
 _COLUMNS = {
     "schedule": "{name}",
@@ -232,19 +232,18 @@ def records_for_fit(
 ) -> list[Example]:
     """Records to fit on, in the order of their lengths: those to learn from, then others.
 
-    Records are taken up to the tokens of the settings, or for long prompts until their responses have
-    `_ANSWER_TOKENS_A_COLUMN` tokens for each column of a bridge. Raises UsageError: all have too few tokens for a map.
+    Records are taken up to the tokens of the settings. Raises UsageError: all have too few tokens for a map.
     """
     others = [example for example in examples if example not in learn]
     taken: list[Example] = []
-    tokens = answers = 0
+    tokens = 0
     for example in [*learn, *others][: settings.fit_records]:
-        if tokens >= settings.fit_tokens and answers >= _ANSWER_TOKENS_A_COLUMN * hidden_size:
+        if tokens >= settings.fit_tokens:
             break
         taken.append(example)
         tokens += len(example.prompt) + len(example.response)
-        answers += len(example.response)
-    if answers <= hidden_size:
-        few = f"{answers} response tokens are too few to fit maps of {hidden_size} columns"
+    fed = tokens - len(taken)  # a text's last token is not
+    if fed <= hidden_size:
+        few = f"{fed} tokens are too few to fit maps of {hidden_size} columns"
         raise UsageError(f"{few}: give more or longer records, or no fit")
     return sorted(taken, key=lambda e: (len(e.response), len(e.prompt)))

@@ -13,7 +13,7 @@ from skipdecode.learning.stages import Evaluation, FullDepth, Layers, LearningRe
 
 TUNED_SHARE = 1 / 2
 """Of the minutes, at least, at full depth and under the schedule; the other stages shrink first."""
-_FULL, _ANSWERS, _LAYERS, _EVALUATION = 1 / 4, 1 / 10, 1 / 8, 1 / 12  # of the minutes, at most; two evaluations
+_FULL, _ANSWERS, _LAYERS, _EVALUATION = 1 / 4, 1 / 8, 1 / 8, 1 / 12  # of the minutes, at most; two evaluations
 _LEAST_SCALE = 0.2  # of these shares, where loading the model takes most of the rest
 _ENDING = 1.05  # times the first evaluation: the last one, with its table
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from skipdecode.common.progress import progress_bar
-from skipdecode.data.batches import IGNORE, Batch
+from skipdecode.data.batches import Batch
 from skipdecode.errors import DivergedError, FitError
 from skipdecode.generation.speed import spread_over
 from skipdecode.learning.settings import FitOptions
@@ -38,6 +38,8 @@ _RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """Of the mean diagonal of the states' products."""
 _TESTED_EVERY = 5
 """Every so many batches one is held out, to choose the ridge."""
+_BRIDGED_A_COLUMN = 4
+"""Tokens of a bridge for each column of the states: where responses have fewer, the ends of prompts serve as well."""
 _LEAST_TOKENS = 4
 """A map of keys and values needs its inputs over this number of tokens; the ridge makes up for the rest."""
 _NOTHING: frozenset[int] = frozenset()
@@ -166,6 +168,9 @@ class _Sweep:
         self._depths = _depths(schedules, options.fit_depths)
         # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges like answers.
         self._whole = all(schedule.prompt == "max_exit" for schedule in schedules)
+        rows = sum(len(batch.ids) for batch in batches)
+        answers = sum(batch.response_tokens for batch in batches)
+        self._prompt_ends = max(0, _BRIDGED_A_COLUMN * self._width - answers) // rows
         self._projected: dict[tuple[int, ...], set[int]] = {}  # layers that want maps, by the layers that prompts run
         for schedule in schedules:
             if schedule.projected:
@@ -200,7 +205,7 @@ class _Sweep:
         if seconds <= left:
             return
         self._in_haste = True
-        answers = sum(int((batch.targets != IGNORE).sum()) for batch in self._batches)
+        answers = sum(int(batch.attention_mask[:, self._crossing(batch) :].sum()) for batch in self._batches)
         # As many tokens as a bridge has columns, and as its rank needs.
         least = math.ceil(count * max(self._width, self._options.fit_rank + 1) / answers)
         chosen = spread_over(count, min(count, max(least, round(count * left / seconds), 1)))
@@ -297,7 +302,7 @@ class _Sweep:
 
     def _crossing(self, batch: Batch) -> int:
         """The first column whose tokens take bridges."""
-        return 0 if self._whole else batch.prompt_length
+        return 0 if self._whole else max(0, batch.prompt_length - self._prompt_ends)
 
     def _layer(self, index: int, number: int, states: Tensor, start: int = 0) -> Tensor:
         """A layer's output; columns before `start` only leave their keys and values there, and pass by."""

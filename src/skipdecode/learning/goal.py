@@ -19,6 +19,8 @@ from skipdecode.schedule.order import bottom_up, lent_order, prompt_set
 
 _Settings = TypeVar("_Settings", bound=CalibrationSettings)
 _PROMPT_SHARES = (2 / 3, 1 / 2, 1 / 3)
+_LEAST_SHARE = 3 / 4
+"""Of the layers that the best set leaves to the phase with fewer: sets that leave less lose (docs/LOG.md)."""
 
 
 def layers_only(num_layers: int) -> CostModel:
@@ -32,8 +34,9 @@ class Goal:
 
     `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. `depths`
     are the schedules in the paper's order, linear decays or flat, and `paper` the one for the target. `prompts` are the
-    prompt sets with which the target is in reach; the first ones leave both phases most layers. `shared`: the layers
-    that read another's keys and values, each with that layer.
+    prompt sets with which the target is in reach, those first that leave both phases most layers; of the default sets
+    only those that leave nearly as many as the first. `shared`: the layers that read another's keys and values, each
+    with that layer.
     """
 
     workload: TextCost
@@ -142,6 +145,9 @@ def set_goal(
         """The layers of the phase that a prompt set leaves fewer."""
         return min(len(prompt) if isinstance(prompt, tuple) else layers, deepest[prompt])
 
+    if not settings.prompt_depths:
+        enough = _LEAST_SHARE * max((layers_left(prompt) for prompt in deepest if prompt != "max_exit"), default=0)
+        deepest = {prompt: n for prompt, n in deepest.items() if prompt == "max_exit" or layers_left(prompt) >= enough}
     prompts = tuple(sorted(deepest, key=layers_left, reverse=True))
     paper = depths.within(workload, limit, prompts[0]) or depths.schedule(0.0, prompts[0])
     least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls

@@ -28,7 +28,7 @@ from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
 from skipdecode.learning.clock import Clock
-from skipdecode.learning.goal import prompt_sets, suited
+from skipdecode.learning.goal import goal_of_records, suited
 from skipdecode.learning.pace import TYPICAL, Pace
 from skipdecode.learning.prepared import FULL, MILDER, NEIGHBOURS, TIMES, Prepared, results_document, tuned_directory
 from skipdecode.learning.request_target import target_of_steps
@@ -300,15 +300,19 @@ class _Run:
 
     def _timing(self, records: LearningRecords, pace: Pace, until: float) -> Timing:
         """Measure the cost of a step and of whole requests, and size the search that ends at `until`."""
-        loaded, batch, cost, target = self.loaded, self.settings.batch, None, self.target
-        if self.cost is None:
+        loaded, sample, cost, target = self.loaded, self._sample(records), self.cost, self.target
+        if cost is None:
             half = (time.perf_counter() + until) / 2
-            cost = find_cost(loaded, batch=batch, prompt_len=round(pace.prompt_tokens), until=half).cost
-            target = target_of_steps(self.depths, cost, loaded, self._sample(records), batch, half)
-        groups = groups_by_fit(prompt_sets(self.depths, loaded.checkpoint.num_layers))
+            prompt_len, batch = round(pace.prompt_tokens), self.settings.batch
+            cost = find_cost(loaded, batch=batch, prompt_len=prompt_len, until=half).cost
+            target = target_of_steps(self.depths, cost, loaded, sample, batch, half)
+        elif not isinstance(cost, CostModel):
+            cost = read_cost(cost)
+        goal = goal_of_records(replace(self.depths, target_speedup=target), cost, sample, loaded.checkpoint.config)
+        groups = groups_by_fit(goal.prompts)
         candidates = sum(len(prompts) for _, prompts in groups)
         size = pace.search(until - time.perf_counter(), self.width, candidates, len(groups))
-        return Timing(None if cost is None else cost.to_dict(), target, size)
+        return Timing(cost.to_dict(), target, size)
 
     def _layers(self, records: LearningRecords, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:
         """Choose the layers, fit the maps that replace them, and size the evaluations of them."""
@@ -317,7 +321,7 @@ class _Run:
         options |= {"prompt_depths": settings.prompt_depths, "records": settings.order_records}
         if timing is not None:
             options |= asdict(timing.search)
-        cost = self.cost if timing is None or timing.cost is None else CostModel.from_dict(timing.cost)
+        cost = self.cost if timing is None else CostModel.from_dict(timing.cost)
         document = calibrate(
             self.loaded,
             records.train,

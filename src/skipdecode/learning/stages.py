@@ -66,13 +66,13 @@ class FullDepth:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a step of decoding costs, a `CostModel` as JSON, and the search that fits into the time.
+    """The cost of a step of decoding, a `CostModel` as JSON, and the search that fits into the time.
 
     `target` is the speed-up of steps with which whole requests reach the speed-up that is asked for.
     """
 
     label: ClassVar = "timing"
-    cost: dict[str, Any] | None
+    cost: dict[str, Any]
     target: float
     search: SearchSize
 
