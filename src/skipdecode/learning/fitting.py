@@ -206,8 +206,8 @@ class _Sweep:
             return
         self._in_haste = True
         answers = sum(int(batch.attention_mask[:, self._crossing(batch) :].sum()) for batch in self._batches)
-        # As many tokens as a bridge has columns, and as its rank needs.
-        least = math.ceil(count * max(self._width, self._options.fit_rank + 1) / answers)
+        # As many tokens as a bridge has columns.
+        least = math.ceil(count * (self._width + 1) / answers)
         chosen = spread_over(count, min(count, max(least, round(count * left / seconds), 1)))
         self._inputs.clear()  # which are sums over all texts
         lists: list[list[Any]] = [self._batches, self._calls, *self._states.values(), *self._prompts.values()]
@@ -294,7 +294,7 @@ class _Sweep:
         if rank == 0:
             mean = (cross.sum(0)[-1] / inputs.gram.sum(0)[-1, -1]).float()
             return Bridge(mean.new_zeros(0, self._width), mean.new_zeros(self._width, 0), mean)
-        matrix, bias = inputs.solve(cross, least=rank + 1)
+        matrix, bias = inputs.solve(cross, least=min(rank, self._width) + 1)
         # The directions of the output that carry most of what the map adds.
         _, vectors = torch.linalg.eigh(matrix @ inputs.gram.sum(0)[:-1, :-1] @ matrix.T)
         up = vectors[:, -min(rank, self._width) :]
