@@ -315,8 +315,7 @@ class SelfGeneratedData:
         ids = self.llm.tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) < _LEAST_TOKENS:
             return "too short" if output["finish_reason"] == "eos" else "not ended"
-        grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
-        return "repetitive" if len(set(grams)) < _LEAST_DISTINCT * len(grams) else ""
+        return "repetitive" if is_repetitive(ids) else ""
 
 
 def _alone(record: Record, index: int) -> Record:
@@ -336,6 +335,12 @@ def _cut(output: OutputRecord) -> OutputRecord:
         return output
     whole = without_broken_end(output["text"])
     return output if whole == output["text"] else {**output, "text": whole, "finish_reason": "eos"}
+
+
+def is_repetitive(tokens: Sequence[int]) -> bool:
+    """Whether a text repeats itself so much that it teaches loops: too few of its runs of four tokens are different."""
+    grams = [tuple(tokens[i : i + _GRAM]) for i in range(len(tokens) - _GRAM + 1)]
+    return len(set(grams)) < _LEAST_DISTINCT * len(grams)
 
 
 def without_broken_end(text: str) -> str:

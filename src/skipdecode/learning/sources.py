@@ -31,6 +31,7 @@ from skipdecode.generation.self_generated import (
     DEV_FILE,
     TEST_FILE,
     TRAIN_FILE,
+    is_repetitive,
     open_prompts,
     own_answers,
     without_broken_end,
@@ -150,7 +151,7 @@ class Sources:
     def answer_records(self, responses: LearningRecords, loaded: LoadedModel, until: float) -> LearningRecords:
         """The prompts of given records with the model's greedy answers at full depth, as many as the time allows.
 
-        An answer that is longer than any response is cut after its last whole sentence.
+        An answer that is longer than any response is cut after its last whole sentence, or left out if it is a loop.
         """
         options = replace(responses.options, bad_records="skip")
         template, directory = make_template(options), self._out / "answers"
@@ -168,7 +169,7 @@ class Sources:
         backend = in_w8a8(backend) or backend  # its answers are as good, and take half of the time
         # That of another tuning at full depth is replaced.
         log = ResumeLog(directory / _ANSWERS_LOG, about, what="answers", remedy=ANEW, restart=True)
-        answered, distributions = [], dict[TextKey, TeacherTopK]()
+        answered, loops, distributions = [], 0, dict[TextKey, TeacherTopK]()
         with closing(log), progress_bar(len(examples), "answer") as bar:
             answers = greedy_answers(
                 backend,
@@ -180,10 +181,15 @@ class Sources:
                 progress=bar.update,
             )
             for example, (tokens, taught) in zip(examples, answers, strict=False):
+                if tokens[-1] not in ends and is_repetitive(tokens):
+                    loops += 1
+                    continue
                 distributions[text_key(example.prompt, tokens)] = taught
                 text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
                 text = text if tokens[-1] in ends else without_broken_end(text)
                 answered += [replace(records[example.id], references=(text,))] if text else []
+        if loops:
+            note(f"{loops} answers are left out: they repeat themselves up to the limit of {most} tokens")
         if len({record.line for record in answered}) < _LEAST_ANSWERED:
             note(f"{len(answered)} prompts are answered in time, which are too few to learn: the responses are learned")
             return responses
