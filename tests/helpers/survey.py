@@ -29,7 +29,7 @@ from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import heading
-from skipdecode.engine.model_spec import READERS
+from skipdecode.engine.model_reader import READERS
 from skipdecode.errors import UsageError
 from skipdecode.models.families import _REFUSED, FAMILIES, Family, keys_and_values, lenders, lent_last
 from skipdecode.models.loading.export import cut_model

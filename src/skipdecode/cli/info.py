@@ -57,7 +57,7 @@ def _about(config: Config) -> Json:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from skipdecode.engine.model_spec import read_model
+    from skipdecode.engine.model_reader import read_model
     from skipdecode.errors import UnfitModelError
     from skipdecode.generation.stats import schedule_line
     from skipdecode.models.families import decoder_layers, projection, projects
@@ -104,7 +104,7 @@ def _result(config: Config) -> str | None:
 
 
 def _types() -> Json:
-    from skipdecode.engine.model_spec import READERS
+    from skipdecode.engine.model_reader import READERS
     from skipdecode.models.families import FAMILIES
 
     return {"fast engine": ", ".join(sorted(READERS)), "transformers": ", ".join(sorted(FAMILIES.keys() - READERS))}

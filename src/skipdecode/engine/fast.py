@@ -30,11 +30,10 @@ class FastEngine(Engine):
 
     Sequences of any age and schedule share a step, and prompts join it in chunks.
 
-    `model`: a causal LM with a fast path (`model_spec.READERS`); its projection weights are fused in place. `max_rows`:
-    most sequences in a step. `refill_below`, `in_order`: see `Scheduler`. `prompt_tokens`: most prompt tokens of a
-    forward; it bounds the buffers, and the time that a sequence waits for its next token. `prefix_cache`: keep keys
-    and values of prompts for prompts with the same beginning and prompt layers (`skipdecode.engine.kv`); the output
-    does not change.
+    `model`: a causal LM with a fast path (`model_reader.READERS`); its projection weights are fused in place.
+    `max_rows`: most sequences in a step. `refill_below`, `in_order`: see `Scheduler`. `prompt_tokens`: most prompt
+    tokens of a forward; it bounds the buffers, and the time that a sequence waits for its next token. `prefix_cache`:
+    keep keys and values of prompts for prompts with the same beginning and prompt layers; the output does not change.
 
     Raises UnfitModelError: the model has no fast path, or the kernels cannot run here; ScheduleError: the schedule is
     for another number of layers.

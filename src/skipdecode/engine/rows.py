@@ -87,8 +87,8 @@ class TokenRows(NamedTuple):
     `num_logits` rows at the end need logits; the last `num_sampled` of them choose next tokens. `scored` are spans of
     prompts whose tokens are scored, each with the number of its first row with logits. `bridged`: the first row that
     takes the bridges of the layers that it skips. `tops`, if given, has for each row with logits the number of top
-    tokens whose logits are enough. `before` is that of `StackInput`, and `prompt` are the layers that prompt tokens
-    run, if these are a set of their own.
+    tokens whose logits are enough. `context_rows` is that of `StackInput`, and `prompt` are the layers that prompt
+    tokens run, if these are a set of their own.
     """
 
     tokens: list[int]
@@ -100,7 +100,7 @@ class TokenRows(NamedTuple):
     scored: tuple[tuple[int, Span], ...] = ()
     bridged: int = 0
     tops: list[int] | None = None
-    before: list[list[int]] | None = None
+    context_rows: list[list[int]] | None = None
     prompt: tuple[int, ...] | None = None
 
 
@@ -140,7 +140,7 @@ def token_rows(chunks: list[Chunk], num_layers: int, context_tokens: int = 0) ->
         bridged=first_sampled if own else 0,
         # One row that takes all logits has the whole head read, and the others have theirs for next to nothing.
         tops=tops if all(tops) and not scored else None,
-        before=_rows_before(slots, positions, context_tokens) if context_tokens else None,
+        context_rows=_context_rows(slots, positions, context_tokens) if context_tokens else None,
         prompt=own.run if own else None,
     )
     return rows, sampled
@@ -184,7 +184,7 @@ def _layer_rows(spans: list[Span], num_layers: int) -> list[LayerRows]:
     return [LayerRows(s, e if r < 0 else r, e) for s, r, e in zip(stored, runs, ends, strict=True)]
 
 
-def _rows_before(slots: list[int], positions: list[int], context_tokens: int) -> list[list[int]]:
+def _context_rows(slots: list[int], positions: list[int], context_tokens: int) -> list[list[int]]:
     """Map each row of a forward to the rows of the `context_tokens` tokens before it; -1 where there is none."""
     rows = {token: row for row, token in enumerate(zip(slots, positions, strict=True))}
     return [[rows.get((slot, position - n), -1) for n in range(1, context_tokens + 1)] for slot, position in rows]

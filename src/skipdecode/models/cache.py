@@ -58,7 +58,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         self._freed: dict[int, tuple[float, int]] = {}  # by layer: `_sizes`
         self._projecting = False
         self._projected = 0  # columns of this forward that the current layer has stored in earlier calls
-        self.taps: dict[int, Tensor] = {}  # by layer with a fitted map: the last prompt states, for its taps
+        self.map_context: dict[int, Tensor] = {}  # by layer with a fitted map: the last prompt states, which it reads
         self.length = 0
         self.fed: int | None = None
 
@@ -149,7 +149,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     def reset(self) -> None:
         """Remove all columns and positions."""
         self.layers = self._new_layers()
-        self._fed_to, self._freed, self.taps = {}, {}, {}
+        self._fed_to, self._freed, self.map_context = {}, {}, {}
         self.length = 0
         self.fed = self.prompt_length = self.mask = None
 

@@ -51,7 +51,7 @@ class GateState:
     steps: bool = False  # whether recurrent layers take the forward's columns one by one
     bridges: dict[int, Bridge] = field(default_factory=dict)
     maps: dict[int, PromptMap] = field(default_factory=dict)
-    taps: int = 0
+    context_tokens: int = 0
     text: tuple[Tensor, Tensor] | None = None
 
     def take_fit(self, fit: Fit | None, schedule: Schedule, layers: Sequence[nn.Module]) -> None:
@@ -61,7 +61,7 @@ class GateState:
             self.bridges, self.maps = {}, {}
             return
         fit.to(next(layers[0].parameters()).device)
-        self.taps = fit.taps
+        self.context_tokens = fit.context_tokens
         self.bridges = {n: bridge for n in numbers if (bridge := fit.bridge(n)) is not None}
         self.maps = {n: prompt_map for n in schedule.projected if (prompt_map := fit.prompt_map(prompt, n)) is not None}
 
@@ -278,7 +278,8 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
         first[:, :1] = cache.length == 0
     else:
         text, first = (marks[:, :columns].to(hidden.device) for marks in state.text)
-    features, cache.taps[index] = prompt_features(hidden, text, cache.taps.get(index), state.taps)
+    context = cache.map_context.get(index)
+    features, cache.map_context[index] = prompt_features(hidden, text, context, state.context_tokens)
     keys, values = prompt_map(features, first)
     return keys, values
 

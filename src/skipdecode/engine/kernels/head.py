@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skipdecode.engine.kernels import load_library
+from skipdecode.engine.kernels.library import load_library
 from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kernels.weights import QuantizedWeight, address, huge_pages, in_blocks, quantize
@@ -65,8 +65,8 @@ class ShortHead:
 
     def __init__(self, kernels: NativeKernels, spec: LinearSpec) -> None:
         weight: Any = spec.weight
-        self._keep: list[object] = []
-        self._full = kernels.linear_args(spec, self._keep)
+        self._owners: list[object] = []
+        self._full = kernels.linear_args(spec, self._owners)
         self._call = load_library().skipdecode_likeliest
         self.version, (size, columns) = _version(weight), weight.shape
         self._size = size
