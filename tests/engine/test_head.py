@@ -17,7 +17,7 @@ from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import head
 from skipdecode.engine.kernels.head import MOST_ROWS, MOST_WORDS, NativeHead, ShortHead
 from skipdecode.engine.kernels.spec import LinearSpec
-from skipdecode.engine.sampling import Predicted, Sampler
+from skipdecode.engine.sampling import Predictions, Sampler
 from skipdecode.models.loading.hub import load_model
 from tiny import LAYERS, tiny_model
 
@@ -219,7 +219,7 @@ def test_candidates_are_drawn_from_as_all_words_are():
     rows = [[Sampler(s, ()) for s in settings] for _ in range(2)]
     for _ in range(10):
         for i, (short, full) in enumerate(zip(*rows, strict=True)):
-            assert Predicted(found).token(i, short).token == Predicted(logits).token(i, full).token
+            assert Predictions(found).token(i, short).token == Predictions(logits).token(i, full).token
 
 
 def test_small_heads_quantised_ones_and_many_rows_take_the_full_one(monkeypatch):

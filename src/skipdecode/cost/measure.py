@@ -2,7 +2,7 @@
 
 Real steps of the package's own engine, or of transformers' forward, run under constant schedules. All kinds of step
 take turns, so that a change of the machine's speed affects all of them. The time of a decode step depends on how many
-tokens the cache holds, not on their values, so prompts are not computed before it (`Engine.fills_prompts`): they would
+tokens the cache holds, not on their values, so prompts are not computed before it (`Engine.skips_prefill`): they would
 take most of a measurement.
 """
 
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 def step_seconds(backend: Backend, schedule: Schedule, shape: Shape) -> list[float]:
     """Seconds of each of the `new` - 1 decode steps of all sequences, behind keys and values that are filled in."""
     engine = open_engine(backend, schedule, shape)
-    engine.fills_prompts = True
+    engine.skips_prefill = True
     first, *_ = engine.submit(_requests(shape))
     times: list[float] = []
     while engine.has_work:

@@ -27,7 +27,7 @@ from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels.head import Candidates, NativeHead
 from skipdecode.engine.kernels.native import NativeKernels, NativeStack, native_kernels
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, StackInput
-from skipdecode.engine.kernels.weights import Arena, Quantization, QuantizedWeight, quantize, room_of
+from skipdecode.engine.kernels.weights import Arena, Quantization, QuantizedWeight, quantize, quantized_sizes
 from skipdecode.engine.kv import PAGE_TOKENS, PagedKV
 from skipdecode.engine.model_reader import matrices, read_model
 from skipdecode.engine.requests import Request
@@ -212,9 +212,9 @@ def move_into_one_block(model: PreTrainedModel) -> None:
 
     def moves() -> Iterator[tuple[Tensor, Tensor]]:
         for parts in moved.values():
-            room = arena.take(sum(part.nbytes for part in parts)).view(first.dtype).view(-1, parts[0].shape[1])
+            rest = arena.take(sum(part.nbytes for part in parts)).view(first.dtype).view(-1, parts[0].shape[1])
             for part in parts:
-                target, room = room[: len(part)], room[len(part) :]
+                target, rest = rest[: len(part)], rest[len(part) :]
                 yield target, part.detach()
 
     for target, weight in read_in_turn(moves()):
@@ -227,8 +227,8 @@ def quantized_copies(model: PreTrainedModel, kind: Quantization) -> list[Quantiz
     """Quantised copies of a model's `matrices`, one for each, in their order; the model keeps its own."""
     read = matrices(model)
     shapes = {parts[0].data_ptr(): (sum(map(len, parts)), parts[0].shape[1]) for parts in read}
-    rooms = (size for shape in shapes.values() for size in room_of(shape, kind))
-    arena, copies = Arena(rooms, next(model.parameters()).device), dict[int, QuantizedWeight]()
+    sizes = (size for shape in shapes.values() for size in quantized_sizes(shape, kind))
+    arena, copies = Arena(sizes, next(model.parameters()).device), dict[int, QuantizedWeight]()
     for parts, part in read_in_turn((group, matrix) for group in read for matrix in group):
         if part is parts[-1] and (address := parts[0].data_ptr()) not in copies:
             copies[address] = quantize(torch.cat(parts) if len(parts) > 1 else part, kind, arena.take)
