@@ -164,9 +164,8 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
                 self._tell_cut()
             contexts.append(context[-(self.max_length + 1 - len(text)) :])
         with progress_bar(len(texts), "text", name="lm-eval", shown=not disable_tqdm) as bar:
-            how = self.llm.backend, self.schedule
-            scored = text_scores(*how, contexts, texts, self.batch_size, bar.update)
-        return [(-float(losses.sum()), bool(top.all())) for losses, top in scored]
+            scored = text_scores(self.llm.backend, self.schedule, contexts, texts, self.batch_size, bar.update)
+        return [(-float(losses.sum()), bool(best.all())) for losses, best in scored]
 
 
 if __name__ == "__main__":

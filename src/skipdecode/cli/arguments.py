@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from skipdecode.common.files import RunDirectory, check_output, held
+from skipdecode.common.files import RunDirectory, check_output, locked
 from skipdecode.common.jsonl import Json, prepared_use
 from skipdecode.common.options import Kind, Options, Reads, Writes, kinds, near
 from skipdecode.errors import OptionError, SkipDecodeError, UsageError
@@ -221,7 +221,7 @@ def claimed(config: Options) -> Iterator[None]:
                 continue
             use.check(Path(value), overwrite=overwrite)
             if all(os.environ.get(rank, "0") == "0" for rank in _RANKS):
-                stack.enter_context(held(Path(value)))
+                stack.enter_context(locked(Path(value)))
         yield
 
 

@@ -33,7 +33,7 @@ _SENDERS = {*_ROLES, "user", "system", "developer", "tool"}
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TEXTS = (*REASONING, "name", "tool_call_id")
 _TYPES = ("text", "message")  # of a message, which say nothing more than its role
-_NOTHING: tuple[object, ...] = (None, [], {})
+_EMPTY: tuple[object, ...] = (None, [], {})
 _MAY_BE_NULL = ("default", "const")  # entries of a JSON schema
 
 
@@ -92,7 +92,7 @@ def _message(where: str, value: object) -> Message:
             raise DataError(f"{where} is a call and no JSON: give an object with name and arguments")
         fields["tool_calls"], content = content, None
     for name in _TEXTS:
-        if fields.get(name) not in _NOTHING and not isinstance(fields[name], str):
+        if fields.get(name) not in _EMPTY and not isinstance(fields[name], str):
             raise DataError(f"{name!r} of {where} is {kind_of(fields[name])}: give text")
     calls = _calls(where, fields)
     if fields.get("type") in _TYPES:
@@ -108,7 +108,7 @@ def _message(where: str, value: object) -> Message:
     if calls and role != "assistant":
         raise DataError(f"{where} has 'tool_calls', which belong to an assistant's message, not to the role {role!r}")
     message = {"role": checked_text(where, role), "content": text} | ({"tool_calls": calls} if calls else {})
-    message |= {name: entry for name, entry in fields.items() if entry not in _NOTHING}
+    message |= {name: entry for name, entry in fields.items() if entry not in _EMPTY}
     return message if learned or role != "assistant" else message | {"weight": 0}
 
 

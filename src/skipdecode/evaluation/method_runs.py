@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -73,7 +73,7 @@ def generate_all(
     settings: EvaluationSettings,
     log: ResumeLog,
     *,
-    eos: set[int],
+    eos: Collection[int],
     progress: Callable[[int], None],
     until: float,
     sampling: Callable[[Method, int], Sampling] | None = None,
@@ -85,7 +85,7 @@ def generate_all(
     """
     batch_size = settings.batch_size
     tokens = {method: dict[int, list[int]]() for method in methods}
-    taken: dict[Method, list[Generation]] = {method: [] for method in methods}
+    generated: dict[Method, list[Generation]] = {method: [] for method in methods}
     groups: Iterable[tuple[Sequence[int], float]] = groups_in_time(len(prompts), batch_size, until)
     if until == math.inf:
         # An engine gets the sequences of several batches together, and sorts them into batches by length.
@@ -110,10 +110,10 @@ def generate_all(
                 break
             log.put(f"batch {number}", [asdict(g) for g in generations])
         for method, generation in zip(methods, generations, strict=True):
-            taken[method].append(replace(generation, tokens=[]))
+            generated[method].append(replace(generation, tokens=[]))
             tokens[method].update(zip(indices, generation.tokens, strict=True))
         progress(len(indices))
-    return {method: Outputs([rows[i] for i in sorted(rows)], taken[method]) for method, rows in tokens.items()}
+    return {method: Outputs([rows[i] for i in sorted(rows)], generated[method]) for method, rows in tokens.items()}
 
 
 def measured_speeds(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from secrets import token_hex
@@ -88,7 +88,7 @@ class Method:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int | Sequence[int],
-        eos: set[int],
+        eos: Collection[int],
         sampling: Sequence[Sampling] | None = None,
         rows: int = 0,
         cache_salt: str = "",

@@ -185,8 +185,8 @@ def paper_budgets(
     fewest = min(num_layers, warmup_layers + 1)  # with the last layer
     if mean < fewest:
         raise ScheduleError(
-            f"a nominal speed-up of {nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least {fewest} "
-            f"must run (the first {warmup_layers} and the last): at most {num_layers / fewest:.2f} is possible"
+            f"a nominal speed-up of {nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least "
+            f"{fewest} must run (the first {warmup_layers} and the last): at most {num_layers / fewest:.2f} is possible"
         )
     most = min(num_layers, round(mean * (1 + spread)))
     least = max(fewest, min(most, round(2 * mean) - most))
