@@ -113,7 +113,7 @@ def test_the_short_head_finds_the_words_of_the_full_one(tiles, threads, rows, wo
     found, logits = ShortHead(tiles, spec)(x, [3] * rows), run_linear(tiles, spec, x)
     assert found is not None
     assert found.best == logits.argmax(-1).tolist()
-    for row, (ids, count) in enumerate(zip(found.words, found.counts, strict=True)):
+    for row, (ids, count) in enumerate(zip(found.token_ids, found.counts, strict=True)):
         assert set(logits[row].topk(3).indices.tolist()) <= set(ids[:count].tolist())
         assert torch.equal(found.logits[row, :count], logits[row, ids[:count]])
 

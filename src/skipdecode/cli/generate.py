@@ -282,8 +282,9 @@ def _write_outputs(
     stats.rows_resumed = done
     if config.compare:
         # Before the output is put in place, so that an interrupted comparison can be resumed.
-        ours, full = (Method(llm.backend, each, exact=config.exact) for each in (llm.schedule_of(None), None))
-        stats.comparison = SpeedComparison.of(compared, ours, full, size)
+        method = Method(llm.backend, llm.schedule_of(None), exact=config.exact)
+        full = Method(llm.backend, exact=config.exact)
+        stats.comparison = SpeedComparison.of(compared, method, full, size)
     writer.finish()
     return stats
 

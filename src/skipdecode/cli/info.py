@@ -120,7 +120,7 @@ def _machine() -> Json:
     from skipdecode.models.loading import smollm2
     from skipdecode.models.loading.store import cached_models
 
-    here = environment()
+    machine = environment()
     kernels, reason = native_kernels(torch.device("cpu"), torch.float32)
     products = ""
     if kernels is not None:
@@ -128,13 +128,13 @@ def _machine() -> Json:
         products = f"{kernels.instructions}; {weights}"
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {
-        "commit": here["commit"],
-        "python": f"{here['python']}, {here['os']}",
-        "packages": ", ".join(f"{name} {version}" for name, version in here["packages"].items()),
+        "commit": machine["commit"],
+        "python": f"{machine['python']}, {machine['os']}",
+        "packages": ", ".join(f"{name} {version}" for name, version in machine["packages"].items()),
         # With the widest vectors that torch uses here, such as AVX2.
-        "cpu": f"{here['cpu']}, {here['cores']} cores, {torch.backends.cpu.get_cpu_capability()}",
-        "threads": here["threads"],
-        "memory": f"{here['memory_gib']} GiB",
+        "cpu": f"{machine['cpu']}, {machine['cores']} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": machine["threads"],
+        "memory": f"{machine['memory_gib']} GiB",
         "gpus": ", ".join(f"{gpu.name} ({byte_size(gpu.total_memory)})" for gpu in gpus) or "none",
         "CPU kernels": reason or products,
         "C++ compiler": find_compiler() or "none: install g++, or decoding is several times slower",

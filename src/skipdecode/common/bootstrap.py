@@ -136,6 +136,10 @@ class Stopwatch(Generic[Side, Lap]):
         """All laps of a side, by piece."""
         return [lap for rounds in self.rounds(side) for lap in rounds]
 
+    def seconds(self, side: Side, clock: Callable[[Lap], float]) -> float:
+        """The sum over the pieces of the median of their rounds."""
+        return sum(statistics.median(map(clock, rounds)) for rounds in self.rounds(side))
+
     def ratio(self, over: Side, under: Side, clock: Callable[[Lap], float]) -> float | None:
         """Ratio of the times of `over` and `under`: the median ratio of each piece, weighted by its seconds.
 

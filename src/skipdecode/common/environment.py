@@ -109,7 +109,7 @@ def _quotas(groups: Path, own_groups: Path) -> Iterator[float]:
     for tree, path in [(groups / names, path) for _, names, path in lines if not names or "cpu" in names.split(",")]:
         # A limit holds for all groups below. In a container the path may be the host's; the own group is then the top.
         below = (tree / path.strip("/")).relative_to(tree)
-        yield from (_quota(tree / each) for each in (below, *below.parents))
+        yield from (_quota(tree / group) for group in (below, *below.parents))
 
 
 def _quota(group: Path) -> float:

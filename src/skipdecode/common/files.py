@@ -214,10 +214,10 @@ class RunDirectory:
             raise OutputError(f"{directory} is a file: give a directory")
         check_output(directory / _LOCK)
         names = sorted(p.name for p in directory.iterdir() if p.name != _LOCK) if directory.is_dir() else []
-        left = [name for name in names if name.startswith(PARTIAL)]
+        partial = [name for name in names if name.startswith(PARTIAL)]
         # A killed run left the directory in which it made its files, and may have moved some of them.
-        killed = any((directory / name).is_dir() for name in left)
-        names = [name for name in names if name not in left]
+        killed = any((directory / name).is_dir() for name in partial)
+        names = [name for name in names if name not in partial]
         if any(self._is_mark(path, key) for pattern, key in self.marks.items() for path in directory.glob(pattern)):
             return
         if model := [name for name in names if name in _OF_MODELS]:
@@ -253,8 +253,8 @@ def locked(directory: Path) -> Iterator[None]:
         except OSError as e:
             raise OutputError(f"cannot write into {directory}: {e.strerror or e}") from None
         with closing(lock):
-            for left in filter(Path.is_dir, directory.glob(f"{PARTIAL}*")):
-                shutil.rmtree(left)
+            for partial in filter(Path.is_dir, directory.glob(f"{PARTIAL}*")):
+                shutil.rmtree(partial)
             yield
     finally:
         for parent in created:

@@ -29,7 +29,7 @@ OVERWRITE = "begin anew: replace a finished output, and what another command lef
 
 def near(name: object, known: Iterable[str]) -> str:
     """A hint with the known name that is most similar to `name`; empty if no name is similar."""
-    by_lower = {each.lower(): each for each in known}
+    by_lower = {known_name.lower(): known_name for known_name in known}
     matches = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
 

@@ -244,7 +244,7 @@ def assess(
     decode, request = texts.seconds(schedule), requests.seconds(schedule)
     least = max(1, cost.num_layers - len(schedule.drop_order))
     shortest = replace(schedule, budgets=(least,))
-    held, held_full = (geometry.kv_bytes_held(each, prompt_len, new_tokens, cost.batch) for each in (schedule, full))
+    held, held_full = (geometry.kv_bytes_held(s, prompt_len, new_tokens, cost.batch) for s in (schedule, full))
     return {
         "nominal_speedup": cost.num_layers / schedule.mean_budget(steps),
         "decode_speedup": texts.full_seconds / decode,

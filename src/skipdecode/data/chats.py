@@ -65,9 +65,7 @@ def unread_variable(tokenizer: Tokenizer, names: Iterable[str], tools: Sequence[
     """The first of these variables that the chat template does not use; None if it uses all."""
     template = str(tokenizer.get_chat_template(tools=tools))
     arguments = inspect.signature(tokenizer.apply_chat_template).parameters
-    return next(
-        (name for name in names if name in arguments or not re.search(rf"\b{re.escape(name)}\b", template)), None
-    )
+    return next((n for n in names if n in arguments or not re.search(rf"\b{re.escape(n)}\b", template)), None)
 
 
 def checked_variables(tokenizer: Tokenizer, variables: Fields | None) -> Fields:

@@ -288,7 +288,7 @@ def _example(encoder: PromptEncoder, prompt: EncodedPrompt, response: list[int],
         raise DataError(prompt.error)
     example = Example(str(record.id), tuple(prompt.token_ids), tuple(response))
     if max_length is not None and len(example) > max_length:
-        what = "response" if len(response) > max_length else "record"
+        part = "response" if len(response) > max_length else "record"
         length = f"{len(prompt.token_ids)} + {len(response)} of {max_length} tokens"
-        raise DataError(f"{what} longer than the context: {length}")
+        raise DataError(f"{part} longer than the context: {length}")
     return example

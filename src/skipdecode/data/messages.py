@@ -63,7 +63,7 @@ def read_messages(field: str, value: object) -> list[Message]:
     messages = _parsed(value)
     if not isinstance(messages, list):
         raise DataError(f"field {field!r} is {kind_of(value)}: give a list of messages")
-    read = (_message(f"message {number} of field {field!r}", each) for number, each in enumerate(messages, 1))
+    read = (_message(f"message {number} of field {field!r}", message) for number, message in enumerate(messages, 1))
     return [message for message in read if message["content"] is not None]
 
 
@@ -79,7 +79,7 @@ def has_answer(value: object) -> bool:
     messages = _parsed(value)
     if not isinstance(messages, list):
         return True
-    roles = [_known(each.get("role", each.get("from"))) for each in messages if isinstance(each, Mapping)]
+    roles = [_known(message.get("role", message.get("from"))) for message in messages if isinstance(message, Mapping)]
     return any(role in _ASSISTANT for role in roles)
 
 
@@ -186,7 +186,7 @@ def chat_fields(row: Fields, *, chat: bool) -> Json:
 
 
 def _objects(where: str, value: object) -> list[Json]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise DataError(f"{where} is {kind_of(value)}: give a list of objects")
     return value
 

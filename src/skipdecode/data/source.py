@@ -233,8 +233,9 @@ def read_file(
         elif len(record.references) == 1:
             records.append(record)
         else:
-            few = "empty response: there is nothing to learn"
-            rejects.append(Reject(record.line, "several responses: give one, as text" if record.references else few))
+            empty = "empty response: there is nothing to learn"
+            reason = "several responses: give one, as text" if record.references else empty
+            rejects.append(Reject(record.line, reason))
     check_usable(name, records, rejects, skip_bad=skip_bad)
     return Records(tuple(records), tuple(rejects), name, digest, stream)
 

@@ -205,7 +205,7 @@ class PromptTemplate:
 
 def are_token_ids(value: object) -> bool:
     """Whether a value is a list of whole numbers, and not empty."""
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _fields_of(text: str) -> tuple[str, ...]:

@@ -211,8 +211,8 @@ class Planner:
         seconds = self.forwards[depth]
         if (alone := seconds(rows)) is None:
             return math.inf
-        more = (2**power for power in range(int(math.log2(MOST_DRAFTS * rows)) + 1))
-        least = min(_GAIN * rows * ((seconds(rows + count) or 0.0) / alone - 1) / count for count in more)
+        draft_counts = (2**power for power in range(int(math.log2(MOST_DRAFTS * rows)) + 1))
+        least = min(_GAIN * rows * ((seconds(rows + count) or 0.0) / alone - 1) / count for count in draft_counts)
         return least if least < _MOST_CHANCE else math.inf
 
     def plan(self, rows: int, depth: int, drafters: Iterable[Drafter]) -> dict[Drafter, int]:

@@ -121,8 +121,6 @@ class GatedEngine(Engine):
         self.stats.step_seconds += time.perf_counter() - start
         return outputs
 
-    # ------------------------------------------------------------------ batches
-
     def _next_batch(self) -> _Batch:
         """Waiting sequences with the schedule of the sequence that has waited longest."""
         schedule = self._waiting[0].schedule
@@ -180,13 +178,13 @@ class GatedEngine(Engine):
         batch.ids, batch.mask = ids[:, :1], mask[:, :1]
         logits = self._logits(batch)
         batch.ids, batch.mask = ids, mask
-        if more := ids.shape[1] - 1:
+        if others := ids.shape[1] - 1:
             for index, held in enumerate(batch.cache.layers):
-                batch.cache.run_state(index, more)
+                batch.cache.run_state(index, others)
                 if batch.cache.tokens_held(index):
-                    first = (part[:, :, :1].expand(-1, -1, more, -1) for part in (held.keys, held.values))
+                    first = (part[:, :, :1].expand(-1, -1, others, -1) for part in (held.keys, held.values))
                     batch.cache.update(*first, index)
-            batch.cache.advance([PROMPT] * more)
+            batch.cache.advance([PROMPT] * others)
         return logits
 
     def _logits(self, batch: _Batch, *, all_columns: bool = False) -> Tensor:
@@ -215,16 +213,16 @@ class GatedEngine(Engine):
             stats.token_layers += rows * layers
         stats.note_kv(batch.cache.kv_bytes(), batch.cache.kv_bytes_full())
 
-    def _retain(self, stays: list[bool]) -> None:
+    def _retain(self, unfinished: list[bool]) -> None:
         """Remove finished sequences from the batch and its cache."""
         batch = self._batch
-        if batch is None or all(stays):
+        if batch is None or all(unfinished):
             return
-        batch.rows = [row for row, stay in zip(batch.rows, stays, strict=True) if stay]
+        batch.rows = [row for row, keep in zip(batch.rows, unfinished, strict=True) if keep]
         if not batch.rows:
             self._batch = None
             return
-        chosen = torch.tensor([i for i, stay in enumerate(stays) if stay], device=batch.ids.device)
+        chosen = torch.tensor([i for i, keep in enumerate(unfinished) if keep], device=batch.ids.device)
         batch.ids, batch.mask = batch.ids[chosen], batch.mask[chosen]
         batch.cache.reorder_cache(chosen)
 
@@ -233,5 +231,5 @@ def left_pad(prompts: Iterable[tuple[int, ...]], device: torch.device) -> tuple[
     """Token ids and attention mask, each (rows, longest prompt), with zeros on the left."""
     rows = [torch.tensor(prompt, device=device) for prompt in prompts]
     masks = [torch.ones_like(row) for row in rows]
-    tokens, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (rows, masks))
+    tokens, mask = (pad_sequence(values, batch_first=True, padding_side="left") for values in (rows, masks))
     return tokens, mask

@@ -157,10 +157,7 @@ class PagedKV:
         shared = self._shared[sequence.slot]
         first = len(shared)
         self.prefixes.match(sequence, shared)
-        for index in range(first, len(shared)):
-            self._set_pages(sequence.slot, index, shared[index])
-        if len(shared) > first:
-            self.prefixes.touch(shared)
+        self._use_blocks(sequence.slot, first)
         return sequence.ran + (len(shared) - first) * self.layout.page_tokens
 
     def cache_prefix(self, sequence: Sequence, end: int) -> None:
@@ -174,12 +171,14 @@ class PagedKV:
             block = self.prefixes.add(sequence, shared, pages)
             if block.pages is not pages:  # another sequence was first: the same numbers, held once
                 self._free.extend(pages.values())
-            self._set_pages(sequence.slot, index, block)
+        self._use_blocks(sequence.slot, first)
+
+    def _use_blocks(self, slot: int, first: int) -> None:
+        """Use the pages of a sequence's blocks, from number `first` on, in place of its own if it has them."""
+        shared = self._shared[slot]
+        for index in range(first, len(shared)):
+            for layer, page in shared[index].pages.items():
+                self._held[slot][layer][index : index + 1] = [page]
+                self.table[layer, slot, index] = page
         if len(shared) > first:
             self.prefixes.touch(shared)
-
-    def _set_pages(self, slot: int, index: int, block: Block) -> None:
-        """Make a block the pages number `index` of a sequence, in place of its own pages if it has them."""
-        for layer, page in block.pages.items():
-            self._held[slot][layer][index : index + 1] = [page]
-            self.table[layer, slot, index] = page

@@ -87,15 +87,15 @@ class Sampler:
     def pick_among(self, candidates: Candidates, row: int) -> int | None:
         """The next token, if the candidates of a row decide it; else None, and nothing has changed."""
         count = candidates.counts[row]
-        words, logits = candidates.words[row, :count], candidates.logits[row, :count]
+        token_ids, logits = candidates.token_ids[row, :count], candidates.logits[row, :count]
         if self._generator is not None:
-            return int(words[self.pick(logits)])
+            return int(token_ids[self.pick(logits)])
         best, order = logits.sort(descending=True, stable=True)
         least = best[min(self.top, count) - 1]
         if self.is_plain_greedy:
-            return next((token for token in words[order[best >= least]].tolist() if self.accepts(token)), None)
+            return next((token for token in token_ids[order[best >= least]].tolist() if self.accepts(token)), None)
         # No logit rises, so a token that is no candidate stays below the least of the top ones.
-        changed = self._changed(torch.full((candidates.size,), -math.inf).index_copy_(0, words, logits))
+        changed = self._changed(torch.full((candidates.size,), -math.inf).index_copy_(0, token_ids, logits))
         token = int(changed.argmax())
         if changed[token] < least:
             return None

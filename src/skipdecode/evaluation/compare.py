@@ -67,7 +67,7 @@ def compare_runs(
             signatures = [run.data["metrics"][metric]["signature"] for run in (first, other)]
             if signatures[0] != signatures[1]:
                 paths = f"{first.path} and {other.path}"
-                raise DataError(f"{metric} of {paths} was scored differently: {' and '.join(signatures)}")
+                raise DataError(f"{metric} of {paths} was scored differently: {signatures[0]} and {signatures[1]}")
             tables = first.table(metric), other.table(metric)
             result = compare(*tables, scorer_of(metric), resamples=resamples, seed=seed)
             pairs.append(Pair(first.name, other.name, metric, result))
@@ -234,7 +234,7 @@ def with_kept(rows: Sequence[Row]) -> list[Json]:
     counted = {name: score for name, score in clear.items() if name not in imprecise} or clear
     more = {"not_counted": [name for name in clear if name not in counted]}
     shares = [{name: row["scores"][name] / score for name, score in counted.items()} for row in rows]
-    return [{**row} | more | _least(row, each) for row, each in zip(rows, shares, strict=True)]
+    return [{**row} | more | _least(row, of_row) for row, of_row in zip(rows, shares, strict=True)]
 
 
 def best_scores(rows: Sequence[Row]) -> dict[str, float]:
@@ -261,9 +261,9 @@ def _least(row: Row, shares: Mapping[str, float]) -> Json:
     if not shares:
         return {"kept": None, "kept_interval": None}
     name, kept = min(shares.items(), key=lambda entry: entry[1])
-    own = row.get("shares", {}).get(name)
-    known = own is not None and not row["full_depth"] and math.isclose(own["estimate"], kept, rel_tol=1e-6)
-    return {"kept": kept, "kept_interval": {"low": own["low"], "high": own["high"]} if known else None}
+    share = row.get("shares", {}).get(name)
+    known = share is not None and not row["full_depth"] and math.isclose(share["estimate"], kept, rel_tol=1e-6)
+    return {"kept": kept, "kept_interval": {"low": share["low"], "high": share["high"]} if known else None}
 
 
 def fastest_that_keeps(rows: Sequence[Row], share: float, speed: str = "request_speedup") -> Row | None:

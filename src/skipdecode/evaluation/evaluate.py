@@ -269,7 +269,11 @@ class _Evaluation:
         options = self.options
         if options.metrics:
             raise UsageError("metrics needs records with references: give data, a task, or leave it out")
-        source = _prompt_source(prompts)
+        source: PromptSource | None = None
+        if isinstance(prompts, str | Path):
+            source = PromptSource.open(str(prompts)).filled()
+        elif prompts is not None:
+            source = PromptSource.of_prompts(prompts).filled()
         requested = self._chosen(options.max_new_tokens or ReferenceFreeEvaluation.TOKENS)
         requested = requested if self.schedules else list(self.checkpoint.tuned_under)
         schedules = [schedule for schedule in requested if not schedule.is_full]
@@ -343,10 +347,3 @@ def _check_template(loaded: LoadedModel, task: Task) -> None:
     tuned = loaded.checkpoint.recipe.template
     if tuned is not None and (tuned.text, tuned.chat) != (task.prompt, task.chat):
         note(f"the model was tuned with the template {tuned.text!r}, chat={tuned.chat}; the task has another template")
-
-
-def _prompt_source(prompts: str | Path | Sequence[str] | None) -> PromptSource | None:
-    """The prompts, opened; None if the model draws them."""
-    if isinstance(prompts, str | Path):
-        return PromptSource.open(str(prompts)).filled()
-    return None if prompts is None else PromptSource.of_prompts(prompts).filled()

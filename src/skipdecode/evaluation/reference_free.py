@@ -151,12 +151,8 @@ class ReferenceFreeEvaluation:
         skip_bad = self.options.bad_records == "skip"
         about = self.base, template, self._generated, self.source, out, seed, skip_bad, self.options.overwrite
         data = SelfGeneratedData(*about)
-        learned = (
-            row
-            for file in (TRAIN_FILE, DEV_FILE)
-            if (loaded.checkpoint.own_folder / file).is_file()
-            for _, row in read_rows(loaded.checkpoint.own_folder / file)
-        )
+        files = (loaded.checkpoint.own_folder / file for file in (TRAIN_FILE, DEV_FILE))
+        learned = (row for file in files if file.is_file() for _, row in read_rows(file))
         rows = (row for row in learned if isinstance(row, dict) and row.keys() >= set(template.fields))
         records = data.prompts(map(template.render, rows))
         room = prompt_room(context_length(base.model.config), self._generated.self_tokens)
@@ -172,13 +168,11 @@ class ReferenceFreeEvaluation:
         all_texts = [text for method in texts for text in texts[method]]
         with progress_bar(len(all_texts), "text", name="perplexity") as bar:
             pairs = prompts * len(texts), all_texts
-            scores = text_scores(base.backend, base.schedule, *pairs, self.options.batch_size, bar.update)
-            scored = iter([score.losses for score in scores])
-        losses = {method: list(islice(scored, len(prompts))) for method in texts}
+            scores = iter(text_scores(base.backend, base.schedule, *pairs, self.options.batch_size, bar.update))
+        losses = {m: token_sums([score.losses for score in islice(scores, len(prompts))]) for m in texts}
         table = []
         for method, outputs in texts.items():
-            tables = token_sums(losses[base]), token_sums(losses[method])
-            perplexity = compare(*tables, lambda total: math.exp(ratio_of_sums(total)), **draws)
+            perplexity = compare(losses[base], losses[method], lambda total: math.exp(ratio_of_sums(total)), **draws)
             row: dict[str, Any] = {
                 "name": method.name,
                 **{n: value for n, value in method.settings().items() if n == "quantization"},

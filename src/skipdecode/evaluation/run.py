@@ -227,12 +227,12 @@ class TaskEvaluation:
     def _teacher_forced(self, method: Method, full_tokens: Texts) -> dict[str, Table]:
         """The loss of references, and fidelity along full depth's outputs if there are any."""
         with self._bar("teacher-forced", 2 if full_tokens else 1) as bar:
-            batches: dict[str, Any] = {"batch_size": self.settings.batch_size, "advance": bar.update}
-            scored = text_scores(method.backend, method.schedule, self.prompts, self._first_references(), **batches)
+            batching = self.settings.batch_size, bar.update
+            scored = text_scores(method.backend, method.schedule, self.prompts, self._first_references(), *batching)
             tables = {"loss": token_sums([losses for losses, _ in scored])}
             if full_tokens:
                 measure = partial(token_fidelity, self.model, method.schedule)
-                rows = measure_in_batches(measure, self.prompts, full_tokens, **batches)
+                rows = measure_in_batches(measure, self.prompts, full_tokens, *batching)
                 tables |= {name: token_sums([row[name] for row in rows]) for name in ("top1_agreement", "kl")}
         return tables
 

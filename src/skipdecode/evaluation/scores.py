@@ -123,8 +123,7 @@ def text_scores(
         engine = backend.engine(schedule, max_rows=batch_size, in_order=True, prefix_cache=True)
         ahead = max(1, _FORCED_ROWS // batch_size - 1)
         scored = _decoded_scores(engine, backend.fast.vocab_size, *ordered, ahead, advance)
-    scores = dict(zip(order, scored, strict=True))
-    empty = TokenScores(np.empty(0), np.empty(0, bool))
+    scores, empty = dict(zip(order, scored, strict=True)), TokenScores(np.empty(0), np.empty(0, bool))
     return [scores.get(i, empty) for i in range(len(texts))]
 
 

@@ -14,10 +14,10 @@ from skipdecode.data.messages import chat_fields
 from skipdecode.data.records import ReadRow, Record, RecordSettings
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.template import PromptTemplate
-from skipdecode.engine.requests import Request, Sampling
+from skipdecode.engine.requests import Sampling
 from skipdecode.errors import DataError, OptionError, UsageError
 from skipdecode.generation.calls import Call, CallReader, call_form
-from skipdecode.generation.decoding import Output
+from skipdecode.generation.decoding import Output, positive
 
 _NAME = "OpenAI's batches"
 _SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
@@ -82,8 +82,7 @@ def _settings_of(body: Mapping[str, Any]) -> RecordSettings:
 def _check_numbers(fields: Mapping[str, Any]) -> None:
     """Raise OptionError for a number of tokens, answers or calls that is not accepted."""
     for name in filter(fields.__contains__, _LENGTHS):
-        if (accepted := kinds(Request)["max_new_tokens"].refuses(fields[name])) is not None:
-            raise OptionError(name, fields[name], accepted)
+        positive(name, fields[name])
     if (count := fields.get("n", 1)) is True or count != 1:
         raise OptionError("n", count, "1, or one line for each answer")
     if not isinstance(several := fields.get("parallel_tool_calls", True), bool):

@@ -203,7 +203,7 @@ class Fit(nn.Module):
             raise FitError(f"is no fit of format {FIT_FORMAT}, the one that is accepted")
         sets = about.get("prompts")
         if not isinstance(sets, list) or not all(
-            isinstance(each, list) and all(type(number) is int for number in each) for each in sets
+            isinstance(layers, list) and all(type(number) is int for number in layers) for layers in sets
         ):
             raise FitError("'prompts' is no list of lists of whole numbers")
         groups: dict[str, dict[int, dict[str, Tensor]]] = {f"maps.{number}": {} for number in range(len(sets))}
@@ -225,12 +225,9 @@ class Fit(nn.Module):
         return cls(num_layers, hidden_size, bridges, prompts, context_tokens, settings)  # type: ignore[arg-type]
 
     def _check(self) -> None:
-        sizes = (
-            (self.num_layers, 1, math.inf),
-            (self.hidden_size, 1, math.inf),
-            (self.context_tokens, 0, MAX_CONTEXT_TOKENS),
-        )
-        for name, (value, least, most) in zip(_SIZES, sizes, strict=True):
+        values = self.num_layers, self.hidden_size, self.context_tokens
+        ranges = (1, math.inf), (1, math.inf), (0, MAX_CONTEXT_TOKENS)
+        for name, value, (least, most) in zip(_SIZES, values, ranges, strict=True):
             if type(value) is not int or not least <= value <= most:
                 up_to = "or more" if most == math.inf else f"to {most}"
                 raise FitError(f"{name}={value!r} is not accepted: give a whole number, {least} {up_to}")
@@ -316,9 +313,9 @@ def fit_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     """Split a model's state into the state without the trained fit, and the state of the fit."""
     weights, fitted = {}, {}
     for name, tensor in state.items():
-        before, mark, own = name.rpartition(f"{_MODULE}.")
+        before, mark, part = name.rpartition(f"{_MODULE}.")
         if mark and (not before or before.endswith(".")):
-            fitted[own] = tensor
+            fitted[part] = tensor
         else:
             weights[name] = tensor
     return weights, fitted

@@ -70,17 +70,12 @@ class PromptMaps:
 def prompt_maps(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, PromptMaps]:
     """Maps of a fit for the prompts of schedules, by layer; empty where it has none."""
     sets = () if fit is None else [p for p in fit.prompt_sets if any(s.prompt_layers() == p for s in schedules)]
-    by_layer = {}
+    by_layer, also_projects = {}, False
     for layer in sorted({layer for s in schedules for layer in s.projected} if sets else ()):
         maps = tuple(fit.prompt_map(prompt, layer) for prompt in sets)  # type: ignore[union-attr]
         mapped = {prompt: n for n, prompt in enumerate(sets) if maps[n] is not None}
         by_layer[layer] = maps, tuple(mapped.get(s.prompt_layers(), -1) for s in schedules)
-    also_projects = any(
-        index < 0
-        for layer, (_, indices) in by_layer.items()
-        for index, schedule in zip(indices, schedules, strict=True)
-        if layer in schedule.projected
-    )
+        also_projects |= any(layer in s.projected and s.prompt_layers() not in mapped for s in schedules)
     return {layer: PromptMaps(maps, indices, also_projects) for layer, (maps, indices) in by_layer.items() if any(maps)}
 
 
@@ -138,8 +133,8 @@ class KeyProjection(nn.Module):
         keys, values = projected.chunk(2, -1)  # type: ignore[union-attr]
         keys = keys.contiguous()
         if self.key_norm is not None:
-            each = self.key_norm.weight.numel() == self.shape[-1]  # else over all heads at once
-            keys = self.key_norm(keys.view(self.shape) if each else keys).view(-1, self.width)
+            by_head = self.key_norm.weight.numel() == self.shape[-1]  # else over all heads at once
+            keys = self.key_norm(keys.view(self.shape) if by_head else keys).view(-1, self.width)
         if self.rotary is not None:
             # The keys stand for the queries too, which not every kind of rotation can do without.
             keys = self.rotary(positions, keys.clone(), keys)[1]
@@ -327,11 +322,10 @@ class ContextMemory:
 
     def _grown(self, stop: tuple[int, ...], like: Tensor) -> Tensor:
         """The memory of a stop, large enough for the step."""
-        memory = self._memory.get(stop)
-        if memory is None or len(memory) < self._size:
-            larger = like.new_zeros(max(self._size, 0 if memory is None else 2 * len(memory)), like.shape[1])
-            if memory is not None:
-                larger[: len(memory)] = memory
+        memory = self._memory.get(stop, like[:0])
+        if len(memory) < self._size:
+            larger = like.new_zeros(max(self._size, 2 * len(memory)), like.shape[1])
+            larger[: len(memory)] = memory
             memory = self._memory[stop] = larger
         return memory
 

@@ -82,6 +82,9 @@ class LayerArgs(ctypes.Structure):
     )
 
 
+_Layers = ctypes.Array[LayerArgs]
+
+
 class StackArgs(ctypes.Structure):
     """A stack of decoder layers; see kernels.h for its fields."""
 
@@ -156,7 +159,7 @@ class NativeKernels:
             self._add_fit(arguments, fit, owners)
         return NativeStack(self._stack, arguments, owners, 0 if fit is None else fit.context_tokens)
 
-    def _add_fit(self, layers: ctypes.Array[LayerArgs], fit: FitSpec, owners: list[object]) -> None:
+    def _add_fit(self, layers: _Layers, fit: FitSpec, owners: list[object]) -> None:
         for index, (down, up) in fit.bridges.items():
             args = layers[index]
             args.down, args.up = self.linear_args(down, owners), self.linear_args(up, owners)
@@ -193,11 +196,7 @@ class NativeStack:
     """A stack of layers as a callable, with its buffers and the arguments whose addresses the C++ code holds."""
 
     def __init__(
-        self,
-        function: Callable[[int], None],
-        layers: ctypes.Array[LayerArgs],
-        owners: list[object],
-        context_tokens: int,
+        self, function: Callable[[int], None], layers: _Layers, owners: list[object], context_tokens: int
     ) -> None:
         self._function, self._layers, self._owners = function, layers, owners
         self._attention = next(layer.attention for layer in layers if not layer.attention.taps)
