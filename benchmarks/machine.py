@@ -15,8 +15,8 @@ import torch
 
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.engine.fast_model import FastModel
-from skipdecode.engine.kernels import KernelBuildError, load_library
 from skipdecode.engine.kernels.head import MOST_ROWS
+from skipdecode.engine.kernels.library import KernelBuildError, load_library
 from skipdecode.engine.kernels.native import native_kernels
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kernels.weights import quantize

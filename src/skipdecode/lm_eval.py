@@ -97,8 +97,8 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         Raises UsageError: the file has responses of another model or schedule.
         """
         super().set_cache_hook(cache_hook)
-        ours = {"model": self.llm.loaded.checkpoint.name, **self.get_model_info()}
-        if self.cache_hook.dbdict.setdefault("skipdecode", ours) != ours:
+        identity = {"model": self.llm.loaded.checkpoint.name, **self.get_model_info()}
+        if self.cache_hook.dbdict.setdefault("skipdecode", identity) != identity:
             raise UsageError("the file of use_cache has responses of another model or schedule: give another path")
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -132,8 +132,8 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
         room, ids = prompt_room(self.max_length, new) or 0, self.tok_encode(context)
         while len(ids) > room:
             self._tell_cut()
-            places = self.tokenizer(context, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
-            context = context[places[len(ids) - room - 1][1] :]
+            offsets = self.tokenizer(context, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+            context = context[offsets[len(ids) - room - 1][1] :]
             ids = self.tok_encode(context)
         return context
 
@@ -164,9 +164,8 @@ class SkipDecodeLM(TemplateLM):  # type: ignore[misc]
                 self._tell_cut()
             contexts.append(context[-(self.max_length + 1 - len(text)) :])
         with progress_bar(len(texts), "text", name="lm-eval", shown=not disable_tqdm) as bar:
-            how = self.llm.backend, self.schedule
-            scored = text_scores(*how, contexts, texts, self.batch_size, bar.update)
-        return [(-float(losses.sum()), bool(top.all())) for losses, top in scored]
+            scored = text_scores(self.llm.backend, self.schedule, contexts, texts, self.batch_size, bar.update)
+        return [(-float(losses.sum()), bool(best.all())) for losses, best in scored]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import torch
 from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine.kernels import instructions, load_library, targets
+from skipdecode.engine.kernels import targets
+from skipdecode.engine.kernels.library import instructions, load_library
 from skipdecode.engine.kernels.targets import find_compiler
 from skipdecode.models.families import FAMILIES, decoder_layers, projection
 from skipdecode.models.loading.store import add_model

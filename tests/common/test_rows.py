@@ -114,9 +114,9 @@ def test_old_line_ends_are_refused_by_name(tmp_path: Path, name: str):
     with pytest.raises(DataError, match="CR alone"):
         PromptSource.open(str(written(tmp_path / name, lines)))
     whole = written(tmp_path / "z.txt", lines.replace(b"\r", b"\r\n"))
-    assert PromptSource.open(str(whole)).check()[0] == 2
+    assert PromptSource.open(str(whole)).count()[0] == 2
     long = written(tmp_path / "y.txt", b"a\rb" + b"x" * 9999 + b"\ny\n")
-    assert PromptSource.open(str(long)).check()[0] == 2
+    assert PromptSource.open(str(long)).count()[0] == 2
 
 
 def test_a_header_without_rows_is_told(tmp_path: Path):
@@ -124,7 +124,7 @@ def test_a_header_without_rows_is_told(tmp_path: Path):
     for name, what in (("x.csv", "behind its header"), ("x.txt", "not blank"), ("x.json", "no record$")):
         file = written(tmp_path / name, texts[name])
         with pytest.raises(DataError, match=what):
-            PromptSource.open(str(file)).check()
+            PromptSource.open(str(file)).count()
 
 
 @pytest.mark.parametrize("header", ["a,,b\n1,2,3\n", "a,a\n1,2\n", '"a"b,c\n1,2\n'])
@@ -156,7 +156,7 @@ def test_files_that_are_not_read_are_refused_by_name(tmp_path: Path, name: str, 
 @pytest.mark.parametrize("what", [{"prompt": "a"}, {"data": [{"prompt": "a"}]}])
 def test_an_object_in_several_lines_is_told(tmp_path: Path, what: Any):
     file = written(tmp_path / "x.json", json.dumps(what, indent=1))
-    for read in (lambda: PromptSource.open(str(file)).check(), lambda: list(read_rows(file))):
+    for read in (lambda: PromptSource.open(str(file)).count(), lambda: list(read_rows(file))):
         with pytest.raises(DataError, match="one JSON object in several lines"):
             read()
 
@@ -233,7 +233,7 @@ def test_files_of_pandas_and_datasets_are_read(tmp_path: Path, name: str):
     assert [{**row, "n": int(row["n"])} for row in rows] == ROWS
     source = PromptSource.open(str(tmp_path / name))
     assert [record.prompt for record in source.records()] == ["abc", "def"]
-    assert source.check()[0] == 2
+    assert source.count()[0] == 2
 
 
 def test_what_may_be_two_tables_is_refused_by_name(tmp_path: Path):

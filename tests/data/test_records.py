@@ -137,7 +137,7 @@ def test_a_device_is_refused_before_it_is_read():
         with pytest.raises(DataError, match="is a device"):
             PromptSource.open("-")
     with pytest.raises(DataError, match="no prompts"):
-        PromptSource.open("/dev/null").check()
+        PromptSource.open("/dev/null").count()
 
 
 def test_a_line_of_a_pipe_that_never_ends_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -170,7 +170,7 @@ def test_a_line_of_a_pipe_that_never_ends_is_not_copied(tmp_path: Path, monkeypa
 def test_the_check_of_an_input_knows_its_digest_without_another_reading(format: str, data: bytes):
     file = io.BytesIO(data)
     source = PromptSource(Input("in." + format, file), format)
-    count, first = source.check()
+    count, first = source.count()
     assert (count, first.prompt) == (3, "a")
     file.truncate(0)
     assert source.fingerprint["sha256"] == hashlib.sha256(data).hexdigest()
@@ -239,7 +239,7 @@ def test_fields_that_are_not_in_the_prompts_are_named_once(capsys: Any):
 def test_the_prompt_of_a_record_is_that_of_its_shape():
     alpaca = {"instruction": "To French", "input": "dog", "output": "chien", "text": "To French dog chien"}
     assert prompts_of([{"text": "hi"}, alpaca]) == ["hi", "To French\n\ndog"]
-    assert PromptTemplate().record_of(alpaca).guessed == "instruction and input"
+    assert PromptTemplate().record_of(alpaca).guessed_fields == "instruction and input"
     two, text, null = prompts_of(
         [{"prompt": "p", "question": "q"}, {"messages": "hi"}, {"prompt": None, "question": "q"}]
     )
@@ -332,7 +332,7 @@ def test_memory_of_reading_and_counting_does_not_grow_with_the_rows(tmp_path: Pa
                 file.write(json.dumps({"id": f"row-{i}", "prompt": "word " * 100}) + "\n")
         source = PromptSource.open(str(path))
         tracemalloc.start()
-        assert source.check(all_usable=True)[0] == rows
+        assert source.count(all_usable=True)[0] == rows
         assert sum(1 for _ in source.records()) == rows
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

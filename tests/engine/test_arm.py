@@ -15,7 +15,7 @@ import torch
 
 from emulated import COMPILER, EMULATOR, EmulatedKernels
 from kernel_reference import compiled_with, kernels_or_skip, reference_linear, reference_stack, run_linear, stack_case
-from skipdecode.engine import kernels as package
+from skipdecode.engine.kernels import library as kernel_library
 from skipdecode.engine.kernels import targets
 from skipdecode.engine.kernels.native import NativeKernels, greedy
 from skipdecode.engine.kernels.spec import AttentionSpec, LayerRows, LinearSpec
@@ -153,7 +153,7 @@ def test_without_openmp_results_are_the_same_bit_for_bit(threads):
     kernels_or_skip()
     want = results()
     with compiled_with("-fno-openmp"):
-        library = package.load_library()
+        library = kernel_library.load_library()
         assert hasattr(library, "skipdecode_ask_threads")
         got = results()
     assert all(map(torch.equal, got, want))
@@ -192,7 +192,7 @@ def test_the_wheels_best_library_for_the_processor_is_chosen(system, features, c
         monkeypatch.setattr(Path, "read_text", lambda _: features)
     for name in wanted:
         (tmp_path / f"kernels-{name}{suffix}").touch()
-    monkeypatch.setattr(package, "TARGETS", wanted)
-    monkeypatch.setattr(package, "LIBRARY_SUFFIX", suffix)
-    monkeypatch.setattr(package, "__file__", str(tmp_path / "__init__.py"))
-    assert package._prebuilt(set(package._cpu_features().split())).name == f"kernels-{chosen}{suffix}"
+    monkeypatch.setattr(kernel_library, "TARGETS", wanted)
+    monkeypatch.setattr(kernel_library, "LIBRARY_SUFFIX", suffix)
+    monkeypatch.setattr(kernel_library, "__file__", str(tmp_path / "__init__.py"))
+    assert kernel_library._prebuilt(set(kernel_library._cpu_features().split())).name == f"kernels-{chosen}{suffix}"

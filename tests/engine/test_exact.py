@@ -188,7 +188,7 @@ REPEATED = tuple(range(5, 17)) * 3
 def test_nothing_is_drafted_where_it_does_not_pay():
     planner = planner_of(lambda rows: rows)  # a token more costs what a token costs
     drafter = planner.drafter(REPEATED)
-    drafter.look(NEW)
+    drafter.find(NEW)
     probes = [step for step in range(252) if planner.plan(1, LAYERS, [drafter])]
     assert probes == [3, 11, 27, 59, 123, 187, 251]  # once in a while one token, to learn of a change
     for rows in range(1, 65):
@@ -201,11 +201,11 @@ def test_a_sequence_whose_drafts_fail_stops_drafting_and_others_go_on():
     good, bad = (planner.drafter(REPEATED) for _ in range(2))
     for i in range(60):
         for drafter in (good, bad):
-            drafter.look(NEW)
+            drafter.find(NEW)
         good.learn(good.drafts or (5 + i % 12,))
         bad.learn((100 + i, 15, 16))
     for drafter in (good, bad):
-        drafter.look(NEW)
+        drafter.find(NEW)
     assert good.drafts
     assert bad.drafts
     counts = planner.plan(2, LAYERS, [good, bad])
@@ -217,7 +217,7 @@ def test_one_sequence_that_copies_drafts_beside_seven_that_do_not():
     planner = planner_of(lambda rows: 25 + 1.2 * rows)  # milliseconds of a step of a 0.5B model
     drafters = [planner.drafter(REPEATED), *(planner.drafter((1, 2, 3, 4)) for _ in range(7))]
     for drafter in drafters:
-        drafter.look(NEW)
+        drafter.find(NEW)
     assert planner.plan(8, LAYERS, drafters)[drafters[0]] > 1
 
 

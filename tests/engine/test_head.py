@@ -15,9 +15,9 @@ from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import head
-from skipdecode.engine.kernels.head import MOST_ROWS, MOST_WORDS, NativeHead, ShortHead
+from skipdecode.engine.kernels.head import MOST_CANDIDATES, MOST_ROWS, NativeHead, ShortHead
 from skipdecode.engine.kernels.spec import LinearSpec
-from skipdecode.engine.sampling import Predicted, Sampler
+from skipdecode.engine.sampling import Predictions, Sampler
 from skipdecode.models.loading.hub import load_model
 from tiny import LAYERS, tiny_model
 
@@ -50,11 +50,11 @@ def compare(full, short, x, tops):
             continue
         decided += 1
         assert found.best == [int(logits[i].argmax())]
-        words = found.words[0, : found.counts[0]]
-        assert torch.equal(words, words.sort().values)
-        assert torch.equal(found.logits[0, : found.counts[0]], logits[i, words])
+        token_ids = found.token_ids[0, : found.counts[0]]
+        assert torch.equal(token_ids, token_ids.sort().values)
+        assert torch.equal(found.logits[0, : found.counts[0]], logits[i, token_ids])
         order = torch.sort(logits[i], descending=True, stable=True).indices[: tops[i]]
-        assert set(order.tolist()) <= set(words.tolist())
+        assert set(order.tolist()) <= set(token_ids.tolist())
     together = short(x, tops)
     assert (together is not None) == (decided == rows)
     if together is not None:
@@ -138,7 +138,7 @@ def test_it_decides_where_there_is_a_likeliest_word_and_leaves_the_rest():
     assert compare(full, short, x, [1] * 6)
     assert not compare(full, short, torch.zeros(1, 64), [1])  # all equal
     assert not compare(full, short, torch.full((1, 64), math.nan), [1])
-    assert not compare(full, short, x, [MOST_WORDS + 1] * 6)
+    assert not compare(full, short, x, [MOST_CANDIDATES + 1] * 6)
 
 
 def test_weights_that_are_not_finite_are_the_full_heads():
@@ -219,7 +219,7 @@ def test_candidates_are_drawn_from_as_all_words_are():
     rows = [[Sampler(s, ()) for s in settings] for _ in range(2)]
     for _ in range(10):
         for i, (short, full) in enumerate(zip(*rows, strict=True)):
-            assert Predicted(found).token(i, short).token == Predicted(logits).token(i, full).token
+            assert Predictions(found).token(i, short).token == Predictions(logits).token(i, full).token
 
 
 def test_small_heads_quantised_ones_and_many_rows_take_the_full_one(monkeypatch):
@@ -232,7 +232,7 @@ def test_small_heads_quantised_ones_and_many_rows_take_the_full_one(monkeypatch)
     engine = FastEngine(open_model(model, quantization="int8"), Schedule.full(LAYERS))
     engine.decode(requests)
     assert engine.stats.short_heads == engine.stats.head_fallbacks == 0
-    assert head.MOST_WORDS < 3001
+    assert head.MOST_CANDIDATES < 3001
 
 
 @pytest.mark.model

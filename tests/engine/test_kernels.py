@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernel_reference import kernels_or_skip, reference_linear, reference_stack, run_linear, stack_case
-from skipdecode.engine import kernels as package
 from skipdecode.engine.fast_model import open_model
+from skipdecode.engine.kernels import library as kernel_library
 from skipdecode.engine.kernels.native import greedy
 from skipdecode.engine.kernels.spec import AttentionSpec, LayerRows, LinearSpec
 from skipdecode.engine.kernels.weights import QUANTIZATIONS, quantize
@@ -196,45 +196,45 @@ def test_where_they_cannot_serve_the_reason_is_told(monkeypatch, tmp_path):
         open_model(tiny_model("llama").to("meta"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    package.load_library.cache_clear()
+    kernel_library.load_library.cache_clear()
     try:
         with pytest.raises(UnfitModelError, match=r"no C\+\+ compiler was found: .*CXX"):
             open_model(model)
         with pytest.raises(UsageError, match=r"quantization int8 needs the fast engine.*no C\+\+ compiler"):
             open_fast(model, "auto", print, "int8")
     finally:
-        package.load_library.cache_clear()
+        kernel_library.load_library.cache_clear()
 
 
 @pytest.fixture
 def builds(kernels, monkeypatch, tmp_path):
     """An empty cache, and a compiler that copies the library that is there; the file has a line for each build."""
     compiler, log = tmp_path / "compiler", tmp_path / "builds"
-    real, library = package._compiler(), package.load_library()._name
+    real, library = kernel_library._compiler(), kernel_library.load_library()._name
     version = f'[ "$1" = --version ] && exec {real} --version'
     compiler.write_text(f'#!/bin/sh\n{version}\nfor last; do :; done\ncp {library} "$last" && echo built >> {log}\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     mask = os.umask(0o022)
-    package.load_library.cache_clear()
+    kernel_library.load_library.cache_clear()
     yield log
     os.umask(mask)
-    package.load_library.cache_clear()
+    kernel_library.load_library.cache_clear()
 
 
 def test_library_is_built_once_and_a_failed_build_leaves_nothing(builds, monkeypatch, tmp_path):
     for _ in range(2):
-        package.load_library()
-        package.load_library.cache_clear()
+        kernel_library.load_library()
+        kernel_library.load_library.cache_clear()
     assert builds.read_text() == "built\n"
     (path,) = (tmp_path / "cache").iterdir()
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] || { echo 'fatal error: boom' >&2; exit 1; }\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(package.KernelBuildError, match="boom"):
-        package.load_library()
+    with pytest.raises(kernel_library.KernelBuildError, match="boom"):
+        kernel_library.load_library()
     assert list((tmp_path / "cache").iterdir()) == [path]
 
 
@@ -244,7 +244,7 @@ def test_a_cache_that_cannot_be_written_costs_one_build_and_a_note(builds, monke
     model = tiny_model("llama")
     for _ in range(2):
         open_model(model)
-        package.load_library()
+        kernel_library.load_library()
     assert builds.read_text() == "built\n"
     (told,) = capsys.readouterr().err.splitlines()
     assert "SKIPDECODE_CACHE" in told
@@ -252,15 +252,15 @@ def test_a_cache_that_cannot_be_written_costs_one_build_and_a_note(builds, monke
 
 
 def test_a_damaged_library_is_built_again_and_others_may_read_it(builds, tmp_path):
-    package.load_library()
+    kernel_library.load_library()
     (path,) = (tmp_path / "cache").iterdir()
     assert path.stat().st_mode & 0o777 == 0o644
     whole = path.read_bytes()
     for size in (len(whole) // 2, 0):
         path.unlink()  # this process has it mapped
         path.write_bytes(whole[:size])
-        package.load_library.cache_clear()
-        package.load_library()
+        kernel_library.load_library.cache_clear()
+        kernel_library.load_library()
         (path,) = (tmp_path / "cache").iterdir()
         assert path.read_bytes() == whole
     assert builds.read_text() == "built\n" * 3

@@ -16,8 +16,8 @@ from engine_tools import decode
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine import kernels as package
 from skipdecode.engine import opening
+from skipdecode.engine.kernels import library as kernel_library
 from skipdecode.engine.opening import open_engines
 from skipdecode.errors import UsageError
 from skipdecode.models.loading import smollm2
@@ -47,7 +47,7 @@ def test_unsupported_family_falls_back_with_one_note():
 def test_without_a_compiler_auto_goes_through_transformers_and_hints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
-    package.load_library.cache_clear()
+    kernel_library.load_library.cache_clear()
     try:
         engine, (told,) = notes_of(tiny_model("llama"), "auto")
         assert engine == "transformers"
@@ -56,7 +56,7 @@ def test_without_a_compiler_auto_goes_through_transformers_and_hints(monkeypatch
         with pytest.raises(UsageError, match=r"the engine fast cannot run .*: no C\+\+ compiler was found.*CXX"):
             notes_of(tiny_model("llama"), "fast")
     finally:
-        package.load_library.cache_clear()
+        kernel_library.load_library.cache_clear()
 
 
 def test_adapter_is_merged_into_a_copy():

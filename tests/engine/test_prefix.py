@@ -63,9 +63,9 @@ def rows_of(engine: FastEngine, requests: list[Request]) -> list[list[tuple[int,
 
 def all_pages_are_free(kv: PagedKV) -> bool:
     """Of an engine without rows: once nothing is kept, every page is free, once."""
-    assert kv.bytes_held == 0 == kv.overlap
-    while kv._idle:
-        kv._evict()
+    assert kv.bytes_held == 0 == kv.prefixes.overlap
+    while kv.prefixes.idle:
+        kv._free.extend(kv.prefixes.evict())
     assert kv.cached_bytes == 0
     return sorted(kv._free) == list(range(len(kv.pages)))
 
@@ -159,7 +159,7 @@ def test_what_is_kept_beyond_the_limit_is_dropped_and_no_output_changes(schedule
     want = rows_of(FastEngine(model, schedule), requests)
     for most in (LAYERS, 3 * LAYERS, 9 * LAYERS):
         engine = FastEngine(model, schedule, prefix_cache=True, max_rows=5, refill_below=1, prompt_tokens=40)
-        engine.kv._most_idle = most
+        engine.kv.prefixes.max_idle = most
         got: list[list[tuple[int, int]]] = [[] for _ in requests]
         cancelled = set()
         for out in engine.run(requests):
@@ -210,9 +210,9 @@ def test_least_recently_used_prompts_go_first_and_from_their_ends():
     def run(prompt: tuple[int, ...]) -> int:
         sequence = Sequence(0, Request(prompt, 1), Schedule.full(2))
         sequence.slot = kv.open()
-        found = kv.match(sequence)
+        found = kv.reuse_prefix(sequence)
         kv.extend(sequence.slot, (0, 1), len(prompt))
-        kv.keep(sequence, len(prompt))
+        kv.cache_prefix(sequence, len(prompt))
         kv.close(sequence.slot)
         return found
 
@@ -243,9 +243,9 @@ def test_no_page_is_written_by_two_or_lost_whatever_happens():
             kv.close(row.slot)
             rows.remove(row)
         elif row.in_prefill:
-            row.ran = kv.match(row)
+            row.ran = kv.reuse_prefix(row)
             write(kv, row, min(row.ran + rng.randint(1, 9), len(row.request.prompt)))
-            kv.keep(row, row.ran)
+            kv.cache_prefix(row, row.ran)
         elif row.ran < 30:
             if len(row.layers) > 1 and rng.random() < 0.2:
                 kv.drop(row.slot, row.layers[-1:])

@@ -11,8 +11,8 @@ from engine_tools import FAST, outputs_of
 from kernel_reference import kernels_or_skip, reference_linear, run_linear
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request
-from skipdecode.engine import kernels as package
 from skipdecode.engine.fast_model import open_model
+from skipdecode.engine.kernels import library as kernel_library
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kernels.weights import quantize
 from skipdecode.engine.opening import open_engines
@@ -81,7 +81,7 @@ def bytes_or_skip():
 
 def test_w8a8_is_refused_in_one_line_where_the_cpu_does_not_multiply_bytes(monkeypatch):
     kernels_or_skip()
-    monkeypatch.setattr(package.load_library(), "skipdecode_multiplies_bytes", lambda: 0)
+    monkeypatch.setattr(kernel_library.load_library(), "skipdecode_multiplies_bytes", lambda: 0)
     with pytest.raises(UsageError, match="AVX512_VNNI"):
         open_model(tiny_model("llama"), quantization="w8a8")
 

@@ -19,7 +19,7 @@ from skipdecode.engine import Request, Sampling
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.opening import open_engines
 from skipdecode.engine.rules import Rules
-from skipdecode.engine.sampling import Predicted, Sampler
+from skipdecode.engine.sampling import Predictions, Sampler
 from skipdecode.errors import DataError, UsageError
 from skipdecode.generation.speed import Method
 from skipdecode.models.loading.hub import load_model
@@ -104,7 +104,7 @@ def test_candidates_decide_as_all_logits_do(config, seed, penalty):
         words = (row >= row.topk(short.top or 300).values[-1]).nonzero()[:, 0]
         rest = [int(row.argmax())], words[None], row[words][None], [len(words)], 300, lambda _, row=row: row
         found = Candidates(*rest) if short.top else row[None]
-        assert Predicted(found).token(0, short).token == Predicted(row[None]).token(0, full).token
+        assert Predictions(found).token(0, short).token == Predictions(row[None]).token(0, full).token
 
 
 def folder_of(tmp_path, **entries):

@@ -10,7 +10,7 @@ from transformers.generation import logits_process as hf
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.engine.sampling import Predicted, Sampler
+from skipdecode.engine.sampling import Predictions, Sampler
 from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 
@@ -109,7 +109,7 @@ def test_logprob_is_the_models_own():
     values = torch.stack([logits(0), logits(1)])
     sampling = Sampling(temperature=0.3, top_k=2, repetition_penalty=1.5, presence_penalty=1, seed=0)
     rows = [Sampler(sampling, (5,)), Sampler(Sampling(), ())]
-    predicted = Predicted(values)
+    predicted = Predictions(values)
     tokens, logprobs, _ = zip(*(predicted.token(i, row) for i, row in enumerate(rows)), strict=True)
     want = values.log_softmax(-1)[torch.arange(2), torch.tensor(tokens)]
     torch.testing.assert_close(torch.tensor(logprobs), want)

@@ -165,7 +165,7 @@ def test_each_row_runs_stores_or_skips_a_layer_as_its_schedule_says(data: st.Dat
         assert rows.bridged == len(places) - rows.num_logits
         if taps:
             known = dict(zip(places, range(len(places)), strict=True))
-            assert rows.before == [[known.get((s, at - t), -1) for t in range(1, taps + 1)] for s, at in places]
+            assert rows.context_rows == [[known.get((s, at - t), -1) for t in range(1, taps + 1)] for s, at in places]
     else:
         assert rows.bridged == 0
 

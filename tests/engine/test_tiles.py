@@ -13,8 +13,8 @@ from kernel_reference import compiled_with, kernels_or_skip, reference_linear, r
 from skipdecode import Schedule
 from skipdecode.common.progress import detailed
 from skipdecode.engine import FastEngine, Request
-from skipdecode.engine import kernels as package
 from skipdecode.engine.fast_model import open_model
+from skipdecode.engine.kernels import library as kernel_library
 from skipdecode.engine.kernels.head import ShortHead
 from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.spec import LinearSpec
@@ -113,7 +113,7 @@ def test_the_short_head_finds_the_words_of_the_full_one(tiles, threads, rows, wo
     found, logits = ShortHead(tiles, spec)(x, [3] * rows), run_linear(tiles, spec, x)
     assert found is not None
     assert found.best == logits.argmax(-1).tolist()
-    for row, (ids, count) in enumerate(zip(found.words, found.counts, strict=True)):
+    for row, (ids, count) in enumerate(zip(found.token_ids, found.counts, strict=True)):
         assert set(logits[row].topk(3).indices.tolist()) <= set(ids[:count].tolist())
         assert torch.equal(found.logits[row, :count], logits[row, ids[:count]])
 
@@ -135,15 +135,15 @@ def test_texts_are_the_same_alone_in_a_batch_and_with_drafts(quantization, promp
 
 
 def test_without_the_systems_permission_the_next_kernels_are_taken(monkeypatch, tmp_path, capsys):
-    log, library = tmp_path / "arguments", package.load_library()._name
+    log, library = tmp_path / "arguments", kernel_library.load_library()._name
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nfor last; do :; done\n[ $# = 1 ] || cp {library} "$last"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(package, "_cpu_features", lambda: " ".join(AMX))
-    monkeypatch.setattr(package, "_tiles_are_permitted", lambda: False)
+    monkeypatch.setattr(kernel_library, "_cpu_features", lambda: " ".join(AMX))
+    monkeypatch.setattr(kernel_library, "_tiles_are_permitted", lambda: False)
     with detailed():
-        package.load_library.__wrapped__()
+        kernel_library.load_library.__wrapped__()
     assert "-mno-amx-tile" in log.read_text()
     assert "the system does not let them" in " ".join(capsys.readouterr().err.split())

@@ -31,7 +31,7 @@ from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.metrics import METRICS, make_metrics
 from skipdecode.evaluation.results import EvaluationSettings, Run, check_free, load_run
 from skipdecode.evaluation.run import TaskEvaluation, encode_prompts
-from skipdecode.evaluation.scores import free_running, ratio_score, sums, token_fidelity
+from skipdecode.evaluation.scores import agreement_tables, ratio_score, token_fidelity, token_sums
 from skipdecode.generation.speed import Method
 from textgen_tools import log_entries
 from tiny import LAYERS, tiny_model
@@ -108,7 +108,7 @@ def test_texts_end_at_the_stop_strings_of_the_checkpoint_as_those_of_generate(mo
 
 def fidelity_tables(*arguments: Any) -> dict[str, Any]:
     rows = token_fidelity(*arguments)
-    return {name: sums([row[name] for row in rows]) for name in ("kl", "top1_agreement")}
+    return {name: token_sums([row[name] for row in rows]) for name in ("kl", "top1_agreement")}
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
@@ -138,7 +138,7 @@ def stepwise(model: Any, schedule: Schedule, prompt: list[int], output: list[int
 
 
 def test_free_running_fidelity_by_hand():
-    tables = free_running([[1, 2, 3], [1, 2], [5]], [[1, 2, 3], [1, 9, 3, 4], []])
+    tables = agreement_tables([[1, 2, 3], [1, 2], [5]], [[1, 2, 3], [1, 9, 3, 4], []])
     assert ratio_score("full_depth_agreement", tables["full_depth_agreement"].sum(axis=0)) == pytest.approx(100 / 3)
     # 3 of 3, 1 of 4, 0 of 1 tokens.
     assert ratio_score("token_agreement", tables["token_agreement"].sum(axis=0)) == pytest.approx(100 * 4 / 8)

@@ -34,11 +34,11 @@ class EmulatedKernels:
 
     def linear(self, spec: LinearSpec, x: Tensor, add_to: Tensor) -> Tensor:
         """A linear operation; its results come on top of `add_to`."""
-        keep: list[object] = []
-        args, out = self._kernels.linear_args(spec, keep), add_to.clone()
+        owners: list[object] = []
+        args, out = self._kernels.linear_args(spec, owners), add_to.clone()
         args.x, args.y, args.m = x.data_ptr(), out.data_ptr(), len(x)
         args.ldx, args.ldy, args.accumulate = x.stride(0), out.stride(0), True
-        self._run(_LINEAR, [args], _blocks([*keep, x, out]))
+        self._run(_LINEAR, [args], _blocks([*owners, x, out]))
         return out
 
     def stack(self, layers: list[LayerSpec], given: StackInput) -> None:
@@ -48,7 +48,9 @@ class EmulatedKernels:
         def call(_: int) -> None:
             rows = stack._args.layer_rows, len(layers) * _LAYER_ROWS_BYTES
             inputs = [given.hidden, given.pages, given.table, given.slots, given.positions]
-            self._run(_STACK, [stack._args, stack._layers], [rows, *_blocks([*stack._keep, *stack._buffers, *inputs])])
+            self._run(
+                _STACK, [stack._args, stack._layers], [rows, *_blocks([*stack._owners, *stack._buffers, *inputs])]
+            )
 
         stack._function = call
         stack(given)

@@ -12,7 +12,7 @@ from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule
 from skipdecode.engine import Engine, Request, Sampling, StepOutput
 from skipdecode.engine.drafts import Planner
-from skipdecode.engine.model_spec import READERS
+from skipdecode.engine.model_reader import READERS
 from tiny import LATER, OPTIONS
 
 # Every family of the fast engine that this transformers has; those whose reading is another's, in the slow suite.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.engine.kernels import load_library
+from skipdecode.engine.kernels.library import load_library
 from skipdecode.engine.kernels.native import NativeKernels, native_kernels
 from skipdecode.engine.kernels.spec import AttentionSpec, LayerRows, LayerSpec, LinearSpec, StackInput
 from skipdecode.engine.kernels.targets import find_compiler

@@ -134,7 +134,7 @@ def map_hooks(layers: Any, fit: Any, schedule: Schedule, rest: Tensor, mask: Ten
             width, size = made.bias.shape[0] // 2, x.shape[2]
             part = slice(half * width, (half + 1) * width)
             out = made.bias[part] + x @ made.weight[part, :size].T
-            for tap in range(1, fit.taps + 1):
+            for tap in range(1, fit.context_tokens + 1):
                 earlier = torch.cat([x.new_zeros(x.shape[0], tap, size), x[:, :-tap]], 1)
                 out = out + earlier @ made.weight[part, tap * size : (tap + 1) * size].T
             out = torch.where(starts[..., None], made.first[part], out)

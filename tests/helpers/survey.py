@@ -29,7 +29,7 @@ from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import heading
-from skipdecode.engine.model_spec import READERS
+from skipdecode.engine.model_reader import READERS
 from skipdecode.errors import UsageError
 from skipdecode.models.families import _REFUSED, FAMILIES, Family, keys_and_values, lenders, lent_last
 from skipdecode.models.loading.export import cut_model
@@ -100,7 +100,7 @@ def known(model_type: str) -> dict[str, str]:
     """A line of docs/models.md: what the tables of the package say of a type."""
     family, fast = FAMILIES[model_type], "yes" if model_type in READERS else "no"
     vllm = PROJECTS.get(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""))
-    turn = "same mask" if family.turns else "own loop"
+    turn = "same mask" if family.resumes_cache else "own loop"
     return {
         "ragged batch": "in one piece" if family.recurrent else "yes",
         "second turn": turn if family.recurrent else "yes",
@@ -121,7 +121,7 @@ def faults() -> list[dict[str, str]]:
             "right: fed one by one",
         ),
         "positions count from 0 without position_ids": (
-            [name for name, family in states.items() if not family.places],
+            [name for name, family in states.items() if not family.counts_positions],
             "right: they are given",
         ),
         "dt is bounded in long forwards, not in steps (with a finite time_step_limit)": (

@@ -19,7 +19,7 @@ from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels.native import native_kernels
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec
-from skipdecode.engine.model_spec import read_model
+from skipdecode.engine.model_reader import read_model
 from skipdecode.engine.requests import Request
 from skipdecode.errors import FitError, UnfitModelError
 from skipdecode.models.checkpoint_schedule import FIT_FILE

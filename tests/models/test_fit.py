@@ -177,7 +177,7 @@ def test_a_file_gives_the_same_fit(tmp_path):
     fit = random_fit(model, [LOWER, GAPS], taps=1)
     fit.half().float().save(tmp_path / "skipdecode.fit")  # numbers that 16 bits hold
     loaded = Fit.load(tmp_path / "skipdecode.fit")
-    assert (loaded.prompt_sets, loaded.taps, loaded.num_layers) == ((LOWER, GAPS), 1, LAYERS)
+    assert (loaded.prompt_sets, loaded.context_tokens, loaded.num_layers) == ((LOWER, GAPS), 1, LAYERS)
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in fit.state_dict().items())
 
 

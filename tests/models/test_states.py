@@ -56,7 +56,7 @@ def test_the_table_says_what_types_do_in_several_tokens_and_without_positions(fa
     whole = model(input_ids=IDS, use_cache=False).logits
     for sizes, named, said in (
         ([5, 4, 3], placed(model), FAMILIES[family].continues),
-        ([9, 1, 1, 1], {}, FAMILIES[family].places),
+        ([9, 1, 1, 1], {}, FAMILIES[family].counts_positions),
     ):
         made = pieces(model, IDS, sizes, DynamicCache(config=model.config), **named)
         assert bool((made - whole).abs().max() < 1e-3) == said
@@ -71,8 +71,8 @@ def test_the_table_says_whether_generate_goes_on_from_a_used_cache(family: str) 
     asked |= {"attention_mask": torch.ones_like(text)}
     fresh, again = (model.generate(text, **asked, **of) for of in ({}, {name: first.past_key_values}))
     right = bool((fresh.logits[0] - again.logits[0]).abs().max() < 1e-3)
-    assert right == (FAMILIES[family].turns and FAMILIES[family].continues)
-    if not FAMILIES[family].turns:
+    assert right == (FAMILIES[family].resumes_cache and FAMILIES[family].continues)
+    if not FAMILIES[family].resumes_cache:
         with attach(model, FALLING) as attachment:
             model(input_ids=IDS, **{name: (cache := attachment.new_cache(12))})
             with pytest.raises(UnsupportedFeatureError, match="second turn"):

@@ -15,7 +15,7 @@ from engine_tools import decode
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, GatedEngine
-from skipdecode.engine.model_spec import READERS
+from skipdecode.engine.model_reader import READERS
 from skipdecode.errors import UnfitModelError, UnsupportedModelError
 from skipdecode.models.families import lent_last
 from tiny import LATER, LAYERS, OPTIONS, tiny_model

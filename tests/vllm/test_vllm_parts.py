@@ -16,7 +16,7 @@ from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.models.fit_maps import Bridge, prompt_features
 from skipdecode.vllm.gates import PROJECTS, LayerGates, check_projects
-from skipdecode.vllm.projection import LayerBridge, TapMemory, tap_rows
+from skipdecode.vllm.projection import ContextMemory, LayerBridge, context_rows
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 from tiny import LAYERS, SCHEDULES
@@ -263,13 +263,13 @@ def test_states_before_rows_come_from_the_step_the_chunk_before_and_shared_block
     states[1][:block] = states[0][:block]
     blocks = np.stack([np.arange(1, 21), np.arange(21, 41)]).astype(np.int32)
     blocks[1, 0] = blocks[0, 0]
-    memory, done = TapMemory(taps, {5: (5,)}), np.array([0, block])
-    for asked in [(block + 1, 2), *chunks, *[(9, 9)] * 4]:
-        rows = np.minimum(asked, prompts - done)
+    memory, done = ContextMemory(taps, {5: (5,)}), np.array([0, block])
+    for requested in [(block + 1, 2), *chunks, *[(9, 9)] * 4]:
+        rows = np.minimum(requested, prompts - done)
         batch = StepBatch(done, rows, prompts, np.zeros(2, np.int64))
-        memory.begin(tap_rows(batch, taps, blocks, block), torch.device("cpu"))
-        here = torch.cat([s[at : at + n] for s, at, n in zip(states, done, rows, strict=True)])
-        found = memory.before(5, lambda here=here: here)
+        memory.begin(context_rows(batch, taps, blocks, block), torch.device("cpu"))
+        in_step = torch.cat([s[at : at + n] for s, at, n in zip(states, done, rows, strict=True)])
+        found = memory.context(5, lambda in_step=in_step: in_step)
         memory.end()
         wanted = [
             prompt_features(s[None], None, None, taps)[0][0, at : at + n, width:]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from skipdecode.common.files import RunDirectory, check_output, held
+from skipdecode.common.files import RunDirectory, check_output, locked
 from skipdecode.common.jsonl import Json, prepared_use
 from skipdecode.common.options import Kind, Options, Reads, Writes, kinds, near
 from skipdecode.errors import OptionError, SkipDecodeError, UsageError
@@ -183,7 +183,7 @@ class Parser(argparse.ArgumentParser):
         for word in words[: words.index("--") if "--" in words else None]:
             name = word.partition("=")[0]
             # As in argparse, a word with a space is a text, and the beginning of an option is accepted.
-            if name.startswith("--") and " " not in name and not any(each.startswith(name) for each in known):
+            if name.startswith("--") and " " not in name and not any(option.startswith(name) for option in known):
                 setting = name.removeprefix("--no-").removeprefix("--").replace("-", "_")
                 hint = near(name, known)
                 if setting in self.settings:
@@ -221,7 +221,7 @@ def claimed(config: Options) -> Iterator[None]:
                 continue
             use.check(Path(value), overwrite=overwrite)
             if all(os.environ.get(rank, "0") == "0" for rank in _RANKS):
-                stack.enter_context(held(Path(value)))
+                stack.enter_context(locked(Path(value)))
         yield
 
 
@@ -235,9 +235,9 @@ def _paths(config: Options) -> Iterator[tuple[Reads | Writes | RunDirectory, str
     """Yield the use of each path among the options, its value, and the name that users give the option."""
     for name, kind in kinds(type(config)).items():
         value, use = getattr(config, name), kind.metadata["path"]
-        for each in value if kind.many else (value,):
-            if use is not None and each not in (None, "", "-"):
-                yield use, each, f"{option_name(type(config), name)} {each}"
+        for path in value if kind.many else (value,):
+            if use is not None and path not in (None, "", "-"):
+                yield use, path, f"{option_name(type(config), name)} {path}"
 
 
 def _real_paths(use: Reads | Writes | RunDirectory, value: str) -> list[str]:

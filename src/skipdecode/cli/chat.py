@@ -157,9 +157,9 @@ class _Session:
         """Print the model's answer to a turn of the user; raises DataError if the turn does not fit the context."""
         start, first = time.perf_counter(), None
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        whole = [*system, *self._turns, {"role": "user", "content": text}]
-        messages = self._llm.fit_chat(whole, self._config.max_new_tokens)
-        if dropped := (len(whole) - len(messages)) // 2:
+        history = [*system, *self._turns, {"role": "user", "content": text}]
+        messages = self._llm.fit_chat(history, self._config.max_new_tokens)
+        if dropped := (len(history) - len(messages)) // 2:
             forgotten = "turn is" if dropped == 1 else f"{dropped} turns are"
             note(f"the context of {self._llm.context} tokens is full: the oldest {forgotten} dropped")
         options: Json = self._config.sampling_fields() | {"exact": self._config.exact}

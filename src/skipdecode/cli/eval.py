@@ -173,9 +173,9 @@ def _schedules(config: Config) -> Schedule | list[Schedule]:
 
 def _default_seq_len(config: Config) -> int:
     from skipdecode.evaluation.evaluate import task_of
-    from skipdecode.evaluation.own_texts import OwnTexts
+    from skipdecode.evaluation.reference_free import ReferenceFreeEvaluation
 
     if config.without_references:
-        return config.max_new_tokens or OwnTexts.TOKENS
+        return config.max_new_tokens or ReferenceFreeEvaluation.TOKENS
     task = task_of(config.checkpoint, config.task or None)
     return task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)

@@ -133,12 +133,12 @@ def run(config: Config) -> int:
         if config.json_schema is not None:
             schema = read_json(Path(config.json_schema))
             Grammars(None, 0, ()).compile("json", schema)  # refused before weights are loaded
-        rows, first = source.check(read, all_usable=not config.skips_bad)
+        rows, first = source.count(read, all_usable=not config.skips_bad)
         llm = _loaded(config)
         template = llm.resolve_template(chosen)
         encoder = llm.encoder(template)
-        if first.guessed and source.name != ARGUMENTS:
-            note(f"{source.name}: records of {first.guessed}")
+        if first.guessed_fields and source.name != ARGUMENTS:
+            note(f"{source.name}: records of {first.guessed_fields}")
         _note_template(config, template, tuned)
         decoding = Decoding(
             sampling=llm.constrained(replace(llm.backend.sampling, **config.sampling_fields()), schema),
@@ -282,8 +282,9 @@ def _write_outputs(
     stats.rows_resumed = done
     if config.compare:
         # Before the output is put in place, so that an interrupted comparison can be resumed.
-        ours, full = (Method(llm.backend, each, exact=config.exact) for each in (llm.schedule_of(None), None))
-        stats.comparison = SpeedComparison.of(compared, ours, full, size)
+        method = Method(llm.backend, llm.schedule_of(None), exact=config.exact)
+        full = Method(llm.backend, exact=config.exact)
+        stats.comparison = SpeedComparison.of(compared, method, full, size)
     writer.finish()
     return stats
 

@@ -57,7 +57,7 @@ def _about(config: Config) -> Json:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from skipdecode.engine.model_spec import read_model
+    from skipdecode.engine.model_reader import read_model
     from skipdecode.errors import UnfitModelError
     from skipdecode.generation.stats import schedule_line
     from skipdecode.models.families import decoder_layers, projection, projects
@@ -104,7 +104,7 @@ def _result(config: Config) -> str | None:
 
 
 def _types() -> Json:
-    from skipdecode.engine.model_spec import READERS
+    from skipdecode.engine.model_reader import READERS
     from skipdecode.models.families import FAMILIES
 
     return {"fast engine": ", ".join(sorted(READERS)), "transformers": ", ".join(sorted(FAMILIES.keys() - READERS))}
@@ -120,7 +120,7 @@ def _machine() -> Json:
     from skipdecode.models.loading import smollm2
     from skipdecode.models.loading.store import cached_models
 
-    here = environment()
+    machine = environment()
     kernels, reason = native_kernels(torch.device("cpu"), torch.float32)
     products = ""
     if kernels is not None:
@@ -128,13 +128,13 @@ def _machine() -> Json:
         products = f"{kernels.instructions}; {weights}"
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {
-        "commit": here["commit"],
-        "python": f"{here['python']}, {here['os']}",
-        "packages": ", ".join(f"{name} {version}" for name, version in here["packages"].items()),
+        "commit": machine["commit"],
+        "python": f"{machine['python']}, {machine['os']}",
+        "packages": ", ".join(f"{name} {version}" for name, version in machine["packages"].items()),
         # With the widest vectors that torch uses here, such as AVX2.
-        "cpu": f"{here['cpu']}, {here['cores']} cores, {torch.backends.cpu.get_cpu_capability()}",
-        "threads": here["threads"],
-        "memory": f"{here['memory_gib']} GiB",
+        "cpu": f"{machine['cpu']}, {machine['cores']} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": machine["threads"],
+        "memory": f"{machine['memory_gib']} GiB",
         "gpus": ", ".join(f"{gpu.name} ({byte_size(gpu.total_memory)})" for gpu in gpus) or "none",
         "CPU kernels": reason or products,
         "C++ compiler": find_compiler() or "none: install g++, or decoding is several times slower",

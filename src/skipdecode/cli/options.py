@@ -292,8 +292,8 @@ def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) 
     """
     checkpoint = config.checkpoint
     if text is None and (text := config.schedule) is None:
-        own = checkpoint.schedule is not None
-        origin = "the checkpoint's own" if own else "the checkpoint has no schedule; --schedule selects one"
+        has_schedule = checkpoint.schedule is not None
+        origin = "the checkpoint's own" if has_schedule else "the checkpoint has no schedule; --schedule selects one"
         return ScheduleChoice(checkpoint.parse(None, default_seq_len), origin)
     if config.seq_len is not None and text == config.schedule and not is_speedup(text):
         raise UsageError(f"--seq-len is for a speed-up, not for {text}: leave it out")

@@ -65,7 +65,8 @@ def run(config: Config) -> int:
     ready = prepare(config.checkpoint, **files, out=config.out, overwrite=config.overwrite, started=started, **settings)
     use = f"skipdecode generate {shlex.quote(config.out)} --compare 'Your prompt'"
     minutes = ready.document["more_minutes"]
-    more = None if minutes is None else _with_minutes(minutes)
+    again = re.sub(r" --(minutes[ =]\S+|overwrite)", "", COMMAND.get())
+    more = None if minutes is None else f"{again} --minutes {minutes:g}"
     if config.json:
         print(json.dumps(dict(ready.document) | {"next": [use, *([more] if more else [])]}))
     else:
@@ -82,12 +83,6 @@ def _export(use: Mapping[str, str]) -> str:
     options = "".join(f" --{name} {shlex.quote(use[name])}" for name in ("base", "schedule") if name in use)
     choice = f" (formats: {', '.join([first, *others])})" if others else ""
     return f"export: skipdecode export {shlex.quote(use['model'])}{options} --format {first} --out DIRECTORY{choice}"
-
-
-def _with_minutes(minutes: float) -> str:
-    """The command that goes on with more minutes."""
-    again = re.sub(r" --(minutes[ =]\S+|overwrite)", "", COMMAND.get())
-    return f"{again} --minutes {minutes:g}"
 
 
 def _last(untuned: str, more: str | None) -> list[str]:

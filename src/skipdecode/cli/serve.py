@@ -87,16 +87,16 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
     loaded = config.load()
     checkpoint = loaded.checkpoint
     tuned_under = tuple(schedule for schedule in checkpoint.tuned_under if not schedule.is_full)
-    own = checkpoint.schedule if config.default is None else checkpoint.parse(config.default, config.seq_len)
-    how = (config.engine, note, config.quantization)
-    backend = open_engines(loaded.model, *how, generation_config=config.generation_config)
+    default = checkpoint.schedule if config.default is None else checkpoint.parse(config.default, config.seq_len)
+    follows = config.generation_config
+    backend = open_engines(loaded.model, config.engine, note, config.quantization, generation_config=follows)
     rules = {name: getattr(config, name) for name in kinds(Rules) if name in config.given}
     backend.sampling = replace(backend.sampling, **rules)
     service = open_service(
         loaded.model,
         loaded.tokenizer,
         name=config.name or served_name(config.model),
-        checkpoint_schedule=own,
+        checkpoint_schedule=default,
         others=(*tuned_under, *schedules),
         recipe=checkpoint.recipe,
         use_template=config.template,

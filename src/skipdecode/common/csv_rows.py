@@ -22,7 +22,7 @@ def find_delimiter(usual: str, start: bytes) -> str:
         except csv.Error:
             return 0
 
-    return next((each for each in (usual, *";\t|") if columns(each) > 1), usual)
+    return next((mark for mark in (usual, *";\t|") if columns(mark) > 1), usual)
 
 
 def csv_rows(lines: Iterable[bytes], delimiter: str, name: str) -> Iterator[tuple[int, Row]]:

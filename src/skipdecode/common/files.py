@@ -37,8 +37,8 @@ def cache_dir() -> Path:
 
     The latter is ``LOCALAPPDATA`` on Windows, elsewhere ``XDG_CACHE_HOME``, by default ``~/.cache``.
     """
-    if own := os.environ.get("SKIPDECODE_CACHE"):
-        return Path(own).expanduser()
+    if configured := os.environ.get("SKIPDECODE_CACHE"):
+        return Path(configured).expanduser()
     base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "skipdecode"
 
@@ -83,8 +83,8 @@ def linked(path: Path) -> Path:
 def is_stream(path: Path | str) -> bool:
     """Whether a path is ``-``, a device, a pipe, or an open file of this process: read once, and never replaced."""
     path = Path(path)
-    there = path.exists() and not path.is_file() and not path.is_dir()
-    return there or str(path) == "-" or _handle(path) is not None
+    is_special = path.exists() and not path.is_file() and not path.is_dir()
+    return is_special or str(path) == "-" or _handle(path) is not None
 
 
 def open_stream(path: Path | str) -> IO[bytes]:
@@ -177,7 +177,7 @@ def _write_error(path: Path | str, error: Exception, needed: int) -> WriteError:
     """Make the error of a failed write; if the disk is full, with the bytes needed and free."""
     reason = str(getattr(error, "strerror", None) or error)
     if (full := _FULL.search(reason)) is not None:
-        folder = next(each for each in Path(path).absolute().parents if each.is_dir())
+        folder = next(parent for parent in Path(path).absolute().parents if parent.is_dir())
         size = f"{byte_size(needed)} are needed and " if needed else ""
         free = f"{size}{byte_size(shutil.disk_usage(folder).free)} are free there"
         cause = full[0] if full[0][0].isupper() else "it could not be written whole"
@@ -214,10 +214,10 @@ class RunDirectory:
             raise OutputError(f"{directory} is a file: give a directory")
         check_output(directory / _LOCK)
         names = sorted(p.name for p in directory.iterdir() if p.name != _LOCK) if directory.is_dir() else []
-        left = [name for name in names if name.startswith(PARTIAL)]
+        partial = [name for name in names if name.startswith(PARTIAL)]
         # A killed run left the directory in which it made its files, and may have moved some of them.
-        killed = any((directory / name).is_dir() for name in left)
-        names = [name for name in names if name not in left]
+        killed = any((directory / name).is_dir() for name in partial)
+        names = [name for name in names if name not in partial]
         if any(self._is_mark(path, key) for pattern, key in self.marks.items() for path in directory.glob(pattern)):
             return
         if model := [name for name in names if name in _OF_MODELS]:
@@ -240,7 +240,7 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def held(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Create and lock the directory for this process; at the end, remove it if it was created and is empty.
 
     Raises OutputError: the directory cannot be created or written, or another process has the lock.
@@ -253,8 +253,8 @@ def held(directory: Path) -> Iterator[None]:
         except OSError as e:
             raise OutputError(f"cannot write into {directory}: {e.strerror or e}") from None
         with closing(lock):
-            for left in filter(Path.is_dir, directory.glob(f"{PARTIAL}*")):
-                shutil.rmtree(left)
+            for partial in filter(Path.is_dir, directory.glob(f"{PARTIAL}*")):
+                shutil.rmtree(partial)
             yield
     finally:
         for parent in created:

@@ -29,7 +29,7 @@ OVERWRITE = "begin anew: replace a finished output, and what another command lef
 
 def near(name: object, known: Iterable[str]) -> str:
     """A hint with the known name that is most similar to `name`; empty if no name is similar."""
-    by_lower = {each.lower(): each for each in known}
+    by_lower = {known_name.lower(): known_name for known_name in known}
     matches = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return f" (did you mean {by_lower[matches[0]]!r}?)" if matches else ""
 
@@ -125,7 +125,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, value in [*vars(self).items()]:
-            object.__setattr__(self, name, _own_types(value))  # options are frozen
+            object.__setattr__(self, name, _python_types(value))  # options are frozen
         for name, kind in kinds(type(self)).items():
             value = getattr(self, name)
             if value is None and kind.optional:
@@ -184,7 +184,7 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 }
 
 
-def _own_types(value: Any) -> Any:
+def _python_types(value: Any) -> Any:
     """A value, or all of several values, in Python's own types: numbers of numpy and torch are taken."""
     if isinstance(value, Mapping):
         return {unwrapped(name): unwrapped(inner) for name, inner in value.items()}

@@ -47,9 +47,9 @@ def without_nulls(value: Any, but: Collection[str] = ()) -> Any:
     A table gives each object the fields of all others.
     """
     if isinstance(value, dict):
-        kept = {name: inner for name, inner in value.items() if inner is not None or name in but}
-        return {name: without_nulls(inner, but) for name, inner in kept.items()}
-    return [without_nulls(each, but) for each in value] if isinstance(value, list) else value
+        fields = {name: inner for name, inner in value.items() if inner is not None or name in but}
+        return {name: without_nulls(inner, but) for name, inner in fields.items()}
+    return [without_nulls(item, but) for item in value] if isinstance(value, list) else value
 
 
 def listed(data: object, name: str = "records") -> list[Any]:

@@ -98,11 +98,11 @@ def without_foreign_bars(*, downloads: bool = True) -> Iterator[None]:
     """Hide transformers' bars of loading weights and all FutureWarnings; bars of `downloads` stay if wanted."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
 
-    theirs = sys.modules.get("transformers.utils.logging")  # without it, nothing loads weights
-    shown = theirs is not None and theirs.is_progress_bar_enabled()
+    transformers_logging = sys.modules.get("transformers.utils.logging")  # without it, nothing loads weights
+    shown = transformers_logging is not None and transformers_logging.is_progress_bar_enabled()
     downloads = downloads and not are_progress_bars_disabled()
-    if theirs is not None:
-        theirs.disable_progress_bar()
+    if transformers_logging is not None:
+        transformers_logging.disable_progress_bar()
     if downloads:
         enable_progress_bars()
     try:
@@ -110,5 +110,5 @@ def without_foreign_bars(*, downloads: bool = True) -> Iterator[None]:
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        if theirs is not None and shown:
-            theirs.enable_progress_bar()
+        if transformers_logging is not None and shown:
+            transformers_logging.enable_progress_bar()

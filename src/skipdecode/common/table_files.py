@@ -93,7 +93,7 @@ def pandas_rows(table: Json, name: str) -> list[Row] | None:
         index = schema.get("primaryKey", [])
         return [{field: value for field, value in row.items() if field not in index} for row in data]  # "table"
     inner = list(table.values())
-    if not inner or not all(isinstance(each, dict) and each.keys() == inner[0].keys() for each in inner):
+    if not inner or not all(isinstance(item, dict) and item.keys() == inner[0].keys() for item in inner):
         return None
     counted, inner_counted = (all(map(str.isdecimal, keys)) for keys in (table, inner[0]))
     if inner_counted and not counted:

@@ -2,7 +2,7 @@
 
 Real steps of the package's own engine, or of transformers' forward, run under constant schedules. All kinds of step
 take turns, so that a change of the machine's speed affects all of them. The time of a decode step depends on how many
-tokens the cache holds, not on their values, so prompts are not computed before it (`Engine.fills_prompts`): they would
+tokens the cache holds, not on their values, so prompts are not computed before it (`Engine.skips_prefill`): they would
 take most of a measurement.
 """
 
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 def step_seconds(backend: Backend, schedule: Schedule, shape: Shape) -> list[float]:
     """Seconds of each of the `new` - 1 decode steps of all sequences, behind keys and values that are filled in."""
     engine = open_engine(backend, schedule, shape)
-    engine.fills_prompts = True
+    engine.skips_prefill = True
     first, *_ = engine.submit(_requests(shape))
     times: list[float] = []
     while engine.has_work:
@@ -129,8 +129,8 @@ def measure_cost(backend: Backend, *, batch: int = 1, prompt_len: int = 64, unti
 
 def _kinds(batch: int, prompt_len: int, layers: int, droppable: int, room: int) -> list[_Kind]:
     """The work to time: full, half and few layers; full depth after a longer text; prompts at full and half depth."""
-    half, few = (max(depth, layers - droppable) for depth in ((layers + 1) // 2, layers // 8))
-    depths = sorted({layers, half, few}, reverse=True)
+    half, eighth = (max(depth, layers - droppable) for depth in ((layers + 1) // 2, layers // 8))
+    depths = sorted({layers, half, eighth}, reverse=True)
     longer = prompt_len + min(_LONGER, room)
     kinds = []
     for rows in (1, batch):
@@ -209,9 +209,9 @@ def _fitted_step(
 ) -> tuple[StepCost, float]:
     """The parts of a step of `rows` rows, and the largest relative distance between the fit and a measurement."""
     full = geometry.num_layers
-    mine = {(depth, tokens): seconds for (count, depth, tokens), seconds in steps.items() if count == rows}
-    short, long = (pick(tokens for _, tokens in mine) for pick in (min, max))
-    by_depth = {depth: seconds for (depth, tokens), seconds in mine.items() if tokens == short}
+    of_rows = {(depth, tokens): seconds for (count, depth, tokens), seconds in steps.items() if count == rows}
+    short, long = (pick(tokens for _, tokens in of_rows) for pick in (min, max))
+    by_depth = {depth: seconds for (depth, tokens), seconds in of_rows.items() if tokens == short}
     if len(by_depth) < 2 or full not in by_depth:
         raise UsageError(f"steps of {list(by_depth)} layers: at least two depths, one of them {full}, are needed")
     layer, fixed = statistics.linear_regression(list(by_depth), list(by_depth.values()))
@@ -220,7 +220,7 @@ def _fitted_step(
     if layer <= 0:
         raise UsageError("steps with fewer layers took no less time: measure again on a quieter machine")
     read, longer = (rows * tokens_read(tokens, geometry.window, geometry.window_share) for tokens in (short, long))
-    kv = max(0.0, mine[full, long] - by_depth[full]) / (full * (longer - read)) if longer > read else 0.0
+    kv = max(0.0, of_rows[full, long] - by_depth[full]) / (full * (longer - read)) if longer > read else 0.0
     # Noise must not make the cache read more expensive than the layer that it is a part of.
     kv = min(kv, layer / max(read, 1))
     residual = max(abs(fixed + layer * depth - seconds) / seconds for depth, seconds in by_depth.items())

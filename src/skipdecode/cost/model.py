@@ -199,7 +199,7 @@ class CostModel:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
-        parts = {name: [each._asdict() for each in getattr(self, name)] for name in ("steps", "prompts")}
+        parts = {name: [part._asdict() for part in getattr(self, name)] for name in ("steps", "prompts")}
         return {"format": FORMAT} | asdict(self) | parts
 
     @classmethod
@@ -251,8 +251,8 @@ class TextCost:
     def seconds(self, schedule: Schedule) -> float:
         """Expected seconds of the decode phase, or of the whole request."""
         schedule.check_fits(self.cost.num_layers)
-        each = enumerate(self.steps)
-        steps = (n * self.cost.step_seconds(schedule.budget(i), self.prompt_len + i + 1) for i, n in each)
+        counts = enumerate(self.steps)
+        steps = (n * self.cost.step_seconds(schedule.budget(i), self.prompt_len + i + 1) for i, n in counts)
         return self.prompts_seconds(schedule) + sum(steps)
 
     def speedup(self, schedule: Schedule) -> float:

@@ -74,7 +74,7 @@ def plan(
     timed = {name: getattr(settings, name) for name in ("batch", "prompt_len", "remeasure")}
     source = find_cost(checkpoint, dtype=dtype, device=device, engine=engine, quantization=quantization, **timed)
     if fit is not None:
-        source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
+        source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.context_tokens))
     solution = known or _solved(settings, source.cost, settings.target_speedup or 1.0, checkpoint)
     figures = assess(solution, source.cost, source.geometry, settings.prompt_len, settings.new_tokens)
     return Plan(settings, checkpoint, source, solution, figures, fit)
@@ -244,7 +244,7 @@ def assess(
     decode, request = texts.seconds(schedule), requests.seconds(schedule)
     least = max(1, cost.num_layers - len(schedule.drop_order))
     shortest = replace(schedule, budgets=(least,))
-    held, held_full = (geometry.kv_bytes_held(each, prompt_len, new_tokens, cost.batch) for each in (schedule, full))
+    held, held_full = (geometry.kv_bytes_held(s, prompt_len, new_tokens, cost.batch) for s in (schedule, full))
     return {
         "nominal_speedup": cost.num_layers / schedule.mean_budget(steps),
         "decode_speedup": texts.full_seconds / decode,

@@ -167,9 +167,9 @@ def out_of_reach(texts: TextCost, target: float, least: Schedule, why: str = "")
     outside = sum(texts.steps) * cost.step.fixed_seconds / seconds
     bound = math.floor(texts.speedup(least) * 100) / 100  # so that a bound that is shown can be reached
     prompts = texts.prompts_seconds(least) / seconds
-    what = (
-        f"with {least.budgets[-1]} of {cost.num_layers} layers, the fewest{why}, and {len(least.prompt_layers())} for "
+    return (
+        f"a speed-up of {target:g} is out of reach at batch {cost.batch}: with {least.budgets[-1]} of "
+        f"{cost.num_layers} layers, the fewest{why}, and {len(least.prompt_layers())} for prompts, the bound of the "
+        f"whole request is {bound:.2f}x, and of that time prompts take {prompts:.0%}, embeddings, head and all else "
+        f"outside the layers {outside:.0%}"
     )
-    what += f"prompts, the bound of the whole request is {bound:.2f}x, and of that time prompts take {prompts:.0%}, "
-    what += f"embeddings, head and all else outside the layers {outside:.0%}"
-    return f"a speed-up of {target:g} is out of reach at batch {cost.batch}: {what}"

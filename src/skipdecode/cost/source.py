@@ -105,7 +105,7 @@ def _conditions(checkpoint: Checkpoint, device: torch.device, options: list[str 
     sizes = {name: value for name, value in checkpoint.config.to_dict().items() if name not in _VOLATILE}
     model = [json.dumps(sizes, sort_keys=True, default=str), checkpoint.adapter and str(checkpoint.adapter)]
     sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
-    here = {
+    machine = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": cpu_model(),
         "cores": usable_cores(),
@@ -113,7 +113,7 @@ def _conditions(checkpoint: Checkpoint, device: torch.device, options: list[str 
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    return [[options, model, FORMAT], hashlib.sha256(sources).hexdigest(), here]
+    return [[options, model, FORMAT], hashlib.sha256(sources).hexdigest(), machine]
 
 
 def _stored(file: Path, key: Any) -> tuple[CostModel, str, str] | None:

@@ -16,13 +16,13 @@ from skipdecode.data.messages import REASONING, Message, checked_text
 from skipdecode.errors import DataError, ModelLoadError, OptionError
 
 Tool = Fields
-_NOTHING: Fields = MappingProxyType({})
+_NO_FIELDS: Fields = MappingProxyType({})
 _CHOICES = (
     'none, auto, required, {"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools", '
     '"allowed_tools": {"mode": "auto" or "required", "tools": [...]}}, with names of `tools`'
 )
 _PROBE = [{"role": "user", "content": "a"}]
-_OF_TOOLS = ("name", "tool_call_id")
+_TOOL_FIELDS = ("name", "tool_call_id")
 _MARK = "8c1f0e"  # a text that stands nowhere else in a rendered chat
 
 
@@ -64,8 +64,8 @@ def template_fault(tokenizer: Tokenizer) -> str | None:
 def unread_variable(tokenizer: Tokenizer, names: Iterable[str], tools: Sequence[Tool] | None = None) -> str | None:
     """The first of these variables that the chat template does not use; None if it uses all."""
     template = str(tokenizer.get_chat_template(tools=tools))
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    return next((name for name in names if name in own or not re.search(rf"\b{re.escape(name)}\b", template)), None)
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters
+    return next((n for n in names if n in arguments or not re.search(rf"\b{re.escape(n)}\b", template)), None)
 
 
 def checked_variables(tokenizer: Tokenizer, variables: Fields | None) -> Fields:
@@ -88,7 +88,7 @@ def render_chat(
     tools: Sequence[Tool] = (),
     *,
     answer: bool = True,
-    variables: Fields = _NOTHING,
+    variables: Fields = _NO_FIELDS,
 ) -> str:
     """The text of a chat, up to where an answer begins if `answer`; `variables` are further ones of the template.
 
@@ -134,7 +134,7 @@ def _names_read(template: str) -> set[str]:
 
 
 def unused_roles(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NOTHING
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NO_FIELDS
 ) -> set[str]:
     """Roles of which the template leaves out a message; answers do not count, since some are left out by intent."""
     if {message["role"] for message in messages} <= {"user", "assistant"}:
@@ -150,13 +150,13 @@ def unused_fields(
     messages: Sequence[Message],
     tools: Sequence[Tool],
     text: str,
-    variables: Fields = _NOTHING,
+    variables: Fields = _NO_FIELDS,
 ) -> set[str]:
     """Fields of the messages, and `tools`, without which the template renders the same `text`.
 
     A tool's `name` and `tool_call_id` do not count: they say to which call its message belongs, as its place does.
     """
-    names = {name for message in messages for name in message if message["role"] != "tool" or name not in _OF_TOOLS}
+    names = {name for message in messages for name in message if message["role"] != "tool" or name not in _TOOL_FIELDS}
     names -= {"role", "content"}
     without = {n: ([{k: v for k, v in m.items() if k != n} for m in messages], tools) for n in names}
     if tools:
@@ -165,7 +165,7 @@ def unused_fields(
 
 
 def _rendered(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NOTHING
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], variables: Fields = _NO_FIELDS
 ) -> str | None:
     try:
         return render_chat(tokenizer, messages, tools, variables=variables)
@@ -199,34 +199,34 @@ def _turn(tokenizer: Tokenizer, before: str, text: str) -> str:
 
     White space of the answer itself stays, unless the template takes it off.
     """
-    whole = _answered(tokenizer, text)
+    rendered = _with_answer(tokenizer, text)
     # The text of an answer may be part of what ends it, such as "end" of <|im_end|>, so the end is found behind another
     # text.
-    _, mark, tail = _answered(tokenizer, _MARK).rpartition(_MARK)
-    if not whole.startswith(before):  # the beginning of an answer is written otherwise than that of a finished one
+    _, mark, tail = _with_answer(tokenizer, _MARK).rpartition(_MARK)
+    if not rendered.startswith(before):  # the beginning of an answer is written otherwise than that of a finished one
         return text + tail.rstrip() if mark else text
-    turn = whole[len(before) :]
+    turn = rendered[len(before) :]
     return turn.removesuffix(tail) + tail.rstrip() if turn.endswith(text + tail) else turn.rstrip()
 
 
-def _answered(tokenizer: Tokenizer, text: str, more: Fields = _NOTHING, tools: Sequence[Tool] = ()) -> str:
-    return render_chat(tokenizer, [*_PROBE, {"role": "assistant", "content": text, **more}], tools, answer=False)
+def _with_answer(tokenizer: Tokenizer, text: str, extra: Fields = _NO_FIELDS, tools: Sequence[Tool] = ()) -> str:
+    return render_chat(tokenizer, [*_PROBE, {"role": "assistant", "content": text, **extra}], tools, answer=False)
 
 
-def turn_text(tokenizer: Tokenizer, text: str, more: Fields, tools: Sequence[Tool]) -> str:
-    """An answer with its calls of tools and its reasoning (`more`) as the chat template writes it; `text` if it does
+def turn_text(tokenizer: Tokenizer, text: str, extra: Fields, tools: Sequence[Tool]) -> str:
+    """An answer with its calls of tools and its reasoning (`extra`) as the chat template writes it; `text` if it does
     not write them.
 
     Raises DataError: the template refuses the answer.
     """
     if template_fault(tokenizer) is not None:
         return text
-    whole, begin = _answered(tokenizer, text, more, tools), render_chat(tokenizer, _PROBE, tools)
-    other, _, end = _answered(tokenizer, _MARK, {}, tools).rpartition(_MARK)
-    head = next((head for head in (begin, other) if whole.startswith(head.rstrip())), None)
-    if head is None or whole == _answered(tokenizer, text, {}, tools):
+    rendered, opening = _with_answer(tokenizer, text, extra, tools), render_chat(tokenizer, _PROBE, tools)
+    other, _, end = _with_answer(tokenizer, _MARK, {}, tools).rpartition(_MARK)
+    head = next((head for head in (opening, other) if rendered.startswith(head.rstrip())), None)
+    if head is None or rendered == _with_answer(tokenizer, text, {}, tools):
         return text
-    turn = whole.removesuffix(end) if whole.endswith(end) else whole.rstrip().removesuffix(end.rstrip())
+    turn = rendered.removesuffix(end) if rendered.endswith(end) else rendered.rstrip().removesuffix(end.rstrip())
     # White space behind the head that the template does not write there is not the answer's.
     return turn.removeprefix(head) if turn.startswith(head) else turn.removeprefix(head.rstrip()).lstrip()
 

@@ -28,7 +28,7 @@ from skipdecode.data.prompts import (
 )
 from skipdecode.data.records import Record, Reject, reject_summary
 from skipdecode.data.shapes import TEXT, Shape, fitting_shapes, no_shape, shape_of_field
-from skipdecode.data.source import Records, Source, check_left
+from skipdecode.data.source import Records, Source, check_usable
 from skipdecode.data.tasks import load_task, task_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, UsageError
@@ -211,12 +211,12 @@ def written_turns(records: Records, template: PromptTemplate, tokenizer: Tokeniz
         if turn is not None:
             extra, text = {n: v for n, v in record.for_chat.items() if n != "turn"}, record.references[0]
             try:
-                whole = turn_text(tokenizer, text, turn, extra.get("tools", ())) if template.chat else text
+                rendered = turn_text(tokenizer, text, turn, extra.get("tools", ())) if template.chat else text
             except DataError as e:
                 rejects.append(Reject(record.line, str(e)))
                 continue
-            unwritten |= set(turn) if whole == text else set()
-            record = replace(record, references=(whole,) if whole else (), for_chat=extra)
+            unwritten |= set(turn) if rendered == text else set()
+            record = replace(record, references=(rendered,) if rendered else (), for_chat=extra)
         if record.references:
             written.append(record)
         else:
@@ -276,7 +276,7 @@ def encode_examples(
                 examples.append(_example(encoder, prompt, response, max_length))
             except DataError as e:
                 rejects.append(Reject(prompt.record.line, str(e)))
-    check_left(file.name, examples, rejects, skip_bad=skip_bad)
+    check_usable(file.name, examples, rejects, skip_bad=skip_bad)
     return examples, rejects
 
 
@@ -288,7 +288,7 @@ def _example(encoder: PromptEncoder, prompt: EncodedPrompt, response: list[int],
         raise DataError(prompt.error)
     example = Example(str(record.id), tuple(prompt.token_ids), tuple(response))
     if max_length is not None and len(example) > max_length:
-        what = "response" if len(response) > max_length else "record"
+        part = "response" if len(response) > max_length else "record"
         length = f"{len(prompt.token_ids)} + {len(response)} of {max_length} tokens"
-        raise DataError(f"{what} longer than the context: {length}")
+        raise DataError(f"{part} longer than the context: {length}")
     return example

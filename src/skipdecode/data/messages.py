@@ -33,7 +33,7 @@ _SENDERS = {*_ROLES, "user", "system", "developer", "tool"}
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TEXTS = (*REASONING, "name", "tool_call_id")
 _TYPES = ("text", "message")  # of a message, which say nothing more than its role
-_NOTHING: tuple[object, ...] = (None, [], {})
+_EMPTY: tuple[object, ...] = (None, [], {})
 _MAY_BE_NULL = ("default", "const")  # entries of a JSON schema
 
 
@@ -63,7 +63,7 @@ def read_messages(field: str, value: object) -> list[Message]:
     messages = _parsed(value)
     if not isinstance(messages, list):
         raise DataError(f"field {field!r} is {kind_of(value)}: give a list of messages")
-    read = (_message(f"message {number} of field {field!r}", each) for number, each in enumerate(messages, 1))
+    read = (_message(f"message {number} of field {field!r}", message) for number, message in enumerate(messages, 1))
     return [message for message in read if message["content"] is not None]
 
 
@@ -79,7 +79,7 @@ def has_answer(value: object) -> bool:
     messages = _parsed(value)
     if not isinstance(messages, list):
         return True
-    roles = [_known(each.get("role", each.get("from"))) for each in messages if isinstance(each, Mapping)]
+    roles = [_known(message.get("role", message.get("from"))) for message in messages if isinstance(message, Mapping)]
     return any(role in _ASSISTANT for role in roles)
 
 
@@ -92,7 +92,7 @@ def _message(where: str, value: object) -> Message:
             raise DataError(f"{where} is a call and no JSON: give an object with name and arguments")
         fields["tool_calls"], content = content, None
     for name in _TEXTS:
-        if fields.get(name) not in _NOTHING and not isinstance(fields[name], str):
+        if fields.get(name) not in _EMPTY and not isinstance(fields[name], str):
             raise DataError(f"{name!r} of {where} is {kind_of(fields[name])}: give text")
     calls = _calls(where, fields)
     if fields.get("type") in _TYPES:
@@ -108,7 +108,7 @@ def _message(where: str, value: object) -> Message:
     if calls and role != "assistant":
         raise DataError(f"{where} has 'tool_calls', which belong to an assistant's message, not to the role {role!r}")
     message = {"role": checked_text(where, role), "content": text} | ({"tool_calls": calls} if calls else {})
-    message |= {name: entry for name, entry in fields.items() if entry not in _NOTHING}
+    message |= {name: entry for name, entry in fields.items() if entry not in _EMPTY}
     return message if learned or role != "assistant" else message | {"weight": 0}
 
 
@@ -186,7 +186,7 @@ def chat_fields(row: Fields, *, chat: bool) -> Json:
 
 
 def _objects(where: str, value: object) -> list[Json]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise DataError(f"{where} is {kind_of(value)}: give a list of objects")
     return value
 

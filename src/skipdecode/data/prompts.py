@@ -89,8 +89,8 @@ class PromptEncoder:
 
     def stream(self, records: Iterable[Record], at_once: int) -> Iterator[EncodedPrompt]:
         """Encode records as they are taken, so many together."""
-        left = iter(records)
-        while window := list(islice(left, at_once)):
+        remaining = iter(records)
+        while window := list(islice(remaining, at_once)):
             yield from self.encode(window)
 
     def _is_chat(self, record: Record) -> bool:

@@ -22,7 +22,7 @@ _REASONS_SHOWN = _LINES_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class OwnSettings:
+class RecordSettings:
     """What a record asks for beside its text, as a line of OpenAI's batches does."""
 
     sampling: Fields  # fields of `skipdecode.engine.Sampling`
@@ -49,10 +49,10 @@ class Record:
     for_chat: Fields = field(default_factory=dict)
     # Fields of the record that are not in the prompt, where the user has not chosen the prompt's field.
     left_out: tuple[str, ...] = ()
-    settings: OwnSettings | None = None  # those of the command where it has none
+    settings: RecordSettings | None = None  # None: those of the command
     token_ids: tuple[int, ...] = ()  # in place of a prompt
     has_id: bool = True  # whether `id` is the record's own, not the line number
-    guessed: str = ""  # the fields of its prompt, in words, where nobody named them
+    guessed_fields: str = ""  # those of its prompt, in words, where nobody named them
 
     @property
     def is_blank(self) -> bool:

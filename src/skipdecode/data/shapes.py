@@ -11,11 +11,10 @@ from skipdecode.common.jsonl import Fields, Json, Row, kind_of
 from skipdecode.data.messages import REASONING, Message, as_text, checked_text, has_answer, read_messages
 from skipdecode.errors import DataError
 
-_MORE = ("tool_calls", *REASONING)  # of an answer, beside its text
+_BESIDE_TEXT = ("tool_calls", *REASONING)  # of an answer, beside its text
 _FIELDS_SHOWN, _CHARACTERS_SHOWN = 20, 80
-NOTHING: tuple[object, ...] = (None, "", [], {})
-"""Values of a field that is as good as absent."""
-Prompt = str | list[Message]
+_EMPTY: tuple[object, ...] = (None, "", [], {})  # a field with such a value is as good as absent
+_Prompt = str | list[Message]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Shape:
             return has_answer(row[self.key])
         return not self.responses or any(row.get(name) is not None for name in self.responses)
 
-    def prompt(self, row: Fields) -> Prompt:
+    def prompt(self, row: Fields) -> _Prompt:
         """Read the whole prompt, as text or as a chat; raises DataError if it is empty or neither."""
         value = row[self.key]
         if self.chat or isinstance(value, list):
@@ -55,7 +54,7 @@ class Shape:
         parts = [row[name] for name in self.fields if isinstance(row.get(name), str) and row[name].strip()]
         return checked_text(f"field {self.key!r}", "\n\n".join(parts))
 
-    def turns(self, row: Fields) -> Iterator[tuple[Prompt, Json]]:
+    def turns(self, row: Fields) -> Iterator[tuple[_Prompt, Json]]:
         """Read each prompt with the fields of its response: `response`, and `turn` of one that is more than text."""
         if self.chat:
             yield from _answers(read_messages(self.key, row[self.key]))
@@ -68,7 +67,7 @@ class Shape:
     def unused(self, row: Fields, used: Iterable[str]) -> list[str]:
         """List fields of a record with content that are not in the prompt, but for those that are `used` otherwise."""
         known = {"id", *self.fields, *used}
-        return [name for name, value in row.items() if name not in known and value not in NOTHING]
+        return [name for name, value in row.items() if name not in known and value not in _EMPTY]
 
     def present_fields(self, row: Fields) -> str:
         """The fields of the prompt that a record has, in words; the one that tells the shape is the first."""
@@ -101,7 +100,7 @@ def fitting_shapes(row: Fields) -> list[Shape]:
     """List the shapes in which a record has prompt and response; those with an empty prompt where there is no other."""
     fitting = [shape for shape in _SHAPES if shape.fits(row)]
     fitting = [shape for shape in fitting if shape is not TEXT] or fitting  # Alpaca's `text` has prompt and response
-    return [shape for shape in fitting if row[shape.key] not in NOTHING] or fitting
+    return [shape for shape in fitting if row[shape.key] not in _EMPTY] or fitting
 
 
 def prompt_shape(row: Fields, fields: Sequence[str] = PROMPT_FIELDS) -> Shape | None:
@@ -112,7 +111,7 @@ def prompt_shape(row: Fields, fields: Sequence[str] = PROMPT_FIELDS) -> Shape | 
     fitting = fitting_shapes(row)
     if len(fitting) == 1 and fitting[0] is not TEXT:
         return fitting[0]
-    filled = [field for field in fields if row.get(field) not in NOTHING]
+    filled = [field for field in fields if row.get(field) not in _EMPTY]
     filled = [field for field in filled if field in _KEYS] or filled
     if len(filled) > 1:
         raise DataError(f"fits {filled[0]!r} and {filled[1]!r}: name the field of the prompt")
@@ -126,7 +125,7 @@ def no_shape(row: Fields, answers: str) -> str:
     """Say, behind "its records", why a record has no shape to learn from; `answers`: what to do with prompts alone."""
     if fitting := fitting_shapes(row):
         return f"fit {fitting[0].name!r} and {fitting[1].name!r}"
-    alone = next((shape for shape in _SHAPES if row.get(shape.key) not in NOTHING), None)
+    alone = next((shape for shape in _SHAPES if row.get(shape.key) not in _EMPTY), None)
     if alone is None:
         return f"have {', '.join(map(repr, row)) or 'no field'}, which is none of: {'; '.join(SHAPES)}"
     wanted = "an answer of the assistant" if alone.chat else f"a field {' or '.join(map(repr, alone.responses))}"
@@ -171,7 +170,7 @@ def field_names(row: Fields) -> str:
     return f"the record has {', '.join(shown[:_FIELDS_SHOWN]) or 'no field'}{more}"
 
 
-def _answers(messages: list[Message]) -> Iterator[tuple[Prompt, Json]]:
+def _answers(messages: list[Message]) -> Iterator[tuple[_Prompt, Json]]:
     """Each answer that is learned, of text or calls of tools, with the messages before it."""
     learned = [message.pop("weight", 1) != 0 for message in messages]
     for number, message in enumerate(messages):
@@ -205,5 +204,5 @@ def _response(field: str, value: Any) -> Json:
 
 
 def _response_of(message: Message) -> Json:
-    turn = {name: message[name] for name in _MORE if message.get(name)}
+    turn = {name: message[name] for name in _BESIDE_TEXT if message.get(name)}
     return {"response": [message["content"]]} | ({"turn": turn} if turn else {})

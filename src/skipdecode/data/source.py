@@ -72,8 +72,8 @@ class PromptSource:
         """All records, from the first on, as `read` completes them."""
         return read_records(self._rows(), read)
 
-    def check(self, read: ReadRow = _PLAIN.with_prompt, *, all_usable: bool = False) -> tuple[int, Record]:
-        """The number of records, including those with an error, and the first that can be used.
+    def count(self, read: ReadRow = _PLAIN.with_prompt, *, all_usable: bool = False) -> tuple[int, Record]:
+        """Count the records, including those with an error; returns the number and the first that can be used.
 
         Records are read only up to that one, and counted behind it.
         Raises DataError: there is none, none can be used, or one cannot be used and `all_usable` is set, which reads
@@ -179,7 +179,7 @@ def load_records(
             end = record.line if len(items) == limit else None
         if end is not None and not task.merge_same_prompt:
             break
-    skipped, wrong = ([r for r in each if end is None or r.line < end] for each in (skipped, wrong))
+    skipped, wrong = ([r for r in rejects if end is None or r.line < end] for rejects in (skipped, wrong))
     refuse_rejects(source, wrong, skip_bad=skip_bad)
     skipped = sorted(skipped + wrong)
     if not items:
@@ -200,9 +200,9 @@ def _named_rows(task: Task, data: str | Path | Iterable[Fields] | None) -> tuple
 
 def _hub_rows(source: HubSource) -> Iterator[tuple[int, Row]]:
     rows = load_split(source.id, source.split, source.config, source.revision)
-    ours = {theirs: name for name, theirs in source.fields.items()}
+    names = {column: name for name, column in source.fields.items()}
     for number, row in enumerate(rows, 1):
-        named = {ours.get(name, name): value for name, value in row.items()}
+        named = {names.get(column, column): value for column, value in row.items()}
         for name, ending in source.strip.items():
             if isinstance(named.get(name), str):
                 named[name] = named[name].rstrip().removesuffix(ending).rstrip()
@@ -233,13 +233,14 @@ def read_file(
         elif len(record.references) == 1:
             records.append(record)
         else:
-            few = "empty response: there is nothing to learn"
-            rejects.append(Reject(record.line, "several responses: give one, as text" if record.references else few))
-    check_left(name, records, rejects, skip_bad=skip_bad)
+            empty = "empty response: there is nothing to learn"
+            reason = "several responses: give one, as text" if record.references else empty
+            rejects.append(Reject(record.line, reason))
+    check_usable(name, records, rejects, skip_bad=skip_bad)
     return Records(tuple(records), tuple(rejects), name, digest, stream)
 
 
-def check_left(name: str, records: Sequence[object], rejects: list[Reject], *, skip_bad: bool) -> None:
+def check_usable(name: str, records: Sequence[object], rejects: list[Reject], *, skip_bad: bool) -> None:
     """Sort the rejects, and raise DataError where they are refused or nothing else is left."""
     rejects.sort()
     refuse_rejects(name, rejects, skip_bad=skip_bad)

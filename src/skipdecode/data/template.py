@@ -109,7 +109,7 @@ class PromptTemplate:
         name = "response" if self.shape is not None else found_field(row, self.responses)
         texts = row[name] if isinstance(row[name], list) else [row[name]]
         references = tuple(text for text in (as_text(name, text) for text in texts) if text.strip())
-        prompt, values = self._whole(row)
+        prompt, values = self._learned_prompt(row)
         extra = {n: v for n, v in chat_fields(row, chat=not isinstance(prompt, str)).items() if n not in values}
         if self.shape is not None and (turn := row.get("turn")):
             references, extra = references or ("",), extra | {"turn": turn}
@@ -128,8 +128,8 @@ class PromptTemplate:
             return False
         return True
 
-    def _whole(self, row: Fields) -> tuple[str | list[Message], dict[str, str]]:
-        """The prompt, and the values of its fields; a chat, which has none, may be all that a prompt is."""
+    def _learned_prompt(self, row: Fields) -> tuple[str | list[Message], dict[str, str]]:
+        """The prompt of a row to learn from, and the values of its fields; a chat has none."""
         name = "prompt" if self.shape is not None else self.fields[0]
         if self.shape is not None and isinstance(row["prompt"], list):
             # `shaped` has read it, and a second reading would drop nulls in the arguments of calls.
@@ -147,10 +147,10 @@ class PromptTemplate:
         field = TOKEN_IDS if are_token_ids(prompt) else field
         return {field if self.shape is None else self.shape.key: prompt}
 
-    def with_prompt(self, record: Record, row: Fields, *, whole_chat: bool = False) -> Record:
+    def with_prompt(self, record: Record, row: Fields, *, keep_answer: bool = False) -> Record:
         """The record with a row's prompt: its fields in the template, or the text or chat of its shape.
 
-        A chat loses the answer at its end, unless the prompt is the `whole_chat`. A plain text is the value of the
+        A chat loses the answer at its end, unless `keep_answer` is set. A plain text is the value of the
         template's only field. Raises DataError if the prompt is missing, empty or not text.
         """
         if self.shape is None and are_token_ids(ids := row.get(TOKEN_IDS)):
@@ -165,7 +165,7 @@ class PromptTemplate:
         prompt, values = shape.prompt(row), {}
         extra = chat_fields(row, chat=not isinstance(prompt, str))
         left_out = () if self.shape is not None else tuple(map(repr, shape.unused(row, extra)))
-        if not whole_chat and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        if not keep_answer and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
             prompt, left_out = prompt[:-1], (*left_out, f"the answer at the end of {shape.key!r}")
             if not prompt:
                 raise DataError(f"field {shape.key!r} has an answer, and no message before it")
@@ -173,7 +173,7 @@ class PromptTemplate:
             values = self.values_of_text(prompt)
             prompt = self.render(values)
         guessed = shape.present_fields(row) if self.shape is None and self.text is None else ""
-        return replace(record, prompt=prompt, values=values, for_chat=extra, left_out=left_out, guessed=guessed)
+        return replace(record, prompt=prompt, values=values, for_chat=extra, left_out=left_out, guessed_fields=guessed)
 
     def record_of(self, prompt: Prompt) -> Record:
         """A single record to generate from; it has an `error` if it cannot be used."""
@@ -205,7 +205,7 @@ class PromptTemplate:
 
 def are_token_ids(value: object) -> bool:
     """Whether a value is a list of whole numbers, and not empty."""
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _fields_of(text: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 `open_engines` (opening.py) chooses `FastEngine` (fast.py), on C++ kernels, if it supports the model, else `GatedEngine`
 (gated.py), on transformers. A user's `Request` (requests.py) is a `Sequence` (sequence.py) in the engine. The
 `Scheduler` (scheduler.py) admits it, its tokens are rows of forwards (rows.py) of the `FastModel` (fast_model.py), its
-keys and values lie in pages (kv.py), and its `Sampler` (sampling.py) chooses new tokens.
+keys and values lie in pages (kv.py, prefix_cache.py), and its `Sampler` (sampling.py) chooses new tokens.
 """
 
 from __future__ import annotations

@@ -72,12 +72,12 @@ class Engine(ABC):
 
     Attributes `name`: that of the engine in tables, such as "fast-int8". `schedule`: of requests without one of their
     own. `began`: reading of `time.perf_counter` at which `StepOutput.seconds` is 0. `scores_prompts`: whether requests
-    with `scores_prompt` are accepted. `fills_prompts`: may be set before the first request, to time decode steps:
+    with `scores_prompt` are accepted. `skips_prefill`: may be set before the first request, to time decode steps:
     prompts are not computed, and some numbers stand for their keys and values.
     """
 
     name: str
-    scores_prompts = fills_prompts = False
+    scores_prompts = skips_prefill = False
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers, self.schedule = schedule.num_layers, schedule

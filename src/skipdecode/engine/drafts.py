@@ -15,8 +15,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Iterable, Sequence
 
 MOST_DRAFTS = 8
 """Maximum drafts of a sequence at a step."""
@@ -47,7 +46,7 @@ class TextIndex:
         self._latest: dict[tuple[int, ...], int] = {}
         self._before: tuple[list[int], list[int]] = [], []
 
-    def extend(self, tokens: Several[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
         for token in tokens:
             for width, before in enumerate(self._before, 1):
@@ -56,7 +55,7 @@ class TextIndex:
                 self._latest[key] = len(self.tokens)
             self.tokens.append(token)
 
-    def longest(self, tail: Several[int]) -> tuple[int, int]:
+    def longest(self, tail: Sequence[int]) -> tuple[int, int]:
         """Longest match of the end of `tail`: how many tokens are the same, at most 16, and the position that follows.
 
         Positions are those of the last pair, the latest 8, else of the last token. (0, 0) if there is none.
@@ -107,17 +106,17 @@ class Drafter:
     `earlier` are earlier answers; `common` is the acceptance of all sequences, for each class of length of a match.
     """
 
-    def __init__(self, text: Several[int], earlier: TextIndex, common: Several[Acceptance]) -> None:
+    def __init__(self, text: Sequence[int], earlier: TextIndex, common: Sequence[Acceptance]) -> None:
         self._text, self._earlier, self._common = TextIndex(), earlier, common
         self._acceptance: dict[int, Acceptance] = {}
         self._class = 0
         self.drafts: tuple[int, ...] = ()
         self._text.extend(text)
 
-    def look(self, room: int) -> None:
+    def find(self, room: int) -> None:
         """Find drafts, at most `room`: what followed the longest match, in the sequence's own text if both are as long.
 
-        Without room nothing is looked for.
+        Without room none are sought.
         """
         self.drafts = ()
         if room > 0:
@@ -131,7 +130,7 @@ class Drafter:
         """Probability that a draft of this step is accepted if all drafts before it were."""
         return min(self._learned().chance, 0.99)
 
-    def learn(self, tokens: Several[int]) -> None:
+    def learn(self, tokens: Sequence[int]) -> None:
         """Learn from the new tokens of a step; drafts that did not run are judged too."""
         if judged := min(len(self.drafts), len(tokens)):
             taken = next((i for i in range(judged) if self.drafts[i] != tokens[i]), judged)
@@ -192,13 +191,13 @@ class Planner:
         self._earlier: dict[str, TextIndex] = {}
         self._idle, self._patience = 0, _PROBE_AFTER[0]
 
-    def drafter(self, prompt: Several[int], salt: str = "") -> Drafter:
+    def drafter(self, prompt: Sequence[int], salt: str = "") -> Drafter:
         """The state of a new sequence, which may draft from the earlier answers of the same `Request.cache_salt`."""
         if salt not in self._earlier and len(self._earlier) == _MOST_SALTS:
             del self._earlier[next(iter(self._earlier))]
         return Drafter(prompt, self._earlier.setdefault(salt, TextIndex()), self._common)
 
-    def remember(self, prompt: Several[int], answer: Several[int], salt: str = "") -> None:
+    def remember(self, prompt: Sequence[int], answer: Sequence[int], salt: str = "") -> None:
         """Let later sequences of the same salt draft from an answer; the oldest half goes when there are too many."""
         if (index := self._earlier.get(salt)) is None:
             return
@@ -212,14 +211,14 @@ class Planner:
         seconds = self.forwards[depth]
         if (alone := seconds(rows)) is None:
             return math.inf
-        more = (2**power for power in range(int(math.log2(MOST_DRAFTS * rows)) + 1))
-        least = min(_GAIN * rows * ((seconds(rows + count) or 0.0) / alone - 1) / count for count in more)
+        draft_counts = (2**power for power in range(int(math.log2(MOST_DRAFTS * rows)) + 1))
+        least = min(_GAIN * rows * ((seconds(rows + count) or 0.0) / alone - 1) / count for count in draft_counts)
         return least if least < _MOST_CHANCE else math.inf
 
     def plan(self, rows: int, depth: int, drafters: Iterable[Drafter]) -> dict[Drafter, int]:
-        """The numbers of drafts of the drafters that draft, of those that `drafters` yields after `Drafter.look`.
+        """The numbers of drafts of the drafters that draft, of those that `drafters` yields after `Drafter.find`.
 
-        `rows` sequences decode at this step, through `depth` layers. None is looked at where drafts cannot pay, but one
+        `rows` sequences decode at this step, through `depth` layers. None is sought where drafts cannot pay, but one
         is drafted now and then, to measure what may have changed.
         """
         self._idle += 1

@@ -19,7 +19,7 @@ from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.requests import NextToken, StepOutput
 from skipdecode.engine.rows import Chunk, Span, forwards, token_rows
-from skipdecode.engine.sampling import Predicted, Sampler, scores
+from skipdecode.engine.sampling import Predictions, Sampler, scores
 from skipdecode.engine.scheduler import PROMPT_TOKENS, Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule import Schedule
@@ -30,11 +30,10 @@ class FastEngine(Engine):
 
     Sequences of any age and schedule share a step, and prompts join it in chunks.
 
-    `model`: a causal LM with a fast path (`model_spec.READERS`); its projection weights are fused in place. `max_rows`:
-    most sequences in a step. `refill_below`, `in_order`: see `Scheduler`. `prompt_tokens`: most prompt tokens of a
-    forward; it bounds the buffers, and the time that a sequence waits for its next token. `prefix_cache`: keep keys
-    and values of prompts for prompts with the same beginning and prompt layers (`skipdecode.engine.kv`); the output
-    does not change.
+    `model`: a causal LM with a fast path (`model_reader.READERS`); its projection weights are fused in place.
+    `max_rows`: most sequences in a step. `refill_below`, `in_order`: see `Scheduler`. `prompt_tokens`: most prompt
+    tokens of a forward; it bounds the buffers, and the time that a sequence waits for its next token. `prefix_cache`:
+    keep keys and values of prompts for prompts with the same beginning and prompt layers; the output does not change.
 
     Raises UnfitModelError: the model has no fast path, or the kernels cannot run here; ScheduleError: the schedule is
     for another number of layers.
@@ -146,27 +145,27 @@ class FastEngine(Engine):
         """
         chunks: list[Chunk] = []
         room = self._prompt_tokens
-        own = self._prefilling[0].prompt if self._prefilling and self._prefilling[0].prompt.own else None
         for sequence in self._prefilling:
             if not room:
                 break
-            if sequence.prompt != own and (own is not None or sequence.prompt.own):
+            first, prompt = self._prefilling[0].prompt, sequence.prompt
+            if prompt != first and (first.explicit or prompt.explicit):
                 continue
-            if self._starts(sequence, chunks):
-                tokens = sequence.request.prompt[sequence.ran : sequence.ran + room]
-                chunks.append(Chunk.following(sequence, tokens))
-                room -= len(tokens)
+            if self._prefix_cache and not sequence.request.scores_prompt:
+                self._reuse_prefix(sequence)
+                if any(self._is_ahead(chunk, sequence) for chunk in chunks):
+                    continue
+            tokens = sequence.request.prompt[sequence.ran : sequence.ran + room]
+            chunks.append(Chunk.following(sequence, tokens))
+            room -= len(tokens)
         return chunks
 
-    def _starts(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
-        """Whether a sequence's next prompt tokens run now, with `chunks`; the prefix cache may move `sequence.ran`."""
-        if not self._prefix_cache or sequence.request.scores_prompt:
-            return True
-        ran = self.kv.match(sequence)
+    def _reuse_prefix(self, sequence: Sequence) -> None:
+        """Take a sequence's next prompt tokens from the prefix cache, as far as it has them."""
+        ran = self.kv.reuse_prefix(sequence)
         self.stats.prefix_hit_tokens += ran - sequence.ran
         sequence.cached += ran - sequence.ran
         sequence.ran = ran
-        return not any(self._is_ahead(chunk, sequence) for chunk in chunks)
 
     def _is_ahead(self, chunk: Chunk, sequence: Sequence) -> bool:
         """Whether the chunk of another sequence has the next page of this prompt, so that waiting lets it be shared."""
@@ -189,7 +188,7 @@ class FastEngine(Engine):
             return {}
         depth = round(sum(len(sequence.next_layers) for sequence in self._decoding) / rows)
         most = self.model.most_drafts
-        counts = self.planner.plan(rows, depth, (sequence.look(drafter, most) for sequence, drafter in drafting))
+        counts = self.planner.plan(rows, depth, (sequence.find_drafts(drafter, most) for sequence, drafter in drafting))
         return {sequence: drafter.drafts[: counts[drafter]] for sequence, drafter in drafting if drafter in counts}
 
     def _drop_layers(self, sequence: Sequence) -> None:
@@ -203,13 +202,13 @@ class FastEngine(Engine):
     def _forward(self, chunks: list[Chunk]) -> list[StepOutput]:
         """Run prompt chunks, and tokens of decoding sequences with their drafts; returns the outputs."""
         start = time.perf_counter()
-        sampled, predicted = self._run(chunks)
+        sampled, predictions = self._run(chunks)
         for chunk in chunks:
             chunk.sequence.ran = chunk.end
         self._count(chunks, time.perf_counter() - start)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.in_prefill]
         self._decoding += [span.sequence for span in sampled if not span.sequence.output]
-        outputs = self._emit(self._chosen(sampled, predicted), start) if sampled else []
+        outputs = self._emit(self._chosen(sampled, predictions), start) if sampled else []
         for sequence in (span.sequence for span in sampled):
             if sequence.finish_reason is not None:
                 self._decoding.remove(sequence)
@@ -219,7 +218,7 @@ class FastEngine(Engine):
                     self.planner.remember(request.prompt, sequence.output, request.cache_salt)
         return outputs
 
-    def _run(self, chunks: list[Chunk]) -> tuple[list[Span], Predicted]:
+    def _run(self, chunks: list[Chunk]) -> tuple[list[Span], Predictions]:
         """Run the rows of chunks; returns the spans that choose next tokens, and the predictions after their rows.
 
         The predictions are in the order of the spans: one for every token that a sequence ran, one for a prompt.
@@ -230,31 +229,31 @@ class FastEngine(Engine):
             if len(chunk.sequence.output) < 2 or pages(chunk.end) > pages(chunk.start):
                 self.kv.extend(chunk.sequence.slot, chunk.layers, chunk.end)
         rows, sampled = token_rows(chunks, self.num_layers, self.model.context_tokens)
-        if self.fills_prompts and rows.num_logits < len(rows.tokens):
+        if self.skips_prefill and rows.num_logits < len(rows.tokens):
             self.kv.fill()
-            return sampled, Predicted(torch.zeros(rows.num_logits, self.model.vocab_size))
+            return sampled, Predictions(torch.zeros(rows.num_logits, self.model.vocab_size))
         logits = self.model.forward(rows, self.kv)
         self.stats.short_heads += isinstance(logits, Candidates)
         self.stats.head_fallbacks += self.model.head.fell_back
         for chunk in chunks:
             if self._prefix_cache and not chunk.sequence.output:
-                self.kv.keep(chunk.sequence, chunk.end)
+                self.kv.cache_prefix(chunk.sequence, chunk.end)
         if rows.scored and isinstance(logits, Tensor):
             for row, (sequence, tokens, start, *_) in rows.scored:
                 following = sequence.request.prompt[start + 1 : start + 1 + len(tokens)]
                 top = sequence.request.sampling.top_logprobs
                 sequence.scores += scores(logits[row : row + len(tokens)], following, top)
             logits = logits[rows.num_logits - rows.num_sampled :]
-        return sampled, Predicted(logits)
+        return sampled, Predictions(logits)
 
-    def _chosen(self, sampled: list[Span], predicted: Predicted) -> list[tuple[Sequence, NextToken]]:
+    def _chosen(self, sampled: list[Span], predictions: Predictions) -> list[tuple[Sequence, NextToken]]:
         """Choose the next tokens of each sequence: its accepted drafts, and one more."""
         chosen: list[tuple[Sequence, NextToken]] = []
         row = 0
         for span in sampled:
             sequence, drafted, new_tokens = span.sequence, span.tokens[1:], list[int]()
             for index in range(len(drafted) + 1):
-                token = predicted.token(row + index, sequence.sampler)
+                token = predictions.token(row + index, sequence.sampler)
                 chosen.append((sequence, token))
                 new_tokens.append(token.token)
                 if token.token in sequence.request.stop_ids or token.token not in drafted[index : index + 1]:
@@ -290,7 +289,8 @@ class FastEngine(Engine):
             stats.fed_tokens += len(chunks) - len(prompts)
             stats.token_layers += sum(len(c.layers) for c in chunks if c.sequence.output)
         pages = (
-            sum(self.kv.layout.pages(sequence.ran) for sequence in self._prefilling + self._decoding) - self.kv.overlap
+            sum(self.kv.layout.pages(sequence.ran) for sequence in self._prefilling + self._decoding)
+            - self.kv.prefixes.overlap
         )
         full = pages * (self.num_layers - len(self.kv.rings)) + self.rows * len(self.kv.rings)
         self.stats.note_kv(self.kv.bytes_held, full * self.kv.layout.page_bytes)

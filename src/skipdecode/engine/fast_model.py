@@ -27,9 +27,9 @@ from skipdecode.engine.drafts import MOST_DRAFTS, Planner
 from skipdecode.engine.kernels.head import Candidates, NativeHead
 from skipdecode.engine.kernels.native import NativeKernels, NativeStack, native_kernels
 from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, StackInput
-from skipdecode.engine.kernels.weights import Arena, Quantization, QuantizedWeight, quantize, room_of
+from skipdecode.engine.kernels.weights import Arena, Quantization, QuantizedWeight, quantize, quantized_sizes
 from skipdecode.engine.kv import PAGE_TOKENS, PagedKV
-from skipdecode.engine.model_spec import matrices, read_model
+from skipdecode.engine.model_reader import matrices, read_model
 from skipdecode.engine.requests import Request
 from skipdecode.engine.rows import TokenRows
 from skipdecode.errors import UnfitModelError, UsageError
@@ -42,7 +42,7 @@ from skipdecode.schedule import Schedule
 class FastModel:
     """The fast path of a transformers model, on the C++ kernels. Made by `open_model`.
 
-    `model`: a causal LM of a family in `skipdecode.engine.model_spec.READERS`, on the CPU; its projection weights are
+    `model`: a causal LM of a family in `skipdecode.engine.model_reader.READERS`, on the CPU; its projection weights are
     fused and moved in place, and it stays usable. `quantization`: the kernels read the projections and the output
     embedding from quantised copies (`kernels.weights`).
 
@@ -81,7 +81,7 @@ class FastModel:
     @property
     def context_tokens(self) -> int:
         """Number of preceding tokens that a prompt map takes as input."""
-        return 0 if self.fit is None else self.fit.taps
+        return 0 if self.fit is None else self.fit.context_tokens
 
     def check(self, schedule: Schedule, requests: Iterable[Request] = ()) -> None:
         """Raise ScheduleError if the model cannot run a schedule, UsageError for tokens outside its vocabulary."""
@@ -122,8 +122,8 @@ class FastModel:
         hidden = self.spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
-        before = None if rows.before is None else torch.tensor(rows.before, dtype=torch.int32)
-        stack_input = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.layers, rows.bridged, before)
+        context = None if rows.context_rows is None else torch.tensor(rows.context_rows, dtype=torch.int32)
+        stack_input = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.layers, rows.bridged, context)
         self._stack_for(rows.prompt)(stack_input)
         hidden = hidden[len(rows.tokens) - rows.num_logits :]
         if (cap := self.spec.logit_cap) is not None:
@@ -146,12 +146,12 @@ class FastModel:
         maps, first, ones = {}, {}, torch.ones(fit.hidden_size)
         for layer in range(fit.num_layers):
             if prompt is not None and (prompt_map := fit.prompt_map(prompt, layer)) is not None:
-                # Without taps the map reads the states directly.
-                norm: dict[str, Any] = {} if fit.taps else {"prologue": "rms_norm", "gamma": ones}
+                # Without preceding tokens the map reads the states directly.
+                norm: dict[str, Any] = {} if fit.context_tokens else {"prologue": "rms_norm", "gamma": ones}
                 weight = prompt_map.weight.detach().to(self.dtype).contiguous()
                 maps[layer] = LinearSpec(weight, prompt_map.bias, eps=EPSILON, **norm)
                 first[layer] = prompt_map.first
-        return FitSpec(self._bridges, maps, first, fit.taps)
+        return FitSpec(self._bridges, maps, first, fit.context_tokens)
 
     def _read(self, positions: int) -> ModelSpec:
         if self._quantized is None:
@@ -212,9 +212,9 @@ def move_into_one_block(model: PreTrainedModel) -> None:
 
     def moves() -> Iterator[tuple[Tensor, Tensor]]:
         for parts in moved.values():
-            room = arena.take(sum(part.nbytes for part in parts)).view(first.dtype).view(-1, parts[0].shape[1])
+            rest = arena.take(sum(part.nbytes for part in parts)).view(first.dtype).view(-1, parts[0].shape[1])
             for part in parts:
-                target, room = room[: len(part)], room[len(part) :]
+                target, rest = rest[: len(part)], rest[len(part) :]
                 yield target, part.detach()
 
     for target, weight in read_in_turn(moves()):
@@ -227,8 +227,8 @@ def quantized_copies(model: PreTrainedModel, kind: Quantization) -> list[Quantiz
     """Quantised copies of a model's `matrices`, one for each, in their order; the model keeps its own."""
     read = matrices(model)
     shapes = {parts[0].data_ptr(): (sum(map(len, parts)), parts[0].shape[1]) for parts in read}
-    rooms = (size for shape in shapes.values() for size in room_of(shape, kind))
-    arena, copies = Arena(rooms, next(model.parameters()).device), dict[int, QuantizedWeight]()
+    sizes = (size for shape in shapes.values() for size in quantized_sizes(shape, kind))
+    arena, copies = Arena(sizes, next(model.parameters()).device), dict[int, QuantizedWeight]()
     for parts, part in read_in_turn((group, matrix) for group in read for matrix in group):
         if part is parts[-1] and (address := parts[0].data_ptr()) not in copies:
             copies[address] = quantize(torch.cat(parts) if len(parts) > 1 else part, kind, arena.take)

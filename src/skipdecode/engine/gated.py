@@ -20,7 +20,7 @@ from skipdecode.common.environment import isolated_torch
 from skipdecode.common.types import PreTrainedModel
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import StepOutput
-from skipdecode.engine.sampling import Predicted, Sampler, scores
+from skipdecode.engine.sampling import Predictions, Sampler, scores
 from skipdecode.engine.scheduler import Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
@@ -97,7 +97,7 @@ class GatedEngine(Engine):
 
     def cancel(self, number: int) -> None:
         if self._batch is not None and any(row.number == number for row in self._batch.rows):
-            self._keep([row.number != number for row in self._batch.rows])
+            self._retain([row.number != number for row in self._batch.rows])
             return
         self._waiting = [sequence for sequence in self._waiting if sequence.number != number]
 
@@ -121,8 +121,6 @@ class GatedEngine(Engine):
         self.stats.step_seconds += time.perf_counter() - start
         return outputs
 
-    # ------------------------------------------------------------------ batches
-
     def _next_batch(self) -> _Batch:
         """Waiting sequences with the schedule of the sequence that has waited longest."""
         schedule = self._waiting[0].schedule
@@ -140,19 +138,19 @@ class GatedEngine(Engine):
             for row in batch.rows:
                 row.layers = batch.schedule.layers(batch.position - 1)
             self._renew(batch)
-        fills = self.fills_prompts and not batch.position
-        logits = (self._filled(batch) if fills else self._logits(batch))[:, -1].float()
+        skips = self.skips_prefill and not batch.position
+        logits = (self._logits_of_first_tokens(batch) if skips else self._logits(batch))[:, -1].float()
         self._count(batch, time.perf_counter() - start)
         for row in () if batch.position else batch.rows:
             if row.request.scores_prompt:
                 self._score(row)
-        predicted = Predicted(logits)
-        chosen = [(row, predicted.token(index, row.sampler)) for index, row in enumerate(batch.rows)]
+        predictions = Predictions(logits)
+        chosen = [(row, predictions.token(index, row.sampler)) for index, row in enumerate(batch.rows)]
         outputs = self._emit(chosen, start)
         batch.position += 1
         batch.ids = torch.tensor([[out.token] for out in outputs], device=self._model.device)
         batch.mask = torch.cat((batch.mask, batch.mask.new_ones(len(outputs), 1)), dim=1)
-        self._keep([out.finish_reason is None for out in outputs])
+        self._retain([out.finish_reason is None for out in outputs])
         return outputs
 
     def _renew(self, batch: _Batch) -> None:
@@ -168,25 +166,25 @@ class GatedEngine(Engine):
         """Note the log-probabilities of a prompt's tokens, in a forward of its own: logits of a batch are large."""
         prompt, top = row.request.prompt, row.request.sampling.top_logprobs
         ids, mask = left_pad([prompt], self._model.device)
-        alone = _Batch(row.schedule, SkipCache(self._model.config, len(prompt)), [row], ids, mask)
-        logits = self._logits(alone, all_columns=True)[0]
+        single = _Batch(row.schedule, SkipCache(self._model.config, len(prompt)), [row], ids, mask)
+        logits = self._logits(single, all_columns=True)[0]
         for start in range(0, len(prompt) - 1, _SCORED_AT_ONCE):
             following = prompt[start + 1 : start + 1 + _SCORED_AT_ONCE]
             row.scores += scores(logits[start : start + len(following)].float(), following, top)
 
-    def _filled(self, batch: _Batch) -> Tensor:
+    def _logits_of_first_tokens(self, batch: _Batch) -> Tensor:
         """Logits of the prompts' first tokens, whose keys and values stand for the keys and values of all tokens."""
         ids, mask = batch.ids, batch.mask
         batch.ids, batch.mask = ids[:, :1], mask[:, :1]
         logits = self._logits(batch)
         batch.ids, batch.mask = ids, mask
-        if more := ids.shape[1] - 1:
+        if others := ids.shape[1] - 1:
             for index, held in enumerate(batch.cache.layers):
-                batch.cache.run_state(index, more)
+                batch.cache.run_state(index, others)
                 if batch.cache.tokens_held(index):
-                    first = (part[:, :, :1].expand(-1, -1, more, -1) for part in (held.keys, held.values))
+                    first = (part[:, :, :1].expand(-1, -1, others, -1) for part in (held.keys, held.values))
                     batch.cache.update(*first, index)
-            batch.cache.advance([PROMPT] * more)
+            batch.cache.advance([PROMPT] * others)
         return logits
 
     def _logits(self, batch: _Batch, *, all_columns: bool = False) -> Tensor:
@@ -215,16 +213,16 @@ class GatedEngine(Engine):
             stats.token_layers += rows * layers
         stats.note_kv(batch.cache.kv_bytes(), batch.cache.kv_bytes_full())
 
-    def _keep(self, stays: list[bool]) -> None:
+    def _retain(self, unfinished: list[bool]) -> None:
         """Remove finished sequences from the batch and its cache."""
         batch = self._batch
-        if batch is None or all(stays):
+        if batch is None or all(unfinished):
             return
-        batch.rows = [row for row, stay in zip(batch.rows, stays, strict=True) if stay]
+        batch.rows = [row for row, keep in zip(batch.rows, unfinished, strict=True) if keep]
         if not batch.rows:
             self._batch = None
             return
-        chosen = torch.tensor([i for i, stay in enumerate(stays) if stay], device=batch.ids.device)
+        chosen = torch.tensor([i for i, keep in enumerate(unfinished) if keep], device=batch.ids.device)
         batch.ids, batch.mask = batch.ids[chosen], batch.mask[chosen]
         batch.cache.reorder_cache(chosen)
 
@@ -233,5 +231,5 @@ def left_pad(prompts: Iterable[tuple[int, ...]], device: torch.device) -> tuple[
     """Token ids and attention mask, each (rows, longest prompt), with zeros on the left."""
     rows = [torch.tensor(prompt, device=device) for prompt in prompts]
     masks = [torch.ones_like(row) for row in rows]
-    tokens, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (rows, masks))
+    tokens, mask = (pad_sequence(values, batch_first=True, padding_side="left") for values in (rows, masks))
     return tokens, mask

@@ -21,7 +21,7 @@ from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels.native import native_kernels
 from skipdecode.engine.kernels.weights import QUANTIZATIONS as KERNEL_QUANTIZATIONS
-from skipdecode.engine.model_spec import READERS
+from skipdecode.engine.model_reader import READERS
 from skipdecode.engine.requests import Sampling
 from skipdecode.engine.rules import rules_line, rules_of, stop_strings
 from skipdecode.engine.scheduler import PROMPT_TOKENS, REFILL_BELOW

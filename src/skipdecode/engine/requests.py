@@ -79,9 +79,9 @@ class Sampling(SamplingOptions):
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError("logit_bias", self.logit_bias, "token ids with a number each, such as {7: 5.0}")
         for token, value in self.logit_bias.items():
-            whole = isinstance(token, int) and not isinstance(token, bool)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-            if not whole or not number:
+            is_token = isinstance(token, int) and not isinstance(token, bool)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+            if not is_token or not is_number:
                 raise OptionError("logit_bias", {token: value}, "a token id with a finite number, such as {7: 5.0}")
 
     def for_row(self, key: int) -> Self:

@@ -38,9 +38,9 @@ class Chunk(NamedTuple):
         return self.start + len(self.tokens)
 
     @property
-    def has_own_layers(self) -> bool:
+    def has_explicit_layers(self) -> bool:
         """Whether the tokens are of a prompt with layers of its own."""
-        return self.sequence.in_prefill and self.sequence.prompt.own
+        return self.sequence.in_prefill and self.sequence.prompt.explicit
 
 
 def forwards(chunks: list[Chunk]) -> list[list[Chunk]]:
@@ -51,7 +51,7 @@ def forwards(chunks: list[Chunk]) -> list[list[Chunk]]:
     """
     if len({chunk.layers for chunk in chunks}) == 1:  # as in most steps
         return [chunks]
-    others = [chunk for chunk in chunks if not chunk.has_own_layers]
+    others = [chunk for chunk in chunks if not chunk.has_explicit_layers]
     chains: list[list[tuple[int, ...]]] = []
     for layers in sorted({chunk.layers for chunk in others}, key=len, reverse=True):
         wider = [chain for chain in chains if set(layers) <= set(chain[-1])]
@@ -62,7 +62,7 @@ def forwards(chunks: list[Chunk]) -> list[list[Chunk]]:
     if len(chains) < 2:
         return [chunks] if chunks else []
     parts = [[chunk for chunk in others if chunk.layers in chain] for chain in chains]
-    return [[chunk for chunk in chunks if chunk.has_own_layers] + parts[0], *parts[1:]]
+    return [[chunk for chunk in chunks if chunk.has_explicit_layers] + parts[0], *parts[1:]]
 
 
 class Span(NamedTuple):
@@ -87,8 +87,8 @@ class TokenRows(NamedTuple):
     `num_logits` rows at the end need logits; the last `num_sampled` of them choose next tokens. `scored` are spans of
     prompts whose tokens are scored, each with the number of its first row with logits. `bridged`: the first row that
     takes the bridges of the layers that it skips. `tops`, if given, has for each row with logits the number of top
-    tokens whose logits are enough. `before` is that of `StackInput`, and `prompt` are the layers that prompt tokens
-    run, if these are a set of their own.
+    tokens whose logits are enough. `context_rows` is that of `StackInput`, and `prompt` are the layers that prompt
+    tokens run, if these are a set of their own.
     """
 
     tokens: list[int]
@@ -100,7 +100,7 @@ class TokenRows(NamedTuple):
     scored: tuple[tuple[int, Span], ...] = ()
     bridged: int = 0
     tops: list[int] | None = None
-    before: list[list[int]] | None = None
+    context_rows: list[list[int]] | None = None
     prompt: tuple[int, ...] | None = None
 
 
@@ -109,16 +109,16 @@ def token_rows(chunks: list[Chunk], num_layers: int, context_tokens: int = 0) ->
 
     The rows of a layer are neighbours. First come prompt tokens before the last, those that hold the fewest layers
     first; then last tokens of prompts with layers of their own; then all other tokens, the deepest first. This needs
-    nested layer sets, except that prompts may have one set of their own (`PromptLayers.own`) if no other prompts are
-    in the forward: their last tokens hold all layers that the tokens before them hold.
+    nested layer sets, except that prompts may have one set of their own (`PromptLayers.explicit`) if no other prompts
+    are in the forward: their last tokens hold all layers that the tokens before them hold.
 
     If such a prompt is split, the last `context_tokens` tokens of a part run again with the next part, whose first
     tokens need their states; they store the same keys and values again, bit for bit.
 
     Prompt tokens that are scored run the top layer too, if the prompt does. Tokens behind them may run it in vain.
     """
-    own = next((chunk.sequence.prompt for chunk in chunks if chunk.has_own_layers), None)
-    context_tokens = context_tokens if own else 0
+    prompt = next((chunk.sequence.prompt for chunk in chunks if chunk.has_explicit_layers), None)
+    context_tokens = context_tokens if prompt else 0
     spans = [span for chunk in chunks for span in _spans(chunk, context_tokens)]
     spans.sort(key=lambda span: (span.group, -len(span.held) if span.group else len(span.held), span.scored))
     slots = [span.sequence.slot for span in spans for _ in span.tokens]
@@ -137,11 +137,11 @@ def token_rows(chunks: list[Chunk], num_layers: int, context_tokens: int = 0) ->
         num_logits=len(slots) - first_logits,
         num_sampled=len(tops),
         scored=tuple((row - first_logits, span) for row, span in scored),
-        bridged=first_sampled if own else 0,
+        bridged=first_sampled if prompt else 0,
         # One row that takes all logits has the whole head read, and the others have theirs for next to nothing.
         tops=tops if all(tops) and not scored else None,
-        before=_rows_before(slots, positions, context_tokens) if context_tokens else None,
-        prompt=own.run if own else None,
+        context_rows=_context_rows(slots, positions, context_tokens) if context_tokens else None,
+        prompt=prompt.run if prompt else None,
     )
     return rows, sampled
 
@@ -158,7 +158,7 @@ def _spans(chunk: Chunk, context_tokens: int) -> Iterator[Span]:
         yield Span(sequence, tokens, start, layers, layers, 2)
         return
     if chunk.end == len(text):
-        yield Span(sequence, tokens[-1:], chunk.end - 1, layers, layers, 1 if prompt.own else 2)
+        yield Span(sequence, tokens[-1:], chunk.end - 1, layers, layers, 1 if prompt.explicit else 2)
         tokens = tokens[:-1]
     if not tokens:
         return
@@ -184,7 +184,7 @@ def _layer_rows(spans: list[Span], num_layers: int) -> list[LayerRows]:
     return [LayerRows(s, e if r < 0 else r, e) for s, r, e in zip(stored, runs, ends, strict=True)]
 
 
-def _rows_before(slots: list[int], positions: list[int], context_tokens: int) -> list[list[int]]:
+def _context_rows(slots: list[int], positions: list[int], context_tokens: int) -> list[list[int]]:
     """Map each row of a forward to the rows of the `context_tokens` tokens before it; -1 where there is none."""
     rows = {token: row for row, token in enumerate(zip(slots, positions, strict=True))}
     return [[rows.get((slot, position - n), -1) for n in range(1, context_tokens + 1)] for slot, position in rows]

@@ -67,8 +67,8 @@ class Rules(Options):
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     def __post_init__(self) -> None:
-        for each in fields(Rules):
-            object.__setattr__(self, each.name, _tuples(getattr(self, each.name)))
+        for rule in fields(Rules):
+            object.__setattr__(self, rule.name, _tuples(getattr(self, rule.name)))
         if isinstance(end := self.forced_eos_token_id, int):
             object.__setattr__(self, "forced_eos_token_id", (end,))
         super().__post_init__()

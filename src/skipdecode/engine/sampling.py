@@ -62,7 +62,7 @@ class Sampler:
         """Make the sampler of a new sequence."""
         return cls(request.sampling, request.prompt, request.max_new_tokens, request.stop_ids)
 
-    def takes(self, token: int) -> bool:
+    def accepts(self, token: int) -> bool:
         """Whether the top token may be the next one; if so, it is."""
         if self._grammar is not None and not self._grammar.compute_bitmask()[token >> 3] >> (token & 7) & 1:
             return False
@@ -84,18 +84,18 @@ class Sampler:
         self._append(token)
         return token
 
-    def among(self, candidates: Candidates, row: int) -> int | None:
+    def pick_among(self, candidates: Candidates, row: int) -> int | None:
         """The next token, if the candidates of a row decide it; else None, and nothing has changed."""
         count = candidates.counts[row]
-        words, logits = candidates.words[row, :count], candidates.logits[row, :count]
+        token_ids, logits = candidates.token_ids[row, :count], candidates.logits[row, :count]
         if self._generator is not None:
-            return int(words[self.pick(logits)])
+            return int(token_ids[self.pick(logits)])
         best, order = logits.sort(descending=True, stable=True)
         least = best[min(self.top, count) - 1]
         if self.is_plain_greedy:
-            return next((token for token in words[order[best >= least]].tolist() if self.takes(token)), None)
+            return next((token for token in token_ids[order[best >= least]].tolist() if self.accepts(token)), None)
         # No logit rises, so a token that is no candidate stays below the least of the top ones.
-        changed = self._changed(torch.full((candidates.size,), -math.inf).index_copy_(0, words, logits))
+        changed = self._changed(torch.full((candidates.size,), -math.inf).index_copy_(0, token_ids, logits))
         token = int(changed.argmax())
         if changed[token] < least:
             return None
@@ -179,7 +179,7 @@ def _nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     return best[:count], near[order[:count]]
 
 
-class Predicted:
+class Predictions:
     """The predictions of a forward: gives the next token after each wanted row to the sampler of its sequence.
 
     `logits`: (rows, vocabulary), fp32; or the tokens that are enough for the `Sampler.top` of each row.
@@ -204,9 +204,9 @@ class Predicted:
         Its log-probability is that under the untouched logits (of candidates: NaN).
         """
         logits = self._logits
-        if sampler.is_plain_greedy and sampler.takes(self._greedy[0][row]):
+        if sampler.is_plain_greedy and sampler.accepts(self._greedy[0][row]):
             chosen, logprob = self._greedy[0][row], self._greedy[1][row]
-        elif isinstance(logits, Candidates) and (best := sampler.among(logits, row)) is not None:
+        elif isinstance(logits, Candidates) and (best := sampler.pick_among(logits, row)) is not None:
             return NextToken(best)
         else:
             values = logits.full(row) if isinstance(logits, Candidates) else self._local[row]

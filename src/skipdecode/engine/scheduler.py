@@ -43,7 +43,7 @@ class Scheduler:
         """Queue sequences."""
         self._queue.extend(sequences)
         if not self.in_order:
-            self._queue = deque(sorted(self._queue, key=attrgetter("length"), reverse=True))
+            self._queue = deque(sorted(self._queue, key=attrgetter("sort_key"), reverse=True))
 
     def drop(self, number: int) -> None:
         """Forget a sequence that was not admitted yet."""

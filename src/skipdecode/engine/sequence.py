@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 class PromptLayers(NamedTuple):
     """The layers that prompt tokens run, and the layers in which they are projected; the last token runs both.
 
-    `own`: the prompt's layers are a set of its own, not a budget of the drop order.
+    `explicit`: the schedule names the prompt's layers, which are no budget of the drop order.
     """
 
     run: tuple[int, ...]
     projected: tuple[int, ...] = ()
-    own: bool = False
+    explicit: bool = False
 
     @classmethod
     def of(cls, schedule: Schedule) -> Self:
         """The prompt layers of a schedule."""
         if isinstance(schedule.prompt, str):
             return cls(schedule.prompt_layers())
-        return cls(schedule.prompt_layers(), schedule.projected, own=True)
+        return cls(schedule.prompt_layers(), schedule.projected, explicit=True)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -63,20 +63,20 @@ class Sequence:
     sampler: Sampler = field(init=False)  # chooses its tokens; set when the sequence is admitted
     slot: int = field(init=False, default=-1)  # its place in the KV store; -1 while it waits
     layers: tuple[int, ...] = field(init=False)  # layers that hold its keys and values, and that its latest token ran
-    _sets: tuple[tuple[int, ...], ...] = field(init=False)
+    _layer_sets: tuple[tuple[int, ...], ...] = field(init=False)
     ran: int = field(init=False, default=0)  # tokens of prompt and output that have run
     cached: int = field(init=False, default=0)  # prompt tokens that came from the prefix cache and did not run
     # Log-probabilities of prompt tokens that have run, for requests that ask for them; see `StepOutput.prompt`.
     scores: list[NextToken] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self._sets = _layer_sets(self.schedule)
+        self._layer_sets = _layer_sets(self.schedule)
         self.prompt = PromptLayers.of(self.schedule)
         self.layers = self.prompt.held
 
     @property
-    def length(self) -> tuple[int, int, int]:
-        """The sort key of batch jobs: maximum new tokens, prompt tokens, number."""
+    def sort_key(self) -> tuple[int, int, int]:
+        """The order of batch jobs: maximum new tokens, prompt tokens, number."""
         return self.request.max_new_tokens, len(self.request.prompt), self.number
 
     @property
@@ -92,11 +92,11 @@ class Sequence:
     @property
     def next_layers(self) -> tuple[int, ...]:
         """The layers that the last output token runs when it is fed back."""
-        return self._sets[min(len(self.output), len(self._sets)) - 1]
+        return self._layer_sets[min(len(self.output), len(self._layer_sets)) - 1]
 
-    def look(self, drafter: Drafter, most: int) -> Drafter:
+    def find_drafts(self, drafter: Drafter, most: int) -> Drafter:
         """Have the sequence's drafter find at most so many drafts."""
-        drafter.look(self._room(most))
+        drafter.find(self._room(most))
         return drafter
 
     @property
@@ -107,11 +107,11 @@ class Sequence:
 
     def _room(self, most: int) -> int:
         """The number of drafts, at most `most`: they run the layers of the last output token."""
-        end, first = len(self._sets) - 1, len(self.output) - 1
+        end, first = len(self._layer_sets) - 1, len(self.output) - 1
         most = min(most, self.request.max_new_tokens - len(self.output) - 1)
         if first < end:
-            same = self._sets[first]
-            most = next((n for n in range(most) if self._sets[min(first + n + 1, end)] != same), most)
+            same = self._layer_sets[first]
+            most = next((n for n in range(most) if self._layer_sets[min(first + n + 1, end)] != same), most)
         return most
 
     def append(self, token: int) -> None:

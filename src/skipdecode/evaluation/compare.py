@@ -64,10 +64,10 @@ def compare_runs(
             for run in (first, other):
                 if metric not in run.data["metrics"]:
                     raise DataError(f"{run.path} has no {metric}: it has {', '.join(run.data['metrics'])}")
-            how, other_how = (run.data["metrics"][metric]["signature"] for run in (first, other))
-            if how != other_how:
+            signatures = [run.data["metrics"][metric]["signature"] for run in (first, other)]
+            if signatures[0] != signatures[1]:
                 paths = f"{first.path} and {other.path}"
-                raise DataError(f"{metric} of {paths} was scored differently: {how} and {other_how}")
+                raise DataError(f"{metric} of {paths} was scored differently: {signatures[0]} and {signatures[1]}")
             tables = first.table(metric), other.table(metric)
             result = compare(*tables, scorer_of(metric), resamples=resamples, seed=seed)
             pairs.append(Pair(first.name, other.name, metric, result))
@@ -82,8 +82,9 @@ def runs_tables(runs: Sequence[Run]) -> str:
     task = rows[0]["config"].get("task", {}).get("name")
     on = f"{rows[0]['n']} records" + (f" of task {task}" if task else "")
     engines = sorted({_engine(row) for row in rows} - {"-"})
-    how = next((row["speed"] for row in rows if row.get("speed")), None)
-    speed = f"Speed-up over full depth [95% interval]{', not measured' if how is None else _measured_how(how, engines)}"
+    measurement = next((row["speed"] for row in rows if row.get("speed")), None)
+    conditions = ", not measured" if measurement is None else _conditions(measurement, engines)
+    speed = f"Speed-up over full depth [95% interval]{conditions}"
     speeds = _SPEED | ({"engine": _engine} if len(engines) > 1 else {})
     tables: list[tuple[str, Columns]] = [
         (f"Kept of full depth's score, % [95% interval]; {on}", {n: partial(_kept, n) for n in scores if n in METRICS}),
@@ -97,13 +98,13 @@ def runs_tables(runs: Sequence[Run]) -> str:
     return "\n\n".join(text for title, columns in tables if (text := _table(title, rows, columns)))
 
 
-def _measured_how(speed: Mapping[str, Any], engines: Sequence[str]) -> str:
-    """The measurement in words, for the caption of its table."""
+def _conditions(speed: Mapping[str, Any], engines: Sequence[str]) -> str:
+    """The conditions of a measurement in words, for the caption of its table."""
     engine = f", engine {engines[0]}" if len(engines) == 1 else ""
-    how = f", {HOW}" if HOW in speed.get("what", "") else ", in turn, medians of rounds"
+    order = f", {HOW}" if HOW in speed.get("what", "") else ", in turn, medians of rounds"
     return (
         f", {speed['new_tokens']} new tokens for {speed['records']} records on both sides, in batches of "
-        f"{speed['batch_size']}, {speed['rounds']} rounds{engine}{how}; request: with prompt; one request: not in a "
+        f"{speed['batch_size']}, {speed['rounds']} rounds{engine}{order}; request: with prompt; one request: not in a "
         "batch; layers/token: of the outputs"
     )
 
@@ -194,8 +195,8 @@ def rows_of(document: Mapping[str, Any]) -> list[Json]:
 def _speeds(document: Row) -> Json:
     full = document["name"] in _FULL_DEPTH  # a schedule that shortens prompts alone has a nominal speed-up of 1 too
     request, decode = (1.0 if full else document.get(name) for name in ("request_speedup", "decode_speedup"))
-    how = document.get("config", {}).get("method", document)
-    more = {"quantization": how["quantization"]} if "quantization" in how else {}
+    method = document.get("config", {}).get("method", document)
+    more = {"quantization": method["quantization"]} if "quantization" in method else {}
     more |= {
         name: document.get(name) for name in ("nominal_speedup", "request_speedup_interval", "request_speedup_alone")
     }
@@ -233,7 +234,7 @@ def with_kept(rows: Sequence[Row]) -> list[Json]:
     counted = {name: score for name, score in clear.items() if name not in imprecise} or clear
     more = {"not_counted": [name for name in clear if name not in counted]}
     shares = [{name: row["scores"][name] / score for name, score in counted.items()} for row in rows]
-    return [{**row} | more | _least(row, each) for row, each in zip(rows, shares, strict=True)]
+    return [{**row} | more | _least(row, of_row) for row, of_row in zip(rows, shares, strict=True)]
 
 
 def best_scores(rows: Sequence[Row]) -> dict[str, float]:
@@ -260,9 +261,9 @@ def _least(row: Row, shares: Mapping[str, float]) -> Json:
     if not shares:
         return {"kept": None, "kept_interval": None}
     name, kept = min(shares.items(), key=lambda entry: entry[1])
-    own = row.get("shares", {}).get(name)
-    known = own is not None and not row["full_depth"] and math.isclose(own["estimate"], kept, rel_tol=1e-6)
-    return {"kept": kept, "kept_interval": {"low": own["low"], "high": own["high"]} if known else None}
+    share = row.get("shares", {}).get(name)
+    known = share is not None and not row["full_depth"] and math.isclose(share["estimate"], kept, rel_tol=1e-6)
+    return {"kept": kept, "kept_interval": {"low": share["low"], "high": share["high"]} if known else None}
 
 
 def fastest_that_keeps(rows: Sequence[Row], share: float, speed: str = "request_speedup") -> Row | None:

@@ -27,7 +27,7 @@ from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
 from skipdecode.evaluation.method_runs import with_w8a8
 from skipdecode.evaluation.metrics import EncoderOptions, check_metric, make_metrics
-from skipdecode.evaluation.own_texts import OwnTexts, own_texts_tables
+from skipdecode.evaluation.reference_free import ReferenceFreeEvaluation, reference_free_table
 from skipdecode.evaluation.results import (
     EVAL_DIRECTORY,
     EvaluationOptions,
@@ -72,7 +72,7 @@ class Scores:
     @property
     def document(self) -> dict[str, Any]:
         """All results, JSON-ready, as `skipdecode eval --json` prints them."""
-        if self._own_texts:
+        if self._is_reference_free:
             return dict(self.runs[0].data)
         return {"runs": [run.data for run in self.runs], "pairs": [pair.to_dict() for pair in self.pairs]}
 
@@ -96,15 +96,15 @@ class Scores:
         return row_of_name
 
     def __str__(self) -> str:
-        if self._own_texts:
-            return own_texts_tables(self.document)
+        if self._is_reference_free:
+            return reference_free_table(self.document)
         return "\n\n".join([runs_tables(self.runs), *([pairs_table(self.pairs)] if self.pairs else [])])
 
     def _repr_markdown_(self) -> str:
         return str(self)
 
     @property
-    def _own_texts(self) -> bool:
+    def _is_reference_free(self) -> bool:
         return "rows" in self.runs[0].data
 
 
@@ -269,8 +269,12 @@ class _Evaluation:
         options = self.options
         if options.metrics:
             raise UsageError("metrics needs records with references: give data, a task, or leave it out")
-        source = _prompt_source(prompts)
-        requested = self._chosen(options.max_new_tokens or OwnTexts.TOKENS)
+        source: PromptSource | None = None
+        if isinstance(prompts, str | Path):
+            source = PromptSource.open(str(prompts)).filled()
+        elif prompts is not None:
+            source = PromptSource.of_prompts(prompts).filled()
+        requested = self._chosen(options.max_new_tokens or ReferenceFreeEvaluation.TOKENS)
         requested = requested if self.schedules else list(self.checkpoint.tuned_under)
         schedules = [schedule for schedule in requested if not schedule.is_full]
         if not schedules:
@@ -279,7 +283,7 @@ class _Evaluation:
             raise UsageError("two schedules have the same name: give them different names")
         check_free(out, overwrite=options.overwrite or is_unfinished(out))
         llm = self._open(self.model)
-        return OwnTexts(llm, self._base(llm, base), schedules, source, options, self.until).run(out)
+        return ReferenceFreeEvaluation(llm, self._base(llm, base), schedules, source, options, self.until).run(out)
 
     def _base(self, llm: LLM, base: Model | None) -> LLM:
         """The model to compare with."""
@@ -343,10 +347,3 @@ def _check_template(loaded: LoadedModel, task: Task) -> None:
     tuned = loaded.checkpoint.recipe.template
     if tuned is not None and (tuned.text, tuned.chat) != (task.prompt, task.chat):
         note(f"the model was tuned with the template {tuned.text!r}, chat={tuned.chat}; the task has another template")
-
-
-def _prompt_source(prompts: str | Path | Sequence[str] | None) -> PromptSource | None:
-    """The prompts, opened; None if the model draws them."""
-    if isinstance(prompts, str | Path):
-        return PromptSource.open(str(prompts)).filled()
-    return None if prompts is None else PromptSource.of_prompts(prompts).filled()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -73,7 +73,7 @@ def generate_all(
     settings: EvaluationSettings,
     log: ResumeLog,
     *,
-    eos: set[int],
+    eos: Collection[int],
     progress: Callable[[int], None],
     until: float,
     sampling: Callable[[Method, int], Sampling] | None = None,
@@ -85,7 +85,7 @@ def generate_all(
     """
     batch_size = settings.batch_size
     tokens = {method: dict[int, list[int]]() for method in methods}
-    taken: dict[Method, list[Generation]] = {method: [] for method in methods}
+    generated: dict[Method, list[Generation]] = {method: [] for method in methods}
     groups: Iterable[tuple[Sequence[int], float]] = groups_in_time(len(prompts), batch_size, until)
     if until == math.inf:
         # An engine gets the sequences of several batches together, and sorts them into batches by length.
@@ -110,10 +110,10 @@ def generate_all(
                 break
             log.put(f"batch {number}", [asdict(g) for g in generations])
         for method, generation in zip(methods, generations, strict=True):
-            taken[method].append(replace(generation, tokens=[]))
+            generated[method].append(replace(generation, tokens=[]))
             tokens[method].update(zip(indices, generation.tokens, strict=True))
         progress(len(indices))
-    return {method: Outputs([rows[i] for i in sorted(rows)], taken[method]) for method, rows in tokens.items()}
+    return {method: Outputs([rows[i] for i in sorted(rows)], generated[method]) for method, rows in tokens.items()}
 
 
 def measured_speeds(
@@ -136,24 +136,24 @@ def measured_speeds(
     wanted = min(len(prompts), settings.speed_batches * max(size, _LEAST_ROWS))
     chosen = spread_over(len(prompts), wanted)
     rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
-    each = [min(max(lengths[i], 2), most) for i in chosen]
+    new = [min(max(lengths[i], 2), most) for i in chosen]
     share = log.get("share of the timed tokens")
     if share is None:
-        share = fitting_share(methods, rows[:size], max(each), (until - time.perf_counter()) / 2)
+        share = fitting_share(methods, rows[:size], max(new), (until - time.perf_counter()) / 2)
         log.put("share of the timed tokens", share)
     with progress_bar(rounds * wanted, "record", name="speed") as bar:
         turns = time_equal_lengths(
-            methods, rows, each, batch_size=size, log=log, progress=bar.update, rounds=rounds, share=share, until=until
+            methods, rows, new, batch_size=size, log=log, progress=bar.update, rounds=rounds, share=share, until=until
         )
-    request = max(settings.speed_tokens, fmean(each))
+    request = max(settings.speed_tokens, fmean(new))
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": rounds, "request_tokens": request}
-    about["new_tokens"] = sum(timed_tokens(length, share) for length in each)
+    about["new_tokens"] = sum(timed_tokens(length, share) for length in new)
     speeds = {method: speed_entries(turns, method, full, settings, about) for method in methods}
     if size == 1 or time.perf_counter() > until:
         return speeds
-    few, short = rows[:_ALONE], share * min(1.0, _ALONE_TOKENS / fmean(each[:_ALONE]))
-    alone = time_equal_lengths(methods, few, each[:_ALONE], batch_size=1, log=log, rounds=1, share=short)
-    clock = request_seconds(request / fmean(timed_tokens(length, short) for length in each[:_ALONE]))
+    few, short = rows[:_ALONE], share * min(1.0, _ALONE_TOKENS / fmean(new[:_ALONE]))
+    alone = time_equal_lengths(methods, few, new[:_ALONE], batch_size=1, log=log, rounds=1, share=short)
+    clock = request_seconds(request / fmean(timed_tokens(length, short) for length in new[:_ALONE]))
     for method, entries in speeds.items():
         entries["request_speedup_alone"] = alone.ratio(full, method, clock)
     return speeds

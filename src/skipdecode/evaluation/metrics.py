@@ -174,7 +174,7 @@ class _Rouge(Metric):
             return list(self._stemmed(text))
         folded = unicodedata.normalize("NFC", text.casefold())
         words = _WORD.findall(folded) or list("".join(folded.split()))
-        return [stem for each in words for stem in (self._stemmed(each) if each.isascii() else [each])]
+        return [stem for word in words for stem in (self._stemmed(word) if word.isascii() else [word])]
 
     def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
         pairs = zip(references, outputs, strict=True)

@@ -161,8 +161,8 @@ def kept_charts(rows: Sequence[Row], by_minutes: Mapping[float, float | None], t
         if quantized := [point for row, point in points if "quantization" in row]:
             lines.append(Series(f"{state}, W8A8 weights", quantized, "o"))
         if schedules := [point for row, point in points if "quantization" not in row]:
-            own = [Point(1.0, 100 * row["kept"]) for row in shown if row["full_depth"]][-1:]
-            lines.append(Series(state, [*own, *schedules]))
+            full_depth = [Point(1.0, 100 * row["kept"]) for row in shown if row["full_depth"]][-1:]
+            lines.append(Series(state, [*full_depth, *schedules]))
     known = {minutes: 100 * share for minutes, share in by_minutes.items() if share is not None}
     bounds = {float(row["minutes"]): _bounds(row) for row in rows if row["name"] == target}
     after = [Point(minutes, kept, bounds.get(minutes), f"{kept:.0f}%") for minutes, kept in known.items()]

@@ -39,13 +39,13 @@ from skipdecode.evaluation.results import (
 )
 from skipdecode.evaluation.scores import (
     Texts,
-    along,
-    free_running,
+    agreement_tables,
+    measure_in_batches,
+    ratio_table,
     scorer_of,
-    sums,
-    table_of,
     text_scores,
     token_fidelity,
+    token_sums,
 )
 from skipdecode.generation.speed import Method, timing_of
 
@@ -79,9 +79,9 @@ class TaskEvaluation:
         `methods` are by the directory for their ``run.json`` and ``outputs.jsonl``; one of them may be full depth, with
         which the others are compared. `out` is the directory for finished batches until all methods are saved.
         """
-        how = [[method.settings(), method.engine] for method in methods.values()]
-        whole = {**self._about, "methods": how, "prompts": self.prompts}  # all that the outputs depend on
-        with closing(open_log(out, whole, overwrite=overwrite)) as log:
+        decoding = [[method.settings(), method.engine] for method in methods.values()]
+        depends_on = {**self._about, "methods": decoding, "prompts": self.prompts}
+        with closing(open_log(out, depends_on, overwrite=overwrite)) as log:
             for directory in methods:
                 # A run that continues wrote the results that are there, or may replace them.
                 check_free(directory, overwrite=overwrite or log.count > 0)
@@ -91,7 +91,7 @@ class TaskEvaluation:
                     self.prompts,
                     self.settings,
                     log,
-                    eos=set(end_tokens(self.model, self.tokenizer)),
+                    eos=end_tokens(self.model, self.tokenizer),
                     progress=bar.update,
                     until=time.perf_counter() + _GENERATED * (self.until - time.perf_counter()),
                 )
@@ -106,8 +106,8 @@ class TaskEvaluation:
         self, methods: Mapping[Path, Method], outputs: Mapping[Method, Outputs], log: ResumeLog
     ) -> dict[Path, Run]:
         """Time, score and save what was generated."""
-        every, runs = list(methods.values()), dict[Path, Run]()
-        speeds = measured_speeds(every, self.prompts, self.reference_tokens, self.settings, log, self.until)
+        listed, runs = list(methods.values()), dict[Path, Run]()
+        speeds = measured_speeds(listed, self.prompts, self.reference_tokens, self.settings, log, self.until)
         # Before scoring, because a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in self.metrics]
         # Full depth first: the others are compared with it.
@@ -127,8 +127,8 @@ class TaskEvaluation:
     def reference_tokens(self) -> list[int]:
         """Mean length of each record's references."""
         tokenizer = self.tokenizer
-        each = [response_ids(record.references, tokenizer, chat=self.task.chat) for record in self.records.items]
-        return [round(mean(map(len, ids))) for ids in each]
+        responses = (response_ids(record.references, tokenizer, chat=self.task.chat) for record in self.records.items)
+        return [round(mean(map(len, ids))) for ids in responses]
 
     @cached_property
     def _about(self) -> dict[str, Any]:
@@ -159,10 +159,11 @@ class TaskEvaluation:
             signatures[metric.name] = metric.signature
         if self.task.copied:
             values_of_records = [repeated(record, self.task.copied) for record in records]
-            copied = [sum(value in text for value in each) for each, text in zip(values_of_records, texts, strict=True)]
-            tables["copied"] = table_of(list(zip(copied, map(len, values_of_records), strict=True)))
+            pairs = zip(values_of_records, texts, strict=True)
+            copied = [sum(value in text for value in values) for values, text in pairs]
+            tables["copied"] = ratio_table(list(zip(copied, map(len, values_of_records), strict=True)))
         if full_tokens:
-            tables |= free_running(outputs.tokens, full_tokens)
+            tables |= agreement_tables(outputs.tokens, full_tokens)
         if self.settings.teacher_forced:
             tables |= self._teacher_forced(method, full_tokens)
         return tables, signatures
@@ -226,13 +227,13 @@ class TaskEvaluation:
     def _teacher_forced(self, method: Method, full_tokens: Texts) -> dict[str, Table]:
         """The loss of references, and fidelity along full depth's outputs if there are any."""
         with self._bar("teacher-forced", 2 if full_tokens else 1) as bar:
-            each: dict[str, Any] = {"batch_size": self.settings.batch_size, "advance": bar.update}
-            scored = text_scores(method.backend, method.schedule, self.prompts, self._first_references(), **each)
-            tables = {"loss": sums([losses for losses, _ in scored])}
+            batching = self.settings.batch_size, bar.update
+            scored = text_scores(method.backend, method.schedule, self.prompts, self._first_references(), *batching)
+            tables = {"loss": token_sums([losses for losses, _ in scored])}
             if full_tokens:
                 measure = partial(token_fidelity, self.model, method.schedule)
-                rows = along(measure, self.prompts, full_tokens, **each)
-                tables |= {name: sums([row[name] for row in rows]) for name in ("top1_agreement", "kl")}
+                rows = measure_in_batches(measure, self.prompts, full_tokens, *batching)
+                tables |= {name: token_sums([row[name] for row in rows]) for name in ("top1_agreement", "kl")}
         return tables
 
     def _first_references(self) -> list[list[int]]:

@@ -11,13 +11,13 @@ from skipdecode.common.options import kinds
 from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import ToolChoice
 from skipdecode.data.messages import chat_fields
-from skipdecode.data.records import OwnSettings, ReadRow, Record
+from skipdecode.data.records import ReadRow, Record, RecordSettings
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.template import PromptTemplate
-from skipdecode.engine.requests import Request, Sampling
+from skipdecode.engine.requests import Sampling
 from skipdecode.errors import DataError, OptionError, UsageError
 from skipdecode.generation.calls import Call, CallReader, call_form
-from skipdecode.generation.decoding import Output
+from skipdecode.generation.decoding import Output, positive
 
 _NAME = "OpenAI's batches"
 _SAMPLING = tuple(name for name in kinds(Sampling) if name != "top_logprobs")
@@ -44,13 +44,13 @@ def prompt_reader(template: PromptTemplate) -> ReadRow:
         names = _PROMPTS if body.get("tool_choice") == "none" else (*_PROMPTS, "tools")
         fields = {name: body[name] for name in names if name in body}
         fields |= {f"body.{name}": body[name] for name in sorted(unknown)}
-        record = template.with_prompt(record, fields, whole_chat=True)
-        return replace(record, settings=_settings_of(body), guessed=_NAME)
+        record = template.with_prompt(record, fields, keep_answer=True)
+        return replace(record, settings=_settings_of(body), guessed_fields=_NAME)
 
     return read
 
 
-def _settings_of(body: Mapping[str, Any]) -> OwnSettings:
+def _settings_of(body: Mapping[str, Any]) -> RecordSettings:
     """Read the settings of a body; raises DataError for a value that is not accepted."""
     fields = {name: value for name, value in body.items() if value is not None}
     sampling = {name: fields[name] for name in _SAMPLING if name in fields}
@@ -76,14 +76,13 @@ def _settings_of(body: Mapping[str, Any]) -> OwnSettings:
     except UsageError as e:
         raise DataError(f"body.{e}") from None
     max_new_tokens = fields.get("max_completion_tokens", fields.get("max_tokens"))
-    return OwnSettings(sampling, max_new_tokens, stops, schema, calling)
+    return RecordSettings(sampling, max_new_tokens, stops, schema, calling)
 
 
 def _check_numbers(fields: Mapping[str, Any]) -> None:
     """Raise OptionError for a number of tokens, answers or calls that is not accepted."""
     for name in filter(fields.__contains__, _LENGTHS):
-        if (accepted := kinds(Request)["max_new_tokens"].refuses(fields[name])) is not None:
-            raise OptionError(name, fields[name], accepted)
+        positive(name, fields[name])
     if (count := fields.get("n", 1)) is True or count != 1:
         raise OptionError("n", count, "1, or one line for each answer")
     if not isinstance(several := fields.get("parallel_tool_calls", True), bool):

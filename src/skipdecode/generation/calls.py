@@ -10,7 +10,7 @@ from typing import NamedTuple, TypedDict
 
 from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import Tool, ToolChoice, name_of
-from skipdecode.data.records import OwnSettings
+from skipdecode.data.records import RecordSettings
 from skipdecode.errors import UsageError
 from skipdecode.generation.grammar import JSON_OPTIONS
 
@@ -76,7 +76,7 @@ _TO_END = re.compile(r'((?:[^"<]++|"(?:[^"\\]++|\\.)*+"|<(?!/tool_call>))*+)</to
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
-def call_form(settings: OwnSettings | None, tokenizer: Tokenizer) -> CallForm | None:
+def call_form(settings: RecordSettings | None, tokenizer: Tokenizer) -> CallForm | None:
     """Return how the model calls the tools of a line of OpenAI's batches; None without tools or a known form.
 
     Raises UsageError: the line demands a call, and there is no known form.

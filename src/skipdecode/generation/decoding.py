@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import TypedDict
 
-from skipdecode.common.options import near
+from skipdecode.common.options import kinds, near
 from skipdecode.common.plain import unwrapped
 from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
-from skipdecode.engine.requests import FinishReason, Sampling
+from skipdecode.engine.requests import FinishReason, Request, Sampling
 from skipdecode.errors import OptionError, UsageError
 from skipdecode.generation.calls import call_form
 from skipdecode.generation.grammar import Grammars
@@ -118,7 +118,7 @@ def check_options(names: Iterable[str]) -> None:
 
 def positive(name: str, value: object) -> int:
     """Return `value` if it is a whole number above 0; raises OptionError."""
-    value = unwrapped(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(name, value, "a whole number, 1 or more")
-    return value
+    number: int = unwrapped(value)
+    if (accepted := kinds(Request)["max_new_tokens"].refuses(number)) is not None:
+        raise OptionError(name, number, accepted)
+    return number

@@ -66,12 +66,12 @@ class TokenTexts:
             shown = (twice[len(once) :] if twice.startswith(once) else once).encode()
         return shown
 
-    def name(self, token: int, own: bytes | None = None) -> str:
-        """The text of a token whose bytes are `own` (default: `inside`); a part of a character is named by its bytes.
+    def name(self, token: int, token_bytes: bytes | None = None) -> str:
+        """The text of a token of these bytes (default: `inside`); a part of a character is named by its bytes.
 
         A token without text has its special name or its number.
         """
-        shown = own or self.inside(token)
+        shown = token_bytes or self.inside(token)
         if not shown:
             return self.special.get(token, f"token_id:{token}")
         try:
@@ -126,11 +126,11 @@ class Detokenizer:
         """Take the next token; returns the tokens whose text is certain now. The last token releases all."""
         stops = output.token in self._stop_tokens
         last = stops or output.finish_reason is not None
-        text, own = ("", None) if stops else self._decoder.push(output.token)
+        text, shown = ("", None) if stops else self._decoder.push(output.token)
         if last:
-            rest, more = self._decoder.rest()
-            text, own = text + rest, (own or b"") + more if more else own
-        self._pending.append(Piece(output, text, own))
+            rest, rest_bytes = self._decoder.rest()
+            text, shown = text + rest, (shown or b"") + rest_bytes if rest_bytes else shown
+        self._pending.append(Piece(output, text, shown))
         self._known += len(text)
         end = self._search.push(text) if text else None
         self.stopped = stops or end is not None
@@ -147,8 +147,8 @@ class Detokenizer:
 
     def _cut(self, length: int) -> list[Piece]:
         pieces = []
-        for output, text, own in self._pending:
-            pieces.append(Piece(output, text[:length], own if length else None))
+        for output, text, shown in self._pending:
+            pieces.append(Piece(output, text[:length], shown if length else None))
             length -= len(pieces[-1].text)
         return pieces
 
@@ -173,16 +173,16 @@ class _Decoder:
             return "", None
         # Byte-fallback decoders strip a space in front of the text, also one that is written as a byte.
         if raw is None or (not self._window and raw.isascii()):
-            own = self._windowed(token)
-            return self._cleaned(self._utf8.decode(b"", final=True) + own, own.encode())
-        own = self._new()
+            new = self._windowed(token)
+            return self._cleaned(self._utf8.decode(b"", final=True) + new, new.encode())
+        new = self._new()
         self._window, self._context = [token], 1
-        return self._cleaned(own + self._utf8.decode(raw), own.encode() + raw)
+        return self._cleaned(new + self._utf8.decode(raw), new.encode() + raw)
 
     def rest(self) -> tuple[str, bytes]:
         """The text that is held back, and the bytes of it that no token has had."""
-        own = self._new()
-        return self._cleaned(self._utf8.decode(b"", final=True) + own, own.encode(), last=True)
+        new = self._new()
+        return self._cleaned(self._utf8.decode(b"", final=True) + new, new.encode(), last=True)
 
     def _windowed(self, token: int) -> str:
         self._window.append(token)
@@ -198,10 +198,10 @@ class _Decoder:
         before = self._texts.text(self._window[: self._context])
         return self._texts.text(self._window)[len(before) :]
 
-    def _cleaned(self, text: str, own: bytes, *, last: bool = False) -> tuple[str, bytes]:
+    def _cleaned(self, text: str, new: bytes, *, last: bool = False) -> tuple[str, bytes]:
         for stage in self._stages:
             text = stage.push(text, last=last)
-        return text, text.encode() if self._stages else own
+        return text, text.encode() if self._stages else new
 
 
 class _Replacer:

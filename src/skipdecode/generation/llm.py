@@ -329,14 +329,14 @@ class LLM:
         if prompt.error is not None:
             raise DataError(prompt.error)
         try:
-            own = decoding.for_record(prompt.record, self.grammars)
-            most = own.max_new_tokens if prompt.room is None else min(own.max_new_tokens, prompt.room)
-            request = Request(tuple(prompt.token_ids), most, own.sampling, self._ends, exact=own.exact)
+            settings = decoding.for_record(prompt.record, self.grammars)
+            most = settings.max_new_tokens if prompt.room is None else min(settings.max_new_tokens, prompt.room)
+            request = Request(tuple(prompt.token_ids), most, settings.sampling, self._ends, exact=settings.exact)
             if prompt.record.settings is not None:
                 request.check_vocabulary(self.grammars.vocab_size)
         except UsageError as e:
             raise DataError(f"body: {e}") from None
-        return RunningPrompt(request, Detokenizer(self.texts, own.stop), prompt)
+        return RunningPrompt(request, Detokenizer(self.texts, settings.stop), prompt)
 
     def iterate(
         self,
@@ -363,11 +363,11 @@ class LLM:
         schedule = self.schedule_of(None) if schedule is None else schedule
         with self._engine.lend(rows, decoding.max_new_tokens) as (engine, stats):
             self.stats = stats
-            loop, left, more = TextLoop[RunningPrompt](engine), iter(prompts), True
-            while more or loop.running:
-                if more and not engine.waiting:
-                    taken, new = list(islice(left, window)), list[RunningPrompt]()
-                    more = bool(taken)
+            loop, remaining, has_more = TextLoop[RunningPrompt](engine), iter(prompts), True
+            while has_more or loop.running:
+                if has_more and not engine.waiting:
+                    taken, new = list(islice(remaining, window)), list[RunningPrompt]()
+                    has_more = bool(taken)
                     for prompt in taken:
                         try:
                             new.append(self.make_request(prompt, decoding))
@@ -379,7 +379,7 @@ class LLM:
                 with self._lock:
                     ended = loop.advance()
                     if cut():
-                        ended, more = ended + loop.cut(), False
+                        ended, has_more = ended + loop.cut(), False
                 for running in ended:
                     stats.add(running.tokens, running.finish_reason)
                     yield Output(running.prompt, running.text, running.tokens, running.finish_reason)
@@ -403,11 +403,11 @@ class LLM:
             raise OptionError("template", template, "True, False, or a template such as '{text}'")
         if not isinstance(exact, bool):
             raise OptionError("exact", exact, "True or False")
-        own = replace(self.backend.sampling, **sampling)
-        own.check_effect()
+        rules = replace(self.backend.sampling, **sampling)
+        rules.check_effect()
         stop = self.backend.stop if stop is None else stop
         decoding = Decoding(
-            sampling=self.constrained(own, json_schema),
+            sampling=self.constrained(rules, json_schema),
             max_new_tokens=positive("max_new_tokens", max_new_tokens),
             stop=StopStrings((stop,) if isinstance(stop, str) else stop),
             exact=exact,

@@ -187,8 +187,6 @@ class SelfGeneratedData:
         forget_prompts(self.directory)
         return about
 
-    # ------------------------------------------------------------------ parts
-
     def _settings(self) -> dict[str, Any]:
         """List all that the data depend on, JSON-ready."""
         settings = asdict(self.options) | {
@@ -250,7 +248,7 @@ class SelfGeneratedData:
         return replace(record, prompt=self.template.render(values), values=values, left_out=left_out)
 
     def _generated(
-        self, what: str, records: Sequence[Record], sampling: Sampling, max_new_tokens: int, share: float
+        self, stage: str, records: Sequence[Record], sampling: Sampling, max_new_tokens: int, share: float
     ) -> dict[int, OutputRecord]:
         """Return outputs by index, from the log of an earlier run or generated now in a share of the time left."""
         llm, settings = self.llm, self._settings()
@@ -258,9 +256,9 @@ class SelfGeneratedData:
         size = _GPU_ROWS if llm.loaded.model.device.type == "cuda" else _ROWS
         decoding = Decoding(sampling=sampling, max_new_tokens=max_new_tokens, stop=StopStrings(llm.backend.stop))
         with closing(log):
-            if log.get(what) is not None:  # finished, maybe by the clock
-                return _outputs_in(log, what)
-            left = [record for record in records if log.get(f"{what} {record.index:08}") is None]
+            if log.get(stage) is not None:  # finished, maybe by the clock
+                return _outputs_in(log, stage)
+            remaining = [record for record in records if log.get(f"{stage} {record.index:08}") is None]
             window, last_begin, until, limit = WINDOW_BATCHES * size, math.inf, math.inf, ""
             total: int | None = len(records)
             if self.until < math.inf:  # the clock ends it, most likely before the last record
@@ -268,8 +266,9 @@ class SelfGeneratedData:
                 seconds = share * max(0.0, self.until - start)
                 window, last_begin, until, total = size, start + _ADMITS * seconds, start + seconds, None
                 limit = f"of {len(records)}; ends after {seconds / 60:.1f} min at most"
-            least = _LEAST_STEPS * min(size, len(left))
-            begun = chain(left[:size], takewhile(lambda record: time.perf_counter() < last_begin, left[size:]))
+            least = _LEAST_STEPS * min(size, len(remaining))
+            in_time = takewhile(lambda record: time.perf_counter() < last_begin, remaining[size:])
+            begun = chain(remaining[:size], in_time)
             outputs = llm.iterate(
                 PromptEncoder(llm.tokenizer, llm.context, self.template).stream(begun, window),
                 decoding,
@@ -278,16 +277,16 @@ class SelfGeneratedData:
                 window=window,
                 cut=lambda: time.perf_counter() > until and llm.stats.new_tokens >= least,
             )
-            with progress_bar(total, "row", name=f"self-{what}", done=len(records) - len(left)) as bar:
+            with progress_bar(total, "row", name=f"self-{stage}", done=len(records) - len(remaining)) as bar:
                 bar.set_postfix_str(limit, refresh=False)
                 for output in outputs:
-                    log.put(f"{what} {output.index:08}", output.to_record())
+                    log.put(f"{stage} {output.index:08}", output.to_record())
                     bar.update()
-            log.put(what, True)
-            return _outputs_in(log, what)
+            log.put(stage, True)
+            return _outputs_in(log, stage)
 
     def _usable(
-        self, what: str, outputs: Mapping[int, OutputRecord], seen: set[str], least: int
+        self, stage: str, outputs: Mapping[int, OutputRecord], seen: set[str], least: int
     ) -> list[tuple[int, str]]:
         """Select numbers and texts of outputs, none of `seen` and none twice; notes why others are left out."""
         usable, reasons = list[tuple[int, str]](), Counter[str]()
@@ -300,7 +299,7 @@ class SelfGeneratedData:
                 seen.add(_key(text))
                 usable.append((index, text))
         why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-        message = f"{what}: {len(usable)} of {len(outputs)} kept" + (f" ({why})" if why else "")
+        message = f"{stage}: {len(usable)} of {len(outputs)} kept" + (f" ({why})" if why else "")
         if len(usable) < least:
             raise DataError(
                 f"{message}, {least} are needed: give more `self_records`, more `self_tokens`, or `prompts`"
@@ -325,16 +324,16 @@ def _alone(record: Record, index: int) -> Record:
     return replace(record, index=index, for_chat={}, left_out=left_out, settings=settings)
 
 
-def _outputs_in(log: ResumeLog, what: str) -> dict[int, OutputRecord]:
-    return {int(key.split()[1]): output for key, output in log.items() if key.startswith(f"{what} ")}
+def _outputs_in(log: ResumeLog, stage: str) -> dict[int, OutputRecord]:
+    return {int(key.split()[1]): output for key, output in log.items() if key.startswith(f"{stage} ")}
 
 
 def _cut(output: OutputRecord) -> OutputRecord:
     """Cut a text that reached a limit after its last complete sentence, if it has one."""
     if output.get("finish_reason") != "length":
         return output
-    whole = without_broken_end(output["text"])
-    return output if whole == output["text"] else {**output, "text": whole, "finish_reason": "eos"}
+    complete = without_broken_end(output["text"])
+    return output if complete == output["text"] else {**output, "text": complete, "finish_reason": "eos"}
 
 
 def is_repetitive(tokens: Sequence[int]) -> bool:
@@ -345,8 +344,8 @@ def is_repetitive(tokens: Sequence[int]) -> bool:
 
 def without_broken_end(text: str) -> str:
     """Return the complete sentences of a text, or all of it if it has none."""
-    whole = _SENTENCES.match(text)
-    return text if whole is None else whole[0]
+    complete = _SENTENCES.match(text)
+    return text if complete is None else complete[0]
 
 
 def _key(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from secrets import token_hex
@@ -88,7 +88,7 @@ class Method:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int | Sequence[int],
-        eos: set[int],
+        eos: Collection[int],
         sampling: Sequence[Sampling] | None = None,
         rows: int = 0,
         cache_salt: str = "",
@@ -105,9 +105,10 @@ class Method:
         engine = engine or self.make_engine(rows or len(prompts))
         engine.stats = stats = EngineStats()
         most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        samplings = sampling or [self.backend.sampling] * len(prompts)
         requests = [
-            Request(tuple(prompt), new, how, frozenset(eos), cache_salt, self.exact)
-            for prompt, new, how in zip(prompts, most, sampling or [self.backend.sampling] * len(prompts), strict=True)
+            Request(tuple(prompt), new, rules, frozenset(eos), cache_salt, self.exact)
+            for prompt, new, rules in zip(prompts, most, samplings, strict=True)
         ]
         tokens = [[out.token for out in steps] for steps in steps_until(engine, requests, until)]
         seconds = stats.prompt_seconds, stats.decode_seconds
@@ -194,8 +195,6 @@ def spread_over(count: int, wanted: int) -> list[int]:
     return [i * count // wanted for i in range(wanted)]
 
 
-# ---------------------------------------------------------------------- speed
-
 Turns = Stopwatch[Method, Generation]
 """Methods in turn on the same batches."""
 
@@ -223,7 +222,7 @@ def time_equal_lengths(
     for turn in range(rounds * len(groups)):
         number = turn % len(groups)
         rows = [prompts[i] for i in groups[number]]
-        each = [timed_tokens(lengths[i], share) for i in groups[number]]
+        counts = [timed_tokens(lengths[i], share) for i in groups[number]]
         key = f"speed {batch_size} {turn}"
         if done := log and log.get(key):
             turns.add(dict(zip(methods, (Generation(**g) for g in done), strict=True)), number)
@@ -237,7 +236,7 @@ def time_equal_lengths(
             # A round begins with nothing that another round or method has drafted from or shared: answers are alike.
             engines = {method: (method.make_engine(batch_size, share), token_hex()) for method in methods}
 
-        laps = turns.lap(partial(_timed, rows, each, engines), number)
+        laps = turns.lap(partial(_timed, rows, counts, engines), number)
         if log is not None:
             log.put(key, [asdict(g) for g in laps.values()])
         progress(len(rows))
@@ -292,35 +291,35 @@ class SpeedComparison:
     """A method and full depth in turn on the same batches; `new_tokens` is their number on each side in a round."""
 
     turns: Turns
-    ours: Method
+    method: Method
     full: Method
     batch_size: int
     new_tokens: int
 
     @classmethod
-    def of(cls, outputs: Sequence[Output], ours: Method, full: Method, batch_size: int) -> Self:
+    def of(cls, outputs: Sequence[Output], method: Method, full: Method, batch_size: int) -> Self:
         """Time a method and full depth on prompts, for as many tokens as their outputs have."""
         timed = [output for output in outputs if len(output.tokens) > 1]  # else there is no step to compare
         chosen = [timed[i] for i in spread_over(len(timed), min(len(timed), MOST_BATCHES * batch_size))]
         lengths = [len(output.tokens) for output in chosen]
         prompts = [output.source.token_ids for output in chosen]
-        turns = time_equal_lengths([full, ours], prompts, lengths, batch_size=batch_size)
-        return cls(turns, ours, full, batch_size, sum(lengths))
+        turns = time_equal_lengths([full, method], prompts, lengths, batch_size=batch_size)
+        return cls(turns, method, full, batch_size, sum(lengths))
 
     def to_dict(self) -> dict[str, Any] | None:
         """Return the speeds, JSON-ready; None if no batch had a decode step."""
-        if not self.turns.laps(self.ours):
+        if not self.turns.laps(self.method):
             return None
-        document: dict[str, Any] = {"batches": len(self.turns.rounds(self.ours)), "batch_size": self.batch_size}
-        for side, method in (("", self.ours), ("full_", self.full)):
+        document: dict[str, Any] = {"batches": len(self.turns.rounds(self.method)), "batch_size": self.batch_size}
+        for side, method in (("", self.method), ("full_", self.full)):
             timing = medians_of(self.turns, method)
             document[f"{side}layers_per_token"] = timing["layers_per_token"]
             document[f"{side}decode_tokens_per_s"] = timing["tokens_per_s"]
             document[f"{side}request_tokens_per_s"] = self.new_tokens / (timing["seconds"] or math.inf)
         return document | {
             "nominal_speedup": document["full_layers_per_token"] / document["layers_per_token"],
-            "decode_speedup": self.turns.ratio(self.full, self.ours, lambda g: g.decode_seconds),
-            "request_speedup": self.turns.ratio(self.full, self.ours, request_seconds()),
+            "decode_speedup": self.turns.ratio(self.full, self.method, lambda g: g.decode_seconds),
+            "request_speedup": self.turns.ratio(self.full, self.method, request_seconds()),
         }
 
     def lines(self) -> list[str]:
@@ -335,9 +334,9 @@ class SpeedComparison:
         layers = [f"{speeds[f'{side}layers_per_token']:.1f} layers" for side in ("full_", "")]
         cells["nominal"] = [*layers, f"{speeds['nominal_speedup']:.2f}x"]
         many = "1 batch" if speeds["batches"] == 1 else f"{speeds['batches']} batches"
-        lines = [f"{many} of {self.batch_size} again: {HOW if self.ours.exact else HOW_WITHOUT_DRAFTS}"]
+        lines = [f"{many} of {self.batch_size} again: {HOW if self.method.exact else HOW_WITHOUT_DRAFTS}"]
         lines += speedups(["full depth", "the schedule", "measured"], cells)
-        schedule = self.ours.schedule
+        schedule = self.method.schedule
         if (prompt := len(schedule.prompt_layers())) < schedule.num_layers:
             lines.append(f"prompts run {prompt} of {schedule.num_layers} layers, which the nominal speed-up leaves out")
         return lines

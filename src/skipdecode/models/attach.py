@@ -320,7 +320,7 @@ class Attachment:
                 "where the prompt ends, with prompt_length=… in the call or in new_cache"
             )
         check_states(self._family, cache, call.get("attention_mask"), columns)
-        if not self._family.places and call.get("position_ids") is None:
+        if not self._family.counts_positions and call.get("position_ids") is None:
             call["position_ids"] = torch.arange(cache.length, cache.length + columns, device=self._model.device)[None]
         self._latest = self._gate_state.cache = cache
         self._gate_state.steps = cache.length > 0 and not self._family.continues
@@ -356,7 +356,7 @@ class Attachment:
         cache: SkipCache | None = None
         if options.uses_cache():
             cache = kwargs[name] = kwargs.get(name) or self.new_cache()
-            if cache.length and not self._family.turns:
+            if cache.length and not self._family.resumes_cache:
                 raise UnsupportedFeatureError(
                     "a second turn on a used cache is not supported for this model: transformers' generate reads the "
                     "whole text again, on top of the states; leave the cache out"

@@ -58,7 +58,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         self._freed: dict[int, tuple[float, int]] = {}  # by layer: `_sizes`
         self._projecting = False
         self._projected = 0  # columns of this forward that the current layer has stored in earlier calls
-        self.taps: dict[int, Tensor] = {}  # by layer with a fitted map: the last prompt states, for its taps
+        self.map_context: dict[int, Tensor] = {}  # by layer with a fitted map: the last prompt states, which it reads
         self.length = 0
         self.fed: int | None = None
 
@@ -149,7 +149,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     def reset(self) -> None:
         """Remove all columns and positions."""
         self.layers = self._new_layers()
-        self._fed_to, self._freed, self.taps = {}, {}, {}
+        self._fed_to, self._freed, self.map_context = {}, {}, {}
         self.length = 0
         self.fed = self.prompt_length = self.mask = None
 
@@ -228,8 +228,8 @@ def _new_layers(config: PretrainedConfig) -> list[CacheLayerMixin]:
 
 def state_bytes(layer: CacheLayerMixin, dtype_bytes: float = 2) -> int:
     """Bytes of the recurrent states of a layer of a cache, where a 16-bit number takes `dtype_bytes`."""
-    stored = [state for each in vars(layer).values() if isinstance(each, dict) for state in each.values()]  # by number
-    sizes = [(each.numel(), each.element_size()) for each in stored if isinstance(each, Tensor)]
+    by_number = [states for states in vars(layer).values() if isinstance(states, dict)]
+    sizes = [(s.numel(), s.element_size()) for states in by_number for s in states.values() if isinstance(s, Tensor)]
     return round(sum(count * (size if size > 2 else dtype_bytes) for count, size in sizes))
 
 
@@ -239,9 +239,9 @@ def bounded_steps(model: PreTrainedModel, family: Family) -> list[RemovableHandl
     Mixers of Mamba 2 bound dt (`time_step_limit`) in forwards of several tokens alone. dt is the softplus of the last
     outputs of `in_proj` and a bias, so bounds of these outputs are bounds of dt.
     """
-    limited = [each for each in model.modules() if hasattr(each, "time_step_limit")] if family.recurrent else []
-    limited = [each for each in limited if tuple(each.time_step_limit) != (0.0, inf)]
-    return [each.in_proj.register_forward_hook(partial(_bounded, each)) for each in limited]
+    limited = [mixer for mixer in model.modules() if hasattr(mixer, "time_step_limit")] if family.recurrent else []
+    limited = [mixer for mixer in limited if tuple(mixer.time_step_limit) != (0.0, inf)]
+    return [mixer.in_proj.register_forward_hook(partial(_bounded, mixer)) for mixer in limited]
 
 
 def _bounded(mixer: Any, module: nn.Module, args: object, out: Tensor) -> Tensor | None:

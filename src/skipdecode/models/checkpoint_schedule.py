@@ -75,13 +75,10 @@ def schedule_of_model(model: PreTrainedModel) -> Schedule:
         return _fitting(data, layers, "the adapter's config")
     data = getattr(plain.config, _KEY, None)
     if data is None:
-        what = (
-            "no schedule was given, and neither the adapter nor its base carries one"
-            if adapters
-            else (f"no schedule was given, and the model's config has none (key {_KEY!r})")
-        )
+        missing = f"the model's config has none (key {_KEY!r})"
+        missing = "neither the adapter nor its base carries one" if adapters else missing
         remedy = f"pass one, such as Schedule.from_speedup({layers}, 2, seq_len=64) or Schedule.load(FILE)"
-        raise ScheduleError(f"{what}: {remedy}")
+        raise ScheduleError(f"no schedule was given, and {missing}: {remedy}")
     return _fitting(data, layers, "the model's config")
 
 
@@ -139,9 +136,9 @@ def named_schedule(model: PreTrainedModel, text: str) -> Schedule:
     form.
     """
     known = {schedule.name: schedule for schedule in tuned_under(model)}
-    own = next(reversed(known.values()), None)
+    latest = next(reversed(known.values()), None)
     layers = len(decoder_layers(unwrap(model)))
-    parsed = parse_schedule(text, layers, seq_len=_POSITIONS, checkpoint_schedule=own, named=known)
+    parsed = parse_schedule(text, layers, seq_len=_POSITIONS, checkpoint_schedule=latest, named=known)
     return lent_last(unwrap(model).config, parsed) if is_speedup(text) else parsed
 
 

@@ -44,9 +44,9 @@ class Family:
     # Whether a forward of several tokens goes on from the cached states; else only one of a single token does.
     continues: bool = True
     # Whether a forward without position ids counts from the length of the cache; else it counts from 0.
-    places: bool = True
+    counts_positions: bool = True
     # Whether `generate` goes on from a used cache; else it reads the whole text again, on top of the states.
-    turns: bool = True
+    resumes_cache: bool = True
 
 
 _BLOCKS = "transformer.h"
@@ -89,10 +89,10 @@ _ROWS: list[tuple[Family, str]] = [
     ),
     (replace(_STATES, numbered=True), "zamba2"),
     (replace(_STATES, returns=1), "falcon_h1"),
-    (replace(_STATES, returns=2, places=False), "bamba"),
+    (replace(_STATES, returns=2, counts_positions=False), "bamba"),
     (replace(_STATES, continues=False), "jamba"),
     (replace(_STATES, continues=False, numbered=True), "zamba"),
-    (_ALONE := replace(_STATES, layers="backbone.layers", turns=False), "mamba2"),
+    (_ALONE := replace(_STATES, layers="backbone.layers", resumes_cache=False), "mamba2"),
     (replace(_ALONE, continues=False), "falcon_mamba mamba"),
 ]
 FAMILIES = {model_type: family for family, types in _ROWS for model_type in types.split()}
@@ -143,7 +143,7 @@ def find_family(model: PreTrainedModel) -> Family:
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None or not hasattr(model, "generate"):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers causal LM; {_works()}")
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers causal LM; {_supported()}")
     family = family_of(model_type)
     try:
         layers = attrgetter(family.layers)(model)
@@ -162,7 +162,7 @@ def family_of(model_type: str) -> Family:
     """The table's entry for a model type; raises UnsupportedModelError as `find_family`."""
     if model_type not in FAMILIES:
         reason = _REFUSED.get(model_type, "a type is listed when its decoding has passed the tests under schedules")
-        raise UnsupportedModelError(f"model type {model_type!r} is not supported: {reason}; {_works()}")
+        raise UnsupportedModelError(f"model type {model_type!r} is not supported: {reason}; {_supported()}")
     return FAMILIES[model_type]
 
 
@@ -197,13 +197,13 @@ def lenders(config: PretrainedConfig) -> dict[int, int]:
     config = config.get_text_config(decoder=True)
     kinds: Any = getattr(config, "layer_types", None)
     count = getattr(config, "num_kv_shared_layers", None) or 0
-    own = layers_in(config) - count
-    if without := {*kinds[own:]} - {*kinds[:own]} if count else ():
+    first = layers_in(config) - count
+    if without := {*kinds[first:]} - {*kinds[:first]} if count else ():
         raise UnsupportedModelError(
             f"the config of this {config.model_type} model: no layer makes the keys and values that "
             f"{', '.join(without)} layers among the last {count} read: layer_types and num_kv_shared_layers have to fit"
         )
-    return {layer: max(n for n in range(own) if kinds[n] == kinds[layer]) for layer in range(own, own + count)}
+    return {layer: max(n for n in range(first) if kinds[n] == kinds[layer]) for layer in range(first, first + count)}
 
 
 def lent_last(config: PretrainedConfig, schedule: Schedule) -> Schedule:
@@ -215,7 +215,7 @@ def lent_last(config: PretrainedConfig, schedule: Schedule) -> Schedule:
     return replace(schedule, drop_order=lent_order(schedule.drop_order, shared)) if shared else schedule
 
 
-def _works() -> str:
+def _supported() -> str:
     return f"supported model types: {', '.join(sorted(FAMILIES))}"
 
 

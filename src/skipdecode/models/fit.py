@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import Fields, Json
+from skipdecode.common.jsonl import Fields
 from skipdecode.common.types import PreTrainedModel
 from skipdecode.errors import FitError
 from skipdecode.models.families import decoder_layers, keys_and_values, unwrap
@@ -29,11 +30,12 @@ from skipdecode.models.loading.stored import one_line
 from skipdecode.schedule import Schedule
 
 FIT_FORMAT = 1
-MOST_TAPS = 2
+MAX_CONTEXT_TOKENS = 2
+_SIZES = ("num_layers", "hidden_size", "taps")  # in a file
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = re.compile(r"(bridges|maps\.\d+)\.(0|[1-9]\d{0,5})\.(\w+)", re.ASCII)
-_KEPT = "_skipdecode_fit"
-_TRAINED = "skipdecode_fit"  # its name among a model's modules while it is trained
+_ATTRIBUTE = "_skipdecode_fit"  # of a loaded model
+_MODULE = "skipdecode_fit"  # its name among a model's modules while it is trained
 
 
 Map = TypeVar("Map", Bridge, PromptMap)
@@ -43,12 +45,11 @@ _PARTS: dict[type, tuple[str, ...]] = {Bridge: ("down", "up", "bias"), PromptMap
 class Fit(nn.Module):
     """The bridges of a model's layers, and its prompt maps for one or more prompt sets.
 
-    `bridges`: by layer. `prompts`: for each prompt set (`Schedule.prompt_layers`), the maps by layer. `taps`: number of
-    preceding tokens that a prompt map takes as input. `about`: JSON-ready: a sample of the model's weights ("base"),
-    and the settings of the fit.
+    `bridges`: by layer. `prompts`: for each prompt set (`Schedule.prompt_layers`), the maps by layer.
+    `context_tokens`: number of preceding tokens (*taps*) that a prompt map takes as input. `about`: JSON-ready: a
+    sample of the model's weights ("base"), and the settings of the fit.
 
-    Raises FitError: a number of layers, columns or taps, a prompt set, or a tensor's place, shape or values are not
-    accepted.
+    Raises FitError: a size, a prompt set, or a tensor's name, shape or values are not accepted.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class Fit(nn.Module):
         hidden_size: int,
         bridges: Mapping[int, Bridge],
         prompts: Mapping[tuple[int, ...], Mapping[int, PromptMap]],
-        taps: int = 0,
+        context_tokens: int = 0,
         about: Fields | None = None,
     ) -> None:
         super().__init__()
-        self.num_layers, self.hidden_size, self.taps, self.about = num_layers, hidden_size, taps, dict(about or {})
+        self.num_layers, self.hidden_size, self.context_tokens = num_layers, hidden_size, context_tokens
+        self.about = dict(about or {})
         self.prompt_sets = tuple(prompts)
         self.bridges = nn.ModuleDict({str(layer): bridges[layer] for layer in sorted(bridges)})
         self.maps = nn.ModuleList(nn.ModuleDict({str(n): of[n] for n in sorted(of)}) for of in prompts.values())
@@ -91,7 +93,7 @@ class Fit(nn.Module):
         bridges = {n: bridge for n in schedule.dropped if (bridge := self.bridge(n)) is not None}
         maps = {n: prompt_map for n in layers if (prompt_map := self.prompt_map(prompt, n)) is not None}
         prompts = {prompt: maps} if maps else {}
-        return Fit(self.num_layers, self.hidden_size, bridges, prompts, self.taps if maps else 0, self.about)
+        return Fit(self.num_layers, self.hidden_size, bridges, prompts, self.context_tokens if maps else 0, self.about)
 
     def serves(self, schedule: Schedule) -> bool:
         """Whether each layer that a schedule skips has a bridge, and its prompts have maps where they need some."""
@@ -156,7 +158,7 @@ class Fit(nn.Module):
 
     def digest(self) -> str:
         """A short hash of the tensors and their places; equal only for equal fits."""
-        digest = hashlib.sha256(repr((self.num_layers, self.prompt_sets, self.taps)).encode())
+        digest = hashlib.sha256(repr((self.num_layers, self.prompt_sets, self.context_tokens)).encode())
         for name, tensor in self.state_dict().items():
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
@@ -171,7 +173,7 @@ class Fit(nn.Module):
             "format": FIT_FORMAT,
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
-            "taps": self.taps,
+            "taps": self.context_tokens,
             "prompts": [list(layers) for layers in self.prompt_sets],
             **self.about,
         }
@@ -199,10 +201,9 @@ class Fit(nn.Module):
     def _of_tensors(cls, about: object, tensors: Mapping[str, Tensor]) -> Fit:
         if not isinstance(about, dict) or about.get("format") != FIT_FORMAT:
             raise FitError(f"is no fit of format {FIT_FORMAT}, the one that is accepted")
-        own: Json = {name: about.get(name) for name in ("num_layers", "hidden_size", "taps")}
         sets = about.get("prompts")
         if not isinstance(sets, list) or not all(
-            isinstance(each, list) and all(type(number) is int for number in each) for each in sets
+            isinstance(layers, list) and all(type(number) is int for number in layers) for layers in sets
         ):
             raise FitError("'prompts' is no list of lists of whole numbers")
         groups: dict[str, dict[int, dict[str, Tensor]]] = {f"maps.{number}": {} for number in range(len(sets))}
@@ -214,23 +215,21 @@ class Fit(nn.Module):
             if tensor.dtype not in _TYPES:
                 raise FitError(f"tensor {name!r} is of type {tensor.dtype}: floating-point numbers are accepted")
             groups[match[1]].setdefault(int(match[2]), {})[match[3]] = tensor.float()
-        bridges = {n: _made(Bridge, f"bridges.{n}", parts) for n, parts in groups.pop("bridges").items()}
-        maps = [{n: _made(PromptMap, f"{name}.{n}", parts) for n, parts in of.items()} for name, of in groups.items()]
+        bridges = {n: _map_of(Bridge, f"bridges.{n}", parts) for n, parts in groups.pop("bridges").items()}
+        maps = [{n: _map_of(PromptMap, f"{name}.{n}", parts) for n, parts in of.items()} for name, of in groups.items()]
         prompts = dict(zip(map(tuple, sets), maps, strict=True))
         if len(prompts) < len(sets):
             raise FitError("'prompts' has a set of layers twice")
-        return cls(
-            **own,
-            bridges=bridges,
-            prompts=prompts,
-            about={name: value for name, value in about.items() if name not in (*own, "format", "prompts")},
-        )
+        num_layers, hidden_size, context_tokens = (about.get(name) for name in _SIZES)
+        settings = {name: value for name, value in about.items() if name not in (*_SIZES, "format", "prompts")}
+        return cls(num_layers, hidden_size, bridges, prompts, context_tokens, settings)  # type: ignore[arg-type]
 
     def _check(self) -> None:
-        for name, least, most in (("num_layers", 1, None), ("hidden_size", 1, None), ("taps", 0, MOST_TAPS)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least or (most is not None and value > most):
-                up_to = "or more" if most is None else f"to {most}"
+        values = self.num_layers, self.hidden_size, self.context_tokens
+        ranges = (1, math.inf), (1, math.inf), (0, MAX_CONTEXT_TOKENS)
+        for name, value, (least, most) in zip(_SIZES, values, ranges, strict=True):
+            if type(value) is not int or not least <= value <= most:
+                up_to = "or more" if most == math.inf else f"to {most}"
                 raise FitError(f"{name}={value!r} is not accepted: give a whole number, {least} {up_to}")
         for layers in self.prompt_sets:
             if not all(0 <= n < self.num_layers for n in layers) or list(layers) != sorted({*layers}):
@@ -244,7 +243,7 @@ class Fit(nn.Module):
             self._check_tensors(f"bridges.{layer}", bridge, down=(rank, width), up=(width, rank), bias=(width,))
         for number, maps in enumerate(self.maps):
             for layer, prompt_map in maps.items():  # type: ignore[operator]
-                rows, columns = _rows(prompt_map.bias), (self.taps + 1) * width
+                rows, columns = _rows(prompt_map.bias), (self.context_tokens + 1) * width
                 self._check_tensors(
                     f"maps.{number}.{layer}", prompt_map, weight=(rows, columns), bias=(rows,), first=(rows,)
                 )
@@ -271,7 +270,7 @@ def set_fit(model: PreTrainedModel, fit: Fit | None) -> None:
     plain = unwrap(model)
     if fit is not None:
         fit.check_fits(plain)
-    plain.__dict__[_KEPT] = fit
+    plain.__dict__[_ATTRIBUTE] = fit
 
 
 @contextlib.contextmanager
@@ -287,13 +286,13 @@ def temporary_fit(model: PreTrainedModel, fit: Fit | None) -> Iterator[None]:
 
 def fit_of(model: PreTrainedModel) -> Fit | None:
     """The fit of a loaded model; None if it has none."""
-    fit: Fit | None = unwrap(model).__dict__.get(_KEPT)
+    fit: Fit | None = unwrap(model).__dict__.get(_ATTRIBUTE)
     return fit
 
 
 def is_fit_set(model: PreTrainedModel) -> bool:
     """Whether `set_fit` has said which fit a model has, or that it has none."""
-    return _KEPT in unwrap(model).__dict__
+    return _ATTRIBUTE in unwrap(model).__dict__
 
 
 @contextlib.contextmanager
@@ -301,12 +300,12 @@ def trainable_fit(model: PreTrainedModel) -> Iterator[None]:
     """A context in which the fit of a model is one of its modules and is trained with the weights."""
     plain, fit = unwrap(model), fit_of(model)
     if fit is not None:
-        plain.add_module(_TRAINED, fit.requires_grad_(True))
+        plain.add_module(_MODULE, fit.requires_grad_(True))
     try:
         yield
     finally:
         if fit is not None:
-            del plain._modules[_TRAINED]
+            del plain._modules[_MODULE]
             fit.requires_grad_(False)
 
 
@@ -314,9 +313,9 @@ def fit_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     """Split a model's state into the state without the trained fit, and the state of the fit."""
     weights, fitted = {}, {}
     for name, tensor in state.items():
-        before, mark, own = name.rpartition(f"{_TRAINED}.")
+        before, mark, part = name.rpartition(f"{_MODULE}.")
         if mark and (not before or before.endswith(".")):
-            fitted[own] = tensor
+            fitted[part] = tensor
         else:
             weights[name] = tensor
     return weights, fitted
@@ -327,7 +326,7 @@ def _narrow(tensor: Tensor) -> Tensor:
     return half if bool(torch.isfinite(half).all()) else tensor.bfloat16()
 
 
-def _made(kind: type[Map], name: str, parts: Mapping[str, Tensor]) -> Map:
+def _map_of(kind: type[Map], name: str, parts: Mapping[str, Tensor]) -> Map:
     """A map of a fit from its tensors."""
     if parts.keys() != set(_PARTS[kind]):
         raise FitError(f"{name!r} has the tensors {', '.join(sorted(parts))}: {', '.join(_PARTS[kind])} are needed")

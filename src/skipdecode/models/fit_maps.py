@@ -18,22 +18,24 @@ def normed(hidden: Tensor) -> Tensor:
     return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + EPSILON)
 
 
-def prompt_features(hidden: Tensor, text: Tensor | None, before: Tensor | None, taps: int) -> tuple[Tensor, Tensor]:
-    """The inputs of a `PromptMap`: normed states, each with those of the `taps` columns before it.
+def prompt_features(
+    hidden: Tensor, text: Tensor | None, context: Tensor | None, context_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """The inputs of a `PromptMap`: normed states, each with those of the `context_tokens` columns before it.
 
     `hidden`: (rows, columns, hidden_size). `text`: (rows, columns), bool; False marks padding, which counts as zeros.
-    None: all columns are text. `before`: (rows, taps, hidden_size), normed states in front of the first column; None:
-    zeros.
+    None: all columns are text. `context`: (rows, context_tokens, hidden_size), normed states in front of the first
+    column; None: zeros.
 
-    Returns the features (rows, columns, (taps + 1) * hidden_size), and `before` for the next columns.
+    Returns the features (rows, columns, (context_tokens + 1) * hidden_size), and `context` for the next columns.
     """
     states = normed(hidden)
     if text is not None:
         states = states * text.unsqueeze(-1)
-    if before is None:
-        before = states.new_zeros(states.shape[0], taps, states.shape[2])
-    longer, columns = torch.cat((before, states), 1), states.shape[1]
-    shifted = [longer[:, taps - tap : taps - tap + columns] for tap in range(taps + 1)]
+    if context is None:
+        context = states.new_zeros(states.shape[0], context_tokens, states.shape[2])
+    longer, columns = torch.cat((context, states), 1), states.shape[1]
+    shifted = [longer[:, start : start + columns] for start in range(context_tokens, -1, -1)]
     return torch.cat(shifted, -1), longer[:, columns:]
 
 
@@ -56,9 +58,9 @@ class Bridge(nn.Module):
 class PromptMap(nn.Module):
     """Maps prompt tokens to keys and values of a layer that they skip, before rotary positions and a norm of keys.
 
-    `weight`: (keys + values, (taps + 1) * hidden_size): columns of the token's own normed state first, then of the
-    taps. `bias` and `first`: (keys + values,); `first` replaces the map at the first token of a text, whose state is an
-    outlier.
+    `weight`: (keys + values, (context_tokens + 1) * hidden_size): columns of the token's own normed state first, then
+    of the taps. `bias` and `first`: (keys + values,); `first` replaces the map at the first token of a text, whose
+    state is an outlier.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor, first: Tensor) -> None:

@@ -51,7 +51,7 @@ class GateState:
     steps: bool = False  # whether recurrent layers take the forward's columns one by one
     bridges: dict[int, Bridge] = field(default_factory=dict)
     maps: dict[int, PromptMap] = field(default_factory=dict)
-    taps: int = 0
+    context_tokens: int = 0
     text: tuple[Tensor, Tensor] | None = None
 
     def take_fit(self, fit: Fit | None, schedule: Schedule, layers: Sequence[nn.Module]) -> None:
@@ -61,7 +61,7 @@ class GateState:
             self.bridges, self.maps = {}, {}
             return
         fit.to(next(layers[0].parameters()).device)
-        self.taps = fit.taps
+        self.context_tokens = fit.context_tokens
         self.bridges = {n: bridge for n in numbers if (bridge := fit.bridge(n)) is not None}
         self.maps = {n: prompt_map for n in schedule.projected if (prompt_map := fit.prompt_map(prompt, n)) is not None}
 
@@ -70,10 +70,10 @@ class GateState:
         plan, bridge = self.plan.layers[index], self.bridges.get(index)  # type: ignore[union-attr]
         if bridge is None or plan.bridged >= hidden.shape[-2]:
             return hidden
-        before, here = hidden[..., : plan.bridged, :], hidden[..., plan.bridged :, :]
-        across = bridge(here)
+        before, crossing = hidden[..., : plan.bridged, :], hidden[..., plan.bridged :, :]
+        across = bridge(crossing)
         if plan.crosses is not None:
-            across = torch.where(plan.crosses.to(here.device).unsqueeze(-1), across, here)
+            across = torch.where(plan.crosses.to(crossing.device).unsqueeze(-1), across, crossing)
         return torch.cat((before, across), -2) if plan.bridged else across
 
 
@@ -122,8 +122,8 @@ class _Gated:
         index, _ = self._skipdecode
         plan, cache, outputs = state.plan.layers[index], state.cache, []  # type: ignore[union-attr]
         for column in range(plan.count):
-            now = _of_one_token(_columns(named, column, column + 1, hidden.shape[-2]))
-            out = run(hidden[..., column : column + 1, :], **now)
+            step = _of_one_token(_columns(named, column, column + 1, hidden.shape[-2]))
+            out = run(hidden[..., column : column + 1, :], **step)
             outputs.append(out[0] if state.returned else out)
             cache.note_columns(column + 1)  # type: ignore[union-attr]
         cache.note_columns(0)  # type: ignore[union-attr]
@@ -150,17 +150,17 @@ class _Gated:
         cache = named[name] = state.scratch() if named.get(name) is None else named[name]
         before = _columns(named, 0, plan.start, columns)
         fitted = _fitted_keys(state, index, hidden[..., : plan.count, :], cache)
-        with _without_queries(layer), _given_keys(layer, fitted, slice(0, plan.start)):
+        with _without_queries(layer), _replaced_keys(layer, fitted, slice(0, plan.start)):
             cache.project(lambda: run(hidden[..., : plan.start, :], **before), plan.start)
         try:
             if plan.start == plan.count:
                 return passed
-            now = _columns(named, plan.start, plan.count, columns)
-            now["attention_mask"] = _fitting(now.get("attention_mask"), cache.tokens_held(index), plan, hidden)
+            running = _columns(named, plan.start, plan.count, columns)
+            running["attention_mask"] = _fitting(running.get("attention_mask"), cache.tokens_held(index), plan, hidden)
             # In a ragged batch the columns that run include prompt tokens of longer rows.
             replaced = None if plan.keep is None else fitted
-            with _given_keys(layer, replaced, slice(plan.start, plan.count), plan.keep):
-                out = run(hidden[..., plan.start : plan.count, :], **now)
+            with _replaced_keys(layer, replaced, slice(plan.start, plan.count), plan.keep):
+                out = run(hidden[..., plan.start : plan.count, :], **running)
         finally:
             cache.note_columns(0)
         return _merge(out[0] if state.returned else out, passed, plan)
@@ -241,7 +241,7 @@ def _without_queries(layer: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _given_keys(
+def _replaced_keys(
     layer: nn.Module, fitted: tuple[Tensor, Tensor] | None, columns: slice, keep: Tensor | None = None
 ) -> Iterator[None]:
     """A context in which key and value projections return the fitted values of these columns, except where `keep`."""
@@ -251,20 +251,20 @@ def _given_keys(
     with contextlib.ExitStack() as stack:
         for name, values in zip(("k_proj", "v_proj"), fitted, strict=True):
             module = projection(layer, name)
-            own, wanted = module.forward, values[:, columns]
+            project, fitted_values = module.forward, values[:, columns]
 
-            def forward(x: Tensor, own: Forward = own, wanted: Tensor = wanted) -> Tensor:
-                keys = wanted.to(x.dtype)
-                return keys if keep is None else torch.where(keep.to(x.device).unsqueeze(-1), own(x), keys)
+            def forward(x: Tensor, project: Forward = project, fitted_values: Tensor = fitted_values) -> Tensor:
+                keys = fitted_values.to(x.dtype)
+                return keys if keep is None else torch.where(keep.to(x.device).unsqueeze(-1), project(x), keys)
 
             stack.enter_context(calling(module, forward))
         yield
 
 
-def _first_keys(shared: SharedKeys, gone: int) -> SharedKeys:
-    """Lent keys and values by kind of layer, without the last `gone` columns, which the reading layer skips."""
-    kinds = shared.items() if gone else ()
-    return {kind: tuple(each[..., : each.shape[-2] - gone, :] for each in pair) for kind, pair in kinds} or shared
+def _first_keys(shared: SharedKeys, skipped: int) -> SharedKeys:
+    """Lent keys and values by kind of layer, without the last `skipped` columns, which the reading layer skips."""
+    kinds = shared.items() if skipped else ()
+    return {kind: tuple(x[..., : x.shape[-2] - skipped, :] for x in pair) for kind, pair in kinds} or shared
 
 
 def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache) -> tuple[Tensor, Tensor] | None:
@@ -278,7 +278,8 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
         first[:, :1] = cache.length == 0
     else:
         text, first = (marks[:, :columns].to(hidden.device) for marks in state.text)
-    features, cache.taps[index] = prompt_features(hidden, text, cache.taps.get(index), state.taps)
+    context = cache.map_context.get(index)
+    features, cache.map_context[index] = prompt_features(hidden, text, context, state.context_tokens)
     keys, values = prompt_map(features, first)
     return keys, values
 
@@ -315,7 +316,7 @@ def _of_one_token(named: Arguments) -> Arguments:
 def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
     if value is None:
         return None
-    gone = columns - count
+    skipped = columns - count
     match name:
         case "hidden_states" | "original_hidden_states" | "per_layer_input":
             return value[..., start:count, :]
@@ -331,7 +332,7 @@ def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
         case "cache_position":
             return value[start:count]
         case "alibi":
-            return value[..., : value.shape[-1] - gone]
+            return value[..., : value.shape[-1] - skipped]
     return value
 
 

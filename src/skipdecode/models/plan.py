@@ -46,14 +46,14 @@ class LayerPlan:
     bridged: int = AFTER
     crosses: Tensor | None = None
 
-    def after(self, gone: int) -> LayerPlan:
-        """The plan for a layer that is not given the first `gone` columns."""
-        if gone == 0:
+    def after(self, columns: int) -> LayerPlan:
+        """The plan for a layer that is not given the first `columns` columns."""
+        if columns == 0:
             return self
-        keep = None if self.keep is None else self.keep[:, max(gone - self.start, 0) :]
-        crosses = None if self.crosses is None else self.crosses[:, max(gone - self.bridged, 0) :]
+        keep = None if self.keep is None else self.keep[:, max(columns - self.start, 0) :]
+        crosses = None if self.crosses is None else self.crosses[:, max(columns - self.bridged, 0) :]
         return LayerPlan(
-            max(self.count - gone, 0), max(self.start - gone, 0), keep, max(self.bridged - gone, 0), crosses
+            max(self.count - columns, 0), max(self.start - columns, 0), keep, max(self.bridged - columns, 0), crosses
         )
 
 

@@ -46,8 +46,8 @@ def stored_recipe(folder: Path) -> Json | None:
     """`read_recipe` of a checkpoint's directory; None if it has no recipe, or that of another tool."""
     path = folder / RECIPE_FILE
     document = read_json(path) if path.is_file() else None
-    is_own = isinstance(document, dict) and isinstance(document.get("options"), dict)
-    return read_recipe(path) if is_own else None
+    is_recipe = isinstance(document, dict) and isinstance(document.get("options"), dict)
+    return read_recipe(path) if is_recipe else None
 
 
 def ran_in_bf16(folder: Path) -> bool:
@@ -110,8 +110,8 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
     sampled = [target if (s.budgets, s.prompt) == (target.budgets, target.prompt) else s for s in sampled]
     if target in sampled:
         sampled.remove(target)
-    sets = [own for text in prompts if (own := prompt_set(text, target.num_layers)) != target.prompt]
-    split = (s.with_prompt(own) for own in sets for s in (target, *sampled) if not s.is_full)
+    sets = [prompt for text in prompts if (prompt := prompt_set(text, target.num_layers)) != target.prompt]
+    split = (s.with_prompt(prompt) for prompt in sets for s in (target, *sampled) if not s.is_full)
     named, schedules = {target.name: target}, []
     for schedule in (*sampled, *split):
         while named.setdefault(schedule.name, schedule) != schedule:  # custom and linear budgets may share a name

@@ -88,10 +88,10 @@ def _requirements() -> tuple[Requirement, ...]:
         listed = importlib.metadata.requires("skipdecode") or ()
     except importlib.metadata.PackageNotFoundError:
         return ()
-    bounded = [each for each in map(Requirement, listed) if any(part.operator == "<" for part in each.specifier)]
-    return tuple({each.name: each for each in bounded}.values())
+    bounded = [r for r in map(Requirement, listed) if any(part.operator == "<" for part in r.specifier)]
+    return tuple({requirement.name: requirement for requirement in bounded}.values())
 
 
 def _advice(package: str) -> str:
-    tested = next((str(each) for each in _requirements() if each.name == package), package)
+    tested = next((str(requirement) for requirement in _requirements() if requirement.name == package), package)
     return f"pip install '{tested.partition(';')[0].strip()}'"

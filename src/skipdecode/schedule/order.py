@@ -177,26 +177,20 @@ def paper_budgets(
 ) -> tuple[int, ...]:
     """Linear budgets whose mean is `num_layers` / `nominal_speedup`; see `Schedule.from_speedup`."""
     require_speedup(nominal_speedup)
-    require_int("num_layers", num_layers)
+    _require_ints(num_layers, warmup_layers)
     require_positive("seq_len", seq_len)
     if not 0 <= spread < 1:
         raise ScheduleError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
     mean = num_layers / nominal_speedup
-    floor = least_budget(num_layers, warmup_layers)
-    if mean < floor:
+    fewest = min(num_layers, warmup_layers + 1)  # with the last layer
+    if mean < fewest:
         raise ScheduleError(
-            f"a nominal speed-up of {nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least {floor} "
-            f"must run (the first {warmup_layers} and the last): at most {num_layers / floor:.2f} is possible"
+            f"a nominal speed-up of {nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least "
+            f"{fewest} must run (the first {warmup_layers} and the last): at most {num_layers / fewest:.2f} is possible"
         )
     most = min(num_layers, round(mean * (1 + spread)))
-    least = max(floor, min(most, round(2 * mean) - most))
+    least = max(fewest, min(most, round(2 * mean) - most))
     return linear(max(most, least), least, seq_len)
-
-
-def least_budget(num_layers: int, warmup_layers: int) -> int:
-    """The fewest layers that keep the warm-up layers and the last one."""
-    require_int("warmup_layers", warmup_layers)
-    return min(num_layers, warmup_layers + 1)
 
 
 def run_lengths(budgets: Sequence[int]) -> str:

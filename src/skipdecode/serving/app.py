@@ -86,9 +86,6 @@ def create_app(service: Service, binding: Binding, keys: ApiKeys, connections: C
     )
 
 
-# ---------------------------------------------------------------------- paths
-
-
 def _add_generation(app: FastAPI, service: Service) -> None:
     # Encoding a long prompt takes a while: in a thread, so that the event loop goes on, and one at a time.
     in_thread = partial(to_thread.run_sync, limiter=CapacityLimiter(1))
@@ -112,7 +109,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         builder = kind(stream, body, service.model.name, service.texts)
         if body.stream:
             return EventStreamResponse(stream, builder, service)
-        return Response(builder.whole(await collect(stream, service, request)), media_type="application/json")
+        return Response(builder.response(await collect(stream, service, request)), media_type="application/json")
 
     @app.post("/v1/completions", responses=_OR_STREAM, response_model=None)
     async def completions(request: Request, body: CompletionRequest) -> Response:

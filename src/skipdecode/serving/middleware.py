@@ -182,19 +182,19 @@ class Middleware:
 
     def _bounded(self, receive: Receive) -> Receive:
         """The messages of a request's body, within the limits of size and time."""
-        left = self._max_body_bytes
+        room = self._max_body_bytes
         end: float | None = asyncio.get_running_loop().time() + self._request_seconds
 
         async def bounded() -> Message:
-            nonlocal left, end
+            nonlocal room, end
             try:
                 async with asyncio.timeout_at(end):
                     message = await receive()
             except TimeoutError:
                 text = f"the body was not whole in time: send it within {self._request_seconds:g} s"
                 raise ApiError(408, "request_timeout", text, headers={"Connection": "close"}) from None
-            left -= len(message.get("body", b""))
-            if left < 0:
+            room -= len(message.get("body", b""))
+            if room < 0:
                 raise self._too_large()
             if not message.get("more_body"):
                 end = None  # only the end of the connection is awaited now

@@ -132,8 +132,6 @@ class Preprocessor:
         self._check_ids(tokens, "tokens")
         return str(self._tokenizer.decode(tokens))
 
-    # ------------------------------------------------------------------ prompts
-
     def _prompts(self, body: GenerationRequest) -> list[list[int]]:
         """Token ids of the prompts, each of which leaves room for an answer."""
         prompts, most = body.prompts(), self._model.limits.max_choices

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler as Handler
 
+from skipdecode.common.jsonl import is_text
 from skipdecode.data.chats import ToolChoice
 from skipdecode.data.messages import chat_fields
 from skipdecode.engine.requests import Sampling
@@ -27,15 +28,13 @@ _UNUSED = "accepted; not used, not kept"
 _OBJECT = {"type": "object"}
 
 
-def _whole_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair is no text") from None
+def _utf8_text(text: str) -> str:
+    if not is_text(text):
+        raise ValueError("half of a surrogate pair is no text")
     return text
 
 
-Text = Annotated[str, AfterValidator(_whole_text)]
+Text = Annotated[str, AfterValidator(_utf8_text)]
 Neutral = Mapping[str, tuple[object, ...]]
 
 
@@ -264,18 +263,18 @@ class _GenerationFields(Strict):
     @property
     def grammar(self) -> tuple[str, GrammarKind, GrammarSource] | None:
         """The field that says which grammar the text has to fit, the kind of grammar, and the grammar."""
-        them = self.structured_outputs or StructuredOutputs()
+        structured = self.structured_outputs or StructuredOutputs()
         try:
             form = schema_of(self.response_format or {"type": "text"})
         except OptionError as e:
             raise invalid(str(e), "response_format") from None
         named: dict[str, tuple[GrammarKind, GrammarSource | None]] = {
             "response_format.json_schema.schema": ("json", form),
-            "structured_outputs.json": ("json", them.json_schema),
-            "structured_outputs.json_object": ("json", _OBJECT if them.json_object else None),
-            "structured_outputs.regex": ("regex", them.regex),
-            "structured_outputs.choice": ("choice", them.choice),
-            "structured_outputs.grammar": ("grammar", them.grammar),
+            "structured_outputs.json": ("json", structured.json_schema),
+            "structured_outputs.json_object": ("json", _OBJECT if structured.json_object else None),
+            "structured_outputs.regex": ("regex", structured.regex),
+            "structured_outputs.choice": ("choice", structured.choice),
+            "structured_outputs.grammar": ("grammar", structured.grammar),
             "guided_json": ("json", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
             "guided_choice": ("choice", self.guided_choice),
@@ -333,10 +332,10 @@ class CompletionRequest(_GenerationFields):
         """The prompts of the request."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        whole: Any = self.prompt
-        if isinstance(whole[0], int):
-            return [tuple(whole)]
-        return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in whole]
+        prompts: Any = self.prompt
+        if isinstance(prompts[0], int):
+            return [tuple(prompts)]
+        return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
 
 
 class ChatRequest(_GenerationFields):

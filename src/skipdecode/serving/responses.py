@@ -51,16 +51,16 @@ class ResponseBuilder(ABC):
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     @abstractmethod
-    def _content(self, event: Event, *, whole: bool) -> dict[str, object]:
+    def _content(self, event: Event, *, complete: bool) -> dict[str, object]:
         """The field that has the text of a whole choice, or what is new in a chunk; called before `_fields`."""
 
     @abstractmethod
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, object]:
         """Log-probabilities of tokens of a choice."""
 
-    def whole(self, events: Sequence[Event]) -> bytes:
+    def response(self, events: Sequence[Event]) -> bytes:
         """The JSON of the response, from all tokens of a request that finished."""
-        choices = [self._content(event, whole=True) | self._fields(event) for event in events]
+        choices = [self._content(event, complete=True) | self._fields(event) for event in events]
         summary = self._stream.summary()
         answer = {"choices": choices, "usage": self._usage(summary.completion_tokens), "skipdecode": summary}
         return to_json(self._head | {"object": self.kind} | answer)
@@ -74,7 +74,7 @@ class ResponseBuilder(ABC):
         summary = self._stream.summary() if self._stream.finished else None
         self._sent += sum(len(event.pieces) for event in events)
         shown = [event for event in events if event.text or event.finish_reason or self._shows_every_token]
-        choices = [self._content(event, whole=False) | self._fields(event) for event in shown]
+        choices = [self._content(event, complete=False) | self._fields(event) for event in shown]
         # Text that may begin a call is held back.
         choices = [c for c in choices if c.get("delta", c) or c["finish_reason"] or self._shows_every_token]
         lines = []
@@ -134,14 +134,14 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     def _ranked(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, dict[str, object]]:
         """A token of the prompt and its top tokens, by their numbers; the rank of one that is no top token is null."""
-        ranks = {token: None} | {each: rank for rank, (each, _) in enumerate(top, 1)}
+        ranks = {token: None} | {token_id: rank for rank, (token_id, _) in enumerate(top, 1)}
         values = {token: logprob} | dict(top)
         return {
-            str(each): {"logprob": values[each], "rank": rank, "decoded_token": self._texts.name(each)}
-            for each, rank in ranks.items()
+            str(token_id): {"logprob": values[token_id], "rank": rank, "decoded_token": self._texts.name(token_id)}
+            for token_id, rank in ranks.items()
         }
 
-    def _content(self, event: Event, *, whole: bool) -> dict[str, object]:
+    def _content(self, event: Event, *, complete: bool) -> dict[str, object]:
         return {"text": event.text}
 
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, object]:
@@ -150,15 +150,15 @@ class CompletionResponseBuilder(ResponseBuilder):
             offsets.append(self._lengths[index])
             self._lengths[index] += len(piece.text)
         return {
-            "tokens": [self._texts.name(out.token, own) for out, _, own in pieces],
+            "tokens": [self._texts.name(out.token, token_bytes) for out, _, token_bytes in pieces],
             "token_logprobs": [None if _is_first(out) else out.logprob for out, _, _ in pieces],
-            "top_logprobs": [None if _is_first(out) else self._top(out, own) for out, _, own in pieces],
+            "top_logprobs": [None if _is_first(out) else self._top(out, token_bytes) for out, _, token_bytes in pieces],
             "text_offset": offsets,
         }
 
-    def _top(self, out: StepOutput, own: bytes | None) -> dict[str, float]:
+    def _top(self, out: StepOutput, token_bytes: bytes | None) -> dict[str, float]:
         """The top tokens and the chosen one; of tokens with one text, the later ones are named by their numbers."""
-        named: dict[str, float] = {self._texts.name(out.token, own): out.logprob}
+        named: dict[str, float] = {self._texts.name(out.token, token_bytes): out.logprob}
         for token, logprob in out.top:
             if token != out.token:
                 name = self._texts.name(token)
@@ -186,12 +186,12 @@ class ChatResponseBuilder(ResponseBuilder):
         calls = stream.sequences.calls
         self._readers = [] if calls is None else [CallReader(calls, body.calling) for _ in stream.choices]
 
-    def _content(self, event: Event, *, whole: bool) -> dict[str, object]:
+    def _content(self, event: Event, *, complete: bool) -> dict[str, object]:
         text, calls = event.text, list[Call]()
         if self._readers:
             text, calls = self._readers[event.choice].push(text, last=event.finish_reason is not None)
         message: dict[str, object] = {"tool_calls": calls} if calls else {}
-        if whole:
+        if complete:
             content = None if calls and not text else text
             return {"message": {"role": "assistant", "content": content, "refusal": None, **message}}
         return {"delta": {"content": text, **message} if text else message}

@@ -62,18 +62,18 @@ def open_service(
     Raises UsageError, ScheduleError, UnsupportedModelError.
     """
     config, num_layers = unwrap(model).config, len(decoder_layers(unwrap(model)))
-    own = () if checkpoint_schedule is None else (checkpoint_schedule,)
-    for schedule in (*own, *others):
+    listed = () if checkpoint_schedule is None else (checkpoint_schedule,)
+    for schedule in (*listed, *others):
         check_schedule(config, schedule)
     schedules: dict[str, Schedule] = {}
-    names = [add_schedule(schedules, schedule) for schedule in (Schedule.full(num_layers), *own, *others)]
+    names = [add_schedule(schedules, schedule) for schedule in (Schedule.full(num_layers), *listed, *others)]
     recipe = recipe or Recipe()
     backend = backend or open_engines(model, "auto", note)
     served = ServedModel(
         name=name,
         tokenizer=tokenizer,
         schedules=schedules,
-        default=names[len(own)],
+        default=names[len(listed)],
         limits=limits or ServerLimits(),
         context=context_length(config),
         vocab_size=vocabulary_size(unwrap(model)),

@@ -93,7 +93,7 @@ class LayerPieces:
             return None  # A trace would take the one row for a constant; the next call may have more.
         compiled = self._compiled.setdefault((function, nones), [])
         scope = dict(zip(_SCOPE, (layer, arguments), strict=True))
-        piece = next((each for each, facts in compiled if _all_hold(facts, scope)), None)
+        piece = next((run for run, facts in compiled if _all_hold(facts, scope)), None)
         if piece is None and compiles:
             try:
                 if len(compiled) == _MOST:
@@ -161,8 +161,8 @@ def _in_turn(forward: Forward) -> Piece:
     def run(layer: Any, arguments: Arguments) -> Any:  # Named as in `_SCOPE`: here it is several.
         names = [name for name in STATES if name in arguments]
         states: States = []
-        for each in layer:
-            states = listed(forward(each, **arguments))
+        for part in layer:
+            states = listed(forward(part, **arguments))
             arguments = arguments | dict(zip(names, states, strict=True))
         return tuple(states)
 

@@ -24,7 +24,7 @@ from skipdecode.models.gate import with_mixin
 from skipdecode.models.release import Arguments
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, States, listed
-from skipdecode.vllm.projection import KeyProjection, LayerBridge, TapMemory, TapRows
+from skipdecode.vllm.projection import ContextMemory, ContextRows, KeyProjection, LayerBridge
 from skipdecode.vllm.step_rows import ALL, NONE, Selection, StepRows
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class LayerGates:
         self.pieces = LayerPieces(vllm_config, axis)
         self.projections: dict[int, KeyProjection] = {}
         self.bridges: dict[int, LayerBridge] = {}
-        self.memory: TapMemory | None = None
+        self.memory: ContextMemory | None = None
         self.forward: _Forward | None = None
         self.finished = False
         # Where vLLM compiles, its norms are many small operations for whoever calls them one by one.
@@ -138,17 +138,17 @@ class LayerGates:
             layer.__class__ = with_mixin(_Gated, base)
 
     def begin(
-        self, step: StepRows, device: torch.device, slots: dict[int, Tensor], taps: TapRows | None = None
+        self, step: StepRows, device: torch.device, slots: dict[int, Tensor], context: ContextRows | None = None
     ) -> None:
         """Start a step; `end` must follow.
 
-        `slots`: where the rows that a layer projects are stored, by layer. `taps`: where the states before each row
-        are; see `TapMemory.begin`.
+        `slots`: where the rows that a layer projects are stored, by layer. `context`: where the states before each
+        row are; see `ContextMemory.begin`.
         """
         self.finished = False
         self.forward = _Forward(self, step, device, slots)
         if self.memory is not None:
-            self.memory.begin(taps, device)
+            self.memory.begin(context, device)
 
     def end(self) -> None:
         """The step is over, by an exception too."""
@@ -217,16 +217,16 @@ class _Forward:
         states = self._change_rows(states, ALL if step.layers[index] == NONE else step.layers[index])
         kind = step.projects[index]
         rows = self._rows[kind]
-        whole = states if self._holds == ALL else self._waiting
+        all_states = states if self._holds == ALL else self._waiting
         if self._passing is None or self._passing[0] != kind:
-            self._passing = kind, [self._take(s, rows) for s in whole]
+            self._passing = kind, [self._take(s, rows) for s in all_states]
         state_arguments: Arguments = dict(zip(STATES, self._passing[1], strict=False))
         state_arguments["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
         projection = gates.projections[index]
         if self._texts and projection.maps is not None:
             state_arguments |= {name: of[rows] for name, of in self._texts.items()}
             if gates.memory is not None:
-                state_arguments["before"] = gates.memory.before(index, partial(_summed, whole))[rows]
+                state_arguments["context"] = gates.memory.context(index, partial(_summed, all_states))[rows]
         keys, values = gates.pieces(type(projection).forward, projection, state_arguments)
         if index in self._slots:
             projection.store(keys, values, self._slots[index])
@@ -266,7 +266,7 @@ class _Forward:
             return states
         self._passing = None
         if self._holds != ALL:
-            whole = []
+            all_states = []
             for waiting, state in zip(self._waiting, states, strict=True):
                 full = waiting
                 if full is None:
@@ -275,8 +275,8 @@ class _Forward:
                     shape[self._gates.axis] = self._step.num_rows
                     full = state.new_zeros(shape)
                 self._view(full)[self._rows[self._holds]] = self._view(state)
-                whole.append(full)
-            states, self._waiting = whole, []
+                all_states.append(full)
+            states, self._waiting = all_states, []
         self._holds = kind
         if kind == ALL:
             return states

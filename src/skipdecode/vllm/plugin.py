@@ -118,9 +118,9 @@ def _refusal(config: VllmConfig) -> str | None:
         not in (None, *_SCHEDULERS.values()),
         "model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
     }
-    for what, is_requested in refused.items():
+    for feature, is_requested in refused.items():
         if is_requested:
-            return f"{what} does not work with skipped layers: start vLLM without it"
+            return f"{feature} does not work with skipped layers: start vLLM without it"
     return None
 
 
@@ -204,5 +204,5 @@ def _admit(request: EngineCoreRequest, settings: PluginSettings) -> None:
     if len(depth) < schedule.num_layers:
         # Its blocks hold keys and values of the layers that prompts run, and of those that they project; whether its
         # tokens took bridges shows in all of them.
-        own = f"skipdecode prompt layers {depth} {schedule.projected}{' bridged' if bridged else ''}"
-        request.cache_salt = f"{request.cache_salt or ''}|{own}"
+        prompt_key = f"skipdecode prompt layers {depth} {schedule.projected}{' bridged' if bridged else ''}"
+        request.cache_salt = f"{request.cache_salt or ''}|{prompt_key}"

@@ -57,28 +57,26 @@ def checkpoint_fit(model: ModelConfig) -> Fit | None:
 class PromptMaps:
     """A fit's maps of prompts' keys and values in one layer.
 
-    `maps`: one for each prompt set that some schedule has; None where the layer has none for it. `which`: for each
-    schedule which of the maps its prompts take; -1: the layer's own projection. `own`: whether some layer projects some
-    prompts on its own.
+    `maps`: one for each prompt set that some schedule has; None where the layer has none for it. `indices`: for each
+    schedule the index of the map that its prompts take; -1: the layer's own projection. `also_projects`: whether some
+    layer projects some prompts on its own.
     """
 
     maps: tuple[PromptMap | None, ...]
-    which: tuple[int, ...]
-    own: bool
+    indices: tuple[int, ...]
+    also_projects: bool
 
 
 def prompt_maps(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, PromptMaps]:
     """Maps of a fit for the prompts of schedules, by layer; empty where it has none."""
     sets = () if fit is None else [p for p in fit.prompt_sets if any(s.prompt_layers() == p for s in schedules)]
-    by_layer = {}
+    by_layer, also_projects = {}, False
     for layer in sorted({layer for s in schedules for layer in s.projected} if sets else ()):
         maps = tuple(fit.prompt_map(prompt, layer) for prompt in sets)  # type: ignore[union-attr]
-        known = {prompt: n for n, prompt in enumerate(sets) if maps[n] is not None}
-        by_layer[layer] = maps, tuple(known.get(s.prompt_layers(), -1) for s in schedules)
-    own = any(
-        which[n] < 0 for layer, (_, which) in by_layer.items() for n, s in enumerate(schedules) if layer in s.projected
-    )
-    return {layer: PromptMaps(maps, which, own) for layer, (maps, which) in by_layer.items() if any(maps)}
+        mapped = {prompt: n for n, prompt in enumerate(sets) if maps[n] is not None}
+        by_layer[layer] = maps, tuple(mapped.get(s.prompt_layers(), -1) for s in schedules)
+        also_projects |= any(layer in s.projected and s.prompt_layers() not in mapped for s in schedules)
+    return {layer: PromptMaps(maps, indices, also_projects) for layer, (maps, indices) in by_layer.items() if any(maps)}
 
 
 class KeyProjection(nn.Module):
@@ -118,25 +116,25 @@ class KeyProjection(nn.Module):
         positions: Tensor | None = None,
         schedules: Tensor | None = None,
         starts: Tensor | None = None,
-        before: Tensor | None = None,
+        context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values (rows, heads, head size) of states (rows, width); the states stay as they are.
 
         Where there are maps, `schedules` and `starts` (rows,) say which row has which, as `StepRows` has them, and
-        `before` has the states before each row, as `TapMemory.before` gives them, for maps with taps.
+        `context` has the states before each row, for maps with taps (`ContextMemory.context`).
         """
         states = hidden_states if residual is None else hidden_states + residual
         projected = None
-        if self.maps is None or self.maps.own:
+        if self.maps is None or self.maps.also_projects:
             projected = states if self.norm is None else self.norm(states)
             projected = nn.functional.linear(projected, self.weight, self.bias)
         if self.maps is not None:
-            projected = self.maps(states, schedules, starts, projected, before)
+            projected = self.maps(states, schedules, starts, projected, context)
         keys, values = projected.chunk(2, -1)  # type: ignore[union-attr]
         keys = keys.contiguous()
         if self.key_norm is not None:
-            each = self.key_norm.weight.numel() == self.shape[-1]  # else over all heads at once
-            keys = self.key_norm(keys.view(self.shape) if each else keys).view(-1, self.width)
+            by_head = self.key_norm.weight.numel() == self.shape[-1]  # else over all heads at once
+            keys = self.key_norm(keys.view(self.shape) if by_head else keys).view(-1, self.width)
         if self.rotary is not None:
             # The keys stand for the queries too, which not every kind of rotation can do without.
             keys = self.rotary(positions, keys.clone(), keys)[1]
@@ -157,35 +155,35 @@ class _KeyMaps(nn.Module):
     def __init__(self, maps: PromptMaps, shape: tuple[int, int, int], shard: tuple[int, int], like: Tensor) -> None:
         super().__init__()
         (_, heads, size), (number, shards) = shape, shard
-        known = next(each for each in maps.maps if each is not None)
-        total = len(known.bias) // (2 * size)
+        example = next(prompt_map for prompt_map in maps.maps if prompt_map is not None)
+        total = len(example.bias) // (2 * size)
         # With more processes than heads, several have the same.
         first = number * heads if heads * shards == total else number * total // shards
         for name in ("weight", "bias", "first"):
-            empty = torch.zeros_like(getattr(known, name))
-            stacked = torch.stack([empty if each is None else getattr(each, name).data for each in maps.maps])
-            mine = stacked.view(len(stacked), 2, total, size, *stacked.shape[2:])[:, :, first : first + heads]
-            mine = mine.flatten(1, 3)
-            self.register_buffer(name, mine.to(like.device, like.dtype).contiguous())
-        self.own = maps.own
-        self.register_buffer("which", torch.tensor(maps.which, device=like.device))
+            empty = torch.zeros_like(getattr(example, name))
+            parts = [empty if prompt_map is None else getattr(prompt_map, name).data for prompt_map in maps.maps]
+            stacked = torch.stack(parts)
+            of_heads = stacked.view(len(stacked), 2, total, size, *stacked.shape[2:])[:, :, first : first + heads]
+            self.register_buffer(name, of_heads.flatten(1, 3).to(like.device, like.dtype).contiguous())
+        self.also_projects = maps.also_projects
+        self.register_buffer("indices", torch.tensor(maps.indices, device=like.device))
 
     def forward(
-        self, states: Tensor, schedules: Tensor, starts: Tensor, own: Tensor | None, before: Tensor | None
+        self, states: Tensor, schedules: Tensor, starts: Tensor, projected: Tensor | None, context: Tensor | None
     ) -> Tensor:
-        """Keys and values side by side, (rows, width), of states; `own` is what the layer itself makes of them.
+        """Keys and values side by side, (rows, width), of states; `projected` are the layer's own of them.
 
-        `before` has the states before each row, for maps with taps.
+        `context` has the states before each row, for maps with taps.
         """
-        weight, bias, first, places = (self.get_buffer(name) for name in ("weight", "bias", "first", "which"))
+        weight, bias, first, map_indices = (self.get_buffer(name) for name in ("weight", "bias", "first", "indices"))
         features = normed(states).to(states.dtype).view(-1, states.shape[-1])
-        if before is not None:
-            features = torch.cat((features, before), -1)
+        if context is not None:
+            features = torch.cat((features, context), -1)
         mapped = nn.functional.linear(features, weight.flatten(0, 1)).view(-1, *bias.shape) + bias
         mapped = torch.where(starts[:, None, None], first, mapped)
-        which = places[schedules]
-        chosen = mapped.gather(1, which.clamp(min=0)[:, None, None].expand(-1, 1, mapped.shape[2])).squeeze(1)
-        return chosen if own is None else torch.where(which[:, None] < 0, own, chosen)
+        indices = map_indices[schedules]
+        chosen = mapped.gather(1, indices.clamp(min=0)[:, None, None].expand(-1, 1, mapped.shape[2])).squeeze(1)
+        return chosen if projected is None else torch.where(indices[:, None] < 0, projected, chosen)
 
 
 def _last_rows(linear: LinearBase, rows: int) -> tuple[Tensor, Tensor | None]:
@@ -227,46 +225,47 @@ def layer_bridges(
 
 
 @dataclass(frozen=True)
-class TapRows:
-    """Places of the states before a step's rows, and of the states that it keeps.
+class ContextRows:
+    """Where the states before a step's rows are, and where the step stores states for later ones.
 
-    `rows` and `places`: (taps, num_rows): the row of the token that many tokens before, or its place in the memory; -1
-    where it is not there. `kept` and `kept_at`: rows whose states later steps may need, and their places.
+    `rows` and `indices`: (context tokens, num_rows): the row of the token that many tokens before, or its index in the
+    memory; -1 where it is not there. `stored` and `stored_at`: rows whose states later steps may need, and their
+    indices in the memory.
     """
 
     rows: NDArray[np.int64]
-    places: NDArray[np.int64]
-    kept: NDArray[np.int64]
-    kept_at: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    stored: NDArray[np.int64]
+    stored_at: NDArray[np.int64]
 
 
-def tap_rows(batch: StepBatch, taps: int, blocks: NDArray[np.int32], block_size: int) -> TapRows:
-    """The `TapRows` of a step; `blocks` (requests, blocks of a text) are the numbers of the blocks of the KV cache."""
+def context_rows(batch: StepBatch, context_tokens: int, blocks: NDArray[np.int32], block_size: int) -> ContextRows:
+    """The `ContextRows` of a step; `blocks` (requests, blocks of a text): numbers of the blocks of the KV cache."""
     request = np.repeat(np.arange(len(batch.rows)), batch.rows)
     within = np.arange(batch.num_rows) - np.repeat(np.cumsum(batch.rows) - batch.rows, batch.rows)
     position = batch.start[request] + within
 
     def memory_index(at: NDArray[np.int64]) -> NDArray[np.int64]:
-        known: NDArray[np.int64] = blocks[request, np.maximum(at, 0) // block_size].astype(np.int64) * taps + at % taps
-        return known
+        block: NDArray[np.int64] = blocks[request, np.maximum(at, 0) // block_size].astype(np.int64)
+        return block * context_tokens + at % context_tokens
 
-    back = np.arange(1, taps + 1)[:, None]
-    here = within >= back
-    rows = np.where(here, np.arange(batch.num_rows) - back, -1)
-    earlier = np.stack([memory_index(position - tap) for tap in range(1, taps + 1)])
-    places = np.where(~here & (position >= back), earlier, -1)
+    back = np.arange(1, context_tokens + 1)[:, None]
+    in_step = within >= back
+    rows = np.where(in_step, np.arange(batch.num_rows) - back, -1)
+    earlier = np.stack([memory_index(position - distance) for distance in range(1, context_tokens + 1)])
+    indices = np.where(~in_step & (position >= back), earlier, -1)
     # The last prompt token runs the layers, so it is no tap of a token that does not.
     end = np.minimum(batch.start + batch.rows, batch.prompt - 1)[request]
     next_block = (position // block_size + 1) * block_size
-    kept = np.flatnonzero((position < end) & (position + taps >= np.minimum(end, next_block)))
-    kept_at = memory_index(position)[kept]
+    stored = np.flatnonzero((position < end) & (position + context_tokens >= np.minimum(end, next_block)))
+    stored_at = memory_index(position)[stored]
     # vLLM shares a block from the step on that fills it.
-    filled = {(at, position[row]): row for at, row in zip(kept_at.tolist(), kept.tolist(), strict=True)}
-    for tap, row in zip(*np.nonzero(places >= 0), strict=True):
-        earlier_row = filled.get((places[tap, row], position[row] - tap - 1))
+    filled = {(index, position[row]): row for index, row in zip(stored_at.tolist(), stored.tolist(), strict=True)}
+    for tap, row in zip(*np.nonzero(indices >= 0), strict=True):
+        earlier_row = filled.get((indices[tap, row], position[row] - tap - 1))
         if earlier_row is not None:
-            rows[tap, row], places[tap, row] = earlier_row, -1
-    return TapRows(rows, places, kept, kept_at)
+            rows[tap, row], indices[tap, row] = earlier_row, -1
+    return ContextRows(rows, indices, stored, stored_at)
 
 
 def stops_of(schedules: Sequence[Schedule], layers: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -274,29 +273,29 @@ def stops_of(schedules: Sequence[Schedule], layers: Sequence[int]) -> dict[int, 
     return {layer: tuple(bisect_left(s.prompt_layers(), layer) for s in schedules) for layer in layers}
 
 
-class TapMemory:
+class ContextMemory:
     """The states of a model's last prompt tokens in each block, for each stop of its prompts.
 
-    `taps`: tokens before a row that a map takes. `stops`: as `stops_of` gives them, for the layers with maps.
+    `context_tokens`: tokens before a row that a map takes. `stops`: as `stops_of` gives them, for the layers with maps.
     """
 
-    def __init__(self, taps: int, stops: dict[int, tuple[int, ...]]) -> None:
-        self.taps, self._stops = taps, stops
-        self._kept: dict[tuple[int, ...], Tensor] = {}
+    def __init__(self, context_tokens: int, stops: dict[int, tuple[int, ...]]) -> None:
+        self.context_tokens, self._stops = context_tokens, stops
+        self._memory: dict[tuple[int, ...], Tensor] = {}
         self._written: dict[tuple[int, ...], Tensor] = {}
         self._earlier: dict[tuple[int, ...], Tensor] = {}
         self._step: dict[str, Tensor] | None = None
-        self._most = 0  # places that the step needs
+        self._size = 0  # of the memory that the step needs
 
-    def begin(self, rows: TapRows | None, device: torch.device) -> None:
+    def begin(self, rows: ContextRows | None, device: torch.device) -> None:
         """Start a step; None: one that projects nothing, or that vLLM makes up (states before rows are zeros)."""
         self._step = None
         if rows is not None:
             self._step = {name: torch.from_numpy(of).to(device) for name, of in vars(rows).items()}
-            self._most = 1 + max(rows.places.max(initial=0), rows.kept_at.max(initial=0))
+            self._size = 1 + max(rows.indices.max(initial=0), rows.stored_at.max(initial=0))
 
-    def before(self, layer: int, states: Callable[[], Tensor]) -> Tensor:
-        """The normed states before each row, (rows, taps * width), at a layer; `states` gives those of all rows."""
+    def context(self, layer: int, states: Callable[[], Tensor]) -> Tensor:
+        """The normed states before each row, (rows, context_tokens * width), at a layer; `states` gives all rows'."""
         stop = self._stops[layer]
         if stop not in self._earlier:
             self._earlier[stop] = self._look_back(stop, states())
@@ -304,13 +303,13 @@ class TapMemory:
 
     def _look_back(self, stop: tuple[int, ...], states: Tensor) -> Tensor:
         if self._step is None:
-            return states.new_zeros(len(states), self.taps * states.shape[1])
+            return states.new_zeros(len(states), self.context_tokens * states.shape[1])
         normed_states = normed(states).to(states.dtype)
-        kept = self._grown(stop, normed_states)
-        self._written[stop] = normed_states[self._step["kept"]]
+        memory = self._grown(stop, normed_states)
+        self._written[stop] = normed_states[self._step["stored"]]
         earlier = [
-            _where(rows, normed_states) + _where(places, kept)
-            for rows, places in zip(self._step["rows"], self._step["places"], strict=True)
+            _rows_or_zeros(rows, normed_states) + _rows_or_zeros(indices, memory)
+            for rows, indices in zip(self._step["rows"], self._step["indices"], strict=True)
         ]
         return torch.cat(earlier, -1)
 
@@ -318,20 +317,19 @@ class TapMemory:
         """The step is over: later steps see its states, which its own layers did not."""
         if self._step is not None:
             for stop, states in self._written.items():
-                self._kept[stop][self._step["kept_at"]] = states
+                self._memory[stop][self._step["stored_at"]] = states
         self._step, self._written, self._earlier = None, {}, {}
 
     def _grown(self, stop: tuple[int, ...], like: Tensor) -> Tensor:
         """The memory of a stop, large enough for the step."""
-        kept = self._kept.get(stop)
-        if kept is None or len(kept) < self._most:
-            larger = like.new_zeros(max(self._most, 0 if kept is None else 2 * len(kept)), like.shape[1])
-            if kept is not None:
-                larger[: len(kept)] = kept
-            kept = self._kept[stop] = larger
-        return kept
+        memory = self._memory.get(stop, like[:0])
+        if len(memory) < self._size:
+            larger = like.new_zeros(max(self._size, 2 * len(memory)), like.shape[1])
+            larger[: len(memory)] = memory
+            memory = self._memory[stop] = larger
+        return memory
 
 
-def _where(index: Tensor, states: Tensor) -> Tensor:
+def _rows_or_zeros(index: Tensor, states: Tensor) -> Tensor:
     """States by index, zeros where it is -1."""
     return states[index.clamp(min=0)].masked_fill(index.unsqueeze(-1) < 0, 0)

@@ -30,14 +30,14 @@ from skipdecode.models.gate import with_mixin
 from skipdecode.models.release import Forward
 from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.projection import (
+    ContextMemory,
+    ContextRows,
     KeyProjection,
-    TapMemory,
-    TapRows,
     checkpoint_fit,
+    context_rows,
     layer_bridges,
     prompt_maps,
     stops_of,
-    tap_rows,
 )
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, RowSubset, Selection, StepBatch, StepRows
@@ -129,15 +129,15 @@ class Skipping:
         bridged = frozenset(map(int, () if self._fit is None else self._fit.bridges))
         self._limits = LayerLimits(settings.schedules, bridged)
         self.step: StepRows | None = None
-        self._taps: TapRows | None = None
+        self._context: ContextRows | None = None
 
     def gate(self, model: nn.Module) -> None:
         """Gate the decoder layers of a loaded model."""
         architecture = self._config.model_config.architecture
         layers, axis, norm = find_layers(model, architecture, self._settings.num_layers)
         # The modules that keep something of a text: keys and values, or a recurrent state.
-        kept = self._config.compilation_config.static_forward_context
-        names = {id(module): name for name, module in kept.items() if hasattr(module, "kv_cache")}
+        modules = self._config.compilation_config.static_forward_context
+        names = {id(module): name for name, module in modules.items() if hasattr(module, "kv_cache")}
         self._layer_names = {i: [names[id(m)] for m in x.modules() if id(m) in names] for i, x in layers.items()}
         # A recurrent operation is called by its layer's name, which a piece for several layers would hold fixed.
         compiles = None if self._config.model_config.is_hybrid else self._config
@@ -146,8 +146,9 @@ class Skipping:
         maps = prompt_maps(self._fit, self._settings.schedules)
         shard = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self.gates.projections = {i: KeyProjection(layers[i], maps.get(i), shard) for i in projected & set(layers)}
-        if self._fit is not None and self._fit.taps and maps:
-            self.gates.memory = TapMemory(self._fit.taps, stops_of(self._settings.schedules, list(maps)))
+        if self._fit is not None and self._fit.context_tokens and maps:
+            stops = stops_of(self._settings.schedules, list(maps))
+            self.gates.memory = ContextMemory(self._fit.context_tokens, stops)
         self.gates.bridges = layer_bridges(self._fit, layers, self._config.model_config.dtype, self._device)
         # Those that vLLM compiles.
         self._graphs: list[Any] = [module for module in model.modules() if "do_not_compile" in module.__dict__]
@@ -156,12 +157,12 @@ class Skipping:
         """Make the pieces that steps which skip will call, by steps without attention that call every layer."""
         if self.gates.pieces.eager:
             return
-        rows, every = min(64, runner.max_num_tokens), range(self._settings.num_layers)
-        all_run = StepRows((ALL,) * len(every), (NONE,) * len(every), (), rows)
+        rows, layers = min(64, runner.max_num_tokens), range(self._settings.num_layers)
+        nothing, texts = (NONE,) * len(layers), (np.zeros(rows, np.int64), np.zeros(rows, np.bool_))
+        all_run = StepRows((ALL,) * len(layers), nothing, (), rows)
         projected, bridged = self.gates.projections, self.gates.bridges
-        nothing, texts = (NONE,) * len(every), (np.zeros(rows, np.int64), np.zeros(rows, np.bool_))
-        across = tuple(ALL if i in bridged else NONE for i in every)
-        keys = StepRows(nothing, tuple(ALL if i in projected else NONE for i in every), (), rows, across, *texts)
+        across = tuple(ALL if i in bridged else NONE for i in layers)
+        keys = StepRows(nothing, tuple(ALL if i in projected else NONE for i in layers), (), rows, across, *texts)
         for step, blocks in ((all_run, False), (all_run, True), *(((keys, False),) if projected or bridged else ())):
             self.gates.pieces.makes_blocks = blocks
             with self.layer_by_layer(step):
@@ -201,11 +202,11 @@ class Skipping:
         self.step, memory = self._limits.step(batch), self.gates.memory
         if memory is not None and self.step is not None and self.step.schedules is not None:
             table = input_batch.block_table[0]
-            self._taps = tap_rows(batch, memory.taps, table.block_table.np, table.block_size)
+            self._context = context_rows(batch, memory.context_tokens, table.block_table.np, table.block_size)
 
     def begin(self, context: ForwardContext) -> bool:
         """Get ready for the forward to come; returns whether it calls layers by the gates."""
-        (step, self.step), (taps, self._taps) = (self.step, None), (self._taps, None)
+        (step, self.step), (context_at, self._context) = (self.step, None), (self._context, None)
         # Without metadata it is a dummy run, of which `order` knows nothing.
         if step is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
             return False
@@ -215,7 +216,7 @@ class Skipping:
             )
         slots = self._metadata.projected_slots(step, context.slot_mapping)
         self._metadata.fill(step, context.attn_metadata, context.slot_mapping)
-        self.gates.begin(step, self._device, slots, taps)
+        self.gates.begin(step, self._device, slots, context_at)
         context.skip_compiled = True  # vLLM's own switch: the loop over the layers runs in Python.
         return True
 

@@ -193,8 +193,8 @@ def _cache_prompts_only(manager: KVCacheManager, settings: PluginSettings) -> No
     def shared(request: Request) -> int:
         # Where prompts have layers of their own, the last token of one runs layers, or takes bridges, that the same
         # token of a longer one does not.
-        own = not isinstance(settings.schedules[settings.index_of(request)].prompt, str)
-        return int(request.num_prompt_tokens) - own
+        explicit = not isinstance(settings.schedules[settings.index_of(request)].prompt, str)
+        return int(request.num_prompt_tokens) - explicit
 
     def publish_prompt(request: Request, num_computed_tokens: int) -> None:
         publish(request, min(num_computed_tokens, shared(request)))

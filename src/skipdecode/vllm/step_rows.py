@@ -149,8 +149,8 @@ class LayerLimits:
     @staticmethod
     def _rows_before(limits: NDArray[np.int64], batch: StepBatch) -> NDArray[np.int64]:
         """Count the rows of this step before a limit, for each request and layer."""
-        left = (batch.prompt - batch.start)[:, None]
-        before: NDArray[np.int64] = np.clip(limits[batch.schedule] + left, 0, batch.rows[:, None])
+        remaining = (batch.prompt - batch.start)[:, None]
+        before: NDArray[np.int64] = np.clip(limits[batch.schedule] + remaining, 0, batch.rows[:, None])
         return before
 
 

@@ -21,7 +21,7 @@ struct LikeliestArgs {
   const float* bias;       // or null
   const int32_t* tops;     // [m]: how many of the most probable tokens are wanted
   int64_t* best;           // [m]: the most probable token, the first of equals
-  int64_t* words;          // [m, most]: the tokens that can be wanted, ascending,
+  int64_t* token_ids;      // [m, most]: the tokens that can be wanted, ascending,
   float* logits;           // and their logits
   int64_t* counts;         // [m]: how many there are; -1: more than `most`, or the state has no bound
   int64_t most;
@@ -223,14 +223,14 @@ void group_of(int64_t rows, Args... args) {
 
 // The tokens of a row whose upper bound is not below `least`, and their logits: `kWords` rows of the weight at a time.
 void decide(const LikeliestArgs& a, int64_t row, float least, const Found* found, int64_t of) {
-  int64_t* words = a.words + row * a.most;
+  int64_t* token_ids = a.token_ids + row * a.most;
   float* logits = a.logits + row * a.most;
   int64_t count = 0;
   for (int64_t i = 0; i < of; i++)
     for (const Place& place : found[i * a.head->m].places) {
       if (place.upper < least) continue;
       if (count == a.most) return;
-      words[count++] = place.word;
+      token_ids[count++] = place.word;
     }
   Barrier barrier;
   std::vector<float> memory;
@@ -242,12 +242,12 @@ void decide(const LikeliestArgs& a, int64_t row, float least, const Found* found
   for (int64_t i = 0; i < count; i += kWords) {
     some.n = std::min(count - i, kWords), some.y = logits + i;
     for (int64_t j = 0; j < some.n; j++) {
-      memcpy(rows.data() + j * some.ldw, (const char*)a.head->w + words[i + j] * some.ldw, some.ldw);
-      if (some.bias) bias[j] = a.head->bias[words[i + j]];
+      memcpy(rows.data() + j * some.ldw, (const char*)a.head->w + token_ids[i + j] * some.ldw, some.ldw);
+      if (some.bias) bias[j] = a.head->bias[token_ids[i + j]];
     }
     linear_share(some, Team{0, 1, &barrier, &memory});
   }
-  a.best[row] = words[std::max_element(logits, logits + count) - logits], a.counts[row] = count;
+  a.best[row] = token_ids[std::max_element(logits, logits + count) - logits], a.counts[row] = count;
 }
 
 }  // namespace

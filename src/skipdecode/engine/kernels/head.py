@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from skipdecode.engine.kernels import load_library
+from skipdecode.engine.kernels.library import load_library
 from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kernels.weights import QuantizedWeight, address, huge_pages, in_blocks, quantize
 
 MOST_ROWS = 32
 """Maximum rows of a forward for which the copy is used; with more rows the full head is as fast."""
-MOST_WORDS = 2048
+MOST_CANDIDATES = 2048
 """Maximum candidates of a row; with more the row takes the full head."""
 _GROUP, _STEP = 64, 64  # tokens and columns that the kernel processes at once
 _CHUNK = 2**16  # weights converted at once: bounds the fp32 copies
 _LARGEST = 1e12  # maximum norm of a row; above it the kernel's bound may overflow
-_POINTERS = "head codes scales errors norms bias tops best words logits counts"
+_POINTERS = "head codes scales errors norms bias tops best token_ids logits counts"
 
 
 class _Args(ctypes.Structure):
@@ -41,13 +41,13 @@ class _Args(ctypes.Structure):
 class Candidates(NamedTuple):
     """The top token of each row (the first of equals), and the candidates with their logits.
 
-    `words` are token ids, int64 of shape (rows, MOST_WORDS); the first `counts` of each row are valid, ascending.
+    `token_ids`: int64 of shape (rows, MOST_CANDIDATES); the first `counts` of each row are valid, ascending.
     `logits` are those of the full head, fp32 of the same shape. `size` is that of the vocabulary, and `full` gives the
     logits of all tokens of a row.
     """
 
     best: list[int]
-    words: Tensor
+    token_ids: Tensor
     logits: Tensor
     counts: list[int]
     size: int
@@ -65,8 +65,8 @@ class ShortHead:
 
     def __init__(self, kernels: NativeKernels, spec: LinearSpec) -> None:
         weight: Any = spec.weight
-        self._keep: list[object] = []
-        self._full = kernels.linear_args(spec, self._keep)
+        self._owners: list[object] = []
+        self._full = kernels.linear_args(spec, self._owners)
         self._call = load_library().skipdecode_likeliest
         self.version, (size, columns) = _version(weight), weight.shape
         self._size = size
@@ -84,24 +84,24 @@ class ShortHead:
         self._args = _Args(
             head=ctypes.addressof(self._full), codes=self._codes.data_ptr(), scales=address(scales),
             errors=address(errors), norms=address(norms), bias=None if spec.bias is None else address(bias),
-            most=MOST_WORDS,
+            most=MOST_CANDIDATES,
         )  # fmt: skip
 
     def __call__(self, hidden: Tensor, tops: list[int]) -> Candidates | None:
-        """The candidates for the top `tops` tokens of each row; None if a row has more than `MOST_WORDS`.
+        """The candidates for the top `tops` tokens of each row; None if a row has more than `MOST_CANDIDATES`.
 
         `hidden` are the states before the head's norm, (rows, hidden) in fp32.
         """
         rows, full, args = len(tops), self._full, self._args
         wanted, results = torch.tensor(tops, dtype=torch.int32), torch.empty(2, rows, dtype=torch.int64)
-        words = torch.empty(rows, MOST_WORDS, dtype=torch.int64)
-        logits = torch.empty(rows, MOST_WORDS, dtype=torch.float32)
+        token_ids = torch.empty(rows, MOST_CANDIDATES, dtype=torch.int64)
+        logits = torch.empty(rows, MOST_CANDIDATES, dtype=torch.float32)
         full.x, full.m, full.ldx = address(hidden), rows, hidden.stride(0)
         args.tops, args.best, args.counts = (t.data_ptr() for t in (wanted, *results))
-        args.words, args.logits = words.data_ptr(), address(logits)
+        args.token_ids, args.logits = token_ids.data_ptr(), address(logits)
         self._call(ctypes.c_void_p(ctypes.addressof(args)))
         best, counts = results.tolist()
-        return None if min(counts) < 0 else Candidates(best, words, logits, counts, self._size)
+        return None if min(counts) < 0 else Candidates(best, token_ids, logits, counts, self._size)
 
     def _copy(self, part: Tensor, start: int) -> None:
         """Codes and bounds of the tokens from `start` on; the bounds are enlarged by their own rounding errors."""

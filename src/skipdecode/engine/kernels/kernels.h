@@ -64,13 +64,14 @@ struct LayerRows {
 struct StackArgs {
   const LayerArgs* layers;
   const LayerRows* layer_rows;  // [layers]
-  const int32_t* before;  // [rows, taps]: for a map's features, the rows of the tokens before each, -1 where there is none
+  // [rows, context_tokens]: for a map's features, the rows of the tokens before each, -1 where there is none
+  const int32_t* context_rows;
   float *hidden, *qkv, *attended, *wide, *features;
   void* pages;
   const int32_t *table, *slots, *positions;  // table: [layers, slots, table_width]
   double* seconds;                           // [6] or null: added to, by phase (see stack.cpp)
   int64_t count, page_tokens, table_width, table_layer;  // table_layer: entries of one layer
-  int64_t taps;                                          // states before its own that a row's features hold
+  int64_t context_tokens;                                // states before its own that a row's features hold
   int64_t page_size;                                     // numbers of a page
   int64_t bridged, rows;                                 // from row `bridged` on, rows take the bridges of layers that they skip
   int32_t page_dtype, padding;

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.kernels import KernelBuildError, instructions, load_library
+from skipdecode.engine.kernels.library import KernelBuildError, instructions, load_library
 from skipdecode.engine.kernels.spec import (
     AttentionSpec,
     FitSpec,
@@ -82,13 +82,16 @@ class LayerArgs(ctypes.Structure):
     )
 
 
+_Layers = ctypes.Array[LayerArgs]
+
+
 class StackArgs(ctypes.Structure):
     """A stack of decoder layers; see kernels.h for its fields."""
 
     _fields_ = _fields(
-        (_POINTER, "layers layer_rows before"),
+        (_POINTER, "layers layer_rows context_rows"),
         (_POINTER, "hidden qkv attended wide features pages table slots positions seconds"),
-        (_INT64, "count page_tokens table_width table_layer taps page_size bridged rows"),
+        (_INT64, "count page_tokens table_width table_layer context_tokens page_size bridged rows"),
         (_INT32, "page_dtype padding"),
     )
 
@@ -121,8 +124,8 @@ class NativeKernels:
 
     def linear(self, spec: LinearSpec) -> LinearCall:
         """A function that computes `spec`; activations and results are fp32 with contiguous rows."""
-        keep: list[object] = []
-        args = self.linear_args(spec, keep)
+        owners: list[object] = []
+        args = self.linear_args(spec, owners)
         function, arguments = self._linear, ctypes.addressof(args)
 
         def call(x: torch.Tensor, out: torch.Tensor, rows: int, accumulate: bool) -> None:
@@ -130,7 +133,7 @@ class NativeKernels:
             args.ldx, args.ldy, args.accumulate = x.stride(0), out.stride(0), accumulate
             function(arguments)
 
-        call.keep = (keep, args)  # type: ignore[attr-defined]  # the C++ side holds only their addresses
+        call.owners = (owners, args)  # type: ignore[attr-defined]  # the C++ side holds only their addresses
         return call
 
     def stack(self, layers: list[LayerSpec], fit: FitSpec | None = None) -> NativeStack:
@@ -139,41 +142,41 @@ class NativeKernels:
         A `fit` replaces layers that rows skip. Raises UnfitModelError or FitError for sizes that do not fit together.
         """
         check_layers(layers)
-        keep: list[object] = []
+        owners: list[object] = []
         arguments = (LayerArgs * len(layers))()
         for args, layer in zip(arguments, layers, strict=True):
             for name in ("qkv", "out", "mlp_in", "mlp_out"):
-                setattr(args, name, self.linear_args(getattr(layer, name), keep))
+                setattr(args, name, self.linear_args(getattr(layer, name), owners))
             for name, gamma in (("out_norm", layer.out_gamma), ("mlp_norm", layer.mlp_gamma)):
                 if gamma is not None:
-                    setattr(args, name, _norm_args(gamma, layer.eps, keep))
-            args.attention = _attention_args(layer.attention, keep)
+                    setattr(args, name, _norm_args(gamma, layer.eps, owners))
+            args.attention = _attention_args(layer.attention, owners)
             args.qkv.ldx = args.out.ldy = args.mlp_in.ldx = args.mlp_out.ldy = args.qkv.k
             args.qkv.ldy, args.out.ldx = args.qkv.n, args.out.k
             args.mlp_in.ldy = args.mlp_out.ldx = args.mlp_in.n
         if fit is not None:
             check_fit(fit, layers)
-            self._add_fit(arguments, fit, keep)
-        return NativeStack(self._stack, arguments, keep, 0 if fit is None else fit.taps)
+            self._add_fit(arguments, fit, owners)
+        return NativeStack(self._stack, arguments, owners, 0 if fit is None else fit.context_tokens)
 
-    def _add_fit(self, layers: ctypes.Array[LayerArgs], fit: FitSpec, keep: list[object]) -> None:
+    def _add_fit(self, layers: _Layers, fit: FitSpec, owners: list[object]) -> None:
         for index, (down, up) in fit.bridges.items():
             args = layers[index]
-            args.down, args.up = self.linear_args(down, keep), self.linear_args(up, keep)
+            args.down, args.up = self.linear_args(down, owners), self.linear_args(up, owners)
             args.down.ldx = args.up.ldy = args.qkv.k
             args.down.ldy = args.up.ldx = args.down.n
         for index, linear in fit.maps.items():
             args = layers[index]
-            args.map = self.linear_args(linear, keep)
+            args.map = self.linear_args(linear, owners)
             args.map.eps, args.map.ldx, args.map.ldy = linear.eps, args.map.k, args.qkv.n
-            (args.first,) = _addresses((fit.first[index],), keep)
+            (args.first,) = _addresses((fit.first[index],), owners)
 
-    def linear_args(self, spec: LinearSpec, keep: list[object]) -> LinearArgs:
-        """`spec` as a C structure; the tensors that it points to are appended to `keep`."""
+    def linear_args(self, spec: LinearSpec, owners: list[object]) -> LinearArgs:
+        """`spec` as a C structure; `owners` gets the tensors that it points to."""
         check_linear(spec)
         weight = spec.weight
-        bias, gamma, beta = _addresses((spec.bias, spec.gamma, spec.beta), keep)
-        keep.append(weight)
+        bias, gamma, beta = _addresses((spec.bias, spec.gamma, spec.beta), owners)
+        owners.append(weight)
         if isinstance(weight, QuantizedWeight):
             codes, scales, kind = weight.codes, address(weight.scales), _QUANTIZED[weight.kind]
         else:
@@ -193,24 +196,24 @@ class NativeStack:
     """A stack of layers as a callable, with its buffers and the arguments whose addresses the C++ code holds."""
 
     def __init__(
-        self, function: Callable[[int], None], layers: ctypes.Array[LayerArgs], keep: list[object], taps: int
+        self, function: Callable[[int], None], layers: _Layers, owners: list[object], context_tokens: int
     ) -> None:
-        self._function, self._layers, self._keep = function, layers, keep
-        self._keeps = next(layer.attention for layer in layers if not layer.attention.taps)
-        self._args = StackArgs(layers=ctypes.addressof(layers), count=len(layers), taps=taps)
+        self._function, self._layers, self._owners = function, layers, owners
+        self._attention = next(layer.attention for layer in layers if not layer.attention.taps)
+        self._args = StackArgs(layers=ctypes.addressof(layers), count=len(layers), context_tokens=context_tokens)
         self._address = ctypes.addressof(self._args)
         self._rows = 0
         self._buffers: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, inputs: StackInput) -> None:
         args, pages, table = self._args, inputs.pages, inputs.table
-        rows, attention = inputs.hidden.shape[0], self._keeps
-        check_input(inputs, args.count, self._layers[0].qkv.k, attention.kv_heads, attention.dim, args.taps)
+        rows, attention = inputs.hidden.shape[0], self._attention
+        check_input(inputs, args.count, self._layers[0].qkv.k, attention.kv_heads, attention.dim, args.context_tokens)
         if rows > self._rows:
             self._allocate(rows)
         layer_rows = array("i", chain.from_iterable(inputs.layers))
         args.layer_rows, args.bridged, args.rows = layer_rows.buffer_info()[0], inputs.bridged, rows
-        args.before = None if inputs.before is None else address(inputs.before, torch.int32)
+        args.context_rows = None if inputs.context_rows is None else address(inputs.context_rows, torch.int32)
         args.hidden, args.pages, args.table = address(inputs.hidden), pages.data_ptr(), address(table, torch.int32)
         args.slots, args.positions = address(inputs.slots, torch.int32), address(inputs.positions, torch.int32)
         args.page_tokens, args.page_dtype = pages.shape[3], WEIGHT_DTYPES[pages.dtype]
@@ -224,7 +227,7 @@ class NativeStack:
         first = self._layers[0]
         # If sublayer outputs are normed, they use the memory of queries, keys and values.
         wide = max(first.mlp_in.n, *(layer.down.n for layer in self._layers))
-        features = max(layer.map.k for layer in self._layers) if self._args.taps else 0
+        features = max(layer.map.k for layer in self._layers) if self._args.context_tokens else 0
         widths = max(first.out.n, *(layer.qkv.n for layer in self._layers)), first.out.k, wide, features
         self._buffers = tuple(torch.empty(rows, n, dtype=torch.float32) for n in widths)
         addresses = map(address, self._buffers)
@@ -232,21 +235,21 @@ class NativeStack:
         self._rows = rows
 
 
-def _addresses(tensors: Iterable[torch.Tensor | None], keep: list[object]) -> list[int | None]:
-    """The addresses of tensors as fp32 vectors, which are appended to `keep`."""
+def _addresses(tensors: Iterable[torch.Tensor | None], owners: list[object]) -> list[int | None]:
+    """The addresses of tensors as fp32 vectors, which `owners` gets."""
     vectors = [None if t is None else t.detach().float().contiguous() for t in tensors]
-    keep += vectors
+    owners += vectors
     return [None if t is None else address(t) for t in vectors]
 
 
-def _norm_args(gamma: torch.Tensor, eps: float, keep: list[object]) -> LinearArgs:
-    (at,) = _addresses((gamma,), keep)
+def _norm_args(gamma: torch.Tensor, eps: float, owners: list[object]) -> LinearArgs:
+    (at,) = _addresses((gamma,), owners)
     return LinearArgs(gamma=at, k=len(gamma), ldx=len(gamma), ldy=len(gamma), prologue=1, eps=eps)
 
 
-def _attention_args(spec: AttentionSpec, keep: list[object]) -> AttentionArgs:
+def _attention_args(spec: AttentionSpec, owners: list[object]) -> AttentionArgs:
     tensors = (spec.cos, spec.sin, spec.q_gamma, spec.k_gamma, spec.q_scale, spec.taps)
-    cos, sin, q_gamma, k_gamma, q_scale, taps = _addresses(tensors, keep)
+    cos, sin, q_gamma, k_gamma, q_scale, taps = _addresses(tensors, owners)
     return AttentionArgs(
         cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, q_scale=q_scale, taps=taps, heads=spec.heads,
         kv_heads=spec.kv_heads, dim=spec.head_dim, width=len(spec.taps) - 1 if spec.taps is not None else 0,

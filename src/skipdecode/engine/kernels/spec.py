@@ -89,10 +89,10 @@ class FitSpec:
     # By layer: the operation `down` on normed states, and the operation `up`, whose result is added.
     bridges: Mapping[int, tuple[LinearSpec, LinearSpec]]
     # By layer: keys and values (key columns first) from features. The features are normed states, the token's own
-    # first. Without taps the operation norms the states itself.
+    # first. Without preceding tokens the operation norms the states itself.
     maps: Mapping[int, LinearSpec]
     first: Mapping[int, torch.Tensor]  # by layer of `maps`: keys and values at position 0, in place of the map
-    taps: int = 0  # number of preceding tokens in the features of a row
+    context_tokens: int = 0  # number of preceding tokens in the features of a row
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class StackInput(NamedTuple):
     positions: torch.Tensor
     layers: list[LayerRows]
     bridged: int = 0  # from this row on, rows take the bridges of the layers that they skip
-    # (rows, taps), int32, for projected rows: the rows of the preceding tokens; -1 where there is none.
-    before: torch.Tensor | None = None
+    # (rows, context tokens), int32, for projected rows: the rows of the preceding tokens; -1 where there is none.
+    context_rows: torch.Tensor | None = None
 
 
 # ---------------------------------------------------------------------- sizes
@@ -193,17 +193,17 @@ def check_fit(fit: FitSpec, layers: Sequence[LayerSpec]) -> None:
         right = tuple(down.weight.shape) == (rank, width) and tuple(up.weight.shape) == (width, rank)
         _of_layer(right and rank > 0, number, len(layers))
     for number, linear in fit.maps.items():
-        right = tuple(linear.weight.shape) == (keys, (fit.taps + 1) * width)
+        right = tuple(linear.weight.shape) == (keys, (fit.context_tokens + 1) * width)
         _of_layer(right and fit.first[number].numel() == keys, number, len(layers))
 
 
-def check_input(inputs: StackInput, layers: int, width: int, kv_heads: int, dim: int, taps: int) -> None:
+def check_input(inputs: StackInput, layers: int, width: int, kv_heads: int, dim: int, context_tokens: int) -> None:
     """Raise UnfitModelError unless an input is for so many layers of these sizes."""
-    rows, before = inputs.hidden.shape[0], inputs.before
+    rows, context = inputs.hidden.shape[0], inputs.context_rows
     right = inputs.hidden.shape[1] == width and min(inputs.slots.numel(), inputs.positions.numel()) >= rows
     right = right and len(inputs.layers) == inputs.table.shape[0] == layers
     right = right and inputs.pages.shape[1:3] == (2, kv_heads) and inputs.pages.shape[4] == dim
-    if not right or (before is not None and before.numel() < rows * taps):
+    if not right or (context is not None and context.numel() < rows * context_tokens):
         raise UnfitModelError("states, keys and values, or their places have other sizes than the layers: report this")
 
 

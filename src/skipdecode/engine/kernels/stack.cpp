@@ -71,9 +71,9 @@ void unit_row(const LinearArgs& map, const float* x, float* y, int64_t width) {
 void features(const StackArgs& s, const LayerArgs& layer, int64_t from, int64_t to, const Team& team) {
   const int64_t width = layer.qkv.k;
   for (int64_t row = from + team.id; row < to; row += team.size)
-    for (int64_t tap = 0; tap <= s.taps; tap++) {
-      float* y = s.features + row * layer.map.k + tap * width;
-      const int64_t token = tap ? s.before[row * s.taps + tap - 1] : row;
+    for (int64_t back = 0; back <= s.context_tokens; back++) {
+      float* y = s.features + row * layer.map.k + back * width;
+      const int64_t token = back ? s.context_rows[row * s.context_tokens + back - 1] : row;
       if (token < 0) std::fill(y, y + width, 0.0f);
       else unit_row(layer.map, s.hidden + token * width, y, width);
     }
@@ -82,8 +82,8 @@ void features(const StackArgs& s, const LayerArgs& layer, int64_t from, int64_t 
 
 // Keys and values of rows `from` to before `to`, which lie behind the queries in qkv, from the states that pass by.
 void mapped_keys_and_values(const StackArgs& s, const LayerArgs& layer, int64_t from, int64_t to, const Team& team) {
-  if (s.taps) features(s, layer, from, to, team);
-  const float* x = (s.taps ? s.features : s.hidden) + from * layer.map.k;
+  if (s.context_tokens) features(s, layer, from, to, team);
+  const float* x = (s.context_tokens ? s.features : s.hidden) + from * layer.map.k;
   float* y = s.qkv + from * layer.map.ldy + layer.qkv.n - layer.map.n;
   linear_share(with(layer.map, to - from, x, y, 0), team);
   if (std::find(s.positions + from, s.positions + to, 0) == s.positions + to) return;

@@ -92,12 +92,12 @@ class QuantizedWeight:
         return (codes[:rows, :columns] * self.scales[:, None]).to(dtype)
 
 
-_new = partial(torch.empty, dtype=torch.uint8)
+_empty_bytes = partial(torch.empty, dtype=torch.uint8)
 
 
-def quantize(weight: Tensor, kind: Quantization, room: Callable[[int], Tensor] = _new) -> QuantizedWeight:
-    """Quantise a (out, in) matrix, which is not changed; `room` gives memory for so many bytes, of codes and scales."""
-    (count, columns), (codes, scales) = weight.shape, map(room, room_of(weight.shape, kind))
+def quantize(weight: Tensor, kind: Quantization, allocate: Callable[[int], Tensor] = _empty_bytes) -> QuantizedWeight:
+    """Quantise a (out, in) matrix, which is not changed; `allocate` gives bytes for codes and scales."""
+    (count, columns), (codes, scales) = weight.shape, map(allocate, quantized_sizes(weight.shape, kind))
     quantized = QuantizedWeight(
         kind, (count, columns), codes.view(-1, columns + -columns % _STEP), scales.view(torch.float)
     )
@@ -109,7 +109,7 @@ def quantize(weight: Tensor, kind: Quantization, room: Callable[[int], Tensor] =
     return quantized
 
 
-def room_of(shape: Sequence[int], kind: Quantization) -> tuple[int, int]:
+def quantized_sizes(shape: Sequence[int], kind: Quantization) -> tuple[int, int]:
     """Bytes of the codes and of the scales of a matrix."""
     rows = shape[0] + (-shape[0] % _BLOCK if kind == "w8a8" else 0)
     return rows * (shape[1] + -shape[1] % _STEP), 4 * shape[0]

@@ -79,11 +79,11 @@ def put_adapter(model: PreTrainedModel, adapter: Path, device: Device) -> PeftMo
     # With a grown vocabulary PEFT saves a trained copy of a module twice, and loads it by the shorter name.
     shorter = {name: name.replace(".modules_to_save.", ".") for name in result.unexpected_keys}
     unexpected = {name for name, short in shorter.items() if short == name or short not in stored}
-    whole = adapted.state_dict(keep_vars=True)
-    loaded = {id(tensor) for name, tensor in whole.items() if name not in result.missing_keys}
-    missing = {name for name in result.missing_keys if id(whole.get(name)) not in loaded}  # some types share tensors
+    state = adapted.state_dict(keep_vars=True)
+    loaded = {id(tensor) for name, tensor in state.items() if name not in result.missing_keys}
+    missing = {name for name in result.missing_keys if id(state.get(name)) not in loaded}  # some types share tensors
     indices = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
-    check_stored(str(adapter), {name: each for name, each in stored.items() if name not in indices})
+    check_stored(str(adapter), {name: tensor for name, tensor in stored.items() if name not in indices})
     check_tensors(str(adapter), tensors.items(), missing=missing, unexpected=unexpected)
     return adapted.eval()
 
@@ -104,26 +104,26 @@ def add_tokens(model: PreTrainedModel, adapter: Path) -> None:
         settings = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: f"base_model.model.{name}" for name, module in model.named_modules()}
-    whole = {
+    complete = {
         (module, tensor.shape[0])
         for module in (names[table], names[head])
         for name in (f"{module}.weight", f"{module}.base_layer.weight")
         if (tensor := stored.get(name)) is not None
     }
     parts = {(f"{names[table]}.lora_embedding_A", 1), (f"{names[head]}.lora_B.weight", 0)}
-    sizes = {rows for _, rows in whole} | {stored[name].shape[axis] for name, axis in parts if name in stored}
-    own = table.weight.shape[0]
-    if sizes <= {own}:
+    sizes = {rows for _, rows in complete} | {stored[name].shape[axis] for name, axis in parts if name in stored}
+    base_rows = table.weight.shape[0]
+    if sizes <= {base_rows}:
         return
-    held = {module for module, _ in whole}
+    held = {module for module, _ in complete}
     # With one tensor for both, the head has the table's rows, unless PEFT trained a copy of the table.
     copied = any(names[table].endswith(name) for name in settings.get("modules_to_save") or ())
     follows = head.weight is table.weight and (not copied or settings.get("ensure_weight_tying"))
     if len(sizes) > 1 or names[table] not in held or not (names[head] in held or follows):
         raise ModelLoadError(
-            f"{adapter}: the adapter was made for {max(sizes)} tokens, its base has {own}, and its file does not hold "
-            "the rows of all tokens: save it with peft's save_embedding_layers=True, or make it on a base that has the "
-            "added tokens"
+            f"{adapter}: the adapter was made for {max(sizes)} tokens, its base has {base_rows}, and its file does not "
+            "hold the rows of all tokens: save it with peft's save_embedding_layers=True, or make it on a base that "
+            "has the added tokens"
         )
     model.resize_token_embeddings(sizes.pop(), mean_resizing=False)
 
@@ -143,7 +143,7 @@ def with_lora(
     if hasattr(model, "get_base_model"):
         if (kind := model.active_peft_config.peft_type) != "LORA":
             raise UsageError(f"the adapter is of type {kind.value}, and only LoRA is tuned further: {_MERGE}")
-        return _own_lora(model, peft.get_peft_model_state_dict(model, save_embedding_layers=False))
+        return _trainable_lora(model, peft.get_peft_model_state_dict(model, save_embedding_layers=False))
     lora = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
@@ -159,7 +159,7 @@ def with_lora(
         raise UsageError(f"lora_targets {' '.join(targets)}: {error}") from None
 
 
-def _own_lora(model: PeftModel, adapter: Collection[str]) -> PeftModel:
+def _trainable_lora(model: PeftModel, adapter: Collection[str]) -> PeftModel:
     """A PeftModel whose adapter, tensors of these names, is made trainable, in fp32 as a fresh one."""
     if foreign := sorted(name for name in adapter if "lora_" not in name):
         raise UsageError(

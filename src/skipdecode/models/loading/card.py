@@ -63,7 +63,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, schedule: Schedule, maker: 
     )
     base = Path(str(data.base_model or checkpoint.base)).name
     shown: Json = {"base": base, "kind": kind, "schedule": schedule}
-    shown |= {"files": {each.name for each in folder.iterdir()}, "recipe": recipe, "evaluation": evaluation}
+    shown |= {"files": {file.name for file in folder.iterdir()}, "recipe": recipe, "evaluation": evaluation}
     # A card may be public: of absolute paths it has the last part only.
     words = (word.rpartition("=") for word in shlex.split(COMMAND.get()))
     command = shlex.join(name + eq + (Path(value).name if value[:1] == "/" else value) for name, eq, value in words)

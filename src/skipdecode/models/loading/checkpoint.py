@@ -85,15 +85,13 @@ class Checkpoint:
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The schedules by name: full depth, the checkpoint's own, and those that its weights were tuned under."""
-        own = (*filter(None, [self.schedule]), *self.tuned_under)
-        return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own}
+        schedules = (*filter(None, [self.schedule]), *self.tuned_under)
+        return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in schedules}
 
     def read_schedule(self, text: str, seq_len: int, default: Schedule | None = None) -> Schedule:
         """Parse a schedule (`parse_schedule`) without a look at the config's layers, which needs transformers."""
-        own = default or self.schedule
-        return parse_schedule(
-            schedule_file(text), self.num_layers, seq_len=seq_len, checkpoint_schedule=own, named=self.schedules
-        )
+        file, default = schedule_file(text), default or self.schedule
+        return parse_schedule(file, self.num_layers, seq_len=seq_len, checkpoint_schedule=default, named=self.schedules)
 
     def parse(self, requested: Schedule | str | Path | None, seq_len: int, default: Schedule | None = None) -> Schedule:
         """Check a schedule, or parse its text, for this model; None: `default`, else the checkpoint's own, else full.
@@ -189,7 +187,7 @@ def open_checkpoint(
     adapter = folder if (folder / ADAPTER_FILE).is_file() else None
     base_name = name
     if adapter is not None:
-        base_name = base_of_adapter(adapter) if given_base is None else _no_adapter(given_base, "base")
+        base_name = base_of_adapter(adapter) if given_base is None else _checked_base(given_base, "base")
         folder, hub = _located_base(base_name, adapter, dtype, is_given=given_base is not None)
     elif given_base is not None:
         raise UsageError(f"{name} is no adapter, so it takes no base model: leave out {given_base}")
@@ -202,8 +200,8 @@ def open_checkpoint(
     num_layers = next(counts, None) or layers_in(read_config(base_name, file))
     schedule = None if adapter is None else schedule_of_adapter(adapter, num_layers)
     schedule = schedule or schedule_in_config(entries, num_layers, base_name)
-    own = adapter or folder
-    document = stored_recipe(own)
+    own_folder = adapter or folder
+    document = stored_recipe(own_folder)
     return Checkpoint(
         name=name,
         base=base_name,
@@ -213,7 +211,7 @@ def open_checkpoint(
         num_layers=num_layers,
         schedule=schedule,
         document=document,
-        recipe=checkpoint_recipe(own, document, schedule, num_layers),
+        recipe=checkpoint_recipe(own_folder, document, schedule, num_layers),
         fit=choose_fit(*_fit_folder(base_name, adapter, folder, entries), files),
         given_base=given_base,
         schedule_files=files,
@@ -288,10 +286,10 @@ def base_of_adapter(adapter: Path) -> str:
     if not isinstance(base, str) or not base:
         raise ModelLoadError(f"{file} names no base model: base_model_name_or_path is needed")
     is_id = isinstance(revision, str) and base not in _NAMES and not Path(base).expanduser().exists()
-    return _no_adapter(f"{base}@{revision}" if is_id else base, str(file))
+    return _checked_base(f"{base}@{revision}" if is_id else base, str(file))
 
 
-def _no_adapter(base: str, where: str) -> str:
+def _checked_base(base: str, where: str) -> str:
     """The name of a base model; raises ModelLoadError if it is that of an adapter."""
     if base in _NAMES[1:] or (base and (Path(base).expanduser() / ADAPTER_FILE).is_file()):
         raise ModelLoadError(f"{where} names {base} as its base, which is an adapter itself: merge that one first")
@@ -325,8 +323,8 @@ def _located(name: str, dtype: str) -> tuple[Path, HubAnswer | None]:
     if name and path.is_dir():
         if not any((path / file).is_file() for file in ("config.json", ADAPTER_FILE)):
             file = next(map(str, sorted(path.glob("*.gguf"))), None)
-            what = f"give the file {file}" if file else f"a config.json or an {ADAPTER_FILE} is needed"
-            raise ModelLoadError(f"{name} holds no model: {what}")
+            remedy = f"give the file {file}" if file else f"a config.json or an {ADAPTER_FILE} is needed"
+            raise ModelLoadError(f"{name} holds no model: {remedy}")
         return path, None
     if name.endswith(".gguf"):
         return _from_gguf(name, dtype), None
@@ -361,11 +359,11 @@ def _from_gguf(name: str, dtype: str) -> Path:
 
 def _on_hub(name: str, answer: HubAnswer) -> Path:
     folder = Path(name).parent
-    neighbours = [str(folder / each.name) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
-    meant = near(name, [*_NAMES, *neighbours])
+    siblings = [str(folder / path.name) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    hint = near(name, [*_NAMES, *siblings])
     if answer.state == "absent":
         raise ModelLoadError(
-            f"model {name!r}{meant} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"
+            f"model {name!r}{hint} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"
         )
     if (snapshot_folder := snapshot(name, _SMALL, answer)) is not None:
         if answer.state == "unreachable" and name not in _noted_names:
@@ -373,6 +371,6 @@ def _on_hub(name: str, answer: HubAnswer) -> Path:
             note(f"{answer.reason}: {name} is read from the hub's local cache")
         return snapshot_folder
     raise ModelLoadError(
-        f"model {name!r}{meant} is neither a local directory nor in the hub's local cache, and {answer.reason}; "
+        f"model {name!r}{hint} is neither a local directory nor in the hub's local cache, and {answer.reason}; "
         f"{_ACCEPTED}"
     )

@@ -129,7 +129,7 @@ def export(
         note(line)
     directory.mkdir(parents=True, exist_ok=True)
     if format == "merged":
-        save_checkpoint(loaded, chosen, directory, whole=True)
+        save_checkpoint(loaded, chosen, directory, all_layers=True)
     else:
         cut_model(loaded.model, layers)
         if format == "gguf":
@@ -219,48 +219,48 @@ def cut_model(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
             part.weight = nn.Parameter(part.weight.data.index_select(index, torch.tensor(columns)))
     _cut_config(model.config, layers)
     with torch.device("meta"):
-        shorter = type(model)(model.config)
-    shapes, wanted = ({name: tensor.shape for name, tensor in each.state_dict().items()} for each in (shorter, model))
-    if shapes != wanted:
+        states = type(model)(model.config).state_dict(), model.state_dict()
+    expected, shapes = ({name: tensor.shape for name, tensor in state.items()} for state in states)
+    if expected != shapes:
         raise UsageError(
             f"the config of a {model.config.model_type} model derives the kinds of layers from their numbers, and "
             "cannot name these: use the schedule itself"
         )
 
 
-def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path, *, whole: bool = False) -> None:
+def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path, *, all_layers: bool = False) -> None:
     """Write a model that `cut_model` has cut, its tokenizer, generation config and recipe into a directory.
 
-    A `whole` one was not cut, and gets the schedule and its fit.
+    With `all_layers` it was not cut, and gets the schedule and its fit.
 
     The recipe keeps the prompt that the model was tuned on, and says what was exported; without recipe there is none.
     """
     drop_schedule(loaded.model.config)
-    with _whole(directory) as partial:
-        if whole:
+    with _moved_at_end(directory) as partial:
+        if all_layers:
             save_tuned(loaded.model, loaded.tokenizer, schedule, partial)
         else:
             save_model(loaded.model, loaded.tokenizer, partial, shown=directory)
         if (recipe := loaded.checkpoint.document) is not None:
             exported = {"model": loaded.checkpoint.name, "schedule": schedule.to_dict()}
-            recipe = {**recipe, "schedule": recipe["schedule"] if whole else None, "exported": exported}
+            recipe = {**recipe, "schedule": recipe["schedule"] if all_layers else None, "exported": exported}
             write_whole(partial / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
 
 
 def save_gguf(loaded: LoadedModel, directory: Path, kind: str) -> Path:
     """Write a model that `cut_model` has cut, with its tokenizer, as a file for llama.cpp; returns the file."""
     name = f"{Path(loaded.checkpoint.name).resolve().name}-{kind}.gguf"
-    with _whole(directory) as partial, writing(directory / name):
+    with _moved_at_end(directory) as partial, writing(directory / name):
         write_gguf(loaded.model, partial / name, kind, loaded.tokenizer)
     return directory / name
 
 
 @contextmanager
-def _whole(directory: Path) -> Iterator[Path]:
+def _moved_at_end(directory: Path) -> Iterator[Path]:
     """A directory whose files go into `directory` at the end, config.json last: it makes the directory a model's."""
     with tempfile.TemporaryDirectory(dir=directory, prefix=PARTIAL) as partial:
         yield Path(partial)
-        for file in sorted(Path(partial).iterdir(), key=lambda each: each.name == "config.json"):
+        for file in sorted(Path(partial).iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(file, directory / file.name)
 
 
@@ -292,8 +292,8 @@ def _cut_kinds(config: PretrainedConfig, layers: tuple[int, ...]) -> None:
     """Correct values of Gemma 3n and 4 for single layers, and the number of last layers, which read others' keys."""
     if shared := getattr(config, "num_kv_shared_layers", None):
         config.num_kv_shared_layers = sum(number >= config.num_hidden_layers - shared for number in layers)
-    if (own := config.to_dict().get("per_layer_config")) is not None:
-        config.per_layer_config = {index: own[str(n)] for index, n in enumerate(layers) if str(n) in own}
+    if (by_layer := config.to_dict().get("per_layer_config")) is not None:
+        config.per_layer_config = {i: by_layer[str(n)] for i, n in enumerate(layers) if str(n) in by_layer}
 
 
 def _fold_layer_scale(remaining: Any, layers: tuple[int, ...], config: PretrainedConfig) -> None:

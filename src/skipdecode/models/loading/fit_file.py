@@ -54,14 +54,14 @@ class FitFile:
 
 
 def choose_fit(
-    own: str | Path | None, digest: str | None, schedules: Sequence[str] = (), revision: str | None = None
+    checkpoint: str | Path | None, digest: str | None, schedules: Sequence[str] = (), revision: str | None = None
 ) -> FitFile | None:
-    """Choose the fit beside schedule files, else that of the checkpoint in the directory or hub id `own`, if any.
+    """Choose the fit beside schedule files, else the one of the directory or hub id `checkpoint`, if any.
 
     Raises UsageError if schedules in several directories have fits, because a model uses only one; FitError if the
     checkpoint was tuned with a fit (its config has the `digest`) that is missing; ModelLoadError as `find_file`.
     """
-    fit_path = None if own is None else find_file(own, FIT_FILE, revision)
+    fit_path = None if checkpoint is None else find_file(checkpoint, FIT_FILE, revision)
     served: dict[Path, list[str]] = {}
     for schedule in schedules:
         if (file := find_file(Path(schedule).expanduser().resolve().parent, FIT_FILE)) is not None:
@@ -77,8 +77,8 @@ def choose_fit(
         return FitFile(file, digest if is_own else None, tuple(names), None if is_own else fit_path)
     if fit_path is None and digest is not None:
         raise FitError(
-            f"{own} was tuned with a fit, and its {FIT_FILE} is missing: put the file back; to do without, delete "
-            "'skipdecode_fit' from its config"
+            f"{checkpoint} was tuned with a fit, and its {FIT_FILE} is missing: put the file back; to do without, "
+            "delete 'skipdecode_fit' from its config"
         )
     return None if fit_path is None else FitFile(fit_path, digest)
 

@@ -65,17 +65,17 @@ def _in_type(tensor: ReaderTensor, dtype: torch.dtype) -> Tensor:
 
 def _weights(file: GgufFile, config: Json, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Names of transformers, and the weights; biases of a Llama that the file does not have are 0."""
-    own = without_numbers(AutoConfig.for_model(**config)).state_dict()
+    expected = without_numbers(AutoConfig.for_model(**config)).state_dict()
     names, known = tensor_names(file.name, config["num_hidden_layers"]), set[str]()
     if config["tie_word_embeddings"]:
-        own.pop("lm_head.weight", None)
+        expected.pop("lm_head.weight", None)
         known.add("output.weight")
     if file.name == "llama":
         known.add("rope_freqs.weight")
-    stored = {name: names.get_name(name, (".weight", ".bias")) for name in own}
+    stored = {name: names.get_name(name, (".weight", ".bias")) for name in expected}
     if unknown := sorted(file.tensors.keys() - known - {*stored.values()}):
         raise ModelLoadError(f"{file.path} has a tensor {unknown[0]}, which is not known: give its safetensors")
-    for name, shaped in own.items():
+    for name, shaped in expected.items():
         *_, part, kind = name.split(".")
         if (tensor := file.tensors.get(stored[name])) is not None:
             weight = _in_type(tensor, dtype)

@@ -100,9 +100,8 @@ def _tokenizer(checkpoint: Checkpoint, required: bool) -> Tokenizer | None:
     """The adapter's tokenizer if it has one, else the model's; None if neither has one and it is not `required`."""
     from transformers import AutoTokenizer
 
-    own = checkpoint.own_folder
-    source = own if _has_tokenizer(own) else checkpoint.folder
-    if not _has_tokenizer(source):
+    source = next(filter(_has_tokenizer, (checkpoint.own_folder, checkpoint.folder)), None)
+    if source is None:
         if required:
             raise ModelLoadError(f"{checkpoint.name} has no tokenizer: put a tokenizer.json in its directory")
         return None
@@ -183,10 +182,9 @@ def _base_model(checkpoint: Checkpoint, dtype: str, device: Device) -> PreTraine
     model.to(device)
     _check_loaded(where, model, stored, loading)
     if renamed is not None:
-        what = (
-            "language_model" if any("language" in each for each in renamed) else "_orig_mod, or another wrapper's name,"
-        )
-        note(f"{where}: {what} is left out of the names of its weights")
+        of_language = any("language" in name for name in renamed)
+        wrapper = "language_model" if of_language else "_orig_mod, or another wrapper's name,"
+        note(f"{where}: {wrapper} is left out of the names of its weights")
         # transformers would write the old names again.
         conversions = [c for c in model._weight_conversions if not {*c.source_patterns} <= renamed.keys()]
         model._weight_conversions = conversions

@@ -59,8 +59,8 @@ def save_model(
 
     Raises WriteError: the directory cannot be written, such as because the disk is full.
     """
-    weights = {id(each): each for each in (model.state_dict() if state_dict is None else state_dict).values()}
-    needed = sum(each.nbytes for each in weights.values())
+    weights = {id(tensor): tensor for tensor in (model.state_dict() if state_dict is None else state_dict).values()}
+    needed = sum(tensor.nbytes for tensor in weights.values())
     generation = model.generation_config
     try:
         # Saved below, as transformers saves no changed config that it finds odd, such as one of Llama 2.

@@ -84,8 +84,8 @@ def _locked(path: Path, name: str) -> AbstractContextManager[object]:
 
 def _build(name: str, final: Path, build: Callable[[Path], str]) -> None:
     root = final.parent
-    for left in root.glob(f".{name}.*.partial"):
-        shutil.rmtree(left)
+    for abandoned in root.glob(f".{name}.*.partial"):
+        shutil.rmtree(abandoned)
     partial = root / f".{name}.{os.getpid()}.partial"
     partial.mkdir()
     try:

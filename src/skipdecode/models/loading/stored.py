@@ -217,15 +217,15 @@ def without_wrappers(stored: Iterable[str]) -> dict[str, str] | None:
 
 
 def unused_tensors(
-    unexpected: Iterable[str], stored: Mapping[str, StoredTensor], own: Iterable[str], config: PretrainedConfig
+    unexpected: Iterable[str], stored: Mapping[str, StoredTensor], model_names: Iterable[str], config: PretrainedConfig
 ) -> set[str]:
     """The unexpected tensors that decoding never reads: masks, value heads, prediction heads behind the last layer.
 
-    A layer behind the last one is a prediction head if it has weights that no layer of the model has (names in `own`),
+    A layer behind the last one is a prediction head if it has weights that no layer of the model has (`model_names`),
     or if the config counts it; else the config may be wrong.
     """
     unexpected, layers = set(unexpected), layers_in(config)
-    ordinary = {rest for _, _, rest in _numbered(own, config)}
+    ordinary = {rest for _, _, rest in _numbered(model_names, config)}
     behind = [entry for entry in _numbered(unexpected, config) if entry[1] >= layers]
     last = layers + (getattr(config, "num_nextn_predict_layers", None) or 0)
     heads = {number for _, number, rest in behind if number < last or rest not in ordinary}

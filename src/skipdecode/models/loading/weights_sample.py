@@ -53,9 +53,9 @@ def check_base(sample: list[float], base: str, adapter: Path, known: Fields | No
         )
 
 
-def is_other_model(known: object, now: list[float]) -> bool:
+def is_other_model(known: object, current: list[float]) -> bool:
     """Whether two samples (`base_sample`) come from different weights and not from a cast or a 4-bit copy."""
-    return _distance(known, now) > _OTHER_MODEL
+    return _distance(known, current) > _OTHER_MODEL
 
 
 def base_sample(model: PreTrainedModel) -> list[float]:
@@ -78,13 +78,13 @@ def keep_base_sample(adapted: PeftModel, sample: list[float]) -> None:
     adapted.__dict__[_SAMPLE] = sample
 
 
-def _distance(known: object, now: list[float]) -> float:
+def _distance(known: object, current: list[float]) -> float:
     """Relative root mean square of the differences to the known numbers; infinite if `known` is not such a list."""
-    if not isinstance(known, list) or len(known) != len(now) or not all(isinstance(x, int | float) for x in known):
+    if not isinstance(known, list) or len(known) != len(current) or not all(isinstance(x, int | float) for x in known):
         return math.inf
     try:
-        away, size = math.dist(known, now), math.hypot(*known)
+        distance, size = math.dist(known, current), math.hypot(*known)
     except OverflowError:
         return math.inf
-    share = away / size if size else away and math.inf
+    share = distance / size if size else distance and math.inf
     return math.inf if math.isnan(share) else share

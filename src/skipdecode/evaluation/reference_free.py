@@ -39,7 +39,7 @@ from skipdecode.evaluation.results import (
     save_run,
 )
 from skipdecode.evaluation.run import encode_prompts, note_left_out
-from skipdecode.evaluation.scores import along, ratio_score, sums, text_scores, token_fidelity
+from skipdecode.evaluation.scores import measure_in_batches, ratio_score, text_scores, token_fidelity, token_sums
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.self_generated import (
     DEV_FILE,
@@ -57,7 +57,7 @@ _HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
 
 
 @dataclass(frozen=True)
-class OwnTexts:
+class ReferenceFreeEvaluation:
     """Schedules of a model, none of full depth, that are compared with a base model, which may be the same.
 
     Without a `source` of prompts, the base model draws them.
@@ -96,20 +96,13 @@ class OwnTexts:
         }
         variants = list(dict.fromkeys([reference, full, *methods]))
         tokenizer: Any = base.tokenizer
-        whole = about | {"prompts": prompts, "reference": reference.settings()}
-        with closing(open_log(out, whole, overwrite=self.options.overwrite)) as log:
+        depends_on = about | {"prompts": prompts, "reference": reference.settings()}
+        with closing(open_log(out, depends_on, overwrite=self.options.overwrite)) as log:
             check_free(out, overwrite=self.options.overwrite or log.count > 0)
+            limits: Any = {"eos": end_tokens(base.model, tokenizer), "until": self.until}
             with progress_bar(len(prompts), "text", name="texts") as bar:
-                generated = generate_all(
-                    variants,
-                    prompts,
-                    settings,
-                    log,
-                    eos=set(end_tokens(base.model, tokenizer)),
-                    progress=bar.update,
-                    until=self.until,
-                    sampling=self._sampling,
-                )
+                arguments = variants, prompts, settings, log
+                generated = generate_all(*arguments, **limits, progress=bar.update, sampling=self._sampling)
             texts = {variant: outputs.tokens for variant, outputs in generated.items()}
             finished = len(texts[reference])
             records, prompts = records[:finished], prompts[:finished]
@@ -123,7 +116,7 @@ class OwnTexts:
         document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
         document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
         outputs = [
-            {"id": record.id, "prompt": record.prompt, "texts": {name: each[i] for name, each in texts_of.items()}}
+            {"id": record.id, "prompt": record.prompt, "texts": {name: rows[i] for name, rows in texts_of.items()}}
             for i, record in enumerate(records)
         ]
         forget_prompts(out)
@@ -151,20 +144,16 @@ class OwnTexts:
     def _prompts(self, out: Path) -> tuple[PromptTemplate, list[Record], list[list[int]]]:
         """The template, prompts that the checkpoint was not tuned on, and the token ids of the prompts."""
         loaded, base = self.llm.loaded, self.base.loaded
-        own = loaded.checkpoint.recipe.template
-        tuned = PromptTemplate("{prompt}", chat=True) if self.options.chat else own
+        tuned = loaded.checkpoint.recipe.template
+        tuned = PromptTemplate("{prompt}", chat=True) if self.options.chat else tuned
         template = (tuned or PROMPT_AND_RESPONSE).for_tokenizer(base.tokenizer)
         seed = row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"
         about = self.base, template, self._generated, self.source, out, seed, skip_bad, self.options.overwrite
         data = SelfGeneratedData(*about)
-        known = (
-            row
-            for file in (TRAIN_FILE, DEV_FILE)
-            if (loaded.checkpoint.own_folder / file).is_file()
-            for _, row in read_rows(loaded.checkpoint.own_folder / file)
-        )
-        rows = (row for row in known if isinstance(row, dict) and row.keys() >= set(template.fields))
+        files = (loaded.checkpoint.own_folder / file for file in (TRAIN_FILE, DEV_FILE))
+        learned = (row for file in files if file.is_file() for _, row in read_rows(file))
+        rows = (row for row in learned if isinstance(row, dict) and row.keys() >= set(template.fields))
         records = data.prompts(map(template.render, rows))
         room = prompt_room(context_length(base.model.config), self._generated.self_tokens)
         fitting, ids = encode_prompts(template, Records(tuple(records)), base.tokenizer, room=room, skip_bad=True)
@@ -176,29 +165,30 @@ class OwnTexts:
         base = self._reference
         draws = {"resamples": self.options.resamples, "seed": self.options.seed}
         # All at once, because equal prompts run once.
-        every = [text for method in texts for text in texts[method]]
-        with progress_bar(len(every), "text", name="perplexity") as bar:
-            how = base.backend, base.schedule, prompts * len(texts), every, self.options.batch_size, bar.update
-            scored = iter([losses for losses, _ in text_scores(*how)])
-        losses = {method: list(islice(scored, len(prompts))) for method in texts}
+        all_texts = [text for method in texts for text in texts[method]]
+        with progress_bar(len(all_texts), "text", name="perplexity") as bar:
+            pairs = prompts * len(texts), all_texts
+            scores = iter(text_scores(base.backend, base.schedule, *pairs, self.options.batch_size, bar.update))
+        losses = {m: token_sums([score.losses for score in islice(scores, len(prompts))]) for m in texts}
         table = []
         for method, outputs in texts.items():
-            seen = compare(sums(losses[base]), sums(losses[method]), lambda t: math.exp(ratio_of_sums(t)), **draws)
+            perplexity = compare(losses[base], losses[method], lambda total: math.exp(ratio_of_sums(total)), **draws)
             row: dict[str, Any] = {
                 "name": method.name,
                 **{n: value for n, value in method.settings().items() if n == "quantization"},
                 "nominal_speedup": method.schedule.nominal_speedup,
                 "mean_tokens": sum(map(len, outputs)) / len(outputs),
-                "perplexity": seen.b,
-                "of_base": seen.ratio and asdict(seen.ratio),
+                "perplexity": perplexity.b,
+                "of_base": perplexity.ratio and asdict(perplexity.ratio),
             }
             if method is not base and self.options.teacher_forced:
                 with progress_bar(len(prompts), "text", name=f"fidelity, {method.name}") as bar:
                     measure = partial(token_fidelity, method.backend.model, method.schedule, teacher=base.backend.model)
-                    tokens = along(measure, prompts, texts[base], self.options.batch_size, bar.update)
+                    pairs = prompts, texts[base]
+                    tokens = measure_in_batches(measure, *pairs, self.options.batch_size, bar.update)
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
-                    row[name] = asdict(interval(sums(values), score, **draws))
+                    row[name] = asdict(interval(token_sums(values), score, **draws))
             table.append(row)
         return table
 
@@ -219,6 +209,6 @@ _TITLE = (
 )
 
 
-def own_texts_tables(document: Mapping[str, Any]) -> str:
+def reference_free_table(document: Mapping[str, Any]) -> str:
     """The table of an evaluation without references, in Markdown."""
     return "\n".join([_TITLE.format(n=document["n"]), *figures(_COLUMNS, document["rows"])])

@@ -179,8 +179,9 @@ def _read(reader: Reader, model: PreTrainedModel, positions: int, join: Join) ->
     last = getattr(body, reader.norm)
     gamma = _gamma(reader, last, reader.setting(config, "logits_scaling", 1.0))
     scale = reader.setting(config, "embedding_multiplier", 1.0)
-    if (own := getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))) is not None:
-        scale = torch.as_tensor(own, dtype=weight.dtype).item()
+    embed_scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
+    if embed_scale is not None:
+        scale = torch.as_tensor(embed_scale, dtype=weight.dtype).item()
     return ModelSpec(
         [_read_layer(reader, x, config, i, rotary, join) for i, x in enumerate(getattr(body, reader.layers))],
         _linear(join, [model.lm_head], last, gamma, factor),
