@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import closing
 from pathlib import Path
@@ -14,12 +15,14 @@ from skipdecode import Schedule, attach
 from skipdecode.common.resume import ResumeLog
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
-from skipdecode.engine.opening import open_engines
+from skipdecode.engine.opening import load, open_engines
 from skipdecode.learning import sources
 from skipdecode.learning.distributions import load_distributions, save_distributions, text_key
 from skipdecode.learning.objective import Teacher
-from skipdecode.learning.sources import TOP_K, greedy_answers
+from skipdecode.learning.settings import PrepareOptions
+from skipdecode.learning.sources import TOP_K, Sources, greedy_answers
 from tiny import LAYERS, tiny_model
+from tuning_data import records, save_model
 
 PROMPTS = [(5, 6, 7), (9, 4), (3, 8, 8, 5), (7,), (11, 12)]
 TOKENS = 6
@@ -59,6 +62,19 @@ def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.
         assert tokens == again
         assert torch.equal(taught.top_tokens, other.top_tokens)
     assert all(set(tokens) == {0} for tokens, _ in whole[2:])
+
+
+def test_answers_that_loop_up_to_the_limit_are_not_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    form = {"prompt_template": "{colour} {thing}", "response_field": "ref"}
+    settings, loaded = PrepareOptions(**form), load(save_model(tmp_path / "model"))
+    rows = Sources(settings, {"train": records(24)}, tmp_path)
+    with torch.no_grad():
+        loaded.model.get_output_embeddings().weight.zero_()
+    responses = rows.written_records(loaded)
+    assert rows.answer_records(responses, loaded, math.inf) == responses
+    noted = capsys.readouterr().err
+    assert "21 answers are left out: they repeat themselves up to the limit of" in noted
+    assert "0 prompts are answered in time" in noted
 
 
 def test_groups_of_another_size_are_answered_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
