@@ -109,6 +109,11 @@ WRONG = {
     "serve hollow --prefix-per-key": "--prefix-per-key needs API keys",
     # Files.
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
+    "generate hollow --input ''": "--input '' is not accepted: give a name",
+    "generate hollow x --output ''": "--output '' is not accepted: give a name",
+    "generate hollow --input rec.jsonl --input ten.json": "--input is given twice",
+    "generate hollow rec.jsonl": "give --input rec.jsonl",
+    "generate hollow x --output new.csv": "--output new.csv is written as JSON lines",
     "generate hollow --input empty.txt": "no prompts in empty.txt",
     "generate hollow --input bad.jsonl": "nothing to generate: no row of bad.jsonl can be used",
     "generate hollow x --schedule nowhere.json": "cannot read the schedule nowhere.json",

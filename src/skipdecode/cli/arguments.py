@@ -147,8 +147,25 @@ def _add(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind
         return
     if kind.many:
         keywords |= {"nargs": several, "action": "extend" if several else "append"}
+    elif _is_path(kind):
+        keywords["action"] = _Once
     names = [flag(name) for name in (field.name, meta["alias"]) if name]
     parser.add_argument(*names, required=required, metavar=_metavar(field.name, kind), **keywords)
+
+
+def _is_path(kind: Kind) -> bool:
+    """Whether each value of an option is a file or a directory, and no name of something else."""
+    use = kind.metadata["path"]
+    return use == Reads() or isinstance(use, Writes | RunDirectory)
+
+
+class _Once(argparse.Action):
+    """A path that is given once: a second one would take its place, and not be read or written beside it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, value: object, name: object) -> None:
+        if hasattr(args, self.dest):
+            parser.error(f"{name} is given twice: give one path")
+        setattr(args, self.dest, value)
 
 
 def _reader(name: str, kind: Kind) -> Callable[[str], object]:
@@ -156,6 +173,8 @@ def _reader(name: str, kind: Kind) -> Callable[[str], object]:
     parse = kind.metadata["parse"] or kind.type
 
     def read(text: str) -> object:
+        if not text and _is_path(kind):  # as of a variable of the shell that is not set
+            raise OptionError(name, text, "a name that is not empty")
         try:
             value: object = parse(text)
         except ValueError as e:

@@ -20,6 +20,7 @@ With --output FILE, finished records are kept in FILE.partial: after a kill or C
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing
@@ -67,6 +68,8 @@ from skipdecode.models.loading.identity import checkpoint_digest
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import RunStats
+
+_NO_LINES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xlsx", ".gz", ".zst", ".bz2", ".xz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +174,10 @@ def run(config: Config) -> int:
 def _check(config: Config) -> None:
     if not config.prompts and config.input is None and sys.stdin.isatty():
         raise UsageError("no prompts: give them as arguments, with --input FILE, or on standard input with --input -")
+    if file := next(filter(os.path.isfile, config.prompts), None):
+        raise UsageError(f"the prompt {file!r} is the name of a file: give --input {file}, or prompts by --input -")
+    if config.output.lower().endswith(_NO_LINES):
+        raise UsageError(f"--output {config.output} is written as JSON lines: give a name that ends in .jsonl")
     if config.output_format == "text" and config.output != "-":
         raise UsageError("--output-format text is for standard output: leave out --output, or redirect with > FILE")
 
