@@ -414,6 +414,9 @@ def test_an_adapter_whose_tensors_do_not_fit_is_refused_by_name(tmp_path: Path, 
     assert f"{2 * LAYERS} weights are not in the model, such as base_model.model.model.layers.0.self_attn.query" in said
     assert "layers.3.self_attn.q_proj.lora_A" in refused(weights | {name: weights[name][:, :3].clone()})
     assert f"1 weights are not finite, such as {name}" in refused(weights | {name: weights[name] * float("nan")})
+    file.unlink()
+    with pytest.raises(ModelLoadError, match=r"has no adapter_model\.safetensors"):
+        load_model(str(tmp_path / "adapter"))
 
 
 def test_an_adapter_knows_the_weights_it_was_tuned_on(tmp_path: Path, checkpoint: Path, capsys: Any) -> None:
