@@ -131,6 +131,7 @@ WRONG = {
     "prepare hollow --self --prompts nowhere.jsonl --out new": "nowhere.jsonl",
     "tune hollow --recipe nowhere.json --out new": "nowhere.json",
     "generate hollow x --json-schema nowhere.json": "nowhere.json",
+    "generate hollow x --json-schema one.json": "one.json: oneOf constraints are not supported: give anyOf",
     "eval hollow --task jsonl --data nowhere.jsonl --out new": "nowhere.jsonl",
     **{f"{verb} nowhere {rest}": "'nowhere'" for verb, rest in NEEDED.items()},
     **{f"{verb} hollow --schedule fast {NEEDED[verb]}": "'fast'" for verb in ("generate", "chat", "tune", "export")},
@@ -149,6 +150,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_adapter(place / "adapter", str(place / "hollow"))
     (place / "rec.jsonl").write_text('{"mr": "name[A]", "ref": "A."}\n')
     (place / "empty.txt").write_text("\n")
+    (place / "one.json").write_text('{"oneOf": [{"type": "integer"}, {"type": "number"}]}')
     (place / "bad.jsonl").write_text("{oops\n{}\n")
     (place / "ten.json").write_text(Schedule.constant(10, 5).to_json())
     (place / "cfg.json").write_text((place / "hollow" / "config.json").read_text())

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.options import (
     ChatOptions,
@@ -49,7 +49,7 @@ from skipdecode.data.source import ARGUMENTS, PromptSource
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.requests import BATCH, SamplingOptions
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import DataError, GrammarError, UsageError
 from skipdecode.generation.batch_lines import answer_line, prompt_reader
 from skipdecode.generation.decoding import Decoding, Output
 from skipdecode.generation.grammar import Grammars
@@ -134,8 +134,7 @@ def run(config: Config) -> int:
         chosen = choose_template(config, tuned, plain=not config.template, system=config.system)
         read = prompt_reader(chosen)
         if config.json_schema is not None:
-            schema = read_json(Path(config.json_schema))
-            Grammars(None, 0, ()).compile("json", schema)  # refused before weights are loaded
+            schema = _schema(config.json_schema)
         rows, first = source.check(read, all_usable=not config.skips_bad)
         llm = _loaded(config)
         template = llm.resolve_template(chosen)
@@ -187,6 +186,16 @@ def _source(config: Config) -> PromptSource:
         return PromptSource.of_prompts(config.prompts)
     format = None if config.format == "auto" else config.format
     return PromptSource.open(config.input or "-", format, config.prompt_field or "prompt")
+
+
+def _schema(file: str) -> Any:
+    """The JSON schema in a file, which is refused before weights are loaded."""
+    schema = read_json(Path(file))
+    try:
+        Grammars(None, 0, ()).compile("json", schema)
+    except GrammarError as e:
+        raise UsageError(f"{file}: {e}") from None
+    return schema
 
 
 def _prints_text(config: Config) -> bool:

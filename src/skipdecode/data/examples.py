@@ -136,7 +136,8 @@ def make_template(options: RecordOptions, source: Source | None = None) -> Promp
         chat = options.chat or (False if shape is TEXT else None)
         return PromptTemplate("{prompt}", ("response",), chat, shape=shape)
     if len(named) != 1:
-        raise UsageError("give one of `task`, `prompt_template` and `prompt_field`")
+        why = f"{source} is read once, so its shape is not found out: " if read_once and not named else ""
+        raise UsageError(f"{why}give one of `task`, `prompt_template` and `prompt_field`")
     if options.task is not None:
         return load_task(options.task).template
     if options.response_field is None:
