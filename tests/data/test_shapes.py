@@ -19,12 +19,7 @@ from checkpoints import HERMES, byte_tokenizer
 from skipdecode import evaluate
 from skipdecode.cli import main
 from skipdecode.common.rows import read_rows
-from skipdecode.data.examples import (
-    RecordOptions,
-    encode_examples,
-    known_shape,
-    make_template,
-)
+from skipdecode.data.examples import RecordOptions, encode_examples, known_shape, make_template
 from skipdecode.data.shapes import SHAPES as KNOWN
 from skipdecode.data.source import PromptSource, held_out, load_records, read_file
 from skipdecode.data.tasks import Task

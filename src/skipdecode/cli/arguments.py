@@ -162,10 +162,10 @@ def _is_path(kind: Kind) -> bool:
 class _Once(argparse.Action):
     """A path that is given once: a second one would take its place, and not be read or written beside it."""
 
-    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, value: object, name: object) -> None:
-        if hasattr(args, self.dest):
-            parser.error(f"{name} is given twice: give one path")
-        setattr(args, self.dest, value)
+    def __call__(self, parser: Any, namespace: Any, values: object, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            parser.error(f"{option_string} is given twice: give one path")
+        setattr(namespace, self.dest, values)
 
 
 def _reader(name: str, kind: Kind) -> Callable[[str], object]:

@@ -103,11 +103,7 @@ def render_chat(
         if _reads_parts(tokenizer, template):
             adapted = [message | {"content": _in_parts(message["content"])} for message in adapted]
         text = tokenizer.apply_chat_template(
-            adapted,
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=answer,
-            **variables,
+            adapted, tools=list(tools) or None, tokenize=False, add_generation_prompt=answer, **variables
         )
     except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
         reason, jinja = " ".join(str(e).split()), sys.modules.get("jinja2")  # which transformers may do without
@@ -129,7 +125,7 @@ def _adapted(message: Message, template: str) -> Message:
     return adapted
 
 
-@lru_cache
+@lru_cache(maxsize=8)  # it keeps tokenizers
 def _reads_parts(tokenizer: Tokenizer, template: str) -> bool:
     """Whether a template writes a text in a list of parts, and leaves out one that is the content itself."""
 
@@ -167,11 +163,7 @@ def unused_roles(
 
 
 def unused_fields(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    text: str,
-    variables: Fields = _NOTHING,
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], text: str, variables: Fields = _NOTHING
 ) -> set[str]:
     """Fields of the messages, and `tools`, without which the template renders the same `text`.
 
