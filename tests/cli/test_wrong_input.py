@@ -111,7 +111,6 @@ WRONG = {
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
     "generate hollow --input ''": "--input '' is not accepted: give a name",
     "generate hollow x --output ''": "--output '' is not accepted: give a name",
-    "generate hollow --input rec.jsonl --input ten.json": "--input is given twice",
     "generate hollow rec.jsonl": "give --input rec.jsonl",
     "generate hollow x --output new.csv": "--output new.csv is written as JSON lines",
     "generate hollow --input empty.txt": "no prompts in empty.txt",
@@ -168,6 +167,11 @@ def test_one_line_and_exit_code_2_before_weights_are_read(
     assert printed.err.startswith("skipdecode: ")
     assert printed.err.count("\n") == 1
     assert WRONG[command] in printed.err
+
+
+def test_a_path_in_place_of_another_is_told(capsys: Any):
+    assert main(["generate", "nowhere", "--input", "a", "--input", "b"]) == 2
+    assert "--input is given twice: b counts, not a\n" in capsys.readouterr().err
 
 
 def test_it_is_found_before_torch_and_transformers_are_imported(place: Path):

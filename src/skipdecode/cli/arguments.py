@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from skipdecode.common.files import RunDirectory, check_output, held
 from skipdecode.common.jsonl import Json, prepared_use
 from skipdecode.common.options import Kind, Options, Reads, Writes, kinds, near
+from skipdecode.common.progress import note
 from skipdecode.errors import OptionError, SkipDecodeError, UsageError
 
 T = TypeVar("T")
@@ -148,7 +149,7 @@ def _add(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind
     if kind.many:
         keywords |= {"nargs": several, "action": "extend" if several else "append"}
     elif _is_path(kind):
-        keywords["action"] = _Once
+        keywords["action"] = _OnePath
     names = [flag(name) for name in (field.name, meta["alias"]) if name]
     parser.add_argument(*names, required=required, metavar=_metavar(field.name, kind), **keywords)
 
@@ -159,12 +160,12 @@ def _is_path(kind: Kind) -> bool:
     return use == Reads() or isinstance(use, Writes | RunDirectory)
 
 
-class _Once(argparse.Action):
-    """A path that is given once: a second one would take its place, and not be read or written beside it."""
+class _OnePath(argparse.Action):
+    """Takes the last of several paths, as for other options, and says that the others are not read or written."""
 
     def __call__(self, parser: Any, namespace: Any, values: object, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
-            parser.error(f"{option_string} is given twice: give one path")
+            note(f"{option_string} is given twice: {values} counts, not {getattr(namespace, self.dest)}")
         setattr(namespace, self.dest, values)
 
 
