@@ -93,6 +93,8 @@ def test_a_stream_that_would_be_read_twice_is_refused_by_name(
     stdin_of(monkeypatch, b"{}\n")
     assert main(["tune", model, "--train", "-", "--dev", "-", "--out", str(tmp_path / "out"), *TUNE]) == 2
     assert "- is given twice and can be read only once" in capsys.readouterr().err
+    assert main(["tune", model, "--train", "-", "--out", str(tmp_path / "out")]) == 2
+    assert "- is read once, so its shape is not found out: give one of --task" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["tune", model, "--train", "-", "--out", str(tmp_path / "out"), *TUNE]) == 2
     assert "2 processes would read it" in capsys.readouterr().err

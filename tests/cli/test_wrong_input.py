@@ -109,6 +109,10 @@ WRONG = {
     "serve hollow --prefix-per-key": "--prefix-per-key needs API keys",
     # Files.
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
+    "generate hollow --input ''": "--input '' is not accepted: give a name",
+    "generate hollow x --output ''": "--output '' is not accepted: give a name",
+    "generate hollow rec.jsonl": "give --input rec.jsonl",
+    "generate hollow x --output new.csv": "--output new.csv is written as JSON lines",
     "generate hollow --input empty.txt": "no prompts in empty.txt",
     "generate hollow --input bad.jsonl": "nothing to generate: no row of bad.jsonl can be used",
     "generate hollow x --schedule nowhere.json": "cannot read the schedule nowhere.json",
@@ -126,6 +130,7 @@ WRONG = {
     "prepare hollow --self --prompts nowhere.jsonl --out new": "nowhere.jsonl",
     "tune hollow --recipe nowhere.json --out new": "nowhere.json",
     "generate hollow x --json-schema nowhere.json": "nowhere.json",
+    "generate hollow x --json-schema one.json": "one.json: oneOf constraints are not supported: give anyOf",
     "eval hollow --task jsonl --data nowhere.jsonl --out new": "nowhere.jsonl",
     **{f"{verb} nowhere {rest}": "'nowhere'" for verb, rest in NEEDED.items()},
     **{f"{verb} hollow --schedule fast {NEEDED[verb]}": "'fast'" for verb in ("generate", "chat", "tune", "export")},
@@ -144,6 +149,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_adapter(place / "adapter", str(place / "hollow"))
     (place / "rec.jsonl").write_text('{"mr": "name[A]", "ref": "A."}\n')
     (place / "empty.txt").write_text("\n")
+    (place / "one.json").write_text('{"oneOf": [{"type": "integer"}, {"type": "number"}]}')
     (place / "bad.jsonl").write_text("{oops\n{}\n")
     (place / "ten.json").write_text(Schedule.constant(10, 5).to_json())
     (place / "cfg.json").write_text((place / "hollow" / "config.json").read_text())
@@ -161,6 +167,11 @@ def test_one_line_and_exit_code_2_before_weights_are_read(
     assert printed.err.startswith("skipdecode: ")
     assert printed.err.count("\n") == 1
     assert WRONG[command] in printed.err
+
+
+def test_a_path_in_place_of_another_is_told(capsys: Any):
+    assert main(["generate", "nowhere", "--input", "a", "--input", "b"]) == 2
+    assert "--input is given twice: b counts, not a\n" in capsys.readouterr().err
 
 
 def test_it_is_found_before_torch_and_transformers_are_imported(place: Path):

@@ -46,6 +46,7 @@ def written(path: Path, content: str | bytes) -> Path:
         # A semicolon in a header with commas, or in the only column, is text.
         ("x.csv", "a;b,c\n1;2,3\n", {2: {"a;b": "1;2", "c": "3"}}),
         ("x.csv", "text\n1;2\n", {2: {"text": "1;2"}}),
+        ("x.csv", "sep=;\nprompt;note;;\nab;;;\n", {3: {"prompt": "ab", "note": ""}}),
         # Empty cells are a record, a blank line is none.
         ("x.csv", 'prompt\nab\n""\n\ncd\n', {2: {"prompt": "ab"}, 3: {"prompt": ""}, 5: {"prompt": "cd"}}),
         ("x.csv", "a,b\n,\n1,2\n", {2: {"a": "", "b": ""}, 3: {"a": "1", "b": "2"}}),

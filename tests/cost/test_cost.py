@@ -80,10 +80,7 @@ _KEYS = ["llama", "mistral", "gemma3_text", "gpt_bigcode", "opt"]
 _STATES = [each for each in ("lfm2", "qwen3_5_text", "jamba", "mamba2", "falcon_h1", "gemma4_text") if each in LATER]
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "prompt"),
-    in_turn([*_KEYS, *_STATES], SCHEDULES, ["full", "max_exit"]),
-)
+@pytest.mark.parametrize(("family", "name", "prompt"), in_turn([*_KEYS, *_STATES], SCHEDULES, ["full", "max_exit"]))
 def test_kv_bytes_are_those_of_a_real_cache(family, name, prompt):
     model = shared_model(family)
     if (plan := suited(family, replace(SCHEDULES[name], prompt=prompt))) is None:

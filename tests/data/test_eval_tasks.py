@@ -128,10 +128,7 @@ def test_records_without_text_are_left_out_and_named_by_line(tmp_path: Path):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (
-            b'{"txt": "a", "answer": "x"}',
-            "line 2: missing field: 'text'; the record has 'txt', 'answer'",
-        ),
+        (b'{"txt": "a", "answer": "x"}', "line 2: missing field: 'text'; the record has 'txt', 'answer'"),
         (b'{"text": "a"}', "line 2: missing field: 'answers' or 'answer'; the record has 'text'"),
         (b'{"text": ["a"], "answer": "x"}', "line 2: field is no text: 'text' is a list"),
         (b'{"text": "a", "answer": {}}', "line 2: field is no text: 'answer' is an object"),

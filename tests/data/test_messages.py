@@ -126,6 +126,17 @@ def test_a_conversation_gives_one_prompt_by_every_reader(names: list[str], with_
             assert PromptEncoder(tokenizer_of(), None).encode([line])[0].text == text
 
 
+def test_the_system_message_of_a_record_is_text_or_parts(capsys: Any) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]}
+    of_parts = TEMPLATE.replace("{{ m.content }}", "{% for p in m.content if p.type %}{{ p.text }}{% endfor %}")
+    for system, template in (("be", of_parts), ("be", TEMPLATE), ([{"type": "text", "text": "be"}], TEMPLATE)):
+        assert read(row | {"system": system}, tokenizer_of(template)) == {"<system>be<user>a<assistant>"}
+    with pytest.raises(DataError, match="field 'system' has a number"):
+        read(row | {"system": 5}, tokenizer_of())
+    make_template(RecordOptions(), [{"prompt": "a", "response": "b", "system": 5}])
+    assert "left out: system" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "fields",
     [

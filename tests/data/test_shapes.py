@@ -19,12 +19,7 @@ from checkpoints import HERMES, byte_tokenizer
 from skipdecode import evaluate
 from skipdecode.cli import main
 from skipdecode.common.rows import read_rows
-from skipdecode.data.examples import (
-    RecordOptions,
-    encode_examples,
-    known_shape,
-    make_template,
-)
+from skipdecode.data.examples import RecordOptions, encode_examples, known_shape, make_template
 from skipdecode.data.shapes import SHAPES as KNOWN
 from skipdecode.data.source import PromptSource, held_out, load_records, read_file
 from skipdecode.data.tasks import Task
@@ -60,6 +55,8 @@ SHAPES: dict[str, tuple[dict[str, Any], list[tuple[Any, str]]]] = {
     "conversations": ({"conversations": SHAREGPT}, [(MESSAGES[:1], "two"), (MESSAGES[:3], "four")]),
     "instruction": ({"instruction": "a", "input": "", "output": "b"}, [("a", "b")]),
     "instruction and input": ({"instruction": "a", "input": "c", "output": "b"}, [("a\n\nc", "b")]),
+    "instruction and a number": ({"instruction": "a", "input": 5, "output": "b"}, [("a\n\n5", "b")]),
+    "instruction and NaN": ({"instruction": "a", "input": float("nan"), "output": "b"}, [("a", "b")]),
     "question": ({"question": "a", "answer": "b"}, [("a", "b")]),
     "question and answers": ({"question": "a", "answers": {"text": ["b", "b"], "answer_start": [1, 9]}}, [("a", "b")]),
     "messages with a prompt beside them": ({"messages": MESSAGES[:2], "prompt": "one"}, [(MESSAGES[:1], "two")]),
@@ -191,6 +188,9 @@ def test_two_shapes_or_none_are_an_error() -> None:
         make_template(RecordOptions(), [both])
     with pytest.raises(DataError, match="have 'a', which is none of"):
         make_template(RecordOptions(), [{"a": 1}])
+    rows = [{"question": "a", "context": {"title": ["c"]}, "answer": "b"}]
+    with pytest.raises(DataError, match="'context' is an object"):
+        read_file(rows, make_template(RecordOptions(), rows))
 
 
 def test_a_record_without_an_answer_keeps_its_line(tmp_path: Path) -> None:

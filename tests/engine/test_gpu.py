@@ -17,10 +17,7 @@ from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model
 from tuning_data import records, save_model, write_jsonl
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NEW = 20
 PROMPTS = [(5, 6, 7, 8), (9,), tuple(range(3, 40)), (11, 12, 13, 14, 15, 16, 17)]
 LINEAR = Schedule.from_speedup(LAYERS, 2, NEW)

@@ -33,10 +33,7 @@ def test_tokens_behind_the_window_are_not_seen_by_layers_that_slide(family: str)
     schedule = Schedule(LAYERS, tuple(range(LAYERS - 1)), (1,), warmup_layers=0, prompt="max_exit")
     engine = FastEngine(uneven_model(family), schedule)
     prompt = PROMPTS[0]
-    behind, within = (
-        (*prompt[: -WINDOW - 1], 99, *prompt[-WINDOW:]),
-        (*prompt[:-WINDOW], 99, *prompt[1 - WINDOW :]),
-    )
+    behind, within = ((*prompt[: -WINDOW - 1], 99, *prompt[-WINDOW:]), (*prompt[:-WINDOW], 99, *prompt[1 - WINDOW :]))
     found = [(row[0].token, row[0].logprob) for row in decode(engine, [prompt, behind, within])]
     assert found[0] == found[1] != found[2]
 

@@ -51,6 +51,7 @@ def test_records_are_scored_as_by_the_verb(place: Path, llm: skipdecode.LLM, tmp
     one = skipdecode.evaluate(place / "model", place / "data.jsonl", own, **given)
     assert one.runs[1].path == tmp_path / "one" / "run.json"
     assert one.runs[1].outputs == scores.runs[2].outputs
+    assert skipdecode.evaluate(llm, ROWS, None, task=place / "mine.yaml", **FAST).rows[0]["name"] == "full"
 
 
 def test_without_references_texts_are_compared_with_the_base_model(llm: skipdecode.LLM, tmp_path: Path):

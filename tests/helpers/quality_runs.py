@@ -39,12 +39,7 @@ class Says(Method):
         self.words = words
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: Any,
-        eos: set[int],
-        **options: Any,
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: Any, eos: set[int], **options: Any
     ) -> Generation:
         tokenizer = byte_tokenizer()
         numbers = [int(tokenizer.decode(p).strip(":")) for p in prompts]

@@ -328,11 +328,7 @@ def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files)
         ({"nominal_speedup": 0.5}, OptionError, "nominal_speedup"),
         ({"nominal_speedup": float("nan")}, OptionError, "nominal_speedup"),
         ({"nominal_speedup": 20}, ScheduleError, "at most 4.00 is possible"),
-        (
-            {"target_speedup": 8, "fit": False},
-            TargetError,
-            "2 for prompts, the bound of the whole request is 3.27x",
-        ),
+        ({"target_speedup": 8, "fit": False}, TargetError, "2 for prompts, the bound of the whole request is 3.27x"),
         ({"target_speedup": 2, "prompt_depths": ("9",)}, ScheduleError, "a number from 1 to 8"),
         ({"target_speedup": 2, "prompt_depths": ("1-3",)}, ScheduleError, "leaves out layer 0"),
         ({"nominal_speedup": 2, "prompt_depths": ("4",)}, UsageError, "`prompt_depths` belongs to `target_speedup`"),

@@ -95,6 +95,8 @@ def test_wrong_calls_are_refused_with_the_names_of_python(tmp_path: Path) -> Non
     model, call = str(save_model(tmp_path / "model")), {"out": tmp_path / "out", **PACE}
     with pytest.raises(UsageError, match="no option 'step'"):
         skipdecode.tune(model, TRAIN, DEV, **call, step=3)
+    with pytest.raises(UsageError, match="`out` is missing"):
+        skipdecode.tune(model, TRAIN, DEV, **call | {"out": None})
     with pytest.raises(OptionError, match=r"^steps=0 is not accepted"):
         skipdecode.tune(model, TRAIN, DEV, **call | {"steps": 0})
     with pytest.raises(UsageError, match="`response_field` is missing"):

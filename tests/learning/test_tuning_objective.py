@@ -18,13 +18,7 @@ from skipdecode.data.batches import IGNORE, Batch, collate
 from skipdecode.data.examples import Example
 from skipdecode.learning import objective
 from skipdecode.learning.distributions import TeacherTopK
-from skipdecode.learning.objective import (
-    Objective,
-    Teacher,
-    TrainStep,
-    response_logits,
-    token_losses,
-)
+from skipdecode.learning.objective import Objective, Teacher, TrainStep, response_logits, token_losses
 from skipdecode.learning.settings import TuneConfig
 from skipdecode.learning.trainer import make_optimizer
 from tiny import LAYERS, VOCAB, tiny_model

@@ -161,9 +161,9 @@ def test_a_config_that_is_larger_than_the_weights_fills_no_memory(
 
 
 @pytest.mark.parametrize("value", [[], None], ids=str)
-def test_a_config_needs_no_classes(checkpoint: Path, value: Any) -> None:
-    edit_json(checkpoint / "config.json", architectures=value)
-    assert load_model(str(checkpoint)).checkpoint.num_layers == LAYERS
+def test_a_config_needs_no_classes_and_no_names_of_outputs(checkpoint: Path, value: Any) -> None:
+    edit_json(checkpoint / "config.json", architectures=value, return_dict=False)
+    assert logits(load_model(str(checkpoint)).model).isfinite().all()
 
 
 def behind(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -286,6 +286,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (as_text("config.json", "{"), "its config does not load"),
     "an unknown type": (as_text("config.json", '{"model_type": "no-such-family"}'), "its config does not load"),
     "a width in words": (of_config(hidden_size="x"), "its config does not load"),
+    "an end in words": (as_text("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id .* is 'x'"),
 }  # fmt: skip
 
 
@@ -413,6 +414,9 @@ def test_an_adapter_whose_tensors_do_not_fit_is_refused_by_name(tmp_path: Path, 
     assert f"{2 * LAYERS} weights are not in the model, such as base_model.model.model.layers.0.self_attn.query" in said
     assert "layers.3.self_attn.q_proj.lora_A" in refused(weights | {name: weights[name][:, :3].clone()})
     assert f"1 weights are not finite, such as {name}" in refused(weights | {name: weights[name] * float("nan")})
+    file.unlink()
+    with pytest.raises(ModelLoadError, match=r"has no adapter_model\.safetensors"):
+        load_model(str(tmp_path / "adapter"))
 
 
 def test_an_adapter_knows_the_weights_it_was_tuned_on(tmp_path: Path, checkpoint: Path, capsys: Any) -> None:

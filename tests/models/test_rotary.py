@@ -21,10 +21,7 @@ from tiny import LAYERS, tiny_model
 SWITCH, NEW = 24, 8
 LENGTHS = (20, 5, 30, 24, 23)  # short, long, and such that cross the switch at different steps
 PROMPTS = [[3 + (7 * i + 11 * length) % 90 for i in range(length)] for length in LENGTHS]
-SCHEDULES = [
-    Schedule.full(LAYERS),
-    Schedule.split(LAYERS, 4, (5, 5, 4, 3, 3)),
-]
+SCHEDULES = [Schedule.full(LAYERS), Schedule.split(LAYERS, 4, (5, 5, 4, 3, 3))]
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,

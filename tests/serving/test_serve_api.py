@@ -430,6 +430,7 @@ PROMPT, CHAT_BODY = {"prompt": "x"}, {"messages": MESSAGES}
 # Values of a completion's fields.
 INVALID = {
     "echo": [1],
+    "guided_json": [5],
     "stop_token_ids": [[259]],
     "presence_penalty": [2.5],
     "frequency_penalty": [-3],

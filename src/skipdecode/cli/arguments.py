@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from skipdecode.common.files import RunDirectory, check_output, locked
 from skipdecode.common.jsonl import Json, prepared_use
 from skipdecode.common.options import Kind, Options, Reads, Writes, kinds, near
+from skipdecode.common.progress import note
 from skipdecode.errors import OptionError, SkipDecodeError, UsageError
 
 T = TypeVar("T")
@@ -147,8 +148,25 @@ def _add(parser: argparse._ActionsContainer, field: dataclasses.Field[Any], kind
         return
     if kind.many:
         keywords |= {"nargs": several, "action": "extend" if several else "append"}
+    elif _is_path(kind):
+        keywords["action"] = _OnePath
     names = [flag(name) for name in (field.name, meta["alias"]) if name]
     parser.add_argument(*names, required=required, metavar=_metavar(field.name, kind), **keywords)
+
+
+def _is_path(kind: Kind) -> bool:
+    """Whether each value of an option is a file or a directory, and no name of something else."""
+    use = kind.metadata["path"]
+    return use == Reads() or isinstance(use, Writes | RunDirectory)
+
+
+class _OnePath(argparse.Action):
+    """Takes the last of several paths, as for other options, and says that the others are not read or written."""
+
+    def __call__(self, parser: Any, namespace: Any, values: object, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            note(f"{option_string} is given twice: {values} counts, not {getattr(namespace, self.dest)}")
+        setattr(namespace, self.dest, values)
 
 
 def _reader(name: str, kind: Kind) -> Callable[[str], object]:
@@ -156,6 +174,8 @@ def _reader(name: str, kind: Kind) -> Callable[[str], object]:
     parse = kind.metadata["parse"] or kind.type
 
     def read(text: str) -> object:
+        if not text and _is_path(kind):  # as of a variable of the shell that is not set
+            raise OptionError(name, text, "a name that is not empty")
         try:
             value: object = parse(text)
         except ValueError as e:

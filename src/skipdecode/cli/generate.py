@@ -20,12 +20,13 @@ With --output FILE, finished records are kept in FILE.partial: after a kill or C
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.options import (
     ChatOptions,
@@ -48,7 +49,7 @@ from skipdecode.data.source import ARGUMENTS, PromptSource
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.requests import BATCH, SamplingOptions
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import DataError, GrammarError, UsageError
 from skipdecode.generation.batch_lines import answer_line, prompt_reader
 from skipdecode.generation.decoding import Decoding, Output
 from skipdecode.generation.grammar import Grammars
@@ -67,6 +68,8 @@ from skipdecode.models.loading.identity import checkpoint_digest
 if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quick
     from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import RunStats
+
+_NO_LINES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xlsx", ".gz", ".zst", ".bz2", ".xz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +134,7 @@ def run(config: Config) -> int:
         chosen = choose_template(config, tuned, plain=not config.template, system=config.system)
         read = prompt_reader(chosen)
         if config.json_schema is not None:
-            schema = read_json(Path(config.json_schema))
-            Grammars(None, 0, ()).compile("json", schema)  # refused before weights are loaded
+            schema = _schema(config.json_schema)
         rows, first = source.count(read, all_usable=not config.skips_bad)
         llm = _loaded(config)
         template = llm.resolve_template(chosen)
@@ -171,6 +173,10 @@ def run(config: Config) -> int:
 def _check(config: Config) -> None:
     if not config.prompts and config.input is None and sys.stdin.isatty():
         raise UsageError("no prompts: give them as arguments, with --input FILE, or on standard input with --input -")
+    if file := next(filter(os.path.isfile, config.prompts), None):
+        raise UsageError(f"the prompt {file!r} is the name of a file: give --input {file}, or prompts by --input -")
+    if config.output.lower().endswith(_NO_LINES):
+        raise UsageError(f"--output {config.output} is written as JSON lines: give a name that ends in .jsonl")
     if config.output_format == "text" and config.output != "-":
         raise UsageError("--output-format text is for standard output: leave out --output, or redirect with > FILE")
 
@@ -180,6 +186,16 @@ def _source(config: Config) -> PromptSource:
         return PromptSource.of_prompts(config.prompts)
     format = None if config.format == "auto" else config.format
     return PromptSource.open(config.input or "-", format, config.prompt_field or "prompt")
+
+
+def _schema(file: str) -> Any:
+    """The JSON schema in a file, which is refused before weights are loaded."""
+    schema = read_json(Path(file))
+    try:
+        Grammars(None, 0, ()).compile("json", schema)
+    except GrammarError as e:
+        raise UsageError(f"{file}: {e}") from None
+    return schema
 
 
 def _prints_text(config: Config) -> bool:

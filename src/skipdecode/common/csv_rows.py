@@ -44,18 +44,24 @@ def csv_rows(lines: Iterable[bytes], delimiter: str, name: str) -> Iterator[tupl
                 raise DataError(f"{name}: no header of a {delimiter!r}-separated file: {e}", line) from None
             row: Row = DataError(f"not CSV: {e}")
         else:
-            if not fields or (header is None and not any(fields)):
-                continue  # a blank line; where there is a header, empty cells are a record
+            if not fields or (header is None and (not any(fields) or fields == ["sep=", ""])):
+                continue  # a blank line, or Excel's on the delimiter; where there is a header, empty cells are a record
             if header is None:
-                header = [field.strip() for field in fields]
+                header = _without_end([field.strip() for field in fields], 0)
                 if not all(map(is_text, header)):
                     raise DataError(f"{name}: the header is not UTF-8: {TO_UTF8}", line)
                 named = [*itertools.dropwhile(lambda column: not column, header)]  # pandas' index has no name
                 if "" in named or len(set(named)) < len(named):
                     raise DataError(f"{name}: the header must have each column once, and has {', '.join(header)}", line)
                 continue
-            row = _object(header, fields, delimiter)
+            row = _object(header, _without_end(fields, len(header)), delimiter)
         yield line, _checked_span(row, reader.line_num - line + 1, name, line)
+
+
+def _without_end(fields: list[str], least: int) -> list[str]:
+    """The fields without empty ones at the end, which spreadsheets write, but at least so many."""
+    filled = (number for number, field in enumerate(fields, 1) if field)
+    return fields[: max(least, *filled, 0)]
 
 
 def _object(header: list[str], fields: list[str], delimiter: str) -> Row:

@@ -92,19 +92,18 @@ def render_chat(
 ) -> str:
     """The text of a chat, up to where an answer begins if `answer`; `variables` are further ones of the template.
 
-    The role `developer` becomes `system`, as OpenAI says, and reasoning gets another of its names, where the template
-    does not read what the messages have.
+    The role `developer` becomes `system`, as OpenAI says, reasoning gets another of its names, and text becomes a part,
+    where the template does not read what the messages have.
 
     Raises DataError: the template refuses the chat; ModelLoadError: the template is no valid program.
     """
     try:
         template = str(tokenizer.get_chat_template(tools=list(tools) or None))
+        adapted = [_adapted(message, template) for message in messages]
+        if _reads_parts(tokenizer, template):
+            adapted = [message | {"content": _in_parts(message["content"])} for message in adapted]
         text = tokenizer.apply_chat_template(
-            [_adapted(message, template) for message in messages],
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=answer,
-            **variables,
+            adapted, tools=list(tools) or None, tokenize=False, add_generation_prompt=answer, **variables
         )
     except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
         reason, jinja = " ".join(str(e).split()), sys.modules.get("jinja2")  # which transformers may do without
@@ -124,6 +123,24 @@ def _adapted(message: Message, template: str) -> Message:
     if reasoning and wanted and not {*reasoning} & {*wanted}:
         adapted[wanted[0]] = adapted.pop(reasoning[0])
     return adapted
+
+
+@lru_cache(maxsize=8)  # it keeps tokenizers
+def _reads_parts(tokenizer: Tokenizer, template: str) -> bool:
+    """Whether a template writes a text in a list of parts, and leaves out one that is the content itself."""
+
+    def writes(content: object) -> bool:
+        chat = [{"role": "user", "content": content}]
+        try:
+            return _MARK in tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False)
+        except Exception:  # as in `render_chat`
+            return False
+
+    return not writes(_MARK) and writes(_in_parts(_MARK))
+
+
+def _in_parts(text: str) -> list[Fields]:
+    return [{"type": "text", "text": text}]
 
 
 @lru_cache
@@ -146,11 +163,7 @@ def unused_roles(
 
 
 def unused_fields(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    text: str,
-    variables: Fields = _NO_FIELDS,
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], text: str, variables: Fields = _NO_FIELDS
 ) -> set[str]:
     """Fields of the messages, and `tools`, without which the template renders the same `text`.
 

@@ -18,6 +18,7 @@ from skipdecode.common.progress import note
 from skipdecode.common.rows import read_rows
 from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import response_ids, turn_text
+from skipdecode.data.messages import chat_fields
 from skipdecode.data.prompts import (
     EncodedPrompt,
     PromptEncoder,
@@ -135,7 +136,8 @@ def make_template(options: RecordOptions, source: Source | None = None) -> Promp
         chat = options.chat or (False if shape is TEXT else None)
         return PromptTemplate("{prompt}", ("response",), chat, shape=shape)
     if len(named) != 1:
-        raise UsageError("give one of `task`, `prompt_template` and `prompt_field`")
+        why = f"{source} is read once, so its shape is not found out: " if read_once and not named else ""
+        raise UsageError(f"{why}give one of `task`, `prompt_template` and `prompt_field`")
     if options.task is not None:
         return load_task(options.task).template
     if options.response_field is None:
@@ -170,7 +172,7 @@ def known_shape(source: Any, remedy: str, answers: str, template: PromptTemplate
             return None
         elif len(fitting := fitting_shapes(row)) == 1:
             # An encoder says where system messages and tools are not used.
-            unused = fitting[0].unused(row, ("system", "tools", *fitting[0].responses))
+            unused = fitting[0].unused(row, (*chat_fields(row, chat=False), *fitting[0].responses))
             note(f"{where}: records of {fitting[0].name}" + (f"; left out: {', '.join(unused)}" if unused else ""))
             return fitting[0]
         else:

@@ -141,7 +141,7 @@ def _text(where: str, content: object) -> str | None:
 
 def _text_of_part(where: str, part: object) -> str:
     if not isinstance(part, Mapping):
-        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
+        raise DataError(f"{where} has {kind_of(part)} in place of text or of parts of the type 'text'")
     kind = part.get("type", "text")
     text = part.get(_PARTS[kind]) if isinstance(kind, str) and kind in _PARTS else None
     if not isinstance(text, str):
@@ -170,14 +170,14 @@ def _call(where: str, call: Fields) -> Message:
 
 
 def chat_fields(row: Fields, *, chat: bool) -> Json:
-    """Return the system message and the tools of a record; `chat`: its tools have to be right.
+    """Return the system message and the tools of a record; `chat`: both have to be right.
 
     Tools may be JSON's text, as tables have them, together or one by one.
     """
     system, tools = row.get("system"), _parsed(row.get("tools"))
     fields: Json = {}
-    if isinstance(system, str) and system.strip():
-        fields["system"] = checked_text("field 'system'", system)
+    if (chat or isinstance(system, str)) and (text := _text("field 'system'", system)) and text.strip():
+        fields["system"] = text
     if isinstance(tools, list):
         tools = [_parsed(tool) for tool in tools]
     if tools and (chat or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipdecode.common.jsonl import Fields, Json, Row, kind_of
-from skipdecode.data.messages import REASONING, Message, as_text, checked_text, has_answer, read_messages
+from skipdecode.data.messages import REASONING, Message, as_text, has_answer, read_messages
 from skipdecode.errors import DataError
 
 _BESIDE_TEXT = ("tool_calls", *REASONING)  # of an answer, beside its text
@@ -51,8 +51,8 @@ class Shape:
             raise DataError(f"field {self.key!r} is {kind_of(value)}: give text, or a list of chat messages")
         if not value.strip():
             raise DataError(f"field {self.key!r} is empty")
-        parts = [row[name] for name in self.fields if isinstance(row.get(name), str) and row[name].strip()]
-        return checked_text(f"field {self.key!r}", "\n\n".join(parts))
+        parts = [as_text(name, row[name]) for name in self.fields if not _is_empty(row.get(name))]
+        return "\n\n".join(part for part in parts if part.strip())
 
     def turns(self, row: Fields) -> Iterator[tuple[_Prompt, Json]]:
         """Read each prompt with the fields of its response: `response`, and `turn` of one that is more than text."""
@@ -67,7 +67,7 @@ class Shape:
     def unused(self, row: Fields, used: Iterable[str]) -> list[str]:
         """List fields of a record with content that are not in the prompt, but for those that are `used` otherwise."""
         known = {"id", *self.fields, *used}
-        return [name for name, value in row.items() if name not in known and value not in _EMPTY]
+        return [name for name, value in row.items() if name not in known and not _is_empty(value)]
 
     def present_fields(self, row: Fields) -> str:
         """The fields of the prompt that a record has, in words; the one that tells the shape is the first."""
@@ -168,6 +168,11 @@ def field_names(row: Fields) -> str:
     shown = [repr(name if len(name) <= _CHARACTERS_SHOWN else name[:_CHARACTERS_SHOWN] + "…") for name in row]
     more = f" and {len(shown) - _FIELDS_SHOWN} more" if len(shown) > _FIELDS_SHOWN else ""
     return f"the record has {', '.join(shown[:_FIELDS_SHOWN]) or 'no field'}{more}"
+
+
+def _is_empty(value: object) -> bool:
+    """Whether a value is as good as absent; tables have NaN there."""
+    return value in _EMPTY or value != value
 
 
 def _answers(messages: list[Message]) -> Iterator[tuple[_Prompt, Json]]:

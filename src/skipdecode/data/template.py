@@ -153,8 +153,10 @@ class PromptTemplate:
         A chat loses the answer at its end, unless `keep_answer` is set. A plain text is the value of the
         template's only field. Raises DataError if the prompt is missing, empty or not text.
         """
-        if self.shape is None and are_token_ids(ids := row.get(TOKEN_IDS)):
-            return replace(record, token_ids=tuple(ids or ()))
+        if self.shape is None and (ids := row.get(TOKEN_IDS)):
+            if not are_token_ids(ids):
+                raise DataError(f"field {TOKEN_IDS!r} is not a list of token ids, which are whole numbers")
+            return replace(record, token_ids=tuple(ids))
         if self._fills(row):
             values = self.values(row)
             if not any(value.strip() for value in values.values()):

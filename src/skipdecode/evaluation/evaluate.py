@@ -194,7 +194,7 @@ class _Evaluation:
         until: float,
     ) -> None:
         self.is_single = isinstance(schedules, AnySchedule)
-        names: Any = [schedules] if self.is_single else schedules
+        names: Any = [schedules] if self.is_single else schedules or ()
         self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in names]
         by_name = isinstance(model, str | Path)
         self.checkpoint = open_checkpoint(model, schedules=self.schedules if by_name else ())

@@ -37,8 +37,7 @@ RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
 _UNFINISHED = "unfinished.sqlite"
 EVAL_DIRECTORY = RunDirectory(
-    "run of skipdecode eval",
-    {"run.json": "kind", "*/run.json": "kind", _UNFINISHED: "", LOG_FILE: ""},
+    "run of skipdecode eval", {"run.json": "kind", "*/run.json": "kind", _UNFINISHED: "", LOG_FILE: ""}
 )
 _NEEDED = ("name", "config", "metrics", "outputs", "environment", "n", "kept", "free_running")
 

@@ -30,6 +30,7 @@ _MOST_STATES = 20_000  # of a lexer, each about 2 kB
 # Between the tokens of a JSON text: nothing, a space, or a line break with its indentation. A model that repeats white
 # space would otherwise never end.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\n {0,32})", "lenient": False, "coerce_one_of": False}
+_ITS_OPTION = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # which users do not have
 _NAMED_SCHEMAS = {"$defs", "definitions", "properties", "patternProperties", "dependentSchemas"}  # name -> schema
 _SCHEMAS = ("items", "additionalProperties", "additionalItems", "prefixItems", "anyOf", "oneOf", "allOf")
 
@@ -94,7 +95,7 @@ class Grammars:
         except ValueError as e:
             error = str(e)
         if error:
-            raise GrammarError(" ".join(error.split())[:300])
+            raise GrammarError(" ".join(error.split()).replace(_ITS_OPTION, ": give anyOf")[:300])
         return matcher
 
     def _refused_part(self, schema: dict[str, object]) -> str:

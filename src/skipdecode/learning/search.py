@@ -94,11 +94,7 @@ class LossMeter:
     """
 
     def __init__(
-        self,
-        attachment: Attachment,
-        batches: Sequence[Batch],
-        store: ResumeLog,
-        advance: Callable[[int], object],
+        self, attachment: Attachment, batches: Sequence[Batch], store: ResumeLog, advance: Callable[[int], object]
     ) -> None:
         self._attachment, self._batches, self._store, self._advance = attachment, batches, store, advance
 

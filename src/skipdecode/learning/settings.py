@@ -52,16 +52,9 @@ class TuneConfig(Options):
     accumulation: int = setting("forward passes whose gradients make one optimizer step", default=1, least=1)
     learning_rate: float = option("peak learning rate of AdamW, reached after the warm-up", default=3e-4, above=0)
     warmup_fraction: float = setting(
-        "part of the run over which the learning rate rises; then it falls as a cosine",
-        default=0.05,
-        least=0,
-        most=1,
+        "part of the run over which the learning rate rises; then it falls as a cosine", default=0.05, least=0, most=1
     )
-    weight_decay: float = setting(
-        "weight decay of matrices; vectors (norms, biases) have none",
-        default=0.01,
-        least=0,
-    )
+    weight_decay: float = setting("weight decay of matrices; vectors (norms, biases) have none", default=0.01, least=0)
     clip: float = setting("largest norm of the gradient; 0 does not clip", default=1.0, least=0)
     seed: int = option("seed of batches, adapters, dropout and sampled budgets", default=0, least=0)
 
@@ -70,9 +63,7 @@ class TuneConfig(Options):
         f"rank of the LoRA adapter (default: {DEFAULT_LORA_RANK}; not with --full)", default=None, least=1
     )
     lora_alpha: float | None = setting(
-        "LoRA scale: updates are multiplied by alpha / rank (default: 2 x rank)",
-        default=None,
-        above=0,
+        "LoRA scale: updates are multiplied by alpha / rank (default: 2 x rank)", default=None, above=0
     )
     lora_dropout: float = setting("dropout in front of the LoRA adapter", default=0.0, least=0, below=1)
     lora_targets: tuple[str, ...] = option(
@@ -82,14 +73,9 @@ class TuneConfig(Options):
     adapter_dtype: Literal["float32", "float16"] = option(
         "numbers of the saved adapter; float16 halves the file and keeps more digits than bfloat16", default="float32"
     )
-    train_fit: bool = setting(
-        "train the fit of the schedule or checkpoint too, if there is one",
-        default=True,
-    )
+    train_fit: bool = setting("train the fit of the schedule or checkpoint too, if there is one", default=True)
     fit_learning_rate: float = setting(
-        "peak learning rate of the fit, whose maps a rate for adapters destroys in a few steps",
-        default=5e-5,
-        above=0,
+        "peak learning rate of the fit, whose maps a rate for adapters destroys in a few steps", default=5e-5, above=0
     )
     merge: bool = option("save the model with the adapter merged in, instead of the adapter alone", default=False)
 
@@ -117,8 +103,7 @@ class TuneConfig(Options):
         least=1,
     )
     sampled_prompts: tuple[str, ...] = option(
-        "draw also the schedule and each speed-up above 1 with these prompt layers (as :p15 names them)",
-        default=(),
+        "draw also the schedule and each speed-up above 1 with these prompt layers (as :p15 names them)", default=()
     )
 
     precision: Literal["auto", "fp32", "bf16"] = option(

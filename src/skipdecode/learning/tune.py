@@ -161,7 +161,7 @@ def tune(
     settings, known = _settings(stored, recipe, {"minutes": minutes, **options})
     if not model and "model" in known:
         model, base = known["model"], base or known.get("base")
-    needed = {"model": model, **({} if settings.self else {"train": train}), "out": str(out)}
+    needed = {"model": model, **({} if settings.self else {"train": train}), "out": out and str(out)}
     for name, value in needed.items():
         if not value:
             remedy = ": give records with responses, or `self`" if name == "train" else ""

@@ -15,6 +15,7 @@ _ACCEPTED = {
     "prompt": "give text, a list of texts, a list of token ids, or a list of lists of token ids, none empty",
     "stop": "give text or a list of up to 16 texts, each of 1 to 1000 characters",
     "content": 'give text or a list of {"type": "text", "text": ...}',
+    "guided_json": "give a JSON schema, as an object or as its text",
     "tool_choice": 'give none, auto, required, or {"type": "function", "function": {"name": ...}}',
     "logit_bias": "give token ids (as text) with numbers from -100 to 100",
 }

@@ -89,9 +89,11 @@ def put_adapter(model: PreTrainedModel, adapter: Path, device: Device) -> PeftMo
 
 
 def _stored(adapter: Path) -> dict[str, StoredTensor]:
-    """The tensors in an adapter's file; empty without a file."""
+    """The tensors in an adapter's file."""
     file = next((path for name in _FILES if (path := adapter / name).is_file()), None)
-    return {} if file is None else header(file)
+    if file is None:
+        raise ModelLoadError(f"{adapter} has no {' or '.join(_FILES)}, the adapter's weights: put the file there")
+    return header(file)
 
 
 def add_tokens(model: PreTrainedModel, adapter: Path) -> None:

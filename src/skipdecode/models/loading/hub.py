@@ -93,7 +93,10 @@ def name_ends(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
 
 
 def _listed(tokens: int | list[int] | None) -> list[int]:
-    return [int(token) for token in (tokens if isinstance(tokens, list) else [tokens]) if token is not None]
+    try:
+        return [int(token) for token in (tokens if isinstance(tokens, list) else [tokens]) if token is not None]
+    except (TypeError, ValueError):
+        raise ModelLoadError(f"eos_token_id of the configs is {tokens!r}: give a token id, or a list of them") from None
 
 
 def _tokenizer(checkpoint: Checkpoint, required: bool) -> Tokenizer | None:
@@ -113,8 +116,8 @@ def _tokenizer(checkpoint: Checkpoint, required: bool) -> Tokenizer | None:
 
 def _complete(tokenizer: Tokenizer, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Name the tokenizer's end token by the configs, and its pad token by the end token, where it names none."""
+    ends = configured_ends(model) or _listed(checkpoint.entries.get("eos_token_id"))
     if tokenizer.eos_token is None:
-        ends = configured_ends(model) or _listed(checkpoint.entries.get("eos_token_id"))
         words = (tokenizer.convert_ids_to_tokens(token) for token in ends if 0 <= token < len(tokenizer))
         tokenizer.eos_token = next((word for word in words if word is not None), None)
     if tokenizer.pad_token is None:

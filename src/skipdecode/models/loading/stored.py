@@ -69,6 +69,7 @@ def read_config(where: str, file: Path) -> PretrainedConfig:
 
     with library_errors(where, "its config does not load"):
         config = AutoConfig.from_pretrained(file, **LOCAL)
+        config.return_dict = True  # outputs are read by name
         layers_in(config)
     classes = config.architectures or []
     needed = "a decoder-only causal language model is needed"
