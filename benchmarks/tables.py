@@ -387,8 +387,8 @@ def first(document: Row) -> Table:
         ("quality kept", "{kept:.0%}"),
     ]
     chosen = (
-        ("tldr, target 2.3", 60, "calibrated-p8-17to8", "summaries (TL;DR), fewer layers"),
-        ("tldr, target 2.3", 60, "calibrated-p8-17to8, w8a8", "summaries (TL;DR), fewer layers and W8A8"),
+        ("tldr, target 2.3", 60, "paper-p8-13to7", "summaries (TL;DR), fewer layers"),
+        ("tldr, target 2.3", 60, "paper-p8-13to7, w8a8", "summaries (TL;DR), fewer layers and W8A8"),
         ("e2e, target 2", 45, "paper-p8-10to5", "data to text (E2E), fewer layers"),
         ("e2e, target 2", 45, "paper-p8-10to5, w8a8", "data to text (E2E), fewer layers and W8A8"),
         ("code", 0, "full, w8a8, exact", "code, all layers, W8A8 and drafts"),
