@@ -50,7 +50,7 @@ def examples(count: int = 7, seed: int = 0, longest: int = 9) -> list[Example]:
     return [Example(f"e{n}", tokens(3, 12), tokens(2, longest)) for n in range(count)]
 
 
-def test_fit_takes_records_up_to_its_tokens():
+def test_fit_takes_records_up_to_its_tokens_and_enough_for_its_columns():
     rows = [Example(f"e{n}", (n,) * 90, (1,) * 10) for n in range(50)]
     learn = rows[40:44]
 
@@ -59,6 +59,7 @@ def test_fit_takes_records_up_to_its_tokens():
         return [row.id for row in records_for_fit(rows, learn, settings, columns)]
 
     assert set(taken(1000, 2)) == {"e40", "e41", "e42", "e43", *(f"e{n}" for n in range(6))}
+    assert len(taken(10, 200)) == 8  # 100 tokens each, four for each column
     assert len(taken(10**6, 2)) == 50
     assert taken(10**6, 2, most=8) == ["e40", "e41", "e42", "e43", "e0", "e1", "e2", "e3"]
 

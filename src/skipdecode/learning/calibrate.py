@@ -42,7 +42,7 @@ from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"
 _REPORT = "calibration.json"
-_SHOWN_ORDER = 12
+_TOKENS_A_COLUMN, _SHOWN_ORDER = 4, 12
 _FIT_ROWS = 4  # of like answers: rows of 8 of like prompts had half as many padded columns of answers again
 _COLUMNS = {
     "schedule": "{name}",
@@ -232,13 +232,14 @@ def records_for_fit(
 ) -> list[Example]:
     """Records to fit on, in the order of their lengths: those to learn from, then others.
 
-    Records are taken up to the tokens of the settings. Raises UsageError: all have too few tokens for a map.
+    Records are taken up to the tokens of the settings, and at least `_TOKENS_A_COLUMN` for each column of the states.
+    Raises UsageError: all have too few tokens for a map.
     """
     others = [example for example in examples if example not in learn]
     taken: list[Example] = []
-    tokens = 0
+    tokens, wanted = 0, max(settings.fit_tokens, _TOKENS_A_COLUMN * hidden_size)
     for example in [*learn, *others][: settings.fit_records]:
-        if tokens >= settings.fit_tokens:
+        if tokens >= wanted:
             break
         taken.append(example)
         tokens += len(example.prompt) + len(example.response)
