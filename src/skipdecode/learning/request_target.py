@@ -30,8 +30,8 @@ def target_of_steps(
 ) -> float:
     """Return the speed-up to plan with a cost model, so that requests decoded as by default reach the target.
 
-    Drafts and shared prefixes, which a cost model does not know, save more at full depth: requests of a schedule of
-    this target are measured, and the time that both sides have beside the model's is taken as equal.
+    Requests of a schedule of this target are measured, and the time that both sides have beside the model's, which a
+    cost model does not know, is taken as equal.
 
     `until`: reading of `time.perf_counter()` at which the measurement ends. Raises TargetError: see `goal_of_records`.
     """
