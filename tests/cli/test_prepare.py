@@ -30,7 +30,7 @@ from skipdecode.common.resume import ResumeLog
 from skipdecode.cost.model import CostModel
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
-from skipdecode.errors import OutputError
+from skipdecode.errors import OutputError, UsageError
 from skipdecode.generation.self_generated import TEST_FILE, TRAIN_FILE
 from skipdecode.generation.speed import squeezed
 from skipdecode.learning.clock import Clock
@@ -244,6 +244,16 @@ def test_texts_that_are_cut_run_the_depths_of_whole_ones(share: float) -> None:
     cut = squeezed(whole, share)
     assert cut.mean_budget(round(120 * share)) == pytest.approx(whole.mean_budget(120), rel=0.03)
     assert {cut.layers(i) for i in range(120)} <= {whole.layers(i) for i in range(120)}
+
+
+@pytest.mark.parametrize("minutes", [0, 1])
+def test_a_cost_for_other_layers_is_refused_before_any_work(place: Path, tmp_path: Path, minutes: float) -> None:
+    cost, form = tmp_path / "cost.json", {"prompt_template": "{colour} {thing}\n", "response_field": "ref"}
+    cost.write_text(json.dumps(CostModel.of_step(2 * LAYERS, 1, 0.001, 0.002).to_dict()))
+    with pytest.raises(UsageError) as refused:
+        skipdecode.prepare(place / "model", records(24), cost=cost, out=tmp_path / "out", minutes=minutes, **form)
+    assert str(refused.value) == f"cost {cost} is for {2 * LAYERS} layers, but the model has {LAYERS}"
+    assert not (tmp_path / "out").exists()
 
 
 def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import Json, json_line, read_json
 from skipdecode.common.options import OVERWRITE, Reads, Writes, option, setting
 from skipdecode.common.progress import detail, note, progress_bar
-from skipdecode.common.rows import FORMATS
+from skipdecode.common.rows import FORMATS, PACKED_SUFFIXES, TABLE_SUFFIXES
 from skipdecode.data.examples import PromptOptions, bad_records_option, choose_template
 from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.data.records import Record
@@ -69,7 +69,7 @@ if TYPE_CHECKING:  # torch is imported with the model, so that --help stays quic
     from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import RunStats
 
-_NO_LINES = (".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xlsx", ".gz", ".zst", ".bz2", ".xz")
+_NO_LINES = (".csv", ".tsv", ".xlsx", *TABLE_SUFFIXES, *PACKED_SUFFIXES)
 
 
 @dataclass(frozen=True, kw_only=True)

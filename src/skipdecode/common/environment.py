@@ -199,7 +199,7 @@ def _set_process(torch: ModuleType) -> contextlib.ExitStack:
 def source_commit() -> tuple[str | None, bool | None]:
     """The commit of the checkout that this package runs from, and whether tracked files have changes."""
     folder = Path(__file__).resolve().parent
-    # An installed package may be inside the checkout of another project, folder this file is not tracked.
+    # An installed package may be inside the checkout of another project, where this file is not tracked.
     if _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None, None
     status = _git(folder, "status", "--porcelain", "--untracked-files=no")

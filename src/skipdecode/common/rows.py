@@ -49,7 +49,7 @@ from skipdecode.errors import DataError, MissingExtraError, UsageError
 
 FORMATS = ("jsonl", "csv", "tsv")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
-_PACKED = (".gz", ".zst", ".bz2", ".xz")
+PACKED_SUFFIXES, TABLE_SUFFIXES = (".gz", ".zst", ".bz2", ".xz"), (".parquet", ".arrow", ".feather")
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _START_BYTES = 4096
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -66,7 +66,7 @@ _NOT_READ = {
 def format_of(name: str | Path) -> str | None:
     """One of `FORMATS`, by the suffix of a file name; None for other suffixes."""
     path = Path(name)
-    return _BY_SUFFIX.get((path.with_suffix("") if path.suffix.lower() in _PACKED else path).suffix.lower())
+    return _BY_SUFFIX.get((path.with_suffix("") if path.suffix.lower() in PACKED_SUFFIXES else path).suffix.lower())
 
 
 def check_streams(paths: Iterable[str]) -> None:
@@ -265,7 +265,7 @@ def _parts(folder: Path) -> list[Path]:
     if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return []
     files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] not in "._")
-    parts = [path for path in files if format_of(path) or path.suffix in (".parquet", ".arrow", ".feather")]
+    parts = [path for path in files if format_of(path) or path.suffix in TABLE_SUFFIXES]
     return parts if len({re.sub(r"\d+", "", path.name) for path in parts}) == 1 else []
 
 

@@ -99,10 +99,17 @@ class ReferenceFreeEvaluation:
         depends_on = about | {"prompts": prompts, "reference": reference.settings()}
         with closing(open_log(out, depends_on, overwrite=self.options.overwrite)) as log:
             check_free(out, overwrite=self.options.overwrite or log.count > 0)
-            limits: Any = {"eos": end_tokens(base.model, tokenizer), "until": self.until}
             with progress_bar(len(prompts), "text", name="texts") as bar:
-                arguments = variants, prompts, settings, log
-                generated = generate_all(*arguments, **limits, progress=bar.update, sampling=self._sampling)
+                generated = generate_all(
+                    variants,
+                    prompts,
+                    settings,
+                    log,
+                    eos=end_tokens(base.model, tokenizer),
+                    progress=bar.update,
+                    until=self.until,
+                    sampling=self._sampling,
+                )
             texts = {variant: outputs.tokens for variant, outputs in generated.items()}
             finished = len(texts[reference])
             records, prompts = records[:finished], prompts[:finished]
@@ -144,8 +151,7 @@ class ReferenceFreeEvaluation:
     def _prompts(self, out: Path) -> tuple[PromptTemplate, list[Record], list[list[int]]]:
         """The template, prompts that the checkpoint was not tuned on, and the token ids of the prompts."""
         loaded, base = self.llm.loaded, self.base.loaded
-        tuned = loaded.checkpoint.recipe.template
-        tuned = PromptTemplate("{prompt}", chat=True) if self.options.chat else tuned
+        tuned = PromptTemplate("{prompt}", chat=True) if self.options.chat else loaded.checkpoint.recipe.template
         template = (tuned or PROMPT_AND_RESPONSE).for_tokenizer(base.tokenizer)
         seed = row_seed(self.options.seed, _HELD_OUT)
         skip_bad = self.options.bad_records == "skip"
@@ -167,8 +173,9 @@ class ReferenceFreeEvaluation:
         # All at once, because equal prompts run once.
         all_texts = [text for method in texts for text in texts[method]]
         with progress_bar(len(all_texts), "text", name="perplexity") as bar:
-            pairs = prompts * len(texts), all_texts
-            scores = iter(text_scores(base.backend, base.schedule, *pairs, self.options.batch_size, bar.update))
+            repeated = prompts * len(texts)
+            scored = text_scores(base.backend, base.schedule, repeated, all_texts, self.options.batch_size, bar.update)
+        scores = iter(scored)
         losses = {m: token_sums([score.losses for score in islice(scores, len(prompts))]) for m in texts}
         table = []
         for method, outputs in texts.items():
@@ -184,8 +191,7 @@ class ReferenceFreeEvaluation:
             if method is not base and self.options.teacher_forced:
                 with progress_bar(len(prompts), "text", name=f"fidelity, {method.name}") as bar:
                     measure = partial(token_fidelity, method.backend.model, method.schedule, teacher=base.backend.model)
-                    pairs = prompts, texts[base]
-                    tokens = measure_in_batches(measure, *pairs, self.options.batch_size, bar.update)
+                    tokens = measure_in_batches(measure, prompts, texts[base], self.options.batch_size, bar.update)
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
                     row[name] = asdict(interval(token_sums(values), score, **draws))

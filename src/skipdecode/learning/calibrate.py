@@ -28,7 +28,7 @@ from skipdecode.data.examples import Example, encode_source, make_template
 from skipdecode.data.source import Source, read_file
 from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
-from skipdecode.learning.fitting import make_fit
+from skipdecode.learning.fitting import TOKENS_A_COLUMN, make_fit
 from skipdecode.learning.goal import goal_of_records, mean_prompt, suited
 from skipdecode.learning.search import MakeFit, search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
@@ -42,7 +42,7 @@ from skipdecode.schedule import Schedule
 
 SCHEDULE_FILE = "schedule.json"
 _REPORT = "calibration.json"
-_TOKENS_A_COLUMN, _SHOWN_ORDER = 4, 12
+_SHOWN_ORDER = 12
 _FIT_ROWS = 4  # of like answers: rows of 8 of like prompts had half as many padded columns of answers again
 _COLUMNS = {
     "schedule": "{name}",
@@ -143,7 +143,7 @@ def calibrate(
     settings = _settings_for(CalibrateOptions(**options), checkpoint)
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
-    given_cost = None if cost is None else _checked_cost(cost, settings, checkpoint.num_layers)
+    given_cost = None if cost is None else checked_cost(cost, checkpoint.num_layers, settings.batch)
     template = make_template(settings, data)
     file = read_file(data, template, skip_bad=settings.skips_bad)
     with ExitStack() as stack:
@@ -184,14 +184,17 @@ def _settings_for(settings: CalibrateOptions, checkpoint: Checkpoint) -> Calibra
     return settings
 
 
-def _checked_cost(cost: CostModel | str | Path, settings: CalibrateOptions, layers: int) -> CostModel:
-    """The given cost; refuses one that does not fit the model."""
+def checked_cost(cost: CostModel | str | Path, layers: int, batch: int = 1) -> CostModel:
+    """Return a given cost, read if it is a file; raises UsageError if it is for other layers or another batch.
+
+    `batch` 1 leaves the batch to the cost.
+    """
     name = "the given cost" if isinstance(cost, CostModel) else f"cost {cost}"
     checked = cost if isinstance(cost, CostModel) else read_cost(cost)
     if checked.num_layers != layers:
         raise UsageError(f"{name} is for {checked.num_layers} layers, but the model has {layers}")
-    if settings.batch not in (1, checked.batch):
-        raise UsageError(f"{name} is for batches of {checked.batch}: leave out `batch` {settings.batch}")
+    if batch not in (1, checked.batch):
+        raise UsageError(f"{name} is for batches of {checked.batch}: leave out `batch` {batch}")
     return checked
 
 
@@ -232,12 +235,12 @@ def records_for_fit(
 ) -> list[Example]:
     """Records to fit on, in the order of their lengths: those to learn from, then others.
 
-    Records are taken up to the tokens of the settings, and at least `_TOKENS_A_COLUMN` for each column of the states.
+    Records are taken up to the tokens of the settings, and at least `TOKENS_A_COLUMN` for each column of the states.
     Raises UsageError: all have too few tokens for a map.
     """
     others = [example for example in examples if example not in learn]
     taken: list[Example] = []
-    tokens, wanted = 0, max(settings.fit_tokens, _TOKENS_A_COLUMN * hidden_size)
+    tokens, wanted = 0, max(settings.fit_tokens, TOKENS_A_COLUMN * hidden_size)
     for example in [*learn, *others][: settings.fit_records]:
         if tokens >= wanted:
             break

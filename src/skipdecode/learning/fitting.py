@@ -38,7 +38,7 @@ _RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """Of the mean diagonal of the states' products."""
 _TESTED_EVERY = 5
 """Every so many batches one is held out, to choose the ridge."""
-_BRIDGED_A_COLUMN = 4
+TOKENS_A_COLUMN = 4
 """Tokens of a bridge for each column of the states: where responses have fewer, the ends of prompts serve as well."""
 _LEAST_TOKENS = 4
 """A map of keys and values needs its inputs over this number of tokens; the ridge makes up for the rest."""
@@ -170,7 +170,7 @@ class _Sweep:
         self._whole = all(schedule.prompt == "max_exit" for schedule in schedules)
         rows = sum(len(batch.ids) for batch in batches)
         answers = sum(batch.response_tokens for batch in batches)
-        self._prompt_ends = max(0, _BRIDGED_A_COLUMN * self._width - answers) // rows
+        self._prompt_ends = max(0, TOKENS_A_COLUMN * self._width - answers) // rows
         self._projected: dict[tuple[int, ...], set[int]] = {}  # layers that want maps, by the layers that prompts run
         for schedule in schedules:
             if schedule.projected:
@@ -205,9 +205,9 @@ class _Sweep:
         if seconds <= left:
             return
         self._in_haste = True
-        answers = sum(int(batch.attention_mask[:, self._crossing(batch) :].sum()) for batch in self._batches)
+        bridged = sum(int(batch.attention_mask[:, self._crossing(batch) :].sum()) for batch in self._batches)
         # As many tokens as a bridge has columns.
-        least = math.ceil(count * (self._width + 1) / answers)
+        least = math.ceil(count * (self._width + 1) / bridged)
         chosen = spread_over(count, min(count, max(least, round(count * left / seconds), 1)))
         self._inputs.clear()  # which are sums over all texts
         lists: list[list[Any]] = [self._batches, self._calls, *self._states.values(), *self._prompts.values()]

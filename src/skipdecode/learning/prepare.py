@@ -19,14 +19,14 @@ from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
-from skipdecode.cost.source import find_cost, read_cost
+from skipdecode.cost.source import find_cost
 from skipdecode.data.examples import Example, encode_source, make_template
 from skipdecode.data.source import Source, read_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import load
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.generation.llm import LLM
-from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate
+from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate, checked_cost
 from skipdecode.learning.clock import Clock
 from skipdecode.learning.goal import goal_of_records, suited
 from skipdecode.learning.pace import TYPICAL, Pace
@@ -153,8 +153,7 @@ class _Run:
         self.depths = suited(depths, checkpoint.config)
         for speedup in settings.sampled_speedups:
             Schedule.from_speedup(layers, speedup, _SOME_POSITIONS)
-        if isinstance(cost, str | Path):
-            read_cost(cost)
+        self.cost_model = None if cost is None else checked_cost(cost, layers)
         self.sources = Sources(settings, sources, out)
         # All stages share this model, or the one tuned at full depth that takes its place: `calibrate` and `tune` copy
         # its weights where they need another type or change them.
@@ -300,14 +299,12 @@ class _Run:
 
     def _timing(self, records: LearningRecords, pace: Pace, until: float) -> Timing:
         """Measure the cost of a step and of whole requests, and size the search that ends at `until`."""
-        loaded, sample, cost, target = self.loaded, self._sample(records), self.cost, self.target
+        loaded, sample, cost, target = self.loaded, self._sample(records), self.cost_model, self.target
         if cost is None:
             half = (time.perf_counter() + until) / 2
             prompt_len, batch = round(pace.prompt_tokens), self.settings.batch
             cost = find_cost(loaded, batch=batch, prompt_len=prompt_len, until=half).cost
             target = target_of_steps(self.depths, cost, loaded, sample, batch, half)
-        elif not isinstance(cost, CostModel):
-            cost = read_cost(cost)
         goal = goal_of_records(replace(self.depths, target_speedup=target), cost, sample, loaded.checkpoint.config)
         groups = groups_by_fit(goal.prompts)
         candidates = sum(len(prompts) for _, prompts in groups)
@@ -321,7 +318,7 @@ class _Run:
         options |= {"prompt_depths": settings.prompt_depths, "records": settings.order_records}
         if timing is not None:
             options |= asdict(timing.search)
-        cost = self.cost if timing is None else CostModel.from_dict(timing.cost)
+        cost = self.cost_model if timing is None else CostModel.from_dict(timing.cost)
         document = calibrate(
             self.loaded,
             records.train,

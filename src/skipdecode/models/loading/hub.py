@@ -116,6 +116,7 @@ def _tokenizer(checkpoint: Checkpoint, required: bool) -> Tokenizer | None:
 
 def _complete(tokenizer: Tokenizer, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Name the tokenizer's end token by the configs, and its pad token by the end token, where it names none."""
+    # Read also where the tokenizer has an end token, to refuse what is no token id.
     ends = configured_ends(model) or _listed(checkpoint.entries.get("eos_token_id"))
     if tokenizer.eos_token is None:
         words = (tokenizer.convert_ids_to_tokens(token) for token in ends if 0 <= token < len(tokenizer))
