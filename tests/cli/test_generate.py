@@ -350,9 +350,7 @@ def test_schedule_is_that_of_the_file_the_speedup_or_the_checkpoint(capsysbinary
     schedule = Schedule.from_speedup(LAYERS, 2, 8)
     file = tmp_path / "schedule.json"
     file.write_text(schedule.to_json())
-    tuned = save_tiny_model(tmp_path / "tuned")
-    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
-    (tmp_path / "tuned" / "config.json").write_text(json.dumps(config | {"skipdecode": schedule.to_dict()}))
+    tuned = save_tiny_model(tmp_path / "tuned", skipdecode=schedule.to_dict())
     full, skipping = text(model_dir), text(model_dir, "--schedule", "2x")
     assert full != skipping
     assert text(model_dir, "--schedule", str(file)) == text(tuned) == skipping

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from checkpoints import save_adapter
+from checkpoints import edit_json, save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.evaluation.metrics import METRICS
@@ -159,11 +159,7 @@ TASK = 'name: t\nprompt: "{colour} {thing}\\n"\nreferences: [ref]\nmetrics: [chr
 
 
 def in_json(file: str, **changes: Any) -> Callable[[Path], None]:
-    def edit(place: Path) -> None:
-        path = place / file
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return edit
+    return lambda place: edit_json(place / file, **changes)
 
 
 def in_text(file: str, before: str, after: str) -> Callable[[Path], None]:

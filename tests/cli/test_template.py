@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import byte_tokenizer
+from checkpoints import byte_tokenizer, edit_json
 from serve_tools import greedy, offline, running, tiny_served_model
 from skipdecode import Schedule
 from skipdecode.cli import main
@@ -131,8 +131,7 @@ def test_rows_that_end_at_their_first_token_are_counted_and_said(capsys: Any, tm
     command = ["generate", model, "a", "b", "ccc", "--max-new-tokens", "1", "--output", str(tmp_path / "out.jsonl")]
     assert main(command) == 0
     assert "first token" not in capsys.readouterr().err
-    config = json.loads((tmp_path / "model/generation_config.json").read_text())
-    (tmp_path / "model/generation_config.json").write_text(json.dumps(config | {"eos_token_id": list(range(259))}))
+    edit_json(tmp_path / "model/generation_config.json", eos_token_id=list(range(259)))
     figures = tmp_path / "figures.json"
     assert main([*command, "--overwrite", "--summary", str(figures)]) == 0
     assert [row["finish_reason"] for row in read_rows(tmp_path / "out.jsonl")] == ["eos"] * 3

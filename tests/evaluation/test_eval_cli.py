@@ -86,17 +86,10 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
         assert "as bertscore_model" in capsys.readouterr().err.splitlines()[-1]
 
 
-def tuned(tmp_path: Path, schedule: dict[str, Any]) -> Path:
-    """A model that has a schedule."""
-    save_tiny_model(path := tmp_path / "tuned")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"skipdecode": schedule}))
-    return path
-
-
 def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path):
     schedule = load_run(place / "skip").data["config"]["method"]["schedule"]
-    assert main(arguments(place, "--out", str(tmp_path / "run"), model=tuned(tmp_path, schedule))) == 0
+    tuned = save_tiny_model(tmp_path / "tuned", skipdecode=schedule)
+    assert main(arguments(place, "--out", str(tmp_path / "run"), model=tuned)) == 0
     assert load_run(tmp_path / "run").outputs == load_run(place / "skip").outputs
 
 
@@ -104,7 +97,7 @@ def test_schedules_of_the_checkpoint_are_methods_by_name(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     own = replace(Schedule.from_speedup(8, 2, 6), name="mine")
-    model = tuned(tmp_path, own.to_dict())
+    model = save_tiny_model(tmp_path / "tuned", skipdecode=own.to_dict())
     call = arguments(place, "--out", str(tmp_path / "out"), "--limit", "2", "--methods", model=model)
     assert main([*call, "full", "mine"]) == 0
     found = Schedule.from_dict(load_run(tmp_path / "out" / "mine").data["config"]["method"]["schedule"])

@@ -309,10 +309,7 @@ def test_a_schedule_is_named_in_many_ways(model_dir: str, tmp_path: Path):
 
 def test_a_checkpoints_own_schedule_is_the_default(tmp_path: Path):
     own = Schedule.even(LAYERS, (6, 5, 4))
-    save_tiny_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"skipdecode": own.to_dict()}))
-    llm = LLM(str(tmp_path), device="cpu")
+    llm = LLM(save_tiny_model(tmp_path, skipdecode=own.to_dict()), device="cpu")
     assert llm.schedules == {"full": Schedule.full(LAYERS), own.name: own}
     assert llm.generate("hello", 6).stats.mean_layers == pytest.approx(own.mean_budget(5))
     assert llm.schedule_of("2x").drop_order == own.drop_order

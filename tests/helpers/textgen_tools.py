@@ -22,9 +22,11 @@ from tiny import tiny_model
 CONTEXT = 96
 
 
-def save_tiny_model(path: Path, *, tokenizer: bool = True, chat: bool = True, context: int = CONTEXT) -> str:
-    """A random Llama of 8 layers with the byte tokenizer; returns its directory as text."""
-    model = tiny_model("llama", vocab_size=259, max_position_embeddings=context)
+def save_tiny_model(
+    path: Path, *, tokenizer: bool = True, chat: bool = True, context: int = CONTEXT, **entries: Any
+) -> str:
+    """A random Llama of 8 layers with the byte tokenizer, `entries` in its config; returns its directory as text."""
+    model = tiny_model("llama", vocab_size=259, max_position_embeddings=context, **entries)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(path)
     if tokenizer:

@@ -58,9 +58,7 @@ def service_of(*arguments):
 
 def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):
     own = Schedule.from_speedup(LAYERS, 2, 16)
-    model = save_tiny_model(tmp_path / "tuned")
-    config = tmp_path / "tuned" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"skipdecode": own.to_dict()}))
+    model = save_tiny_model(tmp_path / "tuned", skipdecode=own.to_dict())
     options = {"curriculum": "sampled", "sampled_speedups": [1.0, 1.5, 2.0]}
     (tmp_path / "tuned" / "recipe.json").write_text(json.dumps({"options": options, "schedule": own.to_dict()}))
     (tmp_path / "mine.json").write_text(Schedule.even(LAYERS, 4, name="mine").to_json())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -44,9 +43,7 @@ TWO = Schedule.from_speedup(LAYERS, 2, 12, name="two")
 def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny model that carries a schedule, and one more, as arguments of `serve`."""
     folder = tmp_path_factory.mktemp("page")
-    directory = save_tiny_model(folder / "model", context=512)
-    config = folder / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"skipdecode": TWO.to_dict()}))
+    directory = save_tiny_model(folder / "model", context=512, skipdecode=TWO.to_dict())
     (folder / "even.json").write_text(Schedule.even(LAYERS, (6, 5, 5, 4)).to_json())
     return [directory, "--schedule", str(folder / "even.json")]
 
