@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import DataError
 
 Table = NDArray[np.float64]
 Scorer = Callable[[Table], float]
@@ -58,7 +58,7 @@ def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 
     `table`: statistics of each record. `score`: from the sum over records, shape (k,), to a score. `resamples` and
     `seed`: number of resamples, and their seed.
     """
-    _check(table, table, resamples)
+    _check(table, table)
     values = np.array([score(total) for (total,) in _totals((table,), resamples, seed)])
     return _interval(score(table.sum(axis=0)), values)
 
@@ -68,7 +68,7 @@ def compare(a: Table, b: Table, score: Scorer, *, resamples: int = 1000, seed: i
 
     Raises DataError: the tables have different shapes: the runs have different records.
     """
-    _check(a, b, resamples)
+    _check(a, b)
     pairs = np.array([(score(x), score(y)) for x, y in _totals((a, b), resamples, seed)])
     first, second = score(a.sum(axis=0)), score(b.sum(axis=0))
     ratio = None
@@ -77,13 +77,11 @@ def compare(a: Table, b: Table, score: Scorer, *, resamples: int = 1000, seed: i
     return Paired(first, second, _interval(second - first, pairs[:, 1] - pairs[:, 0]), ratio)
 
 
-def _check(a: Table, b: Table, resamples: int) -> None:
+def _check(a: Table, b: Table) -> None:
     if a.shape != b.shape or a.ndim != 2:
         raise DataError(f"statistics of shape {a.shape} and {b.shape} do not pair up: compare runs on the same records")
     if not len(a):
         raise DataError("no record to resample: a bootstrap needs one or more")
-    if resamples < 1:
-        raise UsageError(f"resamples={resamples} is not accepted: give 1 or more")
 
 
 def _totals(tables: tuple[Table, ...], resamples: int, seed: int) -> Iterator[tuple[Table, ...]]:

@@ -90,12 +90,8 @@ def measure_cost(backend: Backend, *, batch: int = 1, prompt_len: int = 64, unti
     """Measure what steps of `batch` sequences and of one, behind `prompt_len` cached tokens, and prompts cost here.
 
     The lower quartile over some runs of each kind of work counts, or over fewer after `until`, of
-    `time.perf_counter()`. Raises UsageError if a number is below 1, the model has one layer only, or the text does not
-    fit its context.
+    `time.perf_counter()`. Raises UsageError if the model has one layer only, or the text does not fit its context.
     """
-    for name, value in (("batch", batch), ("prompt_len", prompt_len)):
-        if value < 1:
-            raise UsageError(f"{name}={value} is not accepted: give 1 or more")
     model = unwrap(backend.model)
     config = model.config.get_text_config(decoder=True)
     geometry = ModelGeometry.from_config(config)

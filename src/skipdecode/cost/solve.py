@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skipdecode.common.options import Options, option
-from skipdecode.common.plain import unwrapped
 from skipdecode.cost.model import CostModel, TextCost, between
 from skipdecode.errors import TargetError, UsageError
 from skipdecode.schedule import PromptDepth, Schedule
@@ -145,8 +144,6 @@ def solve(
 
     Raises TargetError, with the bound and its cause, if no schedule of this kind reaches the target.
     """
-    if not isinstance(unwrapped(target_speedup), int | float) or not 1 <= target_speedup < math.inf:
-        raise TargetError(f"target_speedup={target_speedup!r} is not accepted: give a number of 1 or more")
     layers = cost.num_layers
     order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
     depths = Depths(layers, order, warmup_layers, seq_len, flat)
