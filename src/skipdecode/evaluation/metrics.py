@@ -25,7 +25,7 @@ from skipdecode.common.bootstrap import Table, ratio_of_sums
 from skipdecode.common.options import Options, check_name, option
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.data.records import Record
-from skipdecode.errors import DataError, FetchError, MissingExtraError, ModelLoadError, UsageError
+from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.models.loading.hub_files import ask_hub, snapshot
 
 NEAR_ZERO = 4
@@ -70,19 +70,13 @@ class Metric(ABC):
     def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
         """Statistics of each record, shape (records, k), whose sum `score` takes.
 
-        A record has one output, which may be empty, and at least one reference. Raises DataError if the lengths differ
-        or a record has no reference.
+        A record has one output, which may be empty, and at least one reference that is not.
         """
-        if len(outputs) != len(references):
-            raise DataError(f"{len(outputs)} outputs for {len(references)} records: give one output a record")
-        for index, texts in enumerate(references):
-            if isinstance(texts, str) or not any(text.strip() for text in texts):
-                raise DataError(f"record {index} has no reference: {self.name} needs a list with at least one text")
         return np.asarray(self._rows(outputs, references), dtype=np.float64)
 
     @abstractmethod
     def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
-        """Statistics of checked input."""
+        """`statistics` as lists."""
 
     @classmethod
     def score(cls, total: Table) -> float:
