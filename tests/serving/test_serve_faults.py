@@ -47,10 +47,6 @@ def raw_stream(client, body, receive_buffer=None):
     return sock
 
 
-def running_rows(service):
-    return metric(service, "running_rows")
-
-
 def outcomes(service, outcome):
     return metric(service, "requests_total", endpoint=COMPLETIONS, outcome=outcome)
 
@@ -293,7 +289,7 @@ def test_a_full_queue_is_answered_with_429_and_its_end_with_service():
     with running(service) as client, ThreadPoolExecutor(4) as pool:
         body = greedy(prompt="hello", max_tokens=60, logit_bias={"2": -100})
         kept = [pool.submit(client.post, COMPLETIONS, json=body) for _ in range(4)]
-        until(lambda: running_rows(service) == 2 and metric(service, "queue_length") == 2)
+        until(lambda: metric(service, "running_rows") == 2 and metric(service, "queue_length") == 2)
         refused = client.post(COMPLETIONS, json=body)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
@@ -309,7 +305,7 @@ def test_requests_end_when_their_time_is_over():
     service = slowed(tiny_service(max_rows=1, max_seconds=0.5), 0.01)
     with running(service) as client, ThreadPoolExecutor(2) as pool:
         first = pool.submit(client.post, COMPLETIONS, json=LONG)
-        until(lambda: running_rows(service) == 1)
+        until(lambda: metric(service, "running_rows") == 1)
         second = pool.submit(client.post, COMPLETIONS, json=LONG)
         assert (first.result().status_code, first.result().json()["error"]["code"]) == (504, "timeout")
         # The second one got the row when the first one's time was over, and then its own was over soon.
@@ -329,7 +325,7 @@ def test_rows_of_clients_that_hang_up_are_freed():
     service = slowed(tiny_service(max_rows=16), 0.005)
     with running(service) as client:
         streams = [raw_stream(client, LONG) for _ in range(8)]
-        until(lambda: running_rows(service) == 8)
+        until(lambda: metric(service, "running_rows") == 8)
         for sock in streams:
             assert sock.recv(100).startswith(b"HTTP/1.1 200")
             sock.close()
@@ -349,7 +345,7 @@ def test_a_client_that_leaves_the_queue_never_runs():
     service = slowed(tiny_service(max_rows=1), 0.01)
     with running(service) as client, ThreadPoolExecutor(1) as pool:
         first = pool.submit(client.post, COMPLETIONS, json=greedy(prompt="a", max_tokens=50, logit_bias={"2": -100}))
-        until(lambda: running_rows(service) == 1)
+        until(lambda: metric(service, "running_rows") == 1)
         raw_stream(client, LONG).close()
         second = raw_stream(client, LONG)
         until(lambda: metric(service, "queue_length") == 1)
@@ -429,7 +425,7 @@ def test_a_stopping_server_ends_what_runs_and_takes_nothing_new():
         body = greedy(prompt="hello", max_tokens=60, logit_bias={"2": -100})
         thread = threading.Thread(target=lambda: results.append(events(client, COMPLETIONS, body)))
         thread.start()
-        until(lambda: running_rows(service) == 1)
+        until(lambda: metric(service, "running_rows") == 1)
         client.server.should_exit = True
         until(lambda: not client.server.servers or not client.server.servers[0].is_serving())
         with pytest.raises(httpx.ConnectError):
@@ -446,7 +442,7 @@ def test_what_does_not_end_in_time_is_cut_off():
     with running(service, drain_seconds=0.5) as client, ThreadPoolExecutor(1) as pool:
         whole = pool.submit(client.post, COMPLETIONS, json=LONG)
         sock = raw_stream(client, LONG)
-        until(lambda: running_rows(service) == 2)
+        until(lambda: metric(service, "running_rows") == 2)
         client.server.should_exit = True
         until(lambda: not service.worker.accepting)
         assert whole.result().json()["error"]["code"] == "stopping"
