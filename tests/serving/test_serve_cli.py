@@ -100,20 +100,6 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys, hollow):
     assert "Address already in use" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--port", "70000"], "--port 70000"),
-        (["--api-keys", "/nowhere"], "there is no file /nowhere"),
-        (["--cors", "http://localhost:3000/"], "--cors 'http://localhost:3000/' is not accepted"),
-        (["--engine", "vllm"], "--engine 'vllm' is not accepted: give one of auto, fast, transformers"),
-    ],
-)
-def test_wrong_options_are_refused_before_a_model_is_loaded(arguments, message, capsys):
-    assert main(["serve", "/nowhere-model", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_flags_given_twice_are_gathered():
     parser = argparse.ArgumentParser()
     add_options(parser, Config)
