@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import socket
@@ -49,10 +48,14 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
     assert (request["status"], request["outcome"], request["schedule"]) == (200, "ok", "mine")
 
 
-def service_of(*arguments):
-    parser = argparse.ArgumentParser()
+def config_of(*arguments):
+    parser = Parser()
     add_options(parser, Config)
-    config = config_from(Config, parser.parse_intermixed_args(arguments))
+    return config_from(Config, prepared(parser.read(arguments), Config))
+
+
+def service_of(*arguments):
+    config = config_of(*arguments)
     return serve._service(config, serve._checked(config))
 
 
@@ -101,22 +104,16 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys, hollow):
 
 
 def test_flags_given_twice_are_gathered():
-    parser = argparse.ArgumentParser()
-    add_options(parser, Config)
-    arguments = ["m", "--schedule", "a", "--schedule", "b", "c"]
-    config = config_from(Config, parser.parse_intermixed_args(arguments))
-    assert config.schedule == ("a", "b", "c")
+    assert config_of("m", "--schedule", "a", "--schedule", "b", "c").schedule == ("a", "b", "c")
 
 
 def test_a_prepared_directory_is_served_under_its_own_name(tmp_path, monkeypatch):
     (tmp_path / "prepared.json").write_text(json.dumps({"use": {"model": str(tmp_path / "tuned-6")}}))
-    parser = Parser()
-    add_options(parser, Config)
-    args = prepared(parser.read([str(tmp_path)]), Config)
-    assert (args.model, args.name) == (str(tmp_path / "tuned-6"), tmp_path.name)
-    assert prepared(parser.read([str(tmp_path), "--name", "mine"]), Config).name == "mine"
+    config = config_of(str(tmp_path))
+    assert (config.model, config.name) == (str(tmp_path / "tuned-6"), tmp_path.name)
+    assert config_of(str(tmp_path), "--name", "mine").name == "mine"
     monkeypatch.chdir(tmp_path)
-    assert prepared(parser.read(["."]), Config).name == served_name(".") == tmp_path.name
+    assert config_of(".").name == served_name(".") == tmp_path.name
 
 
 @pytest.mark.parametrize("option", [(), ("--no-prefix-cache",)])
