@@ -221,9 +221,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
         path.mkdir(exist_ok=True),
         *(FRAME[n : n + 1].assign(prompt=text).to_parquet(path / f"{n}.parquet") for n, text in enumerate(BYTES)),
     ],
-    "x.jsonl.bz2": lambda path: FRAME.to_json(path, orient="records", lines=True),
-    "x.jsonl.xz": lambda path: FRAME.to_json(path, orient="records", lines=True),
-    "x.jsonl.zst": lambda path: FRAME.to_json(path, orient="records", lines=True),
 }
 
 
@@ -246,8 +243,10 @@ def test_what_may_be_two_tables_is_refused_by_name(tmp_path: Path):
     with pytest.raises(DataError, match="orient='records'"):
         list(read_rows(tmp_path / "labels.json"))
     datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(tmp_path / "splits")
-    with pytest.raises(DataError, match="splits:train"):
-        list(read_rows(tmp_path / "splits"))
+    assert [row for _, row in read_rows(tmp_path / "splits:train")] == ROWS
+    for name, remedy in (("splits", "splits:train"), (f"{saved(tmp_path / 'one')}:train", "has no splits: give")):
+        with pytest.raises(DataError, match=remedy):
+            list(read_rows(tmp_path / name))
     for split in ("train", "test"):
         FRAME.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     with pytest.raises(DataError, match="is a directory"):

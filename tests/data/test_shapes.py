@@ -170,18 +170,6 @@ def test_prepare_writes_calls_as_the_chat_template_does(tmp_path: Path) -> None:
     assert row["response"] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def test_a_dataset_that_was_saved_is_read(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    one = datasets.Dataset.from_list(ROWS)
-    one.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": one}).save_to_disk(tmp_path / "several")
-    for name in ("one", "several:train"):
-        assert [row for _, row in read_rows(f"{tmp_path}/{name}")] == ROWS
-    for name in ("one:train", "several"):
-        with pytest.raises(DataError, match=r"splits: give|name a split"):
-            list(read_rows(f"{tmp_path}/{name}"))
-
-
 def test_two_shapes_or_none_are_an_error() -> None:
     both = {"prompt": "a", "response": "b", "messages": MESSAGES}
     with pytest.raises(DataError, match="fit 'prompt and response' and 'messages'"):
