@@ -253,28 +253,6 @@ def test_a_stop_text_takes_no_prompt_and_the_flag_repeats(capsysbinary: Any, mod
     assert [row["id"] for row in rows] == [1, 2]
 
 
-def test_a_chat_row_with_half_a_surrogate_pair_is_a_bad_row(capsysbinary: Any, tmp_path: Path, model_dir: str):
-    def turn(role: str, content: str) -> dict[str, Any]:
-        return {"messages": [{"role": role, "content": content}]}
-
-    rows = [turn("us\ud800er", "hi"), turn("user", "\udc00"), {"prompt": "\ud800"}, {"id": "\ud800", "prompt": "a"}]
-    data = write_rows(tmp_path / "in.jsonl", [*rows, {"\ud800": 1}, turn("user", "hi")])
-    out = tmp_path / "out.jsonl"
-    assert generate(model_dir, "--input", data, "--output", str(out)) == 1
-    found = read_rows(out)
-    assert [row.get("line") for row in found] == [1, 2, 3, 4, 5, None]
-    assert all("half of a surrogate pair" in row["error"] for row in found[:4])
-
-
-def test_a_task_with_half_a_surrogate_pair_is_refused_with_its_line(capsys: Any, tmp_path: Path, model_dir: str):
-    task = tmp_path / "t.yaml"
-    fields = ["name: t", 'prompt: "{mr}\\uD800"', "references: [ref]", "metrics: [chrf]", "max_new_tokens: 4"]
-    task.write_text("\n".join(fields) + "\n")
-    data = write_rows(tmp_path / "in.jsonl", [{"mr": "a"}])
-    assert generate(model_dir, "--input", data, "--task", str(task)) == 2
-    assert "line 2: prompt" in capsys.readouterr().err
-
-
 def test_a_terminal_gets_text_and_a_pipe_jsonl_unless_asked(
     capsysbinary: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_dir: str
 ):

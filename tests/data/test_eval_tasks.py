@@ -63,6 +63,7 @@ def test_a_task_file_is_read(tmp_path: Path):
         ("max_new_tokens: 8", "max_new_tokens: many", "line 4: max_new_tokens: 'many' is not accepted"),
         ("max_new_tokens: 8", "max_new_tokens: true", "line 4: max_new_tokens: True is not accepted"),
         ("references: [answers, answer]", "references: answer", "line 3: references: 'answer' is not accepted"),
+        ("{text}", "{text}\\uD800", "line 2: prompt: .* is not accepted: give text in UTF-8"),
         ("{text}", "{text", "line 2: prompt template: .*write {{ and }} for braces"),
         ("{text}", "{text!r}", "line 2: prompt template: {text} is not accepted: only plain field names"),
         ("{text}", "{0}", r"line 2: prompt template: \{0\} is not accepted"),
