@@ -55,8 +55,7 @@ def config_of(*arguments):
 
 
 def service_of(*arguments):
-    config = config_of(*arguments)
-    return serve._service(config, serve._checked(config))
+    return serve._service(config_of(*arguments))
 
 
 def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):

@@ -20,7 +20,6 @@ from skipdecode.engine.rules import Rules
 from skipdecode.errors import UsageError
 from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import served_name
-from skipdecode.schedule import Schedule
 from skipdecode.serving.limits import Binding, ServerLimits
 
 if TYPE_CHECKING:
@@ -50,7 +49,8 @@ class Config(Binding, ServerLimits, EngineOptions, ChatOptions, CheckpointRules,
 
 def run(config: Config) -> int:
     """Run the server; returns 0 after a signal."""
-    schedules = _checked(config)
+    if config.prefix_per_key and not config.prefix_cache:
+        raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
 
     keys = ApiKeys.read(config.api_keys)
@@ -60,7 +60,7 @@ def run(config: Config) -> int:
 
     # Before the model is loaded, which takes long.
     listening = open_socket(config)
-    service = _service(config, schedules)
+    service = _service(config)
     if not keys and not config.is_local:
         note(
             f"no API key is set: everybody who can reach {config.host} can use the model (set --api-keys or the "
@@ -73,17 +73,12 @@ def run(config: Config) -> int:
     return 0
 
 
-def _checked(config: Config) -> list[Schedule]:
-    """The schedules of the options; refuses, before weights are loaded, what does not fit."""
-    if config.prefix_per_key and not config.prefix_cache:
-        raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
-    return [config.checkpoint.parse(text, config.seq_len) for text in config.schedule]
-
-
-def _service(config: Config, schedules: list[Schedule]) -> Service:
+def _service(config: Config) -> Service:
     from skipdecode.engine.opening import open_engines
     from skipdecode.serving.service import open_service
 
+    # Before the weights are loaded: what does not fit is refused.
+    schedules = [config.checkpoint.parse(text, config.seq_len) for text in config.schedule]
     loaded = config.load()
     checkpoint = loaded.checkpoint
     tuned_under = tuple(schedule for schedule in checkpoint.tuned_under if not schedule.is_full)
