@@ -60,7 +60,6 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
 
 def run(config: Config) -> int:
     """Chat until the input ends; returns 0, or 1 if a turn or a command of a pipe was refused."""
-    from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import schedule_line
 
     choice = choose_schedule(config, config.max_new_tokens)
@@ -73,16 +72,7 @@ def run(config: Config) -> int:
     template = loaded.checkpoint.recipe.template
     if template is not None and not template.chat:
         note(f"{config.model} was tuned on prompts {template.text!r}, not on chats: use skipdecode generate")
-    llm = LLM(
-        loaded,
-        choice.schedule,
-        engine=config.engine,
-        quantization=config.quantization,
-        max_rows=1,
-        chat_template_kwargs=config.chat_template_kwargs,
-        generation_config=config.generation_config,
-    )
-    session, refused = _Session(config, llm), False
+    session, refused = _Session(config, config.llm(loaded, choice.schedule, max_rows=1)), False
     for text in map(str.strip, _lines()):
         if text == "/quit":
             break

@@ -37,7 +37,6 @@ from skipdecode.schedule import Schedule
 if TYPE_CHECKING:
     from skipdecode.evaluation.evaluate import Scores
     from skipdecode.generation.llm import LLM
-    from skipdecode.models.loading.checkpoint import Checkpoint
 
 
 def _files_of_run(run: str) -> list[Path]:
@@ -137,14 +136,10 @@ def _evaluated(config: Config) -> Scores:
         prompt_room(context, config.max_new_tokens)
     from skipdecode.engine.opening import load
     from skipdecode.evaluation.evaluate import evaluate
-    from skipdecode.generation.llm import LLM
 
     def opened(checkpoint: Checkpoint) -> LLM:
         is_own = checkpoint is config.checkpoint
-        loaded = config.load() if is_own else load(checkpoint, dtype=config.dtype, device=config.device)
-        return LLM(
-            loaded, engine=config.engine, quantization=config.quantization, generation_config=config.generation_config
-        )
+        return config.llm(config.load() if is_own else load(checkpoint, dtype=config.dtype, device=config.device))
 
     return evaluate(
         config.checkpoint,

@@ -206,22 +206,13 @@ def _prints_text(config: Config) -> bool:
 def _loaded(config: Config) -> LLM:
     """The model under the schedule of the command."""
     chosen = choose_schedule(config, config.max_new_tokens)
-    from skipdecode.generation.llm import LLM
     from skipdecode.generation.stats import schedule_line
 
     loaded = config.load()
     note(schedule_line(*chosen))
     if line := loaded.untuned_line([chosen.schedule]):
         note(line)
-    return LLM(
-        loaded,
-        chosen.schedule,
-        engine=config.engine,
-        quantization=config.quantization,
-        max_rows=config.batch_size,
-        chat_template_kwargs=config.chat_template_kwargs,
-        generation_config=config.generation_config,
-    )
+    return config.llm(loaded, chosen.schedule, config.batch_size)
 
 
 def _note_template(config: Config, template: PromptTemplate, tuned: PromptTemplate | None) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from skipdecode.common.environment import limit_threads
 from skipdecode.common.jsonl import Fields, Json, object_of
@@ -16,7 +16,7 @@ from skipdecode.common.rows import check_source
 from skipdecode.data.examples import with_breaks
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
-from skipdecode.engine.requests import SamplingOptions
+from skipdecode.engine.requests import BATCH, SamplingOptions
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, model_files, open_checkpoint
@@ -24,6 +24,9 @@ from skipdecode.models.loading.hub import DTYPES
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.grammar import base_of, is_speedup
 from skipdecode.schedule.order import prompt_set
+
+if TYPE_CHECKING:
+    from skipdecode.generation.llm import LLM
 
 SOME_POSITIONS = 64
 """Positions of a speed-up where their number does not matter: for a check, or the same layers at all positions."""
@@ -149,6 +152,14 @@ class EngineOptions(NamedModel):
             if file.unused is not None:
                 note(f"the checkpoint's own fit, {file.unused}, is not used: copy the schedule beside it to use it")
         return loaded
+
+    def llm(self, loaded: LoadedModel, schedule: Schedule | None = None, max_rows: int = BATCH) -> LLM:
+        """The loaded model on the engine of the options, with the rules and template variables of the command."""
+        from skipdecode.generation.llm import LLM  # imports torch
+
+        names = ("engine", "quantization", "generation_config", "chat_template_kwargs")
+        options: Json = {name: getattr(self, name, None) for name in names}
+        return LLM(loaded, schedule, max_rows=max_rows, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
