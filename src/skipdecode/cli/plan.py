@@ -18,12 +18,11 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
+from skipdecode.cli.options import EngineOptions, ScheduleOptions
 from skipdecode.common.environment import COMMAND
 from skipdecode.common.jsonl import Json
-from skipdecode.common.options import OVERWRITE, Reads, Writes, option
+from skipdecode.common.options import OVERWRITE, Writes, option
 from skipdecode.cost.solve import PlanOptions
-from skipdecode.models.loading.checkpoint import model_files
 
 if TYPE_CHECKING:
     from skipdecode.cost.plan import Plan
@@ -37,7 +36,6 @@ class Config(PlanOptions, EngineOptions, ScheduleOptions):
     NEEDS: ClassVar = dict.fromkeys(("flat", "prompt_layers"), ("target_speedup",))
     EXCLUDES: ClassVar = {"target_speedup": ("schedule",)}
 
-    model: str = option(MODEL, positional=True, path=Reads(model_files))
     json: bool = option("print one JSON document", default=False)
     out: str | None = option(
         "file for the schedule (JSON), for skipdecode generate --schedule", default=None, path=Writes()
