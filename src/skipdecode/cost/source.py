@@ -23,11 +23,11 @@ from skipdecode.cost.measure import measure_cost
 from skipdecode.cost.model import FORMAT, CostModel
 from skipdecode.engine import kernels
 from skipdecode.engine.opening import Backend, open_engines, running_dtype
-from skipdecode.errors import DataError, OutputError, UsageError
+from skipdecode.errors import DataError, OutputError
 from skipdecode.models.families import layers_in, lent_last, projects
 from skipdecode.models.fit import temporary_fit
 from skipdecode.models.loading.checkpoint import Checkpoint, Model, loaded_of, open_checkpoint
-from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
+from skipdecode.models.loading.hub import choose_device, load_model
 from skipdecode.schedule import Schedule
 
 _NOISY = 0.1  # residual of a fit, above which a plan deserves a second measurement
@@ -70,8 +70,6 @@ def find_cost(
         dtype, device = str(loaded.model.dtype), str(loaded.model.device)
         is_own = dtype == str(getattr(checkpoint.config, "dtype", None))
         dtype = "auto" if is_own else dtype.removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
     dtype = running_dtype(checkpoint, dtype, target, engine)
     key = _conditions(checkpoint, target, [dtype, engine, quantization, batch, prompt_len])
