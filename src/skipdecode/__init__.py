@@ -48,28 +48,24 @@ __all__ = [
     "tune",
 ]
 
-_LAZY = {
-    "Attachment": ("models.attach", "Attachment"),
-    "LLM": ("generation.llm", "LLM"),
-    "attach": ("models.attach", "attach"),
-    "calibrate": ("learning.calibrate", "calibrate"),
-    "detach": ("models.attach", "detach"),
-    "evaluate": ("evaluation.evaluate", "evaluate"),
-    "export": ("models.loading.export", "export"),
-    "generate": ("generation.llm", "generate"),
-    "load": ("engine.opening", "load"),
-    "plan": ("cost.plan", "plan"),
-    "prepare": ("learning.prepare", "prepare"),
-    "push_to_hub": ("models.loading.card", "push_to_hub"),
-    "tune": ("learning.tune", "tune"),
+_MODULES = {
+    **dict.fromkeys(("Attachment", "attach", "detach"), "models.attach"),
+    **dict.fromkeys(("LLM", "generate"), "generation.llm"),
+    "calibrate": "learning.calibrate",
+    "evaluate": "evaluation.evaluate",
+    "export": "models.loading.export",
+    "load": "engine.opening",
+    "plan": "cost.plan",
+    "prepare": "learning.prepare",
+    "push_to_hub": "models.loading.card",
+    "tune": "learning.tune",
 }
 
 
 def __getattr__(name: str) -> Any:
     # torch and transformers are imported on first use, so that the command line's --help stays quick.
-    if name in _LAZY:
-        module, attribute = _LAZY[name]
-        return getattr(importlib.import_module(f"skipdecode.{module}"), attribute)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"skipdecode.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'skipdecode' has no attribute {name!r}")
 
 
