@@ -71,10 +71,8 @@ def _activate_or_refuse(vllm_config: VllmConfig) -> None:
 
 
 def _activate(vllm_config: VllmConfig) -> None:
-    model, extra = vllm_config.model_config, vllm_config.additional_config
-    options = extra.get(KEY) if isinstance(extra, dict) else None
-    config_value = getattr(model.hf_config, KEY, None)
-    settings = PluginSettings.from_config(config_value, options)
+    model = vllm_config.model_config
+    settings = PluginSettings.of_engine(vllm_config, getattr(model.hf_config, KEY, None))
     if settings is None or not settings.skips:
         return
     import vllm

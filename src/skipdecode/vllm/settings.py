@@ -82,10 +82,10 @@ class PluginSettings(Options):
         return self.index(arguments.get(KEY))
 
     @classmethod
-    def of_engine(cls, vllm_config: VllmConfig) -> Self | None:
-        """The settings of an engine; None if it skips no layers."""
+    def of_engine(cls, vllm_config: VllmConfig, config_value: object = None) -> Self | None:
+        """The settings of an engine; None if it skips no layers. `config_value`: as in `from_config`."""
         extra = vllm_config.additional_config
-        return cls.from_config(None, extra.get(KEY) if isinstance(extra, dict) else None)
+        return cls.from_config(config_value, extra.get(KEY) if isinstance(extra, dict) else None)
 
     @classmethod
     def from_config(cls, config_value: object, options: object) -> Self | None:
