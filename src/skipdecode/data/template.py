@@ -72,10 +72,6 @@ class PromptTemplate:
         names = ("responses", "chat", "truncate", "max_prompt_tokens")
         return {"template": self.text, **{name: getattr(self, name) for name in names}}
 
-    def described(self) -> Json:
-        """JSON-ready, for clients of a server."""
-        return {"prompt": self.text, "fields": self.fields, "chat": self.chat}
-
     def render(self, values: Mapping[str, str]) -> str:
         """The text with these values in the braces."""
         return str(self.text).format_map(values)

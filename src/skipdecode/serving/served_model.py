@@ -68,9 +68,11 @@ class ServedModel:
             }
             for name, schedule in self.schedules.items()
         ]
+        of = self.template
+        template = of and {"prompt": of.text, "fields": of.fields, "chat": of.chat, "used": self.use_template}
         description = {
             "num_layers": self.num_layers,
-            "template": self.template and {**self.template.described(), "used": self.use_template},
+            "template": template,
             "chat": template_fault(self.tokenizer) is None,
             "default_schedule": self.default,
             "schedules": schedules,
