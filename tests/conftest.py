@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from skipdecode import Schedule
+from textgen_tools import save_tiny_model
 from tiny import SCHEDULES
 
 torch.set_num_threads(1)
@@ -29,3 +30,8 @@ hypothesis.settings.load_profile("no-deadline")
 @pytest.fixture(params=SCHEDULES)
 def schedule(request: pytest.FixtureRequest) -> Schedule:
     return SCHEDULES[request.param]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))

@@ -24,11 +24,6 @@ ROWS = [{"id": f"r{i}", "prompt": "hello " * random.Random(i).randint(1, 9) + st
 CHAT_TURN = {"role": "user", "content": "hi"}
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def generate(model_dir: str, *arguments: str) -> int:
     return main(["generate", model_dir, "--max-new-tokens", "8", *arguments])
 

@@ -31,11 +31,6 @@ from tuning_data import records, write_jsonl
 MANY = [{"id": i, "prompt": "row " * random.Random(i).randint(1, 8) + str(i)} for i in range(320)]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def long_run(model_dir: str, data: str, out: Path, *more: str) -> list[str]:
     options = ["--input", data, "--output", str(out), "--max-new-tokens", "24", "--batch-size", "4"]
     return ["generate", model_dir, *options, "--schedule", "2x", "--temperature", "0.8", "--seed", "5", *more]
