@@ -55,6 +55,8 @@ def test_without_a_compiler_auto_goes_through_transformers_and_hints(monkeypatch
         assert "CXX" in told
         with pytest.raises(UsageError, match=r"the engine fast cannot run .*: no C\+\+ compiler was found.*CXX"):
             notes_of(tiny_model("llama"), "fast")
+        with pytest.raises(UsageError, match=r"quantization int8 needs the fast engine.*no C\+\+ compiler"):
+            open_engines(tiny_model("llama"), "auto", print, "int8")
     finally:
         kernel_library.load_library.cache_clear()
 
