@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -35,3 +36,11 @@ def schedule(request: pytest.FixtureRequest) -> Schedule:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=[1, 3, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -128,14 +128,6 @@ class TestLayers:
         assert torch.equal(few.hidden, together.hidden[:3])
 
 
-@pytest.fixture(params=[1, 3, 4])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
 def test_without_openmp_results_are_the_same_bit_for_bit(threads):
     def results():

@@ -46,14 +46,6 @@ def tiles(plain: NativeKernels) -> Iterator[NativeKernels]:
         yield NativeKernels()
 
 
-@pytest.fixture(params=[1, 3, 4])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def spec_of(weight, kind, prologue="layer_norm"):
     held = quantize(weight, "w8a8") if kind == "w8a8" else weight.bfloat16()
     out, columns = weight.shape
