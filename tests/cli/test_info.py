@@ -21,10 +21,7 @@ from skipdecode.models.loading.store import add_model
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, OPTIONS, tiny_model
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

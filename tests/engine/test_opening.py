@@ -25,6 +25,7 @@ from skipdecode.models.loading.store import add_model
 from textgen_tools import read_rows, save_tiny_model, write_rows
 from tiny import LAYERS, tiny_model
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 PROMPTS = [[5, 6, 7, 8], [9], list(range(3, 40)), [11, 12, 13, 14, 15, 16, 17]]
 PAPER = Schedule.from_speedup(LAYERS, 2, 20)
 
@@ -92,11 +93,6 @@ def test_generate_gives_the_same_rows_on_both_engines_and_compares(tmp_path: Pat
         assert document["settings"]["engine"] == engine
         assert document["summary"]["comparison"]["decode_speedup"] > 0
     assert rows[0] == rows[1]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(params=[True, False], ids=["bf16 instructions", "none"])

@@ -23,6 +23,7 @@ from skipdecode.models.loading.gguf_tokenizer import _SPLIT_OF, GgufTokenizer
 from skipdecode.models.loading.hub import configured_ends, load_model
 from tiny import tiny_model
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 GGUFValue = gguf.gguf_writer.GGUFValue
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"rope_type": "default"},
@@ -44,11 +45,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("qwen2", "yarn", {"use_sliding_window": False}),
     "qwen3": ("qwen3", "linear", {"head_dim": 64}),
 }
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
 
 
 def written(tmp_path: Path, name: str = "llama", kind: str = "bf16", tokenizer: Any = None) -> tuple[Any, Path]:

@@ -35,12 +35,8 @@ from skipdecode.models.loading.store import add_model
 from skipdecode.models.loading.weights_sample import base_entry
 from tiny import LATER, LAYERS, OPTIONS, tiny_model
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
