@@ -340,13 +340,6 @@ def test_a_full_device_is_one_line(capsys: Any, model_dir: str):
     assert last.startswith("skipdecode: cannot write to /dev/full: No space left on device")
 
 
-def test_a_model_without_tokenizer_or_chat_template_is_one_line(capsys: Any, tmp_path: Path):
-    assert generate(save_tiny_model(tmp_path / "bare", tokenizer=False), "x") == 2
-    assert "has no tokenizer" in capsys.readouterr().err.splitlines()[-1]
-    assert generate(save_tiny_model(tmp_path / "plain", chat=False), "x", "--chat") == 2
-    assert "no chat template: give prompts without chat" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_a_batch_names_the_model_as_the_server_publishes_it(tmp_path: Path, capsys: Any):
     ready = tmp_path / "ready"
     model = save_tiny_model(ready / "tuned-6")
