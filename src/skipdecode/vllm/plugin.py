@@ -129,7 +129,8 @@ def _change(config: VllmConfig, settings: PluginSettings) -> None:
     config.additional_config = dict(config.additional_config or {}) | {KEY: settings.to_dict()}
     if hasattr(config.compilation_config, "fast_moe_cold_start"):
         config.compilation_config.fast_moe_cold_start = False  # It counts layers as they are called.
-    _set_environment("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:  # else the user has set it; vLLM's processes read it
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = _set_by_us["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     parallel.worker_cls = _WORKER
     if config.model_config.is_hybrid:
         config.cache_config.enable_prefix_caching = False  # Recurrent states would be kept at the ends of blocks.
@@ -141,12 +142,6 @@ def _change(config: VllmConfig, settings: PluginSettings) -> None:
         scheduling.async_scheduling = False
     scheduling.scheduler_cls = _SCHEDULERS[not synchronous]
     _check_requests()
-
-
-def _set_environment(name: str, value: str) -> None:
-    """Set a variable that vLLM's processes read, unless the user has."""
-    if name not in os.environ:
-        os.environ[name] = _set_by_us[name] = value
 
 
 def _undo_environment() -> None:
