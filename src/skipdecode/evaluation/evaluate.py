@@ -234,15 +234,14 @@ class _Evaluation:
             methods = {out / "full": Method(llm.backend), **methods}
         if options.w8a8:
             methods |= {out / _folder(m.name): m for m in with_w8a8(llm.backend, [*directories.values()])}
-        loaded = llm.loaded
         about = {
             **model_about(llm, options.name),
-            "recipe": _recipe(loaded),
+            "recipe": _recipe(llm.loaded),
             "data": Path(data).name if isinstance(data, str | Path) else None,
             "limit": options.limit,
         }
         settings = replace(options.part(EvaluationSettings), max_new_tokens=most)
-        on = loaded.model, loaded.tokenizer, chosen
+        on = llm.loaded.model, llm.tokenizer, chosen
         records, prompts = records_that_fit(*on, records, settings, skip_bad=skip_bad)
         work = TaskEvaluation(*on, records, prompts, metrics, settings, about, self.until)
         return work.run(methods, out, overwrite=options.overwrite)
