@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -216,15 +217,18 @@ def test_a_layer_of_another_kind_is_refused():
 # ---------------------------------------------------------------------- settings
 
 
+def asking(**extra: str) -> Any:
+    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
+
+
 def test_settings_travel_as_json():
     made = PluginSettings.from_config(LOADED[0].to_dict(), {"policy": "refill"})
     assert made is not None
     assert [s.name for s in made.schedules] == [LOADED[0].name, "full"]
     assert PluginSettings.from_config(None, made.to_dict()) == made
-    assert made.index(None) == 0
-    assert made.index("full") == 1
+    assert [made.index_of(asking(**asked)) for asked in ({}, {"skipdecode": "full"})] == [0, 1]
     with pytest.raises(ScheduleError, match="unknown schedule 'fast': this server has 'skipdecode', 'full'"):
-        made.index("fast")
+        made.index_of(asking(skipdecode="fast"))
 
 
 def test_a_schedule_that_projects_prompts_is_refused_by_name():

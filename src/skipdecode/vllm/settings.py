@@ -65,21 +65,18 @@ class PluginSettings(Options):
     def _names(self) -> list[str]:
         return [s.name for s in self.schedules]
 
-    def index(self, name: object) -> int:
-        """The number of the schedule with this name (None: the default).
+    def index_of(self, request: Request | EngineCoreRequest) -> int:
+        """The number of the schedule of a vLLM request, the default if it names none.
 
         Raises ScheduleError: with the names that are loaded.
         """
-        if name is not None and name not in self._names:
-            raise ScheduleError(f"unknown schedule {name!r}: this server has {', '.join(map(repr, self._names))}")
-        return 0 if name is None else self._names.index(name)
-
-    def index_of(self, request: Request | EngineCoreRequest) -> int:
-        """The number of the schedule of a vLLM request; raises as `index`."""
         arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
         if "exact" in arguments:
             raise ScheduleError("exact is not vLLM's: skipdecode serve has it, and vLLM its speculative_config")
-        return self.index(arguments.get(KEY))
+        name = arguments.get(KEY)
+        if name is not None and name not in self._names:
+            raise ScheduleError(f"unknown schedule {name!r}: this server has {', '.join(map(repr, self._names))}")
+        return 0 if name is None else self._names.index(name)
 
     @classmethod
     def of_engine(cls, vllm_config: VllmConfig, config_value: object = None) -> Self | None:
