@@ -162,6 +162,7 @@ class Sources:
         records = {str(number): replace(record, id=number) for number, record in enumerate(drawn)}  # ids may repeat
         file = replace(file, items=tuple(records.values()), skipped=())
         examples, _ = encode_source(file, "train", template, loaded, options)
+        examples = list({example.prompt: example for example in examples}.values())  # of prompts with several responses
         most = round(_LONGER * max(len(example.response) for example in examples))
         about = {"checkpoint": checkpoint_digest(loaded) | {"fit": None}, "most": most}
         ends = set(end_tokens(loaded.model, loaded.tokenizer))
@@ -193,7 +194,7 @@ class Sources:
         if len({record.line for record in answered}) < _LEAST_ANSWERED:
             note(f"{len(answered)} prompts are answered in time, which are too few to learn: the responses are learned")
             return responses
-        note(f"{len(answered)} of {len(file.items)} prompts answered at full depth, in place of their responses")
+        note(f"{len(answered)} of {len(examples)} prompts answered at full depth, in place of their responses")
         parts = held_out(replace(file, name="answers", items=tuple(answered)))
         for name, part in zip((TRAIN_FILE, DEV_FILE), parts, strict=True):
             _write(directory / name, part, template.responses[0])
