@@ -199,8 +199,11 @@ def test_responses_are_learned_where_they_teach_more() -> None:
 
 
 def test_that_nothing_was_tuned_is_said_early_and_last(place: Path, tmp_path: Path, capsys: Any) -> None:
-    command = arguments(place, "--minutes", "0.01", "--no-fit", "--out", str(tmp_path / "out"))
+    command = arguments(place, "--minutes", "0.01", "--no-fit", "--test-records", "3", "--out", str(tmp_path / "out"))
     assert main([word for word in command if word != "--json"]) == 0
+    for outputs in (tmp_path / "out" / "eval-fit").glob("*/outputs.jsonl"):
+        ids = [row["id"] for row in read_rows(outputs)]
+        assert ids == ["r0", "r4", "r8"][: max(2, len(ids))]  # of 12: a file may be sorted
     printed, notes = capsys.readouterr()
     assert notes.index("0.01 minutes may be too few to tune") < notes.index("0.01 minutes leave 0.0 to tune")
     last = printed.splitlines()[-1]

@@ -23,7 +23,7 @@ from skipdecode.common.rows import Input
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.shapes import shape_of_field
-from skipdecode.data.source import PromptSource
+from skipdecode.data.source import PromptSource, read_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, ModelLoadError, UsageError
 from skipdecode.evaluation.metrics import repeated
@@ -379,3 +379,10 @@ def test_what_counts_is_what_the_references_repeat() -> None:
     assert repeated(record(mr, "A pub.", "The Vaults.", "Beer."), ["mr"]) == []
     assert repeated(record("Reading is fun. I like reading, Anna.", "Reading, says Anna"), ["mr"]) == ["Anna"]
     assert repeated(record(mr, "The Vaults"), ["other"]) == []
+
+
+def test_some_records_of_a_file_come_from_all_over_it() -> None:
+    rows = [{"id": number, "prompt": "x", "response": "y"} for number in range(10)]
+    file = read_file(rows, PromptTemplate("{prompt}", ("response",)))
+    assert [record.id for record in file.spread(4).items] == [0, 2, 5, 7]
+    assert file.spread(None) == file.spread(10) == file

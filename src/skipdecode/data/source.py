@@ -15,7 +15,16 @@ from skipdecode.common.jsonl import Fields, Json, Row, decoded, json_line, row_o
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, format_of, read_rows
 from skipdecode.common.table_files import load_split
-from skipdecode.data.records import ReadRow, Record, Reject, read_records, refuse_rejects, reject_summary, usable
+from skipdecode.data.records import (
+    ReadRow,
+    Record,
+    Reject,
+    read_records,
+    refuse_rejects,
+    reject_summary,
+    spread_over,
+    usable,
+)
 from skipdecode.data.shapes import Shape
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.data.template import Prompt, PromptTemplate
@@ -137,6 +146,12 @@ class Records:
     sha256: str = ""
     stream: bool = False
 
+    def spread(self, count: int | None) -> Records:
+        """At most `count` of the records, from all over the file: the first ones of a sorted file are all alike."""
+        if count is None or count >= len(self.items):
+            return self
+        return replace(self, items=tuple(self.items[i] for i in spread_over(len(self.items), count)))
+
     def digest(self) -> str:
         """SHA-256 of ids, fields and references: two runs are comparable if it is the same."""
         text = json.dumps([[str(r.id), dict(r.values), r.references] for r in self.items], sort_keys=True)
@@ -209,13 +224,10 @@ def _hub_rows(source: HubSource) -> Iterator[tuple[int, Row]]:
         yield number, named
 
 
-def read_file(
-    path: str | Path | Sequence[Fields], template: PromptTemplate, *, limit: int | None = None, skip_bad: bool = False
-) -> Records:
+def read_file(path: str | Path | Sequence[Fields], template: PromptTemplate, *, skip_bad: bool = False) -> Records:
     """The records of a JSONL or CSV file, a pipe or standard input (``-``), or of a list, as text.
 
-    `limit`: only the first `limit` lines. `skip_bad`: leave out records that cannot be used, instead of refusing the
-    file.
+    `skip_bad`: leave out records that cannot be used, instead of refusing the file.
 
     Raises DataError if records cannot be used and `skip_bad` is false (all are counted, the first ones named), or none
     is left.
@@ -227,7 +239,7 @@ def read_file(
     else:
         digest = hashlib.sha256(b"".join(map(json_line, path))).hexdigest()
         name, stream, rows = "records", False, enumerate(map(row_of, path), 1)
-    for record in usable(template.examples(rows, limit), rejects):
+    for record in usable(template.examples(rows), rejects):
         if record.is_blank:
             rejects.append(Reject(record.line, "empty prompt: every field of it is blank"))
         elif len(record.references) == 1:

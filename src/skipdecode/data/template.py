@@ -9,7 +9,6 @@ import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 
 from skipdecode.common.jsonl import Fields, Json, Row
 from skipdecode.common.types import Tokenizer
@@ -111,10 +110,10 @@ class PromptTemplate:
             references, extra = references or ("",), extra | {"turn": turn}
         return replace(record, prompt=prompt, values=values, references=references, for_chat=extra)
 
-    def examples(self, rows: Iterable[tuple[int, Row]], limit: int | None = None) -> Iterator[Record]:
-        """The records of numbered rows, of the first `limit` alone, as `with_response` completes them."""
+    def examples(self, rows: Iterable[tuple[int, Row]]) -> Iterator[Record]:
+        """The records of numbered rows, as `with_response` completes them."""
         rows = rows if self.shape is None else shaped(rows, self.shape)
-        return read_records(islice(rows, limit), self.with_response)
+        return read_records(rows, self.with_response)
 
     def fits(self, row: Fields) -> bool:
         """Whether a record has what the template needs, and a response."""

@@ -212,7 +212,8 @@ class _Evaluation:
         prompt_room(context_length(self.checkpoint.config), most)
         schedules = self._chosen(chosen.response_tokens.get("p95", most)) or [self.checkpoint.parse(None, most)]
         directories = self._directories(schedules, out)
-        records = load_records(chosen, data, shape=shape, skip_bad=skip_bad, limit=options.limit)
+        first = None if options.spread else options.limit
+        records = load_records(chosen, data, shape=shape, skip_bad=skip_bad, limit=first).spread(options.limit)
         note_left_out(records.skipped)
         if task is None:
             note(f"task {chosen.name}, prompts {chosen.prompt!r}")

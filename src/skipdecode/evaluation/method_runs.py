@@ -11,6 +11,7 @@ from typing import Any
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.resume import ResumeLog
+from skipdecode.data.records import spread_over
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import SkipDecodeError
@@ -27,7 +28,6 @@ from skipdecode.generation.speed import (
     groups_in_time,
     medians_of,
     request_seconds,
-    spread_over,
     time_equal_lengths,
     timed_tokens,
 )

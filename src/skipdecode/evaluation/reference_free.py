@@ -139,7 +139,7 @@ class ReferenceFreeEvaluation:
         return SelfGeneratedOptions(
             self=True,
             prompts=None if self.source is None else self.source.name,
-            self_records=self.options.limit or self.RECORDS,
+            self_records=None if self.source and self.options.spread else self.options.limit or self.RECORDS,
             self_tokens=self.options.max_new_tokens or self.TOKENS,
             self_temperature=self.options.temperature,
             self_top_p=self.options.top_p,
@@ -160,9 +160,9 @@ class ReferenceFreeEvaluation:
         files = (loaded.checkpoint.own_folder / file for file in (TRAIN_FILE, DEV_FILE))
         learned = (row for file in files if file.is_file() for _, row in read_rows(file))
         rows = (row for row in learned if isinstance(row, dict) and row.keys() >= set(template.fields))
-        records = data.prompts(map(template.render, rows))
+        records = Records(tuple(data.prompts(map(template.render, rows)))).spread(self.options.limit or self.RECORDS)
         room = prompt_room(context_length(base.model.config), self._generated.self_tokens)
-        fitting, ids = encode_prompts(template, Records(tuple(records)), base.tokenizer, room=room, skip_bad=True)
+        fitting, ids = encode_prompts(template, records, base.tokenizer, room=room, skip_bad=True)
         note_left_out(fitting.skipped)
         return template, list(fitting.items), ids
 

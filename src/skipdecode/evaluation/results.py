@@ -86,6 +86,7 @@ class EvaluationOptions(EvaluationSettings, EncoderOptions):
         default=None,
         least=1,
     )
+    spread: bool = setting("take the records of `limit` from all over the data", default=False)
     chat: bool = option("apply the model's chat template", default=False)
     temperature: float = option("without references: of the texts that are compared; 0 is greedy", default=0.7, least=0)
     top_p: float = option(

@@ -21,6 +21,7 @@ from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.common.resume import ResumeLog
 from skipdecode.common.tables import speedups
 from skipdecode.common.types import Tokenizer
+from skipdecode.data.records import spread_over
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import Backend
@@ -188,11 +189,6 @@ def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Indices of records in batches of similar length, longest first: a batch that does not fit fails at once."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     return [order[start : start + size] for start in range(0, len(order), size)]
-
-
-def spread_over(count: int, wanted: int) -> list[int]:
-    """Indices of `wanted` of `count` records, from all over the data."""
-    return [i * count // wanted for i in range(wanted)]
 
 
 Turns = Stopwatch[Method, Generation]

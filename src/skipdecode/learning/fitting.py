@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.batches import Batch
+from skipdecode.data.records import spread_over
 from skipdecode.errors import DivergedError, FitError
-from skipdecode.generation.speed import spread_over
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.attach import at_full_depth
 from skipdecode.models.cache import SkipCache

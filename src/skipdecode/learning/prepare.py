@@ -251,9 +251,9 @@ class _Run:
         return stages.run(Pace, lambda: Pace.of(self.loaded.model, self._sample(records)))
 
     def _sample(self, records: LearningRecords) -> list[Example]:
-        """The first records that can be used, for lengths and speeds."""
+        """Records from all over the file, for lengths and speeds."""
         template = make_template(records.options)
-        file = read_file(records.train, template, limit=_SOME_RECORDS, skip_bad=True)
+        file = read_file(records.train, template, skip_bad=True).spread(_SOME_RECORDS)
         return encode_source(file, "train", template, self.loaded, records.options)[0]
 
     def _full_depth(self, stages: Stages, responses: LearningRecords, clock: Clock) -> FullDepth | None:

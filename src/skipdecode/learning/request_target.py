@@ -9,9 +9,10 @@ from dataclasses import replace
 from skipdecode.common.progress import note
 from skipdecode.cost.model import CostModel
 from skipdecode.data.examples import Example
+from skipdecode.data.records import spread_over
 from skipdecode.errors import TargetError
 from skipdecode.generation.llm import LLM
-from skipdecode.generation.speed import Method, fitting_share, request_seconds, spread_over, time_equal_lengths
+from skipdecode.generation.speed import Method, fitting_share, request_seconds, time_equal_lengths
 from skipdecode.learning.goal import Goal, goal_of_records
 from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.models.loading.checkpoint import LoadedModel

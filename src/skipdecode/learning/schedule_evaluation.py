@@ -89,9 +89,9 @@ class ScheduleEvaluation:
 
     def _with_names(self, rows: list[Json], llm: LLM, target: Schedule, task: Task) -> list[Json]:
         """The rows; those of full depth and the target with the share of invented names that they copy."""
-        known = read_file(self.sources.known, task.template, limit=COUNTED, skip_bad=True).items
+        known = read_file(self.sources.known, task.template, skip_bad=True).spread(COUNTED).items
         renaming = Renaming.of(known, task.template, self.settings.seed, MEASURED)
-        file = load_records(task, self.sources.test, skip_bad=self.settings.skips_bad, limit=_NAMED)
+        file = load_records(task, self.sources.test, skip_bad=self.settings.skips_bad).spread(_NAMED)
         named = tuple(renaming.others(file.items))
         if not named:
             return rows
@@ -115,6 +115,7 @@ class ScheduleEvaluation:
             until=until,
             teacher_forced=False,
             overwrite=True,
+            spread=True,
             bad_records=settings.bad_records,
             **options,
         ).rows

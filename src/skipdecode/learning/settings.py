@@ -172,7 +172,9 @@ class TuneOptions(TuneConfig, SelfGeneratedOptions, RecordOptions):
     """Other defaults with `self`: answers only teach full depth, and milder schedules lose very little there."""
 
     dev_records: int | None = option(
-        "use only the first N lines of --dev; with --self, hold out at most N records", default=256, least=1
+        "most records of --dev, from all over it; with --self, most records to hold out",
+        default=256,
+        least=1,
     )
 
 

@@ -96,7 +96,7 @@ class Sources:
             if "dev" not in files:
                 files["train"], files["dev"] = held_out(files["train"])
         if test is not None and not whole:
-            load_records(self.task(1), test, skip_bad=settings.skips_bad, limit=settings.test_records)
+            load_records(self.task(1), test, skip_bad=settings.skips_bad)
 
     @property
     def test(self) -> Any:

@@ -300,7 +300,7 @@ class _Run:
         named = {name: source for name, source in sources.items() if source is not None}
         check_streams(str(source) for source in named.values() if isinstance(source, str | Path))
         limits, skip_bad = {"dev": self.settings.dev_records}, self.settings.skips_bad or self.settings.self
-        return {n: read_file(source, template, limit=limits.get(n), skip_bad=skip_bad) for n, source in named.items()}
+        return {n: read_file(source, template, skip_bad=skip_bad).spread(limits.get(n)) for n, source in named.items()}
 
     def _loaded(self) -> tuple[LoadedModel, Json]:
         """The model to train, whose adapter is merged unless it is tuned further, and the digest of what was loaded."""
