@@ -389,8 +389,8 @@ def first(document: Row) -> Table:
     chosen = (
         ("tldr, target 2.3", 60, "paper-p8-13to7", "summaries (TL;DR), fewer layers"),
         ("tldr, target 2.3", 60, "paper-p8-13to7, w8a8", "summaries (TL;DR), fewer layers and W8A8"),
-        ("e2e, target 2", 45, "paper-p8-10to5", "data to text (E2E), fewer layers"),
-        ("e2e, target 2", 45, "paper-p8-10to5, w8a8", "data to text (E2E), fewer layers and W8A8"),
+        ("e2e, target 2.45", 45, "paper-p8-8to4", "data to text (E2E), fewer layers"),
+        ("e2e, target 2.45", 45, "paper-p8-8to4, w8a8", "data to text (E2E), fewer layers and W8A8"),
         ("code", 0, "full, w8a8, exact", "code, all layers, W8A8 and drafts"),
         ("code, 1.25x, 60 minutes", 60, "calibrated-1.25x-wall", "code, fewer layers: do not"),
     )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def test_answers_that_run_at_the_end_of_their_time_are_cut_and_kept(model: str, 
 
 @pytest.mark.parametrize("chats", [False, True])
 def test_answers_are_learned_as_they_were_asked_for(chats: bool, model: str, tmp_path: Path, capsys: Any) -> None:
-    asks = [[{"role": "user", "content": f"say {c}"}, {"role": "assistant", "content": "no"}] for c in "abcdefghijklmnopqrstuvwxyz"]
+    asks = [[{"role": "user", "content": f"say {c}"}, {"role": "assistant", "content": "no"}] for c in ascii_lowercase]
     rows = [{"messages": one} if chats else {"prompt": one[0]["content"], "system": "be brief"} for one in asks]
     file = write_rows(tmp_path / "rows.jsonl", rows)
     out, asked = tmp_path / "out", ["--self-tokens", "400", "--schedule", "2x"]
