@@ -22,7 +22,7 @@ from skipdecode.engine.requests import NextToken, Request, Sampling
 _MOST_TOP = 128  # largest top-k for which candidates are sought
 _LEAST = -1e30  # of a forbidden token: finite, also after the division by a temperature, as all may be forbidden
 _TRIED = 8  # top tokens of a greedy row that are tried before all that a grammar allows
-_NEAR = 512  # top tokens among which a nucleus is sought first: to sort a whole vocabulary takes milliseconds
+_NEAR = 512, 8192  # top tokens among which a nucleus is sought first: to sort a whole vocabulary takes milliseconds
 
 
 class Sampler:
@@ -168,10 +168,13 @@ class Sampler:
 def _nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Logits and positions of the fewest most probable tokens that reach `top_p` together, the best first."""
     near, total = torch.arange(len(logits)), logits.logsumexp(0)
-    if len(logits) > _NEAR:
-        top = logits.topk(_NEAR).values
+    for count in _NEAR:
+        if len(logits) <= count:
+            break
+        top = logits.topk(count).values
         if (top - total).exp().sum() >= top_p:
             near = (logits >= top[-1]).nonzero()[:, 0]
+            break
     best, order = logits[near].sort(descending=True, stable=True)
     probs = (best - total).exp()
     reached = probs.cumsum(0)
