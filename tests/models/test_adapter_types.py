@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from dataclasses import fields
@@ -61,6 +62,7 @@ REFUSED_VARIANTS: list[tuple[str, dict[str, Any], str]] = [
     ("LORA", {"lora_bias": True, "target_modules": ["gate_proj"]}, "LORA.*lora_bias"),
     ("LORA", {"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
     ("LORA", {"init_lora_weights": "corda"}, "corda"),
+    ("LORA", {"lora_alpha": math.nan}, "lora_alpha is nan"),
     ("BEFT", {"target_modules": ["gate_proj"]}, "BEFT"),
     ("PVERA", {"sample_at_inference": True}, "PVERA"),
 ]
