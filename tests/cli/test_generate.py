@@ -340,6 +340,12 @@ def test_a_full_device_is_one_line(capsys: Any, model_dir: str):
     assert last.startswith("skipdecode: cannot write to /dev/full: No space left on device")
 
 
+def test_too_little_memory_is_one_line_with_what_to_lower(capsys: Any, tmp_path: Path, model_dir: str, rows_file: str):
+    out = ["--output", str(tmp_path / "out.jsonl"), "--batch-size", str(10**13)]
+    assert main(["generate", model_dir, "--input", rows_file, *out]) == 1
+    assert "the memory is too small: lower the batch size" in capsys.readouterr().err
+
+
 def test_a_batch_names_the_model_as_the_server_publishes_it(tmp_path: Path, capsys: Any):
     ready = tmp_path / "ready"
     model = save_tiny_model(ready / "tuned-6")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import re
 import shlex
 import signal
 import sys
@@ -55,6 +56,8 @@ _MORE = "more: docs/first-model.md (a tour), docs/commands.md (all verbs)"
 _DEBUG = "show tracebacks, details of the run, and warnings of other packages"
 # Errors of a path in the command: wrong usage, not failed work.
 _NO_SUCH_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_NO_MEMORY = re.compile("can't allocate memory|out of memory", re.IGNORECASE)  # torch has no class for the CPU's
+_TOO_LARGE = "the memory is too small: lower the batch size or the number of tokens"
 
 
 @isolated_torch()
@@ -82,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+            return _fail(f"{_TOO_LARGE} ({error}; --debug shows the traceback)", 1, debug)
         return _fail(f"{type(error).__name__}: {error} (--debug shows the traceback)", 1, debug)
 
 
