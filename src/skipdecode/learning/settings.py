@@ -273,7 +273,7 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, EncoderOpt
     minutes: float = option(
         "minutes of the whole command, from its start to its table; 0: no tuning, and no limit", default=10.0, least=0
     )
-    test_records: int = option("most records or prompts to evaluate on", default=64, least=1)
+    test_records: int = option("most records or prompts to evaluate on, from all over the file", default=64, least=1)
     batch: int = option("sequences decoded together", default=BATCH, least=1)
     order_records: int = setting("records on which drop orders and prompt layers are compared", default=8, least=1)
     prompt_depths: tuple[str, ...] = option(
