@@ -158,6 +158,7 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
         (["--out", "{place}/x", "--methods", "even:2"], "unknown schedule 'even:2'"),
         (["--out", "{place}/x", "--methods", "2x", "2x"], "have skipdecode-2x twice"),
         (["--out", "{place}/x", "--seq-len", "8"], "--seq-len needs --schedule"),
+        (["--out", "{place}/x", "--schedule", "full", "--max-new-tokens", "100"], "leaves no room for a prompt"),
         (["--out", "{place}/x", "--max-new-tokens", "95"], "there is room for 1"),
         (["--out", "{place}/data.jsonl/x"], "is not a writable directory"),
         (["--compare", "{place}/full"], "exclude each other"),

@@ -35,6 +35,11 @@ def answered(model: Any, path: Path, prompts: Any = PROMPTS, **options: Any) -> 
         return list(greedy_answers(backend, prompts, log, max_new_tokens=TOKENS, ends=(), **options))
 
 
+def in_pairs(count: int) -> list[dict[str, Any]]:
+    """Records, each colour of which stands in two."""
+    return [row | {"colour": f"{row['colour']} {number // 2}"} for number, row in enumerate(records(count))]
+
+
 def test_answers_have_the_distributions_that_the_teacher_computes(tmp_path: Path) -> None:
     model = tiny_model("llama")
     found = answered(model, tmp_path / "log")
@@ -69,8 +74,7 @@ def test_a_prompt_of_several_records_is_answered_once(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sources, "is_repetitive", lambda tokens: False)
     form = {"prompt_template": "{colour} {thing}", "response_field": "ref"}
     settings, loaded = PrepareOptions(**form), load(save_model(tmp_path / "model"))
-    repeated = [row | {"colour": f"{row['colour']} {number // 2}"} for number, row in enumerate(records(80))]
-    rows = Sources(settings, {"train": repeated}, tmp_path)
+    rows = Sources(settings, {"train": in_pairs(80)}, tmp_path)
     learned = rows.answer_records(rows.written_records(loaded), loaded, math.inf)
     texts = [row for path in (learned.train, learned.dev) for _, row in read_rows(path)]
     prompts = [(row["colour"], row["thing"]) for row in texts if isinstance(row, dict)]
@@ -80,13 +84,13 @@ def test_a_prompt_of_several_records_is_answered_once(tmp_path: Path, monkeypatc
 def test_answers_that_loop_up_to_the_limit_are_not_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     form = {"prompt_template": "{colour} {thing}", "response_field": "ref"}
     settings, loaded = PrepareOptions(**form), load(save_model(tmp_path / "model"))
-    rows = Sources(settings, {"train": records(24)}, tmp_path)
+    rows = Sources(settings, {"train": in_pairs(48)[::2]}, tmp_path)
     with torch.no_grad():
         loaded.model.get_output_embeddings().weight.zero_()
     responses = rows.written_records(loaded)
     assert rows.answer_records(responses, loaded, math.inf) == responses
     noted = capsys.readouterr().err
-    assert " answers are left out: they repeat themselves up to the limit of" in noted
+    assert "21 answers are left out: they repeat themselves up to the limit of" in noted
     assert "0 prompts are answered in time" in noted
 
 

@@ -168,10 +168,10 @@ class Sampler:
 def _nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Logits and positions of the fewest most probable tokens that reach `top_p` together, the best first."""
     near, total = torch.arange(len(logits)), logits.logsumexp(0)
-    for count in _NEAR:
-        if len(logits) <= count:
+    for size in _NEAR:
+        if len(logits) <= size:
             break
-        top = logits.topk(count).values
+        top = logits.topk(size).values
         if (top - total).exp().sum() >= top_p:
             near = (logits >= top[-1]).nonzero()[:, 0]
             break

@@ -162,7 +162,7 @@ class Sources:
         records = {str(number): replace(record, id=number) for number, record in enumerate(drawn)}  # ids may repeat
         file = replace(file, items=tuple(records.values()), skipped=())
         examples, _ = encode_source(file, "train", template, loaded, options)
-        examples = list({example.prompt: example for example in examples}.values())  # of prompts with several responses
+        examples = list({example.prompt: example for example in examples}.values())  # records may share a prompt
         most = round(_LONGER * max(len(example.response) for example in examples))
         about = {"checkpoint": checkpoint_digest(loaded) | {"fit": None}, "most": most}
         ends = set(end_tokens(loaded.model, loaded.tokenizer))

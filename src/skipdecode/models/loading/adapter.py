@@ -45,9 +45,9 @@ def check_mergeable(adapter: Path, config: PretrainedConfig) -> None:
     ):
         settings = peft.PeftConfig.from_pretrained(str(adapter))
     check_adapter(settings)
-    values = {name: value for name, value in vars(settings).items() if isinstance(value, float)}
-    if wrong := next((name for name, value in values.items() if not math.isfinite(value)), None):
-        raise ModelLoadError(f"{adapter}: {wrong} is {values[wrong]} in its {ADAPTER_FILE}: a number is needed")
+    for name, value in vars(settings).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ModelLoadError(f"{adapter}: {name} is {value} in its {ADAPTER_FILE}: a number is needed")
     initial = str(getattr(settings, "init_lora_weights", ""))
     if initial.startswith(_NOT_REPEATED):
         raise ModelLoadError(
