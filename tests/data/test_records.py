@@ -384,5 +384,8 @@ def test_what_counts_is_what_the_references_repeat() -> None:
 def test_some_records_of_a_file_come_from_all_over_it() -> None:
     rows = [{"id": number, "prompt": "x", "response": "y"} for number in range(10)]
     file = read_file(rows, PromptTemplate("{prompt}", ("response",)))
-    assert [record.id for record in file.spread(4).items] == [0, 2, 5, 7]
-    assert file.spread(None) == file.spread(10) == file
+    ids = [record.id for record in file.spread(20).items]
+    assert sorted(ids) == list(range(10))
+    assert sorted(ids[:4]) == [0, 2, 4, 8], "a sample that is cut short is from all over the file too"
+    assert [record.id for record in file.spread(4).items] == ids[:4], "a smaller sample begins a larger one"
+    assert file.spread(None) == file

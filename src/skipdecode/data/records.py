@@ -97,11 +97,6 @@ class Reject(NamedTuple):
     reason: str
 
 
-def spread_over(count: int, wanted: int) -> list[int]:
-    """Indices of `wanted` of `count` records, from all over the data."""
-    return [i * count // wanted for i in range(wanted)]
-
-
 def usable(records: Iterable[Record], rejects: list[Reject]) -> Iterator[Record]:
     """The records that can be used; a record with an error, or with the id of an earlier one, goes to `rejects`."""
     first_line: dict[str, int] = {}

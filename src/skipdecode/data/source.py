@@ -14,6 +14,7 @@ from skipdecode.common.files import is_stream
 from skipdecode.common.jsonl import Fields, Json, Row, decoded, json_line, row_of
 from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, format_of, read_rows
+from skipdecode.common.spread import spread_over
 from skipdecode.common.table_files import load_split
 from skipdecode.data.records import (
     ReadRow,
@@ -22,7 +23,6 @@ from skipdecode.data.records import (
     read_records,
     refuse_rejects,
     reject_summary,
-    spread_over,
     usable,
 )
 from skipdecode.data.shapes import Shape
@@ -147,8 +147,8 @@ class Records:
     stream: bool = False
 
     def spread(self, count: int | None) -> Records:
-        """At most `count` of the records, from all over the file: the first ones of a sorted file are all alike."""
-        if count is None or count >= len(self.items):
+        """At most `count` of the records, from all over the file, as are the first ones of them; see `spread_over`."""
+        if count is None:
             return self
         return replace(self, items=tuple(self.items[i] for i in spread_over(len(self.items), count)))
 

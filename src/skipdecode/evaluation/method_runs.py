@@ -11,7 +11,7 @@ from typing import Any
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.resume import ResumeLog
-from skipdecode.data.records import spread_over
+from skipdecode.common.spread import spread_over
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.requests import Sampling
 from skipdecode.errors import SkipDecodeError

@@ -19,9 +19,9 @@ from typing import Any, Self
 
 from skipdecode.common.bootstrap import Stopwatch
 from skipdecode.common.resume import ResumeLog
+from skipdecode.common.spread import spread_over
 from skipdecode.common.tables import speedups
 from skipdecode.common.types import Tokenizer
-from skipdecode.data.records import spread_over
 from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import Backend

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from skipdecode.common.progress import progress_bar
+from skipdecode.common.spread import spread_over
 from skipdecode.data.batches import Batch
-from skipdecode.data.records import spread_over
 from skipdecode.errors import DivergedError, FitError
 from skipdecode.learning.settings import FitOptions
 from skipdecode.models.attach import at_full_depth

@@ -9,7 +9,7 @@ from dataclasses import replace
 from skipdecode.common.progress import note
 from skipdecode.cost.model import CostModel
 from skipdecode.data.examples import Example
-from skipdecode.data.records import spread_over
+from skipdecode.common.spread import spread_over
 from skipdecode.errors import TargetError
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import Method, fitting_share, request_seconds, time_equal_lengths

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Literal
 
 from skipdecode.common.plain import unwrapped
+from skipdecode.common.spread import spread_over
 from skipdecode.errors import ScheduleError
 
 PromptDepth = Literal["full", "max_exit"] | tuple[int, ...]
@@ -83,14 +84,7 @@ def evenly_spaced(num_layers: int, least_budget: int, warmup_layers: int) -> tup
     inner = range(warmup_layers, num_layers - 1)
     early = [layer for layer in inner if layer not in running]
     late = [layer for layer in inner if layer in running]
-    return tuple(_spread(early) + _spread(late))
-
-
-def _spread(items: list[int]) -> list[int]:
-    """Items in bit-reversed order of their rank, so that every prefix is spread over the whole range."""
-    bits = max(len(items) - 1, 0).bit_length()
-    ranks = (int(format(i, f"0{bits}b")[::-1], 2) if bits else 0 for i in range(2**bits))
-    return [items[r] for r in ranks if r < len(items)]
+    return tuple(group[i] for group in (early, late) for i in spread_over(len(group), len(group)))
 
 
 def lent_order(order: Sequence[int], shared: Mapping[int, int]) -> tuple[int, ...]:
