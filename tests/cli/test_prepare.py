@@ -238,6 +238,20 @@ def test_the_fastest_way_that_keeps_a_share_is_recommended(place: Path, tmp_path
     assert ("for one request at a time:" in told) == (alone is not None and alone is not best)
 
 
+def test_8_bit_weights_count_towards_the_target_and_are_used(
+    place: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skipdecode.learning.request_target._request_times", lambda *_: (1 / 1.2, 1 / 1.6))
+    command = arguments(place, "--quantization", "w8a8", "--minutes", "0.05", "--out", str(tmp_path / "out"))
+    at = command.index("--cost")
+    command[at : at + 2] = []  # measured
+    found = said(capsys, command)
+    assert found["target"].endswith(", w8a8")
+    assert "0.0" in found["kept_by_minutes"]
+    assert found["use"].items() >= {"quantization": "w8a8", "schedule": "./fit/schedule.json"}.items()
+    assert skipdecode.LLM(tmp_path / "out").backend.name == "fast-w8a8"
+
+
 @pytest.mark.parametrize("share", [0.125, 0.3, 0.9])
 def test_texts_that_are_cut_run_the_depths_of_whole_ones(share: float) -> None:
     whole = Schedule.from_speedup(24, 1.5, seq_len=120)
@@ -324,6 +338,8 @@ def test_own_answers_need_prompts_alone(place: Path, tmp_path: Path, task: bool)
         (["--sampled-speedups", "50"], "50"),
         (["--test", "absent.jsonl"], "absent.jsonl"),
         (["--test", os.devnull], "--test is read several times"),
+        (["--quantization", "w8a8"], "leave out --cost"),
+        (["--quantization", "w8a8", "--minutes", "0"], "--minutes"),
     ],
 )
 def test_what_cannot_be_done_is_refused_at_once(place: Path, capsys: Any, more: list[str], named: str) -> None:

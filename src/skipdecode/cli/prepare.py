@@ -10,8 +10,9 @@ minutes at most; it ends early where the dev loss no longer falls, and is thrown
 already. --out/full is the tuned model at full depth, which the result is compared with. The schedule learns that
 model's greedy answers, or, while its loss was still falling, the responses of --train. With --self there are only
 answers, to --prompts or to prompts that the model draws. Every stage ends at the clock. 0 is without tuning, and
-without a limit. --keep 0.98 recommends the fastest schedule or weights that keep 98% of every score, for
-batches and for one request at a time.
+without a limit. With --quantization w8a8, 8-bit weights do a part of the target, and the result runs with them.
+--keep 0.98 recommends the fastest schedule or weights that keep 98% of every score, for batches and for one request at
+a time.
 The directory of --out is a MODEL of every verb: the fastest way that keeps the share, else the schedule.
 After an interruption the same command continues. With another value of --minutes, it reuses answers, layers and fit,
 whose time counts again, and compares the results of both values.

@@ -23,7 +23,7 @@ from skipdecode.cost.source import find_cost
 from skipdecode.data.examples import Example, encode_source, make_template
 from skipdecode.data.source import Source, read_file
 from skipdecode.data.template import PromptTemplate
-from skipdecode.engine.opening import load
+from skipdecode.engine.opening import load, open_fast
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.generation.llm import LLM
 from skipdecode.learning.calibrate import SCHEDULE_FILE, calibrate, checked_cost
@@ -160,6 +160,10 @@ class _Run:
         begun = time.perf_counter()
         self.loaded = loaded_of(model) or load(checkpoint)
         self.name, self.loading = self.loaded.checkpoint.name, time.perf_counter() - begun
+        if settings.quantization != "none":
+            if cost is not None:
+                raise UsageError("`quantization` counts by a measurement: leave out `cost`")
+            open_fast(self.loaded.model, "fast", note, settings.quantization)  # says what it needs
 
     def run(self, started: float, overwrite: bool) -> Prepared:
         settings, out, minutes = self.settings, self.out, self.settings.minutes
@@ -304,7 +308,8 @@ class _Run:
             half = (time.perf_counter() + until) / 2
             prompt_len, batch = round(pace.prompt_tokens), self.settings.batch
             cost = find_cost(loaded, batch=batch, prompt_len=prompt_len, until=half).cost
-            target = target_of_steps(self.depths, cost, loaded, sample, batch, half)
+            quantization = self.settings.quantization
+            target = target_of_steps(self.depths, cost, loaded, sample, batch, half, quantization)
         goal = goal_of_records(replace(self.depths, target_speedup=target), cost, sample, loaded.checkpoint.config)
         groups = groups_by_fit(goal.prompts)
         candidates = sum(len(prompts) for _, prompts in groups)

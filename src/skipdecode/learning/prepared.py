@@ -147,11 +147,14 @@ class Prepared(Printed):
     def use(self) -> Json:
         """The model, schedule and quantization that use the result; a tuned model has its schedule.
 
-        With `keep` those of the recommended row, else the tuned model, or the model with the schedule and its fit.
+        With `keep` those of the recommended row, else of the target: the tuned model, or the model with the schedule and
+        its fit.
         Paths in the directory begin with ./, so that it can be moved.
         """
-        row: Fields = {"name": self.document["target"], "minutes": self.document["minutes"]}
-        if self.document["keep"] is not None:
+        if self.document["keep"] is None:
+            target = {"name": self.document["target"], "minutes": self.document["minutes"]}
+            row: Fields = next(row for row in self.rows if target.items() <= row.items())
+        else:
             row = self.recommended or {"name": "full", "minutes": 0.0}
         checkpoint = self._loaded.checkpoint
         use: Json = {}
@@ -256,7 +259,7 @@ def results_document(
 
     `minutes_left` were left to tune under the schedule.
     """
-    minutes, finished, target = settings.minutes, stages.finished(), schedule.name
+    minutes, finished, target = settings.minutes, stages.finished(), settings.row_name(schedule)
     evaluations = sorted(stages.evaluations(), key=lambda evaluation: evaluation.minutes)
     rows = with_kept([{"minutes": each.minutes, **row} for each in evaluations for row in each.rows])
     low = "" if full_depth is not None and full_depth.is_learned else near_zero(rows)

@@ -270,6 +270,11 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, EncoderOpt
         above=0,
         most=1,
     )
+    quantization: Literal["none", "w8a8"] = option(
+        "weights with which target_speedup is to be reached: with w8a8, 8-bit weights and activations, whose gain "
+        "counts too, fewer layers are skipped",
+        default="none",
+    )
     minutes: float = option(
         "minutes of the whole command, from its start to its table; 0: no tuning, and no limit", default=10.0, least=0
     )
@@ -303,6 +308,15 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, EncoderOpt
     )
     seed: int = option("seed of all random choices", default=0, least=0)
     self_temperature: float = option("with --self: temperature of answers; 0 is greedy", default=0.0, least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantization != "none" and not self.minutes:
+            raise UsageError("`quantization` counts by a measurement, which takes `minutes`: give some")
+
+    def row_name(self, schedule: Schedule) -> str:
+        """The name that a schedule has in evaluations, run with the weights of `quantization`."""
+        return schedule.name if self.quantization == "none" else f"{schedule.name}, {self.quantization}"
 
     def rate(self, width: int) -> float:
         """Peak learning rate for a hidden_size: 1e-3 at 576 and 3e-4 at 896 were best (LoRA), a tenth at the least."""
