@@ -97,7 +97,7 @@ def test_the_example_in_python_goes_the_whole_way(tmp_path: Path, capsys: Any) -
         files.append(str(write_jsonl(tmp_path / f"{name}.jsonl", rows)))
     example("in_python").main(model, *files, str(tmp_path / "out"), 0.1, 1.05)
     printed = capsys.readouterr().out
-    assert "keep" in printed
+    assert "kept: worst score" in printed
     assert load_model(str(tmp_path / "out" / "small")).checkpoint.num_layers < LAYERS
 
 
