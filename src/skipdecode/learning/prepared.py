@@ -147,9 +147,8 @@ class Prepared(Printed):
     def use(self) -> Json:
         """The model, schedule and quantization that use the result; a tuned model has its schedule.
 
-        With `keep` those of the recommended row, else of the target: the tuned model, or the model with the schedule and
-        its fit.
-        Paths in the directory begin with ./, so that it can be moved.
+        With `keep` those of the recommended row, else of the target: the tuned model, or the model with the schedule
+        and its fit. Paths in the directory begin with ./, so that it can be moved.
         """
         if self.document["keep"] is None:
             target = {"name": self.document["target"], "minutes": self.document["minutes"]}
