@@ -8,6 +8,7 @@ A table stands between `<!-- table NAME results/FILE.json -->` and `<!-- end tab
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -387,21 +388,32 @@ def first(document: Row) -> Table:
         ("quality kept", "{kept:.0%}"),
     ]
     chosen = (
-        ("tldr, target 2.3", 60, "paper-p8-13to7", "summaries (TL;DR), fewer layers"),
-        ("tldr, target 2.3", 60, "paper-p8-13to7, w8a8", "summaries (TL;DR), fewer layers and W8A8"),
+        ("tldr, target 2.3, with W8A8", 60, "paper-p12-24to22, w8a8", "summaries (TL;DR), W8A8 and fewer layers"),
+        ("cnn_dm, target 1.9, with W8A8", 60, "paper-p16-24, w8a8", "news (CNN/DailyMail), W8A8 and fewer layers"),
         ("e2e, target 2.45", 45, "paper-p8-8to4", "data to text (E2E), fewer layers"),
         ("e2e, target 2.45", 45, "paper-p8-8to4, w8a8", "data to text (E2E), fewer layers and W8A8"),
+        ("tldr, target 2.3", 60, "paper-p8-13to7", "summaries (TL;DR), fewer layers alone"),
         ("code", 0, "full, w8a8, exact", "code, all layers, W8A8 and drafts"),
         ("code, 1.25x, 60 minutes", 60, "calibrated-1.25x-wall", "code, fewer layers: do not"),
     )
-    files = (ROOT / "results" / f"prepare-{task}-qwen2.5-coder-0.5b.json" for task in ("e2e", "tldr"))
-    every = [*document["rows"], *(row for file in files for row in read_result(file)["rows"])]
+    results, model = ROOT / "results", "qwen2.5-coder-0.5b.json"
+    every = list(document["rows"])
+    for task in ("e2e", "tldr", "summaries-w8a8"):
+        every += read_result(results / f"prepare-{task}-{model}")["rows"]
     found = {(row["task"], row["minutes"], row["lever"]): row for row in every}
     rows = [dict(found[task, minutes, lever], shown=shown) for task, minutes, lever, shown in chosen]
+    for row, task in zip((rows[0], rows[1], rows[4]), ("tldr-w8a8", "cnn_dm-w8a8", "tldr"), strict=True):
+        row["kept"] = least_share(results / f"eval-{task}-{model}")
     # Perplexity flatters programs: the last row is of problems that are solved.
-    skipping = read_result(ROOT / "results" / "humaneval-skipping-qwen2.5-coder-0.5b.json")["rows"]
+    skipping = read_result(results / f"humaneval-skipping-{model}")["rows"]
     rows[-1]["kept"] = skipping[-1]["passed"] / skipping[0]["passed"]
     return table(rows, columns)
+
+
+def least_share(file: Path) -> float:
+    """The smallest share of full depth's scores in a comparison of test records; scores below 5 do not count."""
+    pairs = json.loads(file.read_text(encoding="utf-8"))["pairs"]
+    return min(pair["ratio"]["estimate"] for pair in pairs if pair["a"] >= 5)
 
 
 # By name, with the kind of result, or the benchmark, that each is made from.
