@@ -35,7 +35,6 @@ class StopSearch:
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
-        self._longest = max(map(len, stops), default=0)
         self._length = 0
         self.held = ""
 
@@ -49,6 +48,12 @@ class StopSearch:
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             return start + min(matches)[1]
-        ends = (text[-size:] for size in range(min(len(text), self._longest - 1), 0, -1))
-        self.held = next((end for end in ends if any(stop.startswith(end) for stop in self._stops)), "")
+        begun = max(overlap(text, stop) for stop in self._stops)
+        self.held = text[len(text) - begun :]
         return None
+
+
+def overlap(text: str, mark: str) -> int:
+    """The number of characters at the end of a text with which a mark begins that may still become whole."""
+    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypedDict
 from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import Tool, ToolChoice, name_of
 from skipdecode.data.records import RecordSettings
+from skipdecode.data.stopping import overlap
 from skipdecode.errors import UsageError
 from skipdecode.generation.grammar import JSON_OPTIONS
 
@@ -132,7 +133,7 @@ class CallReader:
             else:
                 plain, self._rest = plain + before + mark, behind
         if start < 0:
-            start = len(self._rest) - (0 if last else _overlap(self._rest, mark))
+            start = len(self._rest) - (0 if last else overlap(self._rest, mark))
         if self.count or not last:  # white space beside a call goes
             start = len(self._rest[:start].rstrip())
         plain, self._rest = plain + self._rest[:start], self._rest[start:]
@@ -145,7 +146,7 @@ class CallReader:
             return closed[1], text[closed.end() :]
         if not last and text.lstrip()[:1] in ("", "{"):
             return None, text
-        return text[: len(text) - _overlap(text, self._form.end.strip())], ""
+        return text[: len(text) - overlap(text, self._form.end.strip())], ""
 
     def _calls(self, text: str) -> list[Call]:
         """Read the calls of a text of JSON objects; none if it has anything else."""
@@ -181,8 +182,3 @@ class CallReader:
             raise ValueError("the arguments are no object")
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         return {"name": name, "arguments": _HALF_PAIR.sub("\ufffd", text)}
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Count the characters at the end of a text with which a mark begins."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

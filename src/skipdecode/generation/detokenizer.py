@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from skipdecode.common.types import Tokenizer
-from skipdecode.data.stopping import StopSearch, StopStrings
+from skipdecode.data.stopping import StopSearch, StopStrings, overlap
 from skipdecode.engine.requests import StepOutput
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -213,7 +213,6 @@ class _Replacer:
 
     def push(self, part: str, *, last: bool) -> str:
         *done, rest = (self._held + part).split(self._old)
-        sizes = range(min(len(self._old) - 1, len(rest)), 0, -1)
-        held = 0 if last else next((size for size in sizes if rest.endswith(self._old[:size])), 0)
+        held = 0 if last else overlap(rest, self._old)
         self._held = rest[len(rest) - held :]
         return self._new.join([*done, rest[: len(rest) - held]])
