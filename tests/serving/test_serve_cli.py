@@ -12,7 +12,7 @@ import pytest
 from serve_tools import greedy, serving
 from skipdecode import Schedule
 from skipdecode.cli import main, serve
-from skipdecode.cli.arguments import Parser, add_options, config_from, prepared
+from skipdecode.cli.arguments import Parser, add_options, config_from
 from skipdecode.cli.serve import Config
 from skipdecode.models.loading.checkpoint import served_name
 from textgen_tools import save_tiny_model
@@ -51,7 +51,7 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
 def config_of(*arguments):
     parser = Parser()
     add_options(parser, Config)
-    return config_from(Config, prepared(parser.read(arguments), Config))
+    return config_from(Config, parser.read(arguments))
 
 
 def service_of(*arguments):

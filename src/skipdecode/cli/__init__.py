@@ -28,7 +28,6 @@ from skipdecode.cli.arguments import (
     claimed,
     config_from,
     positionals,
-    prepared,
     resumes,
     with_flags,
 )
@@ -133,7 +132,7 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("--debug", action="store_true", help=_DEBUG)
     command = COMMAND.set(shlex.join(["skipdecode", *arguments]))
     try:
-        config = config_from(module.Config, prepared(parser.read(arguments[1:]), module.Config))
+        config = config_from(module.Config, parser.read(arguments[1:]))
         with claimed(config):
             check_together(config)
             check_inputs(config)

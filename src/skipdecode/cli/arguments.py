@@ -62,25 +62,21 @@ def positionals(config: type) -> list[str]:
     return [name for name, kind in kinds(config).items() if kind.metadata["positional"]]
 
 
-def prepared(args: argparse.Namespace, config: type) -> argparse.Namespace:
-    """The arguments; in place of a directory that `prepare` wrote, the model and the options that it recommends.
-
-    A config whose `follows_prepared` is false is about the directory itself.
-    """
-    if not getattr(config, "follows_prepared", False):
-        return args
-    for name, value in prepared_use(str(getattr(args, "model", ""))).items():
-        if (kind := kinds(config).get(name)) and (name == "model" or not hasattr(args, name)):
-            setattr(args, name, [value] if kind.many else value)
-            if kind.many:
-                args.default = value
-    return args
-
-
 def config_from(config: type[T], args: argparse.Namespace) -> T:
-    """The config from parsed arguments; raises OptionError if a value is not accepted."""
-    values = {name: value for name, value in vars(args).items() if name in kinds(config)}
-    return config(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    """The config from parsed arguments; raises OptionError if a value is not accepted.
+
+    In place of a directory that `prepare` wrote, it has the model and the options that this directory recommends. A
+    config whose `follows_prepared` is false is about the directory itself.
+    """
+    known = kinds(config)
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(args).items() if name in known}
+    use = prepared_use(values.get("model", "")) if getattr(config, "follows_prepared", False) else {}
+    for name, value in use.items():
+        if name in known and (name == "model" or name not in values):
+            values[name] = (value,) if known[name].many else value
+            if known[name].many and "default" in known:
+                values["default"] = value
+    return config(**values)
 
 
 def with_flags(error: SkipDecodeError, config: type) -> SkipDecodeError:

@@ -62,17 +62,24 @@ def run(config: Config) -> int:
     """Chat until the input ends; returns 0, or 1 if a turn or a command of a pipe was refused."""
     from skipdecode.generation.stats import schedule_line
 
-    choice = choose_schedule(config, config.max_new_tokens)
+    schedule, origin = choose_schedule(config, config.schedule, config.max_new_tokens)
     loaded = config.load()
     if (fault := chat_fault(loaded.tokenizer)) is not None:
         raise UsageError(
             f"{config.model}: {fault}: use skipdecode generate, or give an instruction-tuned model such as smollm2-135m"
         )
-    note(schedule_line(choice.schedule, choice.origin))
+    note(schedule_line(schedule, origin))
     template = loaded.checkpoint.recipe.template
     if template is not None and not template.chat:
         note(f"{config.model} was tuned on prompts {template.text!r}, not on chats: use skipdecode generate")
-    session, refused = _Session(config, config.llm(loaded, choice.schedule, max_rows=1)), False
+    llm = config.llm(
+        loaded,
+        schedule,
+        max_rows=1,
+        chat_template_kwargs=config.chat_template_kwargs,
+        generation_config=config.generation_config,
+    )
+    session, refused = _Session(config, llm), False
     for text in map(str.strip, _lines()):
         if text == "/quit":
             break

@@ -139,7 +139,8 @@ def _evaluated(config: Config) -> Scores:
 
     def opened(checkpoint: Checkpoint) -> LLM:
         is_own = checkpoint is config.checkpoint
-        return config.llm(config.load() if is_own else load(checkpoint, dtype=config.dtype, device=config.device))
+        loaded = config.load() if is_own else load(checkpoint, dtype=config.dtype, device=config.device)
+        return config.llm(loaded, generation_config=config.generation_config)
 
     return evaluate(
         config.checkpoint,
@@ -159,7 +160,7 @@ def _schedules(config: Config) -> Schedule | list[Schedule]:
     from skipdecode.generation.speed import method_name
 
     default_seq_len = _default_seq_len(config) if config.schedule else 1
-    chosen = [choose_schedule(config, default_seq_len, text) for text in config.schedule]
+    chosen = [choose_schedule(config, text, default_seq_len) for text in config.schedule]
     for schedule, origin in chosen:
         note(f"{method_name(schedule)}: {origin}")
     schedules = [schedule for schedule, _ in chosen]

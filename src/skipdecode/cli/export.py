@@ -48,10 +48,9 @@ def run(config: Config) -> int:
     from skipdecode.models.loading.export import export
 
     config.push()
-    checkpoint = config.checkpoint
-    schedule, origin = choose_schedule(config, SOME_POSITIONS)
+    schedule, origin = choose_schedule(config, config.schedule, SOME_POSITIONS)
     note(f"schedule {schedule.name}: {origin}")
     written = {name: getattr(config, name) for name in ("format", "gguf_type", "dtype")}
-    print(export(checkpoint, config.out, schedule, overwrite=True, **written))  # `claimed` has checked the directory
+    print(export(config.checkpoint, config.out, schedule, overwrite=True, **written))  # `claimed` has checked `out`
     config.push(Path(config.out))
     return 0

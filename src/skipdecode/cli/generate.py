@@ -205,14 +205,20 @@ def _prints_text(config: Config) -> bool:
 
 def _loaded(config: Config) -> LLM:
     """The model under the schedule of the command."""
-    chosen = choose_schedule(config, config.max_new_tokens)
+    schedule, origin = choose_schedule(config, config.schedule, config.max_new_tokens)
     from skipdecode.generation.stats import schedule_line
 
     loaded = config.load()
-    note(schedule_line(*chosen))
-    if line := loaded.untuned_line([chosen.schedule]):
+    note(schedule_line(schedule, origin))
+    if line := loaded.untuned_line([schedule]):
         note(line)
-    return config.llm(loaded, chosen.schedule, config.batch_size)
+    return config.llm(
+        loaded,
+        schedule,
+        max_rows=config.batch_size,
+        chat_template_kwargs=config.chat_template_kwargs,
+        generation_config=config.generation_config,
+    )
 
 
 def _note_template(config: Config, template: PromptTemplate, tuned: PromptTemplate | None) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.common.environment import limit_threads
 from skipdecode.common.jsonl import Fields, Json, object_of
@@ -16,7 +16,7 @@ from skipdecode.common.rows import check_source
 from skipdecode.data.examples import with_breaks
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
-from skipdecode.engine.requests import BATCH, SamplingOptions
+from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.checkpoint_schedule import schedule_file
 from skipdecode.models.loading.checkpoint import Checkpoint, LoadedModel, model_files, open_checkpoint
@@ -80,12 +80,16 @@ class NamedModel(Options):
         """The words that name the model on another command line."""
         return [self.model, *(() if self.base is None else ("--base", self.base))]
 
+    @property
+    def schedule_texts(self) -> tuple[str, ...]:
+        """The schedules that the options name."""
+        named: Any = getattr(self, "schedule", None) or ()
+        return (named,) if isinstance(named, str) else named
+
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The model of the name, with the schedule files among the options."""
-        named: Any = getattr(self, "schedule", None) or ()
-        schedules = [named] if isinstance(named, str) else named
-        return open_checkpoint(self.model, self.adapter_base, schedules, getattr(self, "dtype", "auto"))
+        return open_checkpoint(self.model, self.adapter_base, self.schedule_texts, getattr(self, "dtype", "auto"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +157,11 @@ class EngineOptions(NamedModel):
                 note(f"the checkpoint's own fit, {file.unused}, is not used: copy the schedule beside it to use it")
         return loaded
 
-    def llm(self, loaded: LoadedModel, schedule: Schedule | None = None, max_rows: int = BATCH) -> LLM:
-        """The loaded model on the engine of the options, with the rules and template variables of the command."""
+    def llm(self, loaded: LoadedModel, schedule: Schedule | None = None, **options: Any) -> LLM:
+        """The loaded model on the engine of the options; `options` are further ones of `LLM`."""
         from skipdecode.generation.llm import LLM  # imports torch
 
-        names = ("engine", "quantization", "generation_config", "chat_template_kwargs")
-        options: Json = {name: getattr(self, name, None) for name in names}
-        return LLM(loaded, schedule, max_rows=max_rows, **options)
+        return LLM(loaded, schedule, engine=self.engine, quantization=self.quantization, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,37 +281,28 @@ def check_inputs(config: Options) -> None:
 def _check_model(config: NamedModel) -> None:
     """Refuse a model that is not there, and schedules that are not for it."""
     checkpoint = config.checkpoint
-    layers, schedules = checkpoint.num_layers, getattr(config, "schedule", None)
     for text in filter(None, (getattr(config, "prompt_layers", None), *getattr(config, "sampled_prompts", ()))):
-        prompt_set(text, layers)
-    for text in [schedules] if isinstance(schedules, str) else schedules or ():
+        prompt_set(text, checkpoint.num_layers)
+    for text in config.schedule_texts:
         checkpoint.read_schedule(text, getattr(config, "seq_len", None) or SOME_POSITIONS)
 
 
-class ScheduleChoice(NamedTuple):
-    """A schedule, and its origin in words."""
+def choose_schedule(config: Any, text: str | None, default_seq_len: int) -> tuple[Schedule, str]:
+    """The schedule of a text for the model of a command, else that of the checkpoint, else full depth; and its origin.
 
-    schedule: Schedule
-    origin: str
-
-
-def choose_schedule(config: Any, default_seq_len: int, text: str | None = None) -> ScheduleChoice:
-    """The schedule of a text for the model of a command, else the schedule of the checkpoint, else full depth.
-
-    `config`: the options of the command. `default_seq_len`: positions for a speed-up without --seq-len. `text`:
-    default: --schedule.
+    `config`: the options of the command. `default_seq_len`: positions for a speed-up without --seq-len.
 
     Raises ScheduleError: the schedule does not fit the model, or the text has no form of `skipdecode.schedule.grammar`.
     """
     checkpoint = config.checkpoint
-    if text is None and (text := config.schedule) is None:
+    if text is None:
         has_schedule = checkpoint.schedule is not None
         origin = "the checkpoint's own" if has_schedule else "the checkpoint has no schedule; --schedule selects one"
-        return ScheduleChoice(checkpoint.parse(None, default_seq_len), origin)
+        return checkpoint.parse(None, default_seq_len), origin
     if config.seq_len is not None and text == config.schedule and not is_speedup(text):
         raise UsageError(f"--seq-len is for a speed-up, not for {text}: leave it out")
     origin = "of the checkpoint" if text in checkpoint.schedules else f"from {text}"
-    return ScheduleChoice(checkpoint.parse(text, config.seq_len or default_seq_len), origin)
+    return checkpoint.parse(text, config.seq_len or default_seq_len), origin
 
 
 def stop_text(text: str) -> str:
