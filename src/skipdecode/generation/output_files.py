@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -121,7 +121,11 @@ class StreamWriter:
 
     def put(self, index: int, line: Line, *, bad: bool = False) -> None:
         self._early[index] = self._form(line)
-        self._write(self._in_order())
+        lines = []
+        while self._next in self._early:
+            lines.append(self._early.pop(self._next))
+            self._next += 1
+        self._write(lines)
 
     def finish(self) -> None:
         self.close()
@@ -134,13 +138,7 @@ class StreamWriter:
         if self._stream is not sys.stdout.buffer:
             self._stream.close()
 
-    def _in_order(self) -> Iterator[bytes]:
-        """Take the lines for which no earlier one is missing."""
-        while self._next in self._early:
-            yield self._early.pop(self._next)
-            self._next += 1
-
-    def _write(self, lines: Iterator[bytes]) -> None:
+    def _write(self, lines: Iterable[bytes]) -> None:
         try:
             self._stream.writelines(lines)
             self._stream.flush()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler as Handler
 
-from skipdecode.common.jsonl import is_text
+from skipdecode.common.jsonl import Json, is_text
 from skipdecode.data.chats import ToolChoice
 from skipdecode.data.messages import chat_fields
 from skipdecode.engine.requests import Sampling
@@ -122,8 +122,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: Annotated[bool, Field(description="with include_usage: the usage in every chunk")] = False
 
 
-JsonObject = dict[str, Any]
-Schema = JsonObject | Text
+Schema = Json | Text
 Choices = Annotated[list[Text], Field(min_length=1)]
 
 
@@ -150,11 +149,11 @@ class Message(Strict):
     neutral = {"annotations": ([],), "audio": ()}
     type: Literal["text", "message"] | None = Field(None, description="accepted; says nothing more than the role")
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[JsonObject | Text], Field(min_length=1)] | None = None
+    content: Text | Annotated[list[Json | Text], Field(min_length=1)] | None = None
     refusal: Text | None = Field(None, description="the content of an answer without another")
     name: Text | None = Field(None, description="refused if the chat template does not use it")
-    tool_calls: list[JsonObject] = []
-    function_call: JsonObject | None = Field(None, description="OpenAI's older form of one call")
+    tool_calls: list[Json] = []
+    function_call: Json | None = Field(None, description="OpenAI's older form of one call")
     tool_call_id: Text | None = None
     reasoning_content: Text | None = Field(None, description="of an earlier answer, for chat templates that use it")
     reasoning: Text | None = Field(None, description="as reasoning_content")
@@ -180,7 +179,7 @@ _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 class _Declared(Strict):
     name: _Name
     description: Text | None = None
-    parameters: JsonObject = Field({})
+    parameters: Json = Field({})
     strict: bool = Field(False, description="accepted; a schema holds where tool_choice demands a call")
 
 
@@ -189,11 +188,11 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: _Declared
-    _sent: JsonObject  # its entries in the client's order, which the prompt keeps
+    _sent: Json  # its entries in the client's order, which the prompt keeps
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keep(cls, data: JsonObject, handler: Handler[Tool]) -> Tool:
+    def _keep(cls, data: Json, handler: Handler[Tool]) -> Tool:
         tool = handler(data)
         tool._sent = data
         return tool
@@ -226,7 +225,7 @@ class _GenerationFields(Strict):
     stop_token_ids: list[TokenId] = Field([], max_length=_MOST_STOP_TOKENS)
     ignore_eos: bool = False
     logit_bias: dict[BiasKey, Bias] = Field({}, max_length=1000)
-    response_format: JsonObject | None = Field(None, description="OpenAI's; `strict` or not, its schema holds")
+    response_format: Json | None = Field(None, description="OpenAI's; `strict` or not, its schema holds")
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: Text | None = None
@@ -237,7 +236,7 @@ class _GenerationFields(Strict):
     user: str | None = Field(None, description=_UNUSED)
     safety_identifier: str | None = Field(None, description=_UNUSED)
     prompt_cache_key: str | None = Field(None, description=_UNUSED)
-    metadata: JsonObject | None = Field(None, description=_UNUSED)
+    metadata: Json | None = Field(None, description=_UNUSED)
     skipdecode: Extension = Extension()
 
     @field_validator("logit_bias")
@@ -343,13 +342,13 @@ class ChatRequest(_GenerationFields):
 
     neutral: ClassVar[Neutral] = {**_NEUTRAL, **_NEUTRAL_IN_CHATS}
     messages: Annotated[list[Message], Field(min_length=1)]
-    chat_template_kwargs: JsonObject = Field({}, description=_VARIABLES)
+    chat_template_kwargs: Json = Field({}, description=_VARIABLES)
     reasoning_effort: Text | None = Field(None, description="for the chat template; none: enable_thinking=false too")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[Tool] = Field([], max_length=128, description="for chat templates that render them")
-    tool_choice: Literal["none", "auto", "required"] | JsonObject = "auto"
+    tool_choice: Literal["none", "auto", "required"] | Json = "auto"
     parallel_tool_calls: bool = Field(True, description="false: one call at most")
 
     @model_validator(mode="after")
@@ -400,7 +399,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    chat_template_kwargs: JsonObject = Field({}, description=_VARIABLES)
+    chat_template_kwargs: Json = Field({}, description=_VARIABLES)
     add_special_tokens: bool | None = Field(
         None, description="the start token and the like; default: true, but for a chat, whose template has them"
     )

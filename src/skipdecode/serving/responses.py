@@ -26,7 +26,7 @@ from skipdecode.generation.detokenizer import Piece, TokenTexts
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from skipdecode.serving.service import Service
-from skipdecode.serving.stream_state import Event, StreamState, Summary, merge
+from skipdecode.serving.stream_state import Event, StreamState, merge
 
 
 class ResponseBuilder(ABC):
@@ -61,8 +61,8 @@ class ResponseBuilder(ABC):
     def response(self, events: Sequence[Event]) -> bytes:
         """The JSON of the response, from all tokens of a request that finished."""
         choices = [self._content(event, complete=True) | self._fields(event) for event in events]
-        summary = self._stream.summary()
-        answer = {"choices": choices, "usage": self._usage(summary.completion_tokens), "skipdecode": summary}
+        usage = self._usage(self._stream.completion_tokens)
+        answer = {"choices": choices, "usage": usage, "skipdecode": self._stream.summary()}
         return to_json(self._head | {"object": self.kind} | answer)
 
     def opening(self) -> bytes:
@@ -87,10 +87,10 @@ class ResponseBuilder(ABC):
             lines.append(b"data: [DONE]\n\n")
         return b"".join(lines)
 
-    def _chunk(self, choices: list[dict[str, object]], summary: Summary | None) -> bytes:
+    def _chunk(self, choices: list[dict[str, object]], summary: dict[str, object] | None) -> bytes:
         fields: dict[str, object] = self._head | {"object": self.chunk_kind, "choices": choices}
         if self._options.include_usage:
-            sent = self._sent if summary is None else summary.completion_tokens
+            sent = self._sent if summary is None else self._stream.completion_tokens
             fields["usage"] = self._usage(sent) if summary or self._options.continuous_usage_stats else None
         if summary is not None:
             fields["skipdecode"] = summary
@@ -145,16 +145,15 @@ class CompletionResponseBuilder(ResponseBuilder):
         return {"text": event.text}
 
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, object]:
-        offsets = []
-        for piece in pieces:
+        names, logprobs, tops, offsets = list[str](), list[object](), list[object](), list[int]()
+        for out, text, token_bytes in pieces:
+            is_first = out.position < 0 and math.isnan(out.logprob)  # of a prompt: nothing predicts it
+            names.append(self._texts.name(out.token, token_bytes))
+            logprobs.append(None if is_first else out.logprob)
+            tops.append(None if is_first else self._top(out, token_bytes))
             offsets.append(self._lengths[index])
-            self._lengths[index] += len(piece.text)
-        return {
-            "tokens": [self._texts.name(out.token, token_bytes) for out, _, token_bytes in pieces],
-            "token_logprobs": [None if _is_first(out) else out.logprob for out, _, _ in pieces],
-            "top_logprobs": [None if _is_first(out) else self._top(out, token_bytes) for out, _, token_bytes in pieces],
-            "text_offset": offsets,
-        }
+            self._lengths[index] += len(text)
+        return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, out: StepOutput, token_bytes: bytes | None) -> dict[str, float]:
         """The top tokens and the chosen one; of tokens with one text, the later ones are named by their numbers."""
@@ -164,11 +163,6 @@ class CompletionResponseBuilder(ResponseBuilder):
                 name = self._texts.name(token)
                 named[f"token_id:{token}" if name in named else name] = logprob
         return named
-
-
-def _is_first(output: StepOutput) -> bool:
-    """Whether a token is the first of a prompt, which nothing predicts."""
-    return output.position < 0 and math.isnan(output.logprob)
 
 
 class ChatResponseBuilder(ResponseBuilder):
@@ -284,7 +278,7 @@ def _close(stream: StreamState, service: Service, scope: Scope) -> None:
     """Free what a request still holds; note how it ended."""
     stream.closed = True
     scope["state"]["outcome"] = stream.outcome
-    tokens = sum(len(choice.tokens) for choice in stream.choices)
+    tokens = stream.completion_tokens
     scope["state"]["log"] |= {"completion_tokens": tokens} | (stream.times() if tokens else {})
     if not stream.finished:
         service.worker.cancel(stream)

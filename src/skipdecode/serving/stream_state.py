@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from skipdecode.engine.requests import NextToken
 from skipdecode.engine.sequence import PromptLayers
@@ -44,23 +44,6 @@ def merge(events: dict[int, Event], later: Event) -> None:
     if earlier is not None:
         later = later._replace(pieces=earlier.pieces + later.pieces, prompt=earlier.prompt + later.prompt)
     events[later.choice] = later
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A whole request, in the terms of docs/serve.md."""
-
-    schedule: str
-    prompt_tokens: int
-    completion_tokens: int
-    layers_run: int
-    layers_full: int
-    kv_bytes: int
-    kv_bytes_saved: int
-    first_token_s: float
-    decode_s: float
-    tokens_per_s: float | None
-    layer_sets: dict[str, list[int]] | None
 
 
 @dataclass(eq=False)
@@ -172,11 +155,16 @@ class StreamState:
                 metrics.inter_token_seconds.observe(0.0 if before is None else (now - before) / gaps)
             self._written[event.choice] = now
 
-    def times(self) -> dict[str, Any]:
-        """`first_token_s`, `decode_s` and `tokens_per_s` of `Summary`, if the last tokens are written now."""
+    @property
+    def completion_tokens(self) -> int:
+        """New tokens of all choices so far."""
+        return sum(len(choice.tokens) for choice in self.choices)
+
+    def times(self) -> dict[str, object]:
+        """`first_token_s`, `decode_s` and `tokens_per_s` of `summary`, if the last tokens are written now."""
         now = time.perf_counter()
         first = now if self._first_written is None else self._first_written
-        later = sum(len(choice.tokens) for choice in self.choices) - self._tokens_at_first
+        later = self.completion_tokens - self._tokens_at_first
         rate = round(later / (now - first), 3) if later > 0 and now > first else None
         return {
             "first_token_s": round(first - self._arrived, 6),
@@ -184,23 +172,22 @@ class StreamState:
             "tokens_per_s": rate,
         }
 
-    def summary(self) -> Summary:
-        """Summary of the finished request; its times end now."""
+    def summary(self) -> dict[str, object]:
+        """The finished request, in the terms of docs/serve.md; its times end now."""
         num_layers = self.schedule.num_layers
-        tokens = sum(len(choice.tokens) for choice in self.choices)
         held = sum(self._layout.bytes(choice.tokens_fed, choice.layers[-1]) for choice in self.choices)
         held_at_full_depth = sum(self._layout.bytes(choice.tokens_fed, num_layers) for choice in self.choices)
-        return Summary(
-            schedule=self.schedule.name,
-            prompt_tokens=self.sequences.prompt_tokens,
-            completion_tokens=tokens,
-            layers_run=sum(choice.layers_run for choice in self.choices),
-            layers_full=tokens * num_layers,
-            kv_bytes=held,
-            kv_bytes_saved=held_at_full_depth - held,
-            layer_sets=self._layer_sets() if self.sequences.trace else None,
+        return {
+            "schedule": self.schedule.name,
+            "prompt_tokens": self.sequences.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "layers_run": sum(choice.layers_run for choice in self.choices),
+            "layers_full": self.completion_tokens * num_layers,
+            "kv_bytes": held,
+            "kv_bytes_saved": held_at_full_depth - held,
             **self.times(),
-        )
+            "layer_sets": self._layer_sets() if self.sequences.trace else None,
+        }
 
     def _layer_sets(self) -> dict[str, list[int]]:
         """The layers of each number of layers that ran for a token."""

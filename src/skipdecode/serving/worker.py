@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from skipdecode.common.environment import isolated_torch
@@ -54,8 +54,7 @@ class ModelWorker:
         self._stopping = False
         self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
-        self._events: dict[StreamState, list[Event | ApiError]] = {}  # of this step
-        self._kv_bytes_saved = 0  # in the last step
+        self._events = defaultdict[StreamState, list[Event | ApiError]](list)  # of this step
         self._row_seconds = 1.0  # moving mean of a choice's time in the batch
 
     # ------------------------------------------------------------------ any thread
@@ -142,7 +141,7 @@ class ModelWorker:
             with self._wake:
                 self._stopping = True
             for stream in self._streams():
-                self._add_event(stream, _stopping())
+                self._events[stream].append(_stopping())
             self._send()
 
     def _streams(self) -> set[StreamState]:
@@ -210,7 +209,7 @@ class ModelWorker:
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe(time.perf_counter() - start)
         stats, texts.engine.stats = texts.engine.stats, EngineStats()
-        self._kv_bytes_saved = max(0, stats.kv_bytes_full_peak - stats.kv_bytes_peak)
+        self._metrics.kv_bytes_saved.set(max(0, stats.kv_bytes_full_peak - stats.kv_bytes_peak))
         self._metrics.drafted_tokens.inc(stats.drafted_tokens)
         self._metrics.accepted_tokens.inc(stats.accepted_tokens)
         if outputs:
@@ -247,7 +246,7 @@ class ModelWorker:
             return
         reason = "stop" if choice.finish_reason == "eos" else choice.finish_reason
         if prompt or pieces or reason is not None:
-            self._add_event(stream, Event(choice.index, pieces, reason, prompt))
+            self._events[stream].append(Event(choice.index, pieces, reason, prompt))
         if reason is not None:
             self._count(choice)
             self._drop_idle_engine()
@@ -285,18 +284,15 @@ class ModelWorker:
     def _fail(self, stream: StreamState, error: ApiError, outcome: str) -> None:
         self._drop(stream)
         stream.outcome = outcome
-        self._add_event(stream, error)
+        self._events[stream].append(error)
 
     # ------------------------------------------------------------------ events and figures
-
-    def _add_event(self, stream: StreamState, event: Event | ApiError) -> None:
-        self._events.setdefault(stream, []).append(event)
 
     def _send(self) -> None:
         """Hand the step's events over to the event loop."""
         if self._events and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._put, self._events)
-        self._events = {}
+        self._events = defaultdict(list)
 
     def _put(self, events: dict[StreamState, list[Event | ApiError]]) -> None:
         """Give events to their readers, in the event loop; readers that are too far behind are dropped."""
@@ -309,7 +305,8 @@ class ModelWorker:
         self._metrics.running_rows.set(self._rows)
         self._metrics.kv_bytes_held.set(0 if engine is None else engine.kv_bytes)
         self._metrics.prefix_cache_bytes.set(0 if engine is None else engine.cached_bytes)
-        self._metrics.kv_bytes_saved.set(self._kv_bytes_saved if self._rows else 0)
+        if not self._rows:
+            self._metrics.kv_bytes_saved.set(0)
 
 
 def _prompt_pieces(choice: Choice, first: StepOutput) -> tuple[Piece, ...]:
