@@ -107,7 +107,6 @@ def check_together(config: Any) -> None:
 
 
 def flag(name: str) -> str:
-    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -194,7 +193,6 @@ class Parser(argparse.ArgumentParser):
     settings: Collection[str] = ()
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """The parsed arguments of a command line."""
         known = self._option_string_actions
         for word in words[: words.index("--") if "--" in words else None]:
             name = word.partition("=")[0]

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
-    """Options of `skipdecode chat`."""
-
     model: str = option(
         f"{MODEL}; needs a chat template", default="smollm2-135m", positional=True, path=Reads(model_files)
     )

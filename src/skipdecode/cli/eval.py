@@ -47,8 +47,6 @@ def _files_of_run(run: str) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EvaluationOptions, EngineOptions, CheckpointRules):
-    """Options of `skipdecode eval`."""
-
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
     task: str = option(
         "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml) (default with --data: the template that "
@@ -108,7 +106,6 @@ class Config(EvaluationOptions, EngineOptions, CheckpointRules):
 
 
 def run(config: Config) -> int:
-    """Evaluate or compare, and print."""
     check_metrics(config.metrics, config.part(EncoderOptions))
     scores = _compared(config) if config.compare else _evaluated(config)
     if config.json:

@@ -23,8 +23,6 @@ from skipdecode.models.loading.hub import DTYPES
 
 @dataclass(frozen=True, kw_only=True)
 class Config(NamedModel, ScheduleOptions, PushOptions):
-    """Options of `skipdecode export`."""
-
     format: str = option(
         "hf: a smaller transformers checkpoint; gguf: one file for llama.cpp; merged: all layers with any "
         "schedule and its fit, for this package and its plugin for vLLM; auto: merged if prompts alone skip layers, "

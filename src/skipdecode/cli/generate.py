@@ -74,8 +74,6 @@ _NO_LINES = (".csv", ".tsv", ".xlsx", *TABLE_SUFFIXES, *PACKED_SUFFIXES)
 
 @dataclass(frozen=True, kw_only=True)
 class Config(PromptOptions, EngineOptions, DecodingOptions, ScheduleOptions, ChatOptions):
-    """Options of `skipdecode generate`."""
-
     EXCLUDES: ClassVar = {"prompts": ("input", "prompt_field")}
 
     bad_records: str = bad_records_option("skip")

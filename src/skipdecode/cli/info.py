@@ -21,8 +21,6 @@ from skipdecode.models.loading.checkpoint import Checkpoint, model_files, open_c
 
 @dataclass(frozen=True, kw_only=True)
 class Config(NamedModel):
-    """Options of `skipdecode info`."""
-
     follows_prepared: ClassVar = False
     NEEDS: ClassVar = {"base": ("model",), "revision": ("model",)}
     EXCLUDES: ClassVar = {"types": ("model",)}
@@ -39,7 +37,6 @@ class Config(NamedModel):
 
 
 def run(config: Config) -> int:
-    """Print the report, in lines or as JSON."""
     if config.model:
         report = _about(config)
     else:

@@ -136,7 +136,6 @@ class EngineOptions(NamedModel):
             )
 
     def use_threads(self) -> None:
-        """Set torch's number of threads."""
         limit_threads()
         if self.threads is not None:
             import torch
@@ -189,8 +188,6 @@ class CheckpointRules(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(CheckpointRules, SamplingOptions):
-    """Options of choosing the next token."""
-
     seed: int = option(
         "seed of sampling; the random numbers of a record depend on the seed and the number of the record, not on its "
         "batch",
@@ -234,8 +231,6 @@ class ScheduleOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(Options):
-    """Options of rendering chats."""
-
     chat_template_kwargs: Fields | None = option(
         "variables of the chat template, as JSON, such as '{\"enable_thinking\": false}'",
         default=None,

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(PlanOptions, EngineOptions, ScheduleOptions):
-    """Options of `skipdecode plan`."""
-
     ONE_OF: ClassVar = (("target_speedup", "schedule"),)
     NEEDS: ClassVar = dict.fromkeys(("flat", "prompt_layers"), ("target_speedup",))
     EXCLUDES: ClassVar = {"target_speedup": ("schedule",)}

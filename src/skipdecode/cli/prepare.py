@@ -37,8 +37,6 @@ from skipdecode.learning.settings import PREPARE_DIRECTORY, PrepareOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Config(NamedModel, TrainingFiles, PrepareOptions, PushOptions):
-    """Options of `skipdecode prepare`."""
-
     ONE_OF: ClassVar = (("train", "self"),)
 
     out: str = option("directory for all results", path=PREPARE_DIRECTORY)
@@ -56,7 +54,6 @@ class Config(NamedModel, TrainingFiles, PrepareOptions, PushOptions):
 
 
 def run(config: Config) -> int:
-    """Prepare and print."""
     started = time.perf_counter()
     from skipdecode.learning.prepare import prepare
 

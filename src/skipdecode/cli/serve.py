@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Binding, ServerLimits, EngineOptions, ChatOptions, CheckpointRules, Rules):
-    """Options of `skipdecode serve`."""
-
     name: str | None = option("name of the model for clients (default: the last part of MODEL)", default=None)
     schedule: tuple[str, ...] = option(
         "schedules that requests can select (see below); :flat ones are faster in a server",

@@ -31,8 +31,6 @@ _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABO
 
 @dataclass(frozen=True, kw_only=True)
 class Config(NamedModel, TrainingFiles, TuneOptions, ScheduleOptions, PushOptions):
-    """Options of `skipdecode tune`."""
-
     ONE_OF: ClassVar = (("model", "recipe"), ("train", "self", "recipe"), ("out",))
     NEEDS: ClassVar = ScheduleOptions.NEEDS
     EXCLUDES: ClassVar = TuneOptions.EXCLUDES

@@ -81,7 +81,6 @@ def multiplies_bf16(device: str) -> bool:
 
 
 def cpu_model() -> str:
-    """The name of the processor."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -201,7 +201,6 @@ class RunDirectory:
     marks: Mapping[str, str]
 
     def paths(self, value: str) -> tuple[Path, ...]:
-        """The directory."""
         return (Path(value),)
 
     def check(self, directory: Path, *, overwrite: bool = False) -> None:

@@ -84,7 +84,6 @@ class ResumeLog:
 
     @property
     def count(self) -> int:
-        """The number of entries."""
         return int(self._database.execute("SELECT count(*) FROM entries").fetchone()[0])
 
     def get(self, key: int | str) -> Any:

@@ -122,7 +122,6 @@ class Input:
 
     @cached_property
     def sha256(self) -> str:
-        """The digest of the content."""
         self._file.seek(0)
         return hashlib.file_digest(self._file, "sha256").hexdigest()  # type: ignore[arg-type]
 

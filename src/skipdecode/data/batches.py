@@ -54,7 +54,6 @@ class Batch:
         return int(self.attention_mask.sum())
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device."""
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS})
 
     def parts(self, most: int) -> Iterator[Batch]:
@@ -112,7 +111,6 @@ class GroupedBatches:
         self._start = start
 
     def epoch(self, number: int) -> list[list[int]]:
-        """The batches of one epoch."""
         rng = random.Random(f"{self._seed}/{number}")
         order = list(range(len(self._lengths)))
         rng.shuffle(order)

@@ -46,7 +46,6 @@ def with_breaks(text: str) -> str:
 
 
 def bad_records_option(default: str) -> Any:
-    """The option `bad_records`."""
     return option(
         "records that cannot be used: refuse the file, or skip the records and print their lines; generate writes the "
         "error in their place",

@@ -34,8 +34,6 @@ class RecordSettings:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record."""
-
     # 0-based number of the record, and 1-based line in the file.
     index: int
     line: int

@@ -119,7 +119,6 @@ class PromptSource:
         return DataError(f"no prompts in {self.name}: it has no {what}")
 
     def close(self) -> None:
-        """Close the input."""
         self._input.close()
 
     def _rows(self) -> Iterator[tuple[int, Row]]:

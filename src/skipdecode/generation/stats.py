@@ -97,9 +97,6 @@ class RunStats(EngineStats):
         }
 
 
-# ---------------------------------------------------------------------- as text
-
-
 def note_bad(output: Output, number: int) -> None:
     """Note a record that cannot be used, the `number`th of a run; all are in the output file."""
     if number <= _BAD_ROWS_SHOWN:

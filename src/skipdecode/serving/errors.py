@@ -56,7 +56,6 @@ class ApiError(HTTPException):
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """Make a whole response."""
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
@@ -66,7 +65,6 @@ def _sendable(text: str) -> str:
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
-    """The refusal of a value."""
     return ApiError(400, "invalid_value", message, param)
 
 

@@ -122,7 +122,6 @@ class Middleware:
         self._connections, self._most_connections = connections, binding.max_connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a connection (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

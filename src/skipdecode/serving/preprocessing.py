@@ -190,8 +190,6 @@ class Preprocessor:
         if unknown is not None:
             raise invalid(f"token {unknown} is outside the model's vocabulary of {size}", field)
 
-    # ------------------------------------------------------------------ decoding
-
     def _new_tokens(self, body: GenerationRequest, prompt_tokens: int) -> int:
         """Most new tokens of a choice; at least 1, which the engine needs."""
         most, context = self._model.limits.max_new_tokens, self._model.context
@@ -256,9 +254,6 @@ class Preprocessor:
 def _field_of(prompt: Prompt) -> str:
     """The name under which it was sent."""
     return "messages" if isinstance(prompt, Chat) else "prompt"
-
-
-# ---------------------------------------------------------------------- the text of a chat
 
 
 def chat_text(tokenizer: Tokenizer, chat: Chat, defaults: Mapping[str, object] = {}) -> str:

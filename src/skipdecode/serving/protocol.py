@@ -137,9 +137,6 @@ class StructuredOutputs(Strict):
     grammar: Text | None = None
 
 
-# ---------------------------------------------------------------------- chats
-
-
 class Message(Strict):
     """One message of a chat; an answer of this server, or of OpenAI's, may be sent back as it came.
 
@@ -198,9 +195,6 @@ class Tool(Strict):
         return tool
 
 
-# ---------------------------------------------------------------------- requests
-
-
 class _GenerationFields(Strict):
     """Fields that completions and chats have in common."""
 
@@ -256,7 +250,6 @@ class _GenerationFields(Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
@@ -328,7 +321,6 @@ class CompletionRequest(_GenerationFields):
         return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
     def prompts(self) -> Sequence[Prompt]:
-        """The prompts of the request."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         prompts: Any = self.prompt
@@ -374,12 +366,10 @@ class ChatRequest(_GenerationFields):
 
     @property
     def new_tokens(self) -> int | None:
-        """Most new tokens, as in `CompletionRequest`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """Number of top tokens that are reported, as in `CompletionRequest`."""
         return self.top_logprobs if self.logprobs else None
 
     def prompts(self) -> Sequence[Prompt]:
@@ -412,7 +402,6 @@ class TokenizeRequest(Strict):
 
     @property
     def source(self) -> Prompt:
-        """The prompt or the messages."""
         return self.prompt if self.prompt is not None else Chat(self.messages or [], self.chat_template_kwargs)
 
 

@@ -118,8 +118,6 @@ class ResponseBuilder(ABC):
 
 
 class CompletionResponseBuilder(ResponseBuilder):
-    """/v1/completions."""
-
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, stream: StreamState, body: CompletionRequest, model: str, texts: TokenTexts) -> None:
@@ -166,8 +164,6 @@ class CompletionResponseBuilder(ResponseBuilder):
 
 
 class ChatResponseBuilder(ResponseBuilder):
-    """/v1/chat/completions."""
-
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> bytes:
@@ -213,7 +209,6 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 def server_sent_event(data: dict[str, object]) -> bytes:
-    """One event of a stream."""
     return b"data: " + in_one_line(to_json(data)) + b"\n\n"
 
 
@@ -229,8 +224,6 @@ class EventStreamResponse(StreamingResponse):
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response (ASGI)."""
-
         async def in_time(message: Message) -> None:
             async with asyncio.timeout(self._service.model.limits.stall_seconds):
                 await send(message)

@@ -46,7 +46,6 @@ class ServedModel:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
         return self.schedules[self.default].num_layers
 
     @property

@@ -112,7 +112,6 @@ class _JsonFormatter(logging.Formatter):
     """One object a line: `time`, `level`, `logger`, `message`, the record's `fields`, and of an error the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record as one line."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, object] = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",

@@ -66,7 +66,6 @@ class ModelWorker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -76,7 +75,6 @@ class ModelWorker:
 
     @property
     def _rows(self) -> int:
-        """Number of choices in the batch."""
         texts = self._texts
         return 0 if texts is None else len(texts.running)
 
@@ -225,7 +223,6 @@ class ModelWorker:
                 self._fail(choice.stream, ApiError(500, "engine_error", "a token could not be decoded"), "error")
 
     def _take(self, texts: TextLoop[Choice], choice: Choice, output: StepOutput) -> None:
-        """Take a new token of a choice."""
         stream, sequences = choice.stream, choice.stream.sequences
         prompt: tuple[Piece, ...] = ()
         if not output.position:
@@ -285,8 +282,6 @@ class ModelWorker:
         self._drop(stream)
         stream.outcome = outcome
         self._events[stream].append(error)
-
-    # ------------------------------------------------------------------ events and figures
 
     def _send(self) -> None:
         """Hand the step's events over to the event loop."""
