@@ -55,8 +55,6 @@ _START_BYTES = 4096
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DATASET = re.compile(r"(?P<id>[^:]+)(:(?P<config>[^:/\[]+))?:(?P<split>[^:/\[]+(\[[^\]]*\])?)")
-Lines = Iterator[tuple[int, bytes | None]]
-"""Lines of a file with their numbers; see `read_lines`."""
 _NOT_READ = {
     b"FEA1": "an old Feather file: write it as Parquet or JSON lines",
     b"PK\x03\x04": "a spreadsheet or a zip archive: save it as CSV, or unpack it first",
@@ -167,15 +165,15 @@ class Input:
         except (ValueError, TypeError, RecursionError):  # no JSON, or columns with several names
             return None
 
-    def lines(self) -> Lines:
-        """The lines; see `read_lines`. Whoever has read them all knows `sha256` too."""
+    def lines(self) -> Iterator[tuple[int, bytes | None]]:
+        """The lines with their numbers; see `read_lines`. Whoever has read them all knows `sha256` too."""
         return read_lines(self._noted(line_parts(self._file)))
 
     def rows(self, format: str) -> Iterator[tuple[int, Row]]:
         """The records in one of `FORMATS`; see `read_rows`."""
         if self.is_whole(format):
             read = table_rows if self.start().startswith(TABLES) else array_rows
-            table = self._table if format == "jsonl" else None
+            table = self._table
             self._file.seek(0)
             return enumerate(read(self._file, self.name) if table is None else table, 1)
         if format == "jsonl":

@@ -18,10 +18,7 @@ from skipdecode.data.examples import Example
 
 IGNORE = -100
 """Label of a column that is not response."""
-
-_POOL = 100
-"""Batches that are sorted by length together: enough to pad little, few enough to stay random."""
-
+_POOL = 100  # batches that are sorted by length together: enough to pad little, few enough to stay random
 _TENSORS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 

@@ -14,8 +14,7 @@ from skipdecode.data.stopping import StopSearch, StopStrings, overlap
 from skipdecode.engine.requests import StepOutput
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-_LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, and so the most tokens of one."""
+_LONGEST_CHARACTER = 4  # bytes in UTF-8, and so the most tokens of a character
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 """Texts from which `clean_up_tokenization` of transformers removes spaces, in its order."""

@@ -38,8 +38,8 @@ class TextLoop(Generic[G]):
         self.engine = engine
         self.running: dict[int, G] = {}
 
-    def submit(self, new: Iterable[G], schedule: Schedule | None = None, *, checked: bool = False) -> None:
-        """Queue requests under a schedule, by default the engine's; see `Engine.submit`."""
+    def submit(self, new: Iterable[G], schedule: Schedule, *, checked: bool = False) -> None:
+        """Queue requests under a schedule; see `Engine.submit`."""
         new = list(new)
         numbers = self.engine.submit([generated.request for generated in new], schedule, checked=checked)
         for generated, number in zip(new, numbers, strict=True):

@@ -25,7 +25,6 @@ _MOST_STOP_CHARACTERS = 1000
 _MOST_SUPPRESSED = 1000
 _INT64 = 2**63
 _UNUSED = "accepted; not used, not kept"
-_OBJECT = {"type": "object"}
 
 
 def _utf8_text(text: str) -> str:
@@ -170,11 +169,8 @@ class Chat:
     tools: Sequence[Mapping[str, object]] = ()
 
 
-_Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-
-
 class _Declared(Strict):
-    name: _Name
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: Text | None = None
     parameters: Json = Field({})
     strict: bool = Field(False, description="accepted; a schema holds where tool_choice demands a call")
@@ -263,7 +259,7 @@ class _GenerationFields(Strict):
         named: dict[str, tuple[GrammarKind, GrammarSource | None]] = {
             "response_format.json_schema.schema": ("json", form),
             "structured_outputs.json": ("json", structured.json_schema),
-            "structured_outputs.json_object": ("json", _OBJECT if structured.json_object else None),
+            "structured_outputs.json_object": ("json", {"type": "object"} if structured.json_object else None),
             "structured_outputs.regex": ("regex", structured.regex),
             "structured_outputs.choice": ("choice", structured.choice),
             "structured_outputs.grammar": ("grammar", structured.grammar),

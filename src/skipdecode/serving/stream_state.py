@@ -20,16 +20,13 @@ from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.preprocessing import Sequences
 from skipdecode.serving.served_model import ServedModel
 
-ChoiceFinish = Literal["stop", "length", "tool_calls"]
-"""OpenAI's words; the engine tells an end token from a stop sequence, and both are a stop here."""
-
 
 class Event(NamedTuple):
     """New tokens of a choice, and why it ends with them if it does; with the first, those of an echoed prompt."""
 
     choice: int
     pieces: list[Piece]
-    finish_reason: ChoiceFinish | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None  # OpenAI's words: an end token is a stop too
     prompt: tuple[Piece, ...] = ()
 
     @property
