@@ -116,16 +116,8 @@ class FetchError(WorkError, ModelLoadError):
 class DataError(SkipDecodeError):
     """Records that cannot be read.
 
-    Parameters
-    ----------
-    message : str
-        The error and what is accepted.
-    line : int, optional
-        1-based line number in the file; added to the message.
-    index : int, optional
-        0-based index in a list of prompts; added to the message.
-    id : str, optional
-        The id of the record, if it is known.
+    `line` is the 1-based number of the line in the file, `index` the 0-based index in a list of prompts; the message
+    begins with the number that is known. `id` is the record's, if it is known.
     """
 
     def __init__(

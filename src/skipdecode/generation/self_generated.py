@@ -218,17 +218,19 @@ class SelfGeneratedData:
         return head
 
     def _read(self, source: PromptSource, seen: set[str]) -> list[Record]:
-        records, rejects = list[Record](), list[Reject]()
+        records, wrong, repeated = list[Record](), list[Reject](), list[Reject]()
         for row in source.records(prompt_reader(self.template)):
             record = self._question(row)
-            key, error = _key(str(record.prompt)), record.error
-            if error or key in seen:
-                rejects.append(Reject(record.line, error or "repeated: the prompt of an earlier line"))
+            key = _key(str(record.prompt))
+            if record.error is not None:
+                wrong.append(Reject(record.line, record.error))
+            elif key in seen:
+                repeated.append(Reject(record.line, "repeated: the prompt of an earlier line"))
             elif len(records) < (self.options.self_records or math.inf):
                 seen.add(key)
                 records.append(_alone(record, len(records)))
-        wrong = [reject for reject in rejects if not reject.reason.startswith("repeated")]
         refuse_rejects("`prompts`", wrong, skip_bad=self.skip_bad)
+        rejects = sorted(wrong + repeated)
         if not records:
             raise DataError(f"`prompts` {self.options.prompts}: no prompt is left: {reject_summary(rejects)}")
         if rejects:
@@ -251,39 +253,45 @@ class SelfGeneratedData:
         self, stage: str, records: Sequence[Record], sampling: Sampling, max_new_tokens: int, share: float
     ) -> dict[int, OutputRecord]:
         """Return outputs by index, from the log of an earlier run or generated now in a share of the time left."""
-        llm, settings = self.llm, self._settings()
-        log = ResumeLog(self.directory / LOG_FILE, settings, what="rows", remedy=ANEW, restart=self.overwrite)
-        size = _GPU_ROWS if llm.loaded.model.device.type == "cuda" else _ROWS
-        decoding = Decoding(sampling=sampling, max_new_tokens=max_new_tokens, stop=StopStrings(llm.backend.stop))
+        stop = StopStrings(self.llm.backend.stop)
+        decoding = Decoding(sampling=sampling, max_new_tokens=max_new_tokens, stop=stop)
+        log = ResumeLog(self.directory / LOG_FILE, self._settings(), what="rows", remedy=ANEW, restart=self.overwrite)
         with closing(log):
-            if log.get(stage) is not None:  # finished, maybe by the clock
-                return _outputs_in(log, stage)
-            remaining = [record for record in records if log.get(f"{stage} {record.index:08}") is None]
-            window, last_begin, until, limit = WINDOW_BATCHES * size, math.inf, math.inf, ""
-            total: int | None = len(records)
-            if self.until < math.inf:  # the clock ends it, most likely before the last record
-                start = time.perf_counter()
-                seconds = share * max(0.0, self.until - start)
-                window, last_begin, until, total = size, start + _ADMITS * seconds, start + seconds, None
-                limit = f"of {len(records)}; ends after {seconds / 60:.1f} min at most"
-            least = _LEAST_STEPS * min(size, len(remaining))
-            in_time = takewhile(lambda record: time.perf_counter() < last_begin, remaining[size:])
-            begun = chain(remaining[:size], in_time)
-            outputs = llm.iterate(
-                PromptEncoder(llm.tokenizer, llm.context, self.template).stream(begun, window),
-                decoding,
-                Schedule.full(llm.num_layers),
-                rows=size,
-                window=window,
-                cut=lambda: time.perf_counter() > until and llm.stats.new_tokens >= least,
-            )
-            with progress_bar(total, "row", name=f"self-{stage}", done=len(records) - len(remaining)) as bar:
-                bar.set_postfix_str(limit, refresh=False)
-                for output in outputs:
-                    log.put(f"{stage} {output.index:08}", output.to_record())
-                    bar.update()
-            log.put(stage, True)
-            return _outputs_in(log, stage)
+            if log.get(stage) is None:  # else finished, maybe by the clock
+                self._generate(stage, records, decoding, share, log)
+                log.put(stage, True)
+            return {int(key.split()[1]): output for key, output in log.items() if key.startswith(f"{stage} ")}
+
+    def _generate(
+        self, stage: str, records: Sequence[Record], decoding: Decoding, share: float, log: ResumeLog
+    ) -> None:
+        """Put the outputs that a log does not have into it."""
+        llm = self.llm
+        size = _GPU_ROWS if llm.loaded.model.device.type == "cuda" else _ROWS
+        remaining = [record for record in records if log.get(f"{stage} {record.index:08}") is None]
+        window, last_begin, until, limit = WINDOW_BATCHES * size, math.inf, math.inf, ""
+        total: int | None = len(records)
+        if self.until < math.inf:  # the clock ends it, most likely before the last record
+            start = time.perf_counter()
+            seconds = share * max(0.0, self.until - start)
+            window, last_begin, until, total = size, start + _ADMITS * seconds, start + seconds, None
+            limit = f"of {len(records)}; ends after {seconds / 60:.1f} min at most"
+        least = _LEAST_STEPS * min(size, len(remaining))
+        in_time = takewhile(lambda record: time.perf_counter() < last_begin, remaining[size:])
+        begun = chain(remaining[:size], in_time)
+        outputs = llm.iterate(
+            PromptEncoder(llm.tokenizer, llm.context, self.template).stream(begun, window),
+            decoding,
+            Schedule.full(llm.num_layers),
+            rows=size,
+            window=window,
+            cut=lambda: time.perf_counter() > until and llm.stats.new_tokens >= least,
+        )
+        with progress_bar(total, "row", name=f"self-{stage}", done=len(records) - len(remaining)) as bar:
+            bar.set_postfix_str(limit, refresh=False)
+            for output in outputs:
+                log.put(f"{stage} {output.index:08}", output.to_record())
+                bar.update()
 
     def _usable(
         self, stage: str, outputs: Mapping[int, OutputRecord], seen: set[str], least: int
@@ -322,10 +330,6 @@ def _alone(record: Record, index: int) -> Record:
     left_out = (*record.left_out, *map(repr, record.for_chat))
     settings = record.settings and replace(record.settings, calling=ToolChoice(), json_schema=None)
     return replace(record, index=index, for_chat={}, left_out=left_out, settings=settings)
-
-
-def _outputs_in(log: ResumeLog, stage: str) -> dict[int, OutputRecord]:
-    return {int(key.split()[1]): output for key, output in log.items() if key.startswith(f"{stage} ")}
 
 
 def _cut(output: OutputRecord) -> OutputRecord:

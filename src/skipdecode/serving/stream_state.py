@@ -69,12 +69,8 @@ class StreamState:
 
     Times for clients are what they can measure: they are taken in the event loop, when the text is written.
 
-    Attributes
-    ----------
-    cached_tokens : int
-        Tokens of the prompts, each counted once, that a prefix cache had.
-    closed : bool
-        Whether nobody reads any more.
+    Attributes `cached_tokens`: tokens of the prompts, each counted once, that a prefix cache had. `closed`: whether
+    nobody reads any more.
     """
 
     def __init__(self, sequences: Sequences, model: ServedModel, texts: TokenTexts, arrived: float) -> None:
