@@ -131,7 +131,7 @@ class LLM:
             self.backend = open_engines(loaded.model, engine, note, quantization, generation_config=generation_config)
         self._ends = end_tokens(loaded.model, self.tokenizer)
         self.grammars = Grammars(self.tokenizer, vocabulary_size(loaded.model), self._ends)
-        self._engine = SharedEngine(self.backend, max_rows, self.num_layers, self._lock)
+        self._engine = SharedEngine(self.backend, max_rows, self._lock)
         self._noted: set[str] = set()  # fields that are not in the prompts, and other notes, each once
         self._warned: set[Schedule] = set()
 

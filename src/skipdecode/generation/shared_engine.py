@@ -21,8 +21,8 @@ class SharedEngine:
     `lock` is the model's: see `LLM`.
     """
 
-    def __init__(self, backend: Backend, max_rows: int, num_layers: int, lock: threading.RLock) -> None:
-        self._backend, self._max_rows, self._num_layers, self._lock = backend, max_rows, num_layers, lock
+    def __init__(self, backend: Backend, max_rows: int, lock: threading.RLock) -> None:
+        self._backend, self._max_rows, self._lock = backend, max_rows, lock
         self._idle: Engine | None = None
 
     def take(self, rows: int | None = None) -> tuple[Engine, RunStats]:
@@ -33,7 +33,7 @@ class SharedEngine:
                 engine, self._idle = self._idle, None
             if engine is None:
                 engine = self._backend.engine(max_rows=rows or self._max_rows, prefix_cache=True)
-            engine.stats = stats = RunStats(num_layers=self._num_layers)
+            engine.stats = stats = RunStats(num_layers=self._backend.num_layers)
             return engine, stats
 
     def give_back(self, engine: Engine) -> None:

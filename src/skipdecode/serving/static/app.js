@@ -240,9 +240,9 @@ function openKey() {
 }
 
 function element(tag, text) {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  return made;
+  const node = document.createElement(tag);
+  node.textContent = text;
+  return node;
 }
 
 // ------------------------------------------------------------------ the form
