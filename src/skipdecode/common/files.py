@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -251,7 +250,7 @@ def locked(directory: Path) -> Iterator[None]:
             lock = Lock(directory / _LOCK, directory)
         except OSError as e:
             raise OutputError(f"cannot write into {directory}: {e.strerror or e}") from None
-        with closing(lock):
+        with contextlib.closing(lock):
             for partial in filter(Path.is_dir, directory.glob(f"{PARTIAL}*")):
                 shutil.rmtree(partial)
             yield

@@ -12,7 +12,6 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ class ResumeLog:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # Before the file is opened: a run that ends now deletes it.
-                self._lock = undo.enter_context(closing(Lock(path.with_name(f".{path.name}.lock"), path)))
+                self._lock = undo.enter_context(contextlib.closing(Lock(path.with_name(f".{path.name}.lock"), path)))
                 with path.open("a+b") as file:  # SQLite would open a file that cannot be written
                     file.seek(0)
                     is_old = file.read(len(_OLD)) == _OLD
@@ -69,7 +68,7 @@ class ResumeLog:
                         file.truncate(0)
                 uri = f"{path.absolute().as_uri()}?vfs={_SYSTEM}"
                 database = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-                self._database = undo.enter_context(closing(database))
+                self._database = undo.enter_context(contextlib.closing(database))
                 database.execute("PRAGMA locking_mode = EXCLUSIVE")
                 settings = json.loads(json.dumps(settings))
                 if not self._continues(settings, remedy, is_old=is_old, restart=restart):

@@ -10,7 +10,6 @@ name.
 from __future__ import annotations
 
 import bz2
-import contextlib
 import gzip
 import hashlib
 import importlib.util
@@ -26,7 +25,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Self, cast
@@ -275,7 +274,7 @@ def _whole_rows(path: Path) -> Iterator[Json]:
 
 def _spool(stream: IO[bytes], copy: IO[bytes], name: str) -> None:
     """Copy a stream that has an end, as a pipe and a terminal have; DataError for what has none."""
-    with contextlib.suppress(io.UnsupportedOperation):  # no open file
+    with suppress(io.UnsupportedOperation):  # no open file
         kind = os.fstat(stream.fileno())
         endless = stat.S_ISCHR(kind.st_mode) and not (stream.isatty() or kind.st_rdev == os.stat(os.devnull).st_rdev)
         if endless or stat.S_ISBLK(kind.st_mode):

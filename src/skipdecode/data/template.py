@@ -34,8 +34,8 @@ class PromptTemplate:
     `text`: text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces. Default: the prompt as it is,
     in the field that the record's shape has. `responses`: fields that may hold the response, or a list of references;
     the first one that a record has is used. Generation needs none. `chat`: plain prompts go through the tokenizer's
-    chat template as one user message; None: if there is one (`decided`). `truncate`: the field that is cut at its end
-    if a prompt is longer than `max_prompt_tokens`. `max_prompt_tokens`: longest prompt in tokens; goes with `truncate`.
+    chat template as one user message; None: if there is one (`for_tokenizer`). `truncate`: the field that is cut at its
+    end if a prompt is longer than `max_prompt_tokens`. `max_prompt_tokens`: longest prompt in tokens, with `truncate`.
     `shape`: of the records. To learn from, `skipdecode.data.shapes.shaped` brings them to the fields `prompt` and
     `response`: their text is the value of the only field, and their chats stay chats. To generate from, it has the
     prompt's field; default: the fields of the text, else those of the record's own shape. `system`: the system message

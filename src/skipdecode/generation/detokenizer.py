@@ -109,9 +109,7 @@ class Detokenizer:
     def __init__(self, texts: TokenTexts, stops: StopStrings, stop_tokens: Collection[int] = ()) -> None:
         self._texts = texts
         self._decoder = _Decoder(texts)
-        wanted = set(stops)
-        self._stop_tokens = {token for token, text in texts.special.items() if wanted and text in wanted}
-        self._stop_tokens.update(stop_tokens)
+        self._stop_tokens = {*stop_tokens, *(token for token, name in texts.special.items() if name in stops)}
         self._search = StopSearch(stops)
         self._pending: deque[Piece] = deque()
         self._known = self._shown = 0  # characters decoded, and characters released

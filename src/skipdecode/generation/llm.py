@@ -273,7 +273,9 @@ class LLM:
                 stats.add(row.tokens, row.finish_reason)
                 return stats
 
-            return TextStream(TextLoop(engine), row, schedule, finished, self._lock)
+            loop = TextLoop[Generated](engine)
+            loop.submit([row], schedule)
+            return TextStream(loop, row, finished, self._lock)
 
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
         """Encode prompts, with their `room` in the context; a prompt that cannot be used has an `error`."""

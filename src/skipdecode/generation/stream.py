@@ -9,31 +9,26 @@ from skipdecode.engine.requests import FinishReason
 from skipdecode.errors import UsageError
 from skipdecode.generation.loop import Generated, TextLoop
 from skipdecode.generation.stats import RunStats
-from skipdecode.schedule import Schedule
 
 
 class TextStream(Iterator[str]):
     """The text of one request, in pieces; no one else uses the engine until the stream has ended.
 
-    `loop` has no requests yet; its engine is closed if a step raises. `finished` makes the statistics at the end, from
-    when on others may use the engine. `turn` is held during each step, and while the stream is closed.
+    `loop` runs the request and no other; its engine is closed if a step raises. `finished` makes the statistics at the
+    end, from when on others may use the engine. `turn` is held during each step, and while the stream is closed.
 
     Attributes `text`, `tokens`: those so far. `finish_reason`, `stats`: None before the end.
     """
-
-    _open = False
 
     def __init__(
         self,
         loop: TextLoop[Generated],
         request: Generated,
-        schedule: Schedule,
         finished: Callable[[], RunStats],
         turn: AbstractContextManager[object],
     ) -> None:
         self.stats: RunStats | None = None
         self._loop, self._request, self._finished, self._turn = loop, request, finished, turn
-        loop.submit([request], schedule)
         self._open = True
 
     @property
