@@ -305,8 +305,8 @@ def _line(config: Config, llm: LLM, output: Output) -> Mapping[str, object]:
     if config.output_format == "batch":
         return answer_line(output, config.name or served_name(llm.loaded.checkpoint.name), llm.tokenizer)
     if _prints_text(config):
-        words = output.source.record.prompt
-        return output.to_record(words if isinstance(words, str) else words[-1]["content"])
+        prompt = output.source.record.prompt
+        return output.to_record(prompt if isinstance(prompt, str) else prompt[-1]["content"])
     return output.to_record(output.prompt if config.include_prompt else None)
 
 

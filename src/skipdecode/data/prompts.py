@@ -112,13 +112,13 @@ class PromptEncoder:
         return EncodedPrompt(record, text, [], None, error)
 
     def _text(self, record: Record) -> str:
-        words, extra = record.prompt, record.for_chat
-        if isinstance(words, str) and not self._is_chat(record):
+        prompt, extra = record.prompt, record.for_chat
+        if isinstance(prompt, str) and not self._is_chat(record):
             self._note_unused({*record.left_out, *map(repr, extra)})
-            return words
+            return prompt
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise DataError("the record is a chat, but the model's tokenizer has no chat template")
-        messages = [{"role": "user", "content": words}] if isinstance(words, str) else words
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         unused = set[str]()
         if messages[0]["role"] in ("system", "developer"):
             unused = {"system"} & extra.keys()

@@ -154,7 +154,7 @@ def _at_line(line: int | None, check: Callable[..., object], *arguments: object)
 def _filled(kind: type[T], data: Mapping[str, Any], lines: Mapping[str, int], where: str = "") -> T:
     """Options from the fields of a file; raises DataError with the line of a wrong field."""
     accepted = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    needed = [name for name, of in accepted.items() if of.default is of.default_factory is MISSING]
+    needed = [name for name, field in accepted.items() if field.default is field.default_factory is MISSING]
     for name in data:
         if name not in accepted:
             hint = near(name, accepted)

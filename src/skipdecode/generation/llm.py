@@ -314,8 +314,10 @@ class LLM:
 
     def encoder(self, template: PromptTemplate) -> PromptEncoder:
         """Make the encoder of prompts of a template; see `PromptEncoder`."""
-        of_model, size = (self.tokenizer, self.context), vocabulary_size(self.loaded.model)
-        return PromptEncoder(*of_model, template, vocabulary=size, noted=self._noted, variables=self.variables)
+        size = vocabulary_size(self.loaded.model)
+        return PromptEncoder(
+            self.tokenizer, self.context, template, vocabulary=size, noted=self._noted, variables=self.variables
+        )
 
     def constrained(self, sampling: Sampling, json_schema: JsonSchema | None) -> Sampling:
         """Return settings under which texts fit a JSON schema, if there is one; raises `GrammarError`."""

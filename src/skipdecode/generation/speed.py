@@ -112,8 +112,9 @@ class Method:
             for prompt, new, rules in zip(prompts, most, samplings, strict=True)
         ]
         tokens = [[out.token for out in steps] for steps in steps_until(engine, requests, until)]
-        seconds = stats.prompt_seconds, stats.decode_seconds
-        return Generation(tokens, *seconds, stats.token_layers, stats.fed_tokens, stats.steps)
+        return Generation(
+            tokens, stats.prompt_seconds, stats.decode_seconds, stats.token_layers, stats.fed_tokens, stats.steps
+        )
 
     def settings(self) -> dict[str, Any]:
         """JSON-ready parameters, for the result: name, schedule if it skips layers, drafts, quantization, rules."""

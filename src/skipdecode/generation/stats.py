@@ -37,9 +37,9 @@ class RunStats(EngineStats):
 
     def __str__(self) -> str:
         resumed = f", {self.rows_resumed} of them by an earlier run" if self.rows_resumed else ""
-        layers = self.mean_layers
+        layers, total = self.mean_layers, _counted(self.rows, "record")
         lines = [
-            f"{_counted(self.rows, 'record')}{resumed}; {_counted(self.new_tokens, 'new token')} in "
+            f"{total}{resumed}; {_counted(self.new_tokens, 'new token')} in "
             f"{self.seconds:.1f} s, {self.tokens_per_s:.1f} tokens/s, prompts included"
         ]
         if layers is not None:
@@ -58,8 +58,7 @@ class RunStats(EngineStats):
                 "gives it"
             )
         if self.bad_rows:
-            of = _counted(self.rows, "record")
-            lines.append(f"{self.bad_rows} of {of} could not be used; the output holds the error of each")
+            lines.append(f"{self.bad_rows} of {total} could not be used; the output holds the error of each")
         return "\n".join(lines)
 
     def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> None:

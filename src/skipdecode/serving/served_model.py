@@ -67,8 +67,8 @@ class ServedModel:
             }
             for name, schedule in self.schedules.items()
         ]
-        of = self.template
-        template = of and {"prompt": of.text, "fields": of.fields, "chat": of.chat, "used": self.use_template}
+        tuned, used = self.template, self.use_template
+        template = tuned and {"prompt": tuned.text, "fields": tuned.fields, "chat": tuned.chat, "used": used}
         description = {
             "num_layers": self.num_layers,
             "template": template,
