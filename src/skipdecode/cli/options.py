@@ -83,7 +83,7 @@ class NamedModel(Options):
     @property
     def schedule_texts(self) -> tuple[str, ...]:
         """The schedules that the options name."""
-        named: Any = getattr(self, "schedule", None) or ()
+        named: str | tuple[str, ...] = getattr(self, "schedule", None) or ()
         return (named,) if isinstance(named, str) else named
 
     @cached_property
