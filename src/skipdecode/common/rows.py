@@ -87,6 +87,8 @@ class Input:
 
     def __init__(self, name: str, file: IO[bytes]) -> None:
         self.name, self._file = name, file
+        file.seek(0)
+        self._start = file.read(_START_BYTES)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -122,18 +124,13 @@ class Input:
         self._file.seek(0)
         return hashlib.file_digest(self._file, "sha256").hexdigest()  # type: ignore[arg-type]
 
-    def start(self) -> bytes:
-        """The first 4096 bytes, or fewer."""
-        self._file.seek(0)
-        return self._file.read(_START_BYTES)
-
     def begins_with(self, sign: bytes) -> bool:
         """Whether the text begins so, behind a byte order mark and blanks."""
-        return self.start().removeprefix(BOM).lstrip().startswith(sign)
+        return self._start.removeprefix(BOM).lstrip().startswith(sign)
 
     def check(self) -> None:
         """Refuse, with a DataError that says what to do, other kinds of files, by their first bytes."""
-        start = self.start()
+        start = self._start
         if start.startswith(TABLES):
             return
         for magic, what in _NOT_READ.items():
@@ -141,13 +138,14 @@ class Input:
                 raise DataError(f"{self.name} is {what}")
         if start.startswith(_UTF16) or b"\0" in start:
             raise DataError(f"{self.name} is text in UTF-16, or no text: {TO_UTF8.replace('CP1252', 'UTF-16')}")
-        if b"\r" in start.rstrip() and b"\n" not in start + self._file.read(2**20):
+        self._file.seek(0)
+        if b"\r" in start.rstrip() and b"\n" not in self._file.read(2**20):
             raise DataError(f"{self.name} has lines that end with CR alone: convert them (tr '\\r' '\\n')")
 
     def is_whole(self, format: str) -> bool:
         """Whether the file is read as a whole: Parquet, Arrow, or in place of JSON lines an array or a table."""
         is_json = format == "jsonl" and (self.begins_with(b"[") or self._table is not None)
-        return is_json or self.start().startswith(TABLES)
+        return is_json or self._start.startswith(TABLES)
 
     @cached_property
     def _table(self) -> list[Row] | None:
@@ -171,16 +169,17 @@ class Input:
     def rows(self, format: str) -> Iterator[tuple[int, Row]]:
         """The records in one of `FORMATS`; see `read_rows`."""
         if self.is_whole(format):
-            read = table_rows if self.start().startswith(TABLES) else array_rows
-            table = self._table
+            if self._table is not None:
+                return enumerate(self._table, 1)
             self._file.seek(0)
-            return enumerate(read(self._file, self.name) if table is None else table, 1)
+            read = table_rows if self._start.startswith(TABLES) else array_rows
+            return enumerate(read(self._file, self.name), 1)
         if format == "jsonl":
-            first, end, _ = self.start().removeprefix(BOM).lstrip().partition(b"\n")
+            first, end, _ = self._start.removeprefix(BOM).lstrip().partition(b"\n")
             if end and first.startswith(b"{") and first.rstrip().endswith((b"{", b"[")):
                 raise DataError(f"{self.name} is one JSON object in several lines: give an array, or JSON lines")
             return ((line, object_of(raw)) for line, raw in self.lines())
-        delimiter = find_delimiter(_DELIMITERS[format], self.start())
+        delimiter = find_delimiter(_DELIMITERS[format], self._start)
         return csv_rows(self._noted(self._file), delimiter, self.name)
 
     def _noted(self, parts: Iterable[bytes]) -> Iterator[bytes]:
