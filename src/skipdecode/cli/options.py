@@ -94,8 +94,6 @@ class NamedModel(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(NamedModel):
-    """Options of loading the model, and of the engine that runs it."""
-
     threads: int | None = option(
         "CPU threads (default: chosen by torch, at most the processors that affinity and CPU quota allow)",
         default=None,
@@ -165,8 +163,6 @@ class EngineOptions(NamedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFiles(Options):
-    """Files of records to learn from."""
-
     train: str = option(
         "file of training records (JSONL, JSON, Parquet, CSV), or owner/name:split", default="", path=Reads()
     )
@@ -240,8 +236,6 @@ class ChatOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(Options):
-    """The upload of a result."""
-
     push_to_hub: str | None = option(
         "upload the result with its schedule, fit and model card to this repository of a hub (owner/name), which is "
         "made private if it is new",

@@ -22,7 +22,6 @@ from skipdecode.errors import OutputError, SkipDecodeError, WriteError
 
 PARTIAL = ".skipdecode-partial-"
 """How files and directories begin that are put into their place when they are whole."""
-_STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _MOST_LINKS = 40
 # Of the system, and of torch and numpy, whose errors have no reason.
 _FULL = re.compile(
@@ -102,8 +101,6 @@ def _handle(path: Path) -> int | None:
     """The file descriptor of this process that a path stands for, such as /dev/stdout; None for other paths."""
     for _ in range(_MOST_LINKS):
         path = Path(os.path.realpath(path.parent), path.name)
-        if str(path) in _STANDARD:
-            return _STANDARD[str(path)]
         if str(path.parent) in ("/dev/fd", f"/proc/{os.getpid()}/fd") and path.name.isdecimal():
             return int(path.name)
         if not path.is_symlink():

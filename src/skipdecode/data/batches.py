@@ -24,8 +24,6 @@ _TENSORS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 @dataclass
 class Batch:
-    """Aligned rows."""
-
     # (rows, columns) of int64. Labels are `IGNORE` on prompt and padding and stand under their own token: the logits of
     # the column before predict them.
     input_ids: Tensor

@@ -56,8 +56,6 @@ def bad_records_option(default: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(Options):
-    """Options of making a prompt of a record."""
-
     task: str | None = option(
         "use the prompt (and the response) of a task: its name or its YAML file, as for skipdecode eval",
         default=None,

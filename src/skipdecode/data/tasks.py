@@ -36,8 +36,6 @@ class HubSource(Options):
 
 @dataclass(frozen=True)
 class Task(Options):
-    """A task, whose fields are documented by their help texts."""
-
     name: str = option("short name for tables and files")
     prompt: str = option("template; {field} stands for a field of the record, {{ for a brace")
     references: tuple[str, ...] = option(
@@ -79,7 +77,6 @@ class Task(Options):
 
 
 def task_names() -> tuple[str, ...]:
-    """Names of the tasks of this package."""
     return tuple(sorted(p.name[:-5] for p in _presets().iterdir() if p.name.endswith(".yaml")))
 
 

@@ -61,8 +61,6 @@ _USER = "@@what the user says@@"
 
 @dataclass(frozen=True, kw_only=True)
 class SelfGeneratedOptions(Options):
-    """Settings of self-generated data, documented by their help texts."""
-
     self: bool = option("work on self-generated data: texts that the model gives at full depth", default=False)
     prompts: str | None = option(
         "with --self: file of prompts, read as generate reads its input (default: the model draws them, by its chat "

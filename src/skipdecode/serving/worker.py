@@ -70,7 +70,6 @@ class ModelWorker:
 
     @property
     def accepting(self) -> bool:
-        """Whether requests are taken."""
         return self.alive and not self._stopping and self._drained_at == math.inf
 
     @property
