@@ -166,15 +166,15 @@ class CompletionResponseBuilder(ResponseBuilder):
 class ChatResponseBuilder(ResponseBuilder):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self) -> bytes:
-        """The role of each choice."""
-        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return b"".join(self._chunk([{"index": i, **first}], None) for i in range(len(self._stream.choices)))
-
     def __init__(self, stream: StreamState, body: ChatRequest, model: str, texts: TokenTexts) -> None:
         super().__init__(stream, body, model, texts)
         calls = stream.sequences.calls
         self._readers = [] if calls is None else [CallReader(calls, body.calling) for _ in stream.choices]
+
+    def opening(self) -> bytes:
+        """The role of each choice."""
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return b"".join(self._chunk([{"index": i, **first}], None) for i in range(len(self._stream.choices)))
 
     def _content(self, event: Event, *, complete: bool) -> dict[str, object]:
         text, calls = event.text, list[Call]()
