@@ -70,7 +70,7 @@ def config_from(config: type[T], args: argparse.Namespace) -> T:
     """
     known = kinds(config)
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(args).items() if name in known}
-    use = prepared_use(values.get("model", "")) if getattr(config, "follows_prepared", False) else {}
+    use = prepared_use(str(values.get("model", ""))) if getattr(config, "follows_prepared", False) else {}
     for name, value in use.items():
         if name in known and (name == "model" or name not in values):
             values[name] = (value,) if known[name].many else value
