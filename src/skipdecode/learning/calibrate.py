@@ -7,7 +7,7 @@ import math
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -29,8 +29,8 @@ from skipdecode.data.source import Source, read_file
 from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
 from skipdecode.learning.fitting import TOKENS_A_COLUMN, make_fit
-from skipdecode.learning.goal import goal_of_records, mean_prompt, suited
-from skipdecode.learning.search import MakeFit, search_model
+from skipdecode.learning.goal import Goal, goal_of_records, mean_prompt, suited
+from skipdecode.learning.search import MakeFit, SearchResult, search_model
 from skipdecode.learning.settings import STORE_FILE, CalibrateOptions, FitOptions
 from skipdecode.learning.tune import in_hardware_type
 from skipdecode.models.checkpoint_schedule import FIT_FILE
@@ -143,36 +143,40 @@ def calibrate(
     settings = _settings_for(CalibrateOptions(**options), checkpoint)
     if cost is not None and settings.target_speedup is None:
         raise UsageError("`cost` is for a `target_speedup`: leave it out")
-    given_cost = None if cost is None else checked_cost(cost, checkpoint.num_layers, settings.batch)
+    known_cost = None if cost is None else checked_cost(cost, checkpoint.num_layers, settings.batch)
     template = make_template(settings, data)
     file = read_file(data, template, skip_bad=settings.skips_bad)
-    with ExitStack() as stack:
-        as_given = loaded_of(model) or load(checkpoint)
-        loaded = replace(as_given, model=in_hardware_type(as_given.model))
-        stack.enter_context(temporary_fit(loaded.model, None))  # a calibration computes another
+    as_loaded = loaded_of(model) or load(checkpoint)
+    loaded = replace(as_loaded, model=in_hardware_type(as_loaded.model))
+    with temporary_fit(loaded.model, None):  # a calibration computes another
         examples = encode_source(file, "data", template, loaded, settings)[0]
-        learn, prompt_len = draw_records(examples, settings.records, settings.seed), mean_prompt(examples)
-        fit = _fit_maker(loaded, examples, learn, settings) if settings.fit else None
-        step_cost = _step_cost(given_cost, as_given, settings, prompt_len)
+        learn = draw_records(examples, settings.records, settings.seed)
+        fit_maker = _fit_maker(loaded, examples, learn, settings) if settings.fit else None
+        step_cost = _step_cost(known_cost, as_loaded, settings, mean_prompt(examples))
         goal = goal_of_records(settings, step_cost, examples, checkpoint.config)
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
-        result = search_model(settings, goal, loaded, learn, fit, directory / STORE_FILE, until)
+        with tempfile.TemporaryDirectory() if out is None else nullcontext(out) as directory:
+            result = search_model(settings, goal, loaded, learn, fit_maker, Path(directory) / STORE_FILE, until)
         if result.fit is not None:
             result.fit.about["base"] = base_sample(loaded.model)
-    document = {
+    document = _document(checkpoint.name, settings, goal, len(learn), result)
+    calibrated = Calibrated(result.schedule, result.fit, document, None if out is None else Path(out))
+    calibrated._save()
+    return calibrated
+
+
+def _document(model: str, settings: CalibrateOptions, goal: Goal, records: int, result: SearchResult) -> dict[str, Any]:
+    """The content of calibration.json."""
+    return {
         **heading("calibration"),
-        "model": checkpoint.name,
+        "model": model,
         "seconds_per_batch": goal.workload.full_seconds,
         "options": asdict(settings),
-        "records": len(learn),
-        "prompt_len": prompt_len,
+        "records": records,
+        "prompt_len": goal.workload.prompt_len,
         "cost": goal.workload.cost.to_dict(),
         "environment": environment(),
         **result.to_dict(),
     }
-    calibrated = Calibrated(result.schedule, result.fit, document, None if out is None else directory)
-    calibrated._save()
-    return calibrated
 
 
 def _settings_for(settings: CalibrateOptions, checkpoint: Checkpoint) -> CalibrateOptions:
@@ -199,15 +203,15 @@ def checked_cost(cost: CostModel | str | Path, layers: int, batch: int = 1) -> C
 
 
 def _step_cost(
-    given: CostModel | None, loaded: LoadedModel, settings: CalibrateOptions, prompt_len: int
+    cost: CostModel | None, loaded: LoadedModel, settings: CalibrateOptions, prompt_len: int
 ) -> CostModel | None:
-    """The cost of a step with the fit: the given one, else measured if a time is the target."""
-    if given is None and settings.target_speedup is not None:
-        given = find_cost(loaded, batch=settings.batch, prompt_len=prompt_len).cost
-    if given is None or not settings.fit or given.bridge_share:
-        return given
+    """The cost of a step with the fit: the known one, else measured if a time is the target."""
+    if cost is None and settings.target_speedup is not None:
+        cost = find_cost(loaded, batch=settings.batch, prompt_len=prompt_len).cost
+    if cost is None or not settings.fit or cost.bridge_share:
+        return cost
     geometry = ModelGeometry.from_config(loaded.checkpoint.config)
-    return given.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
+    return cost.with_fit(geometry, min(settings.fit_rank, geometry.hidden_size), settings.fit_taps)
 
 
 def _fit_maker(

@@ -64,16 +64,16 @@ class Pace:
         evaluation = 4 * _LEAST_TEXTS * self.text_tokens * 2  # four methods; generated, timed and read
         return 2 * (24 * self.text_tokens + search + 2 * evaluation) / self.tokens_per_second / 60
 
-    def search(self, seconds: float, width: int, candidates: int, fits: int = 1) -> SearchSize:
+    def search(self, seconds: float, width: int, groups: Sequence[int]) -> SearchSize:
         """Return the most thorough search that takes about so many seconds, or the least one.
 
-        `width` is hidden_size, `candidates` the number of schedules to try, `fits` that of the fits that serve them.
+        `width` is hidden_size. `groups`: numbers of schedules to try that share a fit.
         """
-        size, tokens = _SEARCHES[-1], 0.0
+        size, tokens, candidates = _SEARCHES[-1], 0.0, sum(groups)
         for size in _SEARCHES:
             measured = size.records * self.text_tokens * (1 + candidates)
             # Sets of the lowest layers share full depth's states.
-            passes = _PRODUCTS * (fits * (1 + 0.3 * size.fit_depths) + 0.05 * candidates)
+            passes = _PRODUCTS * (len(groups) * (1 + 0.3 * size.fit_depths) + 0.05 * candidates)
             tokens = (seconds * self.tokens_per_second - measured) / passes
             if tokens >= _TOKENS_A_COLUMN * width:
                 break

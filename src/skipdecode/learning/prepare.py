@@ -17,7 +17,6 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
-from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost
 from skipdecode.data.examples import Example, encode_source, make_template
@@ -230,7 +229,7 @@ class _Run:
     @property
     def width(self) -> int:
         """hidden_size of the model."""
-        return ModelGeometry.from_config(self.loaded.checkpoint.config).hidden_size
+        return int(self.loaded.checkpoint.config.get_text_config(decoder=True).hidden_size)
 
     def _texts(self, stages: Stages, clock: Clock) -> tuple[LearningRecords, FullDepth | None]:
         """What the schedule learns: the model's answers, or responses that still teach; and the tuning before."""
@@ -311,10 +310,8 @@ class _Run:
             quantization = self.settings.quantization
             target = target_of_steps(self.depths, cost, loaded, sample, batch, half, quantization)
         goal = goal_of_records(replace(self.depths, target_speedup=target), cost, sample, loaded.checkpoint.config)
-        groups = groups_by_fit(goal.prompts)
-        candidates = sum(len(prompts) for _, prompts in groups)
-        size = pace.search(until - time.perf_counter(), self.width, candidates, len(groups))
-        return Timing(cost.to_dict(), target, size)
+        groups = [len(prompts) for _, prompts in groups_by_fit(goal.prompts)]
+        return Timing(cost.to_dict(), target, pace.search(until - time.perf_counter(), self.width, groups))
 
     def _layers(self, records: LearningRecords, pace: Pace | None, timing: Timing | None, clock: Clock) -> Layers:
         """Choose the layers, fit the maps that replace them, and size the evaluations of them."""

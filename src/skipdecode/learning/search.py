@@ -24,6 +24,7 @@ from skipdecode.data.examples import Example
 from skipdecode.errors import FitError
 from skipdecode.learning.fitting import check_finite
 from skipdecode.learning.goal import Goal
+from skipdecode.learning.objective import Objective
 from skipdecode.learning.settings import CalibrationSettings
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import decoder_layers
@@ -101,28 +102,23 @@ class LossMeter:
     def loss(self, schedule: Schedule, fit: Fit | None = None) -> float:
         """Cross-entropy per response token under a schedule; raises DivergedError if a loss is not finite."""
         key = json.dumps([schedule.to_dict(), fit and fit.digest()])
-        loss = self._store.get(key)
-        if loss is None:
-            self._attachment.schedule, self._attachment.fit = schedule, fit
-            tokens = sum(batch.response_tokens for batch in self._batches)
-            loss = sum(map(self._measured, self._batches)) / tokens
-            self._store.put(key, loss)
-        else:
+        stored = self._store.get(key)
+        if stored is not None:
             self._advance(len(self._batches))
-        return float(loss)
+            return float(stored)
+        self._attachment.schedule, self._attachment.fit = schedule, fit
+        loss = sum(map(self._sum, self._batches)) / sum(batch.response_tokens for batch in self._batches)
+        self._store.put(key, loss)
+        return loss
 
     @torch.inference_mode()
-    def _measured(self, batch: Batch) -> float:
-        """Summed losses of a batch."""
+    def _sum(self, batch: Batch) -> float:
+        """The sum of a batch's losses."""
         model = self._attachment.model
-        logits, targets = response_logits(model, batch.to(model.device)), batch.targets.to(model.device)
-        # Row by row: probabilities of all tokens of a large vocabulary take several times the memory of the logits.
-        rows = zip(logits, targets, strict=True)
-        each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
-        losses = torch.stack(each).double()
-        check_finite(losses, batch.ids)
+        total = Objective()(model, batch.to(model.device)).cross_entropy
+        check_finite(total, batch.ids)
         self._advance(1)
-        return float(losses.sum())
+        return float(total)
 
 
 def search_model(
@@ -208,8 +204,7 @@ def search(
     tried.sort(key=lambda each: (each[0].loss, goal.workload.seconds(each[0].schedule)))
     alike = [each for each in tried if each[0].loss <= _ALIKE * tried[0][0].loss]
     best, fit = chosen = max(alike, key=lambda each: each[0].mean_layers)
-    tried.remove(chosen)
-    tried.insert(0, chosen)
+    tried.sort(key=lambda each: each is not chosen)  # the chosen one first
     own = None if fit is None or best.schedule.is_full else fit.of_schedule(best.schedule)
     return SearchResult(tuple(candidate for candidate, _ in tried), orders[_LEARNED], tuple(influence), own)
 
