@@ -73,10 +73,6 @@ class ModelGeometry:
             states=tuple(state_bytes(layer, dtype_bytes) for layer in cache.layers),
         )
 
-    def bridge_share(self, rank: float) -> float:
-        """Weights of a fit's bridge of `rank` over a layer, as a share of the layer's."""
-        return (2 * rank + 1) * self.hidden_size / self.layer_params
-
     def weight_bytes(self) -> float:
         """Bytes of all weights that the model holds."""
         return self.params * self.dtype_bytes

@@ -117,7 +117,8 @@ class CostModel:
 
     def with_fit(self, geometry: ModelGeometry, rank: float, taps: int = 0) -> Self:
         """The cost with a fit's bridges of `rank` over skipped layers, and its maps with `taps`."""
-        return replace(self, bridge_share=geometry.bridge_share(rank), taps=taps)
+        bridge = (2 * rank + 1) * geometry.hidden_size  # weights
+        return replace(self, bridge_share=bridge / geometry.layer_params, taps=taps)
 
     @property
     def max_rows(self) -> int:

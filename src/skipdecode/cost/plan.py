@@ -12,13 +12,13 @@ from skipdecode.common.environment import isolated_torch
 from skipdecode.common.tables import Printed, byte_size, speedups
 from skipdecode.cost.geometry import ModelGeometry
 from skipdecode.cost.model import CostModel
-from skipdecode.cost.solve import PlanOptions, solve
-from skipdecode.cost.source import CostSource, find_cost, solver_limits
+from skipdecode.cost.solve import Auto, PlanOptions, solve
+from skipdecode.cost.source import CostSource, find_cost
 from skipdecode.errors import UsageError
-from skipdecode.models.families import check_schedule
+from skipdecode.models.families import check_schedule, lent_last, projects
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.checkpoint import Checkpoint, Model, open_checkpoint
-from skipdecode.schedule import Schedule
+from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.grammar import schedule_picture
 from skipdecode.schedule.order import bottom_up, prompt_set, top_down
 
@@ -81,12 +81,20 @@ def plan(
 
 
 def _solved(options: PlanOptions, cost: CostModel, target: float, checkpoint: Checkpoint) -> Schedule:
-    """The schedule of the options under a cost."""
-    layers = options.prompt_layers
-    limits = solver_limits(checkpoint.config)
-    if layers is not None:
-        limits["prompt"] = prompt_set(layers, cost.num_layers)
-    return solve(cost, target, options.seq_len, flat=options.flat, prompt_len=options.prompt_len, **limits)
+    """The schedule of the options under a cost, in the paper's order as far as the model's layers allow."""
+    layers, config = cost.num_layers, checkpoint.config
+    prompt: PromptDepth | Auto = "auto" if projects(config) else "full"
+    if options.prompt_layers is not None:
+        prompt = prompt_set(options.prompt_layers, layers)
+    return solve(
+        cost,
+        target,
+        options.seq_len,
+        prompt=prompt,
+        flat=options.flat,
+        drop_order=lent_last(config, Schedule.constant(layers, layers)).drop_order,
+        prompt_len=options.prompt_len,
+    )
 
 
 def _fit(checkpoint: Checkpoint, geometry: ModelGeometry, schedule: Schedule | None) -> Fit | None:

@@ -24,11 +24,9 @@ from skipdecode.cost.model import FORMAT, CostModel
 from skipdecode.engine import kernels
 from skipdecode.engine.opening import Backend, open_engines, running_dtype
 from skipdecode.errors import DataError, OutputError
-from skipdecode.models.families import layers_in, lent_last, projects
 from skipdecode.models.fit import temporary_fit
 from skipdecode.models.loading.checkpoint import Checkpoint, Model, loaded_of, open_checkpoint
 from skipdecode.models.loading.hub import choose_device, load_model
-from skipdecode.schedule import Schedule
 
 _NOISY = 0.1  # residual of a fit, above which a plan deserves a second measurement
 # Of a config: no size depends on it.
@@ -91,13 +89,6 @@ def find_cost(
     return CostSource(cost, geometry, dtype, origin)
 
 
-def solver_limits(config: transformers.PretrainedConfig) -> dict[str, Any]:
-    """Options of `solve` for a model with this config: the paper's order, and prompts, as far as its layers allow."""
-    layers = layers_in(config)
-    order = lent_last(config, Schedule.constant(layers, layers)).drop_order
-    return {"drop_order": order, "prompt": "auto" if projects(config) else "full"}
-
-
 def _conditions(checkpoint: Checkpoint, device: torch.device, options: list[str | int]) -> Any:
     """All that a measurement depends on, JSON-ready: model, options, kernels, machine, versions."""
     sizes = {name: value for name, value in checkpoint.config.to_dict().items() if name not in _VOLATILE}
@@ -126,8 +117,9 @@ def _stored(file: Path, key: Any) -> tuple[CostModel, str, str] | None:
 
 def _measured_origin(backend: Backend, cost: CostModel, device: torch.device) -> str:
     """Describe where a measured cost is from."""
-    within = "" if cost.residual is None else f", fit within {cost.residual:.0%}"
-    if cost.residual is not None and cost.residual > _NOISY:
+    residual = cost.residual or 0.0
+    within = f", fit within {residual:.0%}"
+    if residual > _NOISY:
         within += ": noisy, so measure again (remeasure) when the machine is quiet"
     where = f"threads: {torch.get_num_threads()}" if device.type == "cpu" else f"device: {device.type}"
     engine = "transformers" if backend.fast is None else "the fast engine"

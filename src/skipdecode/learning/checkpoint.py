@@ -189,13 +189,6 @@ def read_log(path: Path) -> list[Json]:
     return [row for row in map(json.loads, lines[:-1]) if "step" in row]
 
 
-def dev_losses(path: Path) -> list[tuple[float, float]]:
-    """Minutes of tuning, and the loss on the dev records at that time, from a log."""
-    rows = read_log(path)
-    minutes = {row["step"]: row["minutes"] for row in rows if row["kind"] == "train"}
-    return [(minutes.get(row["step"], 0.0), row["cross_entropy"]) for row in rows if row["kind"] == "dev"]
-
-
 _MUST_AGREE = ("options", "prompt", "schedule", "data", "checkpoint")
 
 

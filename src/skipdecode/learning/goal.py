@@ -23,11 +23,6 @@ _LEAST_SHARE = 3 / 4
 """Of the layers that the best set leaves to the phase with fewer: sets that leave less lose (docs/LOG.md)."""
 
 
-def layers_only(num_layers: int) -> CostModel:
-    """A cost model that counts layers and nothing else: speed-up under it is the paper's nominal one."""
-    return CostModel.of_step(num_layers, 1, 0.0, 1.0)
-
-
 @dataclass(frozen=True)
 class Goal:
     """The search target: a time limit, the workload that it is for, the prompt sets to try.
@@ -123,7 +118,8 @@ def set_goal(
     warmup, flat, shared = settings.warmup_layers, settings.flat, shared or {}
     lowest = _lowest_order(settings, layers, shared)
     floor = layers - len(lowest)
-    workload = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, whole=settings.whole)
+    layers_alone = CostModel.of_step(layers, 1, 0.0, 1.0)  # under which a speed-up is the nominal one
+    workload = TextCost.of_lengths(cost or layers_alone, prompt_len, lengths, whole=settings.whole)
     seq_len = seq_len_of(lengths)
     limit = _limit(settings, workload, seq_len)
     depths = Depths(layers, lowest, warmup, seq_len, flat, "paper")

@@ -30,8 +30,8 @@ from skipdecode.learning.checkpoint import (
     CHECKPOINTS,
     LOG_FILE,
     data_entry,
-    dev_losses,
     make_recipe,
+    read_log,
     run_in,
     write_recipe,
 )
@@ -86,7 +86,9 @@ class Tuned:
     @property
     def dev_losses(self) -> list[tuple[float, float]]:
         """Minutes of tuning, and the loss per response token of the dev records at that time."""
-        return dev_losses(self.path / LOG_FILE)
+        rows = read_log(self.path / LOG_FILE)
+        minutes = {row["step"]: row["minutes"] for row in rows if row["kind"] == "train"}
+        return [(minutes.get(row["step"], 0.0), row["cross_entropy"]) for row in rows if row["kind"] == "dev"]
 
     def __repr__(self) -> str:
         schedule, result = self.schedule, self.result
