@@ -55,7 +55,8 @@ class ModelGeometry:
         layers, params = decoder_layers(model), model.num_parameters()
         experts, chosen = (next((n for name in names if (n := getattr(config, name, None))), 1) for names in _EXPERTS)
         active = min(chosen / experts, 1.0)
-        num_layers, read = len(layers), sum(_weights_read(layer, active) for layer in layers)
+        sizes = [(name, p.numel()) for layer in layers for name, p in layer.named_parameters(prefix="layer")]
+        num_layers, read = len(layers), sum(n * (active if ".experts." in name else 1.0) for name, n in sizes)
         windows = {layer: window for layer, window in enumerate(layer_windows(config)) if window is not None}
         cache = _after_a_token(model)
         keys = [0 if n in cache.keyless else cache.key_numbers(n) for n in range(num_layers)]
@@ -102,12 +103,6 @@ class ModelGeometry:
         """Keys and values of a sequence in a layer, the mean over the layers."""
         keys = sum(self.keys) / self.num_layers * self.dtype_bytes
         return KVLayout(1, round(keys), sum(self.states) // self.num_layers)
-
-
-def _weights_read(layer: Any, active: float) -> float:
-    """Weights of a layer that one token reads, of its experts the share that is `active`."""
-    sizes: dict[str, int] = {name: p.numel() for name, p in layer.named_parameters()}
-    return sum(size * (active if ".experts." in f".{name}" else 1.0) for name, size in sizes.items())
 
 
 @torch.inference_mode()

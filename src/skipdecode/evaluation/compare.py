@@ -297,6 +297,7 @@ def kept_columns(rows: Sequence[Row]) -> Columns:
         "one request": "{request_speedup_alone:.2f}x",
         "decode": "{decode_speedup:.2f}x",
         "kept": "{kept:.1%}",
+        "95% interval": "{kept_interval[low]:.1%} to {kept_interval[high]:.1%}",
         "copied": "{copied:.1f}%",
         "invented names": "{names_copied:.0%}",
         **scores,

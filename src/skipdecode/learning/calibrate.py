@@ -76,15 +76,6 @@ class Calibrated(Printed):
         """Teacher-forced cross-entropy per response token on the records, by the name of a measured schedule."""
         return {candidate["name"]: candidate["loss"] for candidate in self.document["candidates"]}
 
-    def _save(self) -> None:
-        """Write schedule.json, the fit and calibration.json into the directory, if there is one."""
-        if self.path is None:
-            return
-        self.schedule.save(self.path / SCHEDULE_FILE)
-        if self.fit is not None:
-            self.fit.save(self.path / FIT_FILE)
-        write_whole(self.path / _REPORT, json.dumps(self.document, indent=1) + "\n")
-
     def __str__(self) -> str:
         schedule, document = self.schedule, self.document
         order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER]))
@@ -159,9 +150,12 @@ def calibrate(
         if result.fit is not None:
             result.fit.about["base"] = base_sample(loaded.model)
     document = _document(checkpoint.name, settings, goal, len(learn), result)
-    calibrated = Calibrated(result.schedule, result.fit, document, None if out is None else Path(out))
-    calibrated._save()
-    return calibrated
+    if out is not None:
+        result.schedule.save(Path(out, SCHEDULE_FILE))
+        if result.fit is not None:
+            result.fit.save(Path(out, FIT_FILE))
+        write_whole(Path(out, _REPORT), json.dumps(document, indent=1) + "\n")
+    return Calibrated(result.schedule, result.fit, document, None if out is None else Path(out))
 
 
 def _document(model: str, settings: CalibrateOptions, goal: Goal, records: int, result: SearchResult) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Prepared(Printed):
         )
         if self.path is None:
             return
-        scores, table = [*rows[0]["scores"]], "\n".join(_table(rows))
+        scores, table = [*rows[0]["scores"]], "\n".join(figures(kept_columns(rows), rows))
         evaluation = {"table": table, "scores": scores, "datasets": datasets, "rows": rows}
         write_whole(self.path / EVALUATION_FILE, json.dumps(evaluation, indent=1) + "\n")
         if picture.is_file():
@@ -312,13 +312,6 @@ def neighbours(target: Schedule, directory: Path, shares: Mapping[str, float] = 
     return list(by_name.values())
 
 
-def _table(rows: Sequence[Fields]) -> list[str]:
-    columns = kept_columns(rows)
-    at = [*columns].index("kept") + 1
-    interval = {"95% interval": "{kept_interval[low]:.1%} to {kept_interval[high]:.1%}"}
-    return figures(dict([*columns.items()][:at]) | interval | columns, rows)
-
-
 def _table_lines(document: Mapping[str, Any]) -> Iterator[str]:
     rows = document["rows"]
     shown = rows if document["keep"] is None else sorted(rows, key=lambda row: row["request_speedup"] or 0.0)
@@ -329,7 +322,7 @@ def _table_lines(document: Mapping[str, Any]) -> Iterator[str]:
         f"kept: worst score{records}, as a share of full depth's best, before or after tuning. Speed-ups over full "
         f"depth of the same minutes, in batches of {document['batch']} (one request: alone), {HOW}"
     )
-    yield from (*textwrap.wrap(caption, WIDTH), "", *_table(shown), "")
+    yield from (*textwrap.wrap(caption, WIDTH), "", *figures(kept_columns(shown), shown), "")
     if [*rows[0]["scores"]] == [PERPLEXITY]:
         yield "perplexity flatters tasks in which one wrong token spoils an answer, such as code: run its tests"
 

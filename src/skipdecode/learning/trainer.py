@@ -12,7 +12,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, gather_object, parse_flag_from_env, set_seed
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from skipdecode.common.environment import keep_freed_memory, memory_gib, multiplies_bf16, return_freed_memory
 from skipdecode.common.files import copy_files
@@ -44,18 +45,8 @@ from skipdecode.schedule import Schedule
 DIVERGED_FILE = "diverged.json"
 _PROBE = 8  # steps that show whether there is something to learn
 _RISE = 0.02  # of the dev loss: more is not noise
-
-
-@contextlib.contextmanager
-def _without_cudnn_attention() -> Iterator[None]:
-    """Its gradients can be NaN under a mask (PyTorch 2.11 on an H200; pytorch issue 196678)."""
-    kernels: Any = torch.backends.cuda  # has no types
-    before = kernels.cudnn_sdp_enabled()
-    kernels.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        kernels.enable_cudnn_sdp(before)
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of attention: gradients of cuDNN's can be NaN under a mask (PyTorch 2.11 on an H200; pytorch issue 196678)."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +106,7 @@ class Tuner:
         else:
             self._checkpoints.remove()
         try:
-            with _without_cudnn_attention():
+            with sdpa_kernel(_KERNELS):
                 self._train_all()
                 result = self._result()
         finally:
