@@ -86,24 +86,19 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
         assert "as bertscore_model" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path):
-    schedule = load_run(place / "skip").data["config"]["method"]["schedule"]
-    tuned = save_tiny_model(tmp_path / "tuned", skipdecode=schedule)
-    assert main(arguments(place, "--out", str(tmp_path / "run"), model=tuned)) == 0
-    assert load_run(tmp_path / "run").outputs == load_run(place / "skip").outputs
-
-
-def test_schedules_of_the_checkpoint_are_methods_by_name(
+def test_the_checkpoints_own_schedule_is_the_default_and_a_method_by_name(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     own = replace(Schedule.from_speedup(8, 2, 6), name="mine")
-    model = save_tiny_model(tmp_path / "tuned", skipdecode=own.to_dict())
-    call = arguments(place, "--out", str(tmp_path / "out"), "--limit", "2", "--methods", model=model)
-    assert main([*call, "full", "mine"]) == 0
-    found = Schedule.from_dict(load_run(tmp_path / "out" / "mine").data["config"]["method"]["schedule"])
-    assert found == own
+    call = arguments(place, model=save_tiny_model(tmp_path / "tuned", skipdecode=own.to_dict()))
+    assert main([*call, "--out", str(tmp_path / "default")]) == 0
+    assert main([*call, "--out", str(tmp_path / "named"), "--methods", "full", "mine"]) == 0
+    for folder in ("default", "named/mine"):
+        run = load_run(tmp_path / folder)
+        assert Schedule.from_dict(run.data["config"]["method"]["schedule"]) == own
+        assert [row["output"] for row in run.outputs] == [row["output"] for row in load_run(place / "skip").outputs]
     capsys.readouterr()
-    assert main([*call, "yours"]) == 2
+    assert main([*call, "--out", str(tmp_path / "out"), "--methods", "yours"]) == 2
     assert "accepted are full, mine by name" in capsys.readouterr().err
 
 
@@ -158,7 +153,6 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
         (["--out", "{place}/x", "--methods", "even:2"], "unknown schedule 'even:2'"),
         (["--out", "{place}/x", "--methods", "2x", "2x"], "have skipdecode-2x twice"),
         (["--out", "{place}/x", "--seq-len", "8"], "--seq-len needs --schedule"),
-        (["--out", "{place}/x", "--schedule", "full", "--max-new-tokens", "100"], "leaves no room for a prompt"),
         (["--out", "{place}/x", "--max-new-tokens", "95"], "there is room for 1"),
         (["--out", "{place}/data.jsonl/x"], "is not a writable directory"),
         (["--compare", "{place}/full"], "exclude each other"),
@@ -168,13 +162,6 @@ def test_bad_input_is_one_clear_line(place: Path, more: list[str], message: str,
     assert main(arguments(place, *(text.format(place=place) for text in more))) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipdecode: ")]
     assert message in lines[-1]
-
-
-def test_records_left_out_are_told_with_lines(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    data = write_rows(tmp_path / "d.jsonl", [*ROWS[:2], {"text": "a", "answer": ""}])
-    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full", data=data)
-    assert main(call) == 0
-    assert "1 record left out: line 3: no reference text" in capsys.readouterr().err
 
 
 def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -41,16 +41,6 @@ def score(name: str, outputs: list[str], references: list[list[str]], options: E
     return metric.score(metric.statistics(outputs, references).sum(axis=0))
 
 
-def test_known_values():
-    assert score("bleu", OUTPUTS, REFERENCES) == pytest.approx(48.53, abs=0.005)
-    assert score("chrf", OUTPUTS, REFERENCES) == pytest.approx(59.73, abs=0.005)
-    # 3 of 3 words right, 3 of 6 found: F = 2 * 1 * 0.5 / 1.5.
-    for name in ("rouge1", "rougeL"):
-        assert score(name, ["the cat sat"], [["the cat sat on the mat"]]) == pytest.approx(200 / 3)
-    # 2 of 2 pairs right, 2 of 5 found.
-    assert score("rouge2", ["the cat sat"], [["the cat sat on the mat"]]) == pytest.approx(400 / 7)
-
-
 @pytest.mark.parametrize(("outputs", "references"), [(OUTPUTS, REFERENCES), (HOLED, RAGGED), (OUTPUTS, RAGGED)])
 def test_bleu_and_chrf_equal_sacrebleu(outputs: list[str], references: list[list[str]]):
     streams = [[r[i] if i < len(r) else None for r in references] for i in range(max(map(len, references)))]
@@ -63,13 +53,6 @@ def test_rouge_takes_the_reference_with_the_best_f(name: str):
     scorer = rouge_scorer.RougeScorer([name], use_stemmer=True)
     best = [max(scorer.score(r, o)[name].fmeasure for r in refs) for o, refs in zip(HOLED, RAGGED, strict=True)]
     assert score(name, HOLED, RAGGED) == pytest.approx(100 * np.mean(best))
-
-
-@pytest.mark.parametrize("name", ["bleu", "chrf", "rouge1", "rouge2", "rougeL"])
-def test_a_copy_scores_100_and_nothing_scores_0(name: str):
-    copies = [references[-1] for references in REFERENCES]
-    assert score(name, copies, REFERENCES) == pytest.approx(100)
-    assert score(name, ["", "", ""], REFERENCES) == 0
 
 
 @pytest.mark.parametrize("name", ["bleu", "chrf", "rougeL"])

@@ -147,7 +147,10 @@ def test_free_running_fidelity_by_hand():
 # ---------------------------------------------------------------------- runs
 
 
-def test_a_run_says_all_that_is_needed(skipping: Run):
+def test_a_run_says_all_that_is_needed(skipping: Run, full: Run):
+    assert full.data["decode_speedup"] == full.data["nominal_speedup"] == 1
+    assert full.data["full_depth_speed"] is None
+    assert "kl" not in full.data["metrics"]
     run = load_run(skipping.path)
     data = run.data
     assert data["n"] == len(run.outputs) == 7
@@ -203,12 +206,6 @@ def test_a_killed_run_goes_on_where_it_stopped(model: Any, full: Run, tmp_path: 
     assert counted.calls == 2
     assert run.outputs == full.outputs
     assert not partial.exists()
-
-
-def test_full_depth_is_the_yardstick(full: Run):
-    assert full.data["decode_speedup"] == full.data["nominal_speedup"] == 1
-    assert full.data["full_depth_speed"] is None
-    assert "kl" not in full.data["metrics"]
 
 
 # ---------------------------------------------------------------------- comparison and files

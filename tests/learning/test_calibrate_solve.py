@@ -42,13 +42,9 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     assert steep.workload.speedup(steep.paper) >= 2.6
     assert len(steep.paper.prompt_layers()) == 4
     assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [5, 4]
-    with pytest.raises(TargetError, match="whole request"):
-        goal(6.0)
 
 
-def test_goals(tmp_path):
-    goal = set_goal(CalibrationSettings(target_speedup=2.0), COST, 10, [20] * 4, LAYERS)
-    assert goal.workload.speedup(goal.paper) >= 2
+def test_goals():
     nominal = set_goal(CalibrationSettings(nominal_speedup=2.0), None, 10, [20] * 4, LAYERS)
     assert nominal.paper.budgets == Schedule.from_speedup(LAYERS, 2, 20).budgets
     flat = set_goal(CalibrationSettings(target_speedup=2.0, flat=True), COST, 10, [20] * 4, LAYERS)

@@ -202,7 +202,6 @@ def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, t
         (["--prompts", "FILE"], "\n\n", "FILE"),
         (["--prompts", "FILE", "--self-tokens", "1"], "a\nb\nc\n", "not ended"),
         (["--prompts", "FILE"], "a\nA\n  a \n", "2 are needed"),
-        (["--prompts", "none.txt"], None, "none.txt"),
         (["--prompts", "FILE", "--train", "x.jsonl"], "a\n", "--train"),
         (["--prompts", "FILE", "--task", "e2e", "--chat"], "a\n", "--task"),
         (["--self-records", "0"], None, "--self-records"),
@@ -328,8 +327,6 @@ def test_eval_says_where_no_prompt_is_left(model: str, tuned: Path, tmp_path: Pa
     ("more", "named"),
     [
         (["--prompts", "p.txt", "--task", "e2e"], "--task"),
-        (["--methods", "full"], "schedule"),
-        (["--metrics", "bleu"], "metrics"),
         (["--self-tokens", "3"], "--max-new-tokens"),
     ],
 )
