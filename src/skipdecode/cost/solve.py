@@ -34,7 +34,6 @@ class Depths:
     warmup: int
     seq_len: int
     flat: bool
-    name: str = ""
 
     def schedule(self, depth: float, prompt: PromptDepth | Auto) -> Schedule:
         """The schedule of a depth from 0, the least, to 3, full; auto: half depth at 1, full prompts from 2."""
@@ -47,7 +46,7 @@ class Depths:
             run = max(self.warmup, round(lowest))
             prompt = "full" if run == self.layers else tuple(range(run))
         budgets = _decay(mean, spread, positions, int(least), self.layers)
-        return Schedule(self.layers, self.order, budgets, self.warmup, prompt, self.name)
+        return Schedule(self.layers, self.order, budgets, self.warmup, prompt)
 
     def within(self, texts: TextCost, seconds: float, prompt: PromptDepth | Auto = "full") -> Schedule | None:
         """The deepest schedule that takes `seconds` at most; None if there is none."""

@@ -158,17 +158,18 @@ CHECKPOINTS, LOG_FILE = "checkpoints", "log.jsonl"
 
 
 class RunLog:
-    """Writes a line that says what the file is, then rows of kind "train" and "dev".
+    """Writes a line that says what the file is, then rows of kind "train" and "dev"; only the main process writes.
 
     `keep_steps`: rows of later steps are dropped: those that a killed run wrote after its last checkpoint, and that
     come again.
     """
 
-    def __init__(self, directory: Path, *, keep_steps: int) -> None:
-        path = directory / LOG_FILE
-        rows = [row for row in read_log(path) if row["step"] <= keep_steps] if keep_steps else []
-        write_whole(path, b"".join(map(json_line, [heading("tuning"), *rows])))
-        self._path, self._file = path, path.open("ab", buffering=0)
+    def __init__(self, directory: Path, *, keep_steps: int, is_main: bool) -> None:
+        self._path = directory / LOG_FILE if is_main else Path(os.devnull)
+        if is_main:
+            rows = [row for row in read_log(self._path) if row["step"] <= keep_steps] if keep_steps else []
+            write_whole(self._path, b"".join(map(json_line, [heading("tuning"), *rows])))
+        self._file = self._path.open("ab", buffering=0)
 
     def write(self, kind: str, step: int, values: Json) -> None:
         """One row; it is on its way to the disk when this returns."""
@@ -193,12 +194,7 @@ _MUST_AGREE = ("options", "prompt", "schedule", "data", "checkpoint")
 
 
 def make_recipe(entries: Json) -> Json:
-    """A recipe without result; JSON-ready.
-
-    `entries`: options; `prompt`, the template that the options made prompts of, in full; schedule; data; checkpoint, of
-    `skipdecode.models.loading.identity.checkpoint_digest`; base, of
-    `skipdecode.models.loading.weights_sample.base_entry`; environment and processes.
-    """
+    """A recipe of these entries, without result; JSON-ready."""
     recipe = {"kind": RECIPE_KIND, "format": RECIPE_FORMAT, **entries, "command": COMMAND.get(), "result": None}
     # Once through JSON, so that it compares equal to one that was read.
     return dict(json.loads(json.dumps(recipe)))

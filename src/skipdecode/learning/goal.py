@@ -44,7 +44,7 @@ class Goal:
 
     def schedule(self, order: Sequence[int], prompt: PromptDepth) -> Schedule:
         """The deepest schedule in a drop order, for a prompt set of `prompts`; the fewest layers if none fits."""
-        depths = replace(self.depths, order=tuple(order), name="calibrated")
+        depths = replace(self.depths, order=tuple(order))
         return depths.within(self.workload, self.limit, prompt) or depths.schedule(0.0, prompt)
 
 
@@ -122,7 +122,7 @@ def set_goal(
     workload = TextCost.of_lengths(cost or layers_alone, prompt_len, lengths, whole=settings.whole)
     seq_len = seq_len_of(lengths)
     limit = _limit(settings, workload, seq_len)
-    depths = Depths(layers, lowest, warmup, seq_len, flat, "paper")
+    depths = Depths(layers, lowest, warmup, seq_len, flat)
     level = replace(depths, flat=True)
     wanted, deepest = prompt_sets(settings, layers), dict[PromptDepth, int]()
     for prompt in wanted:

@@ -130,10 +130,7 @@ def search_model(
     file: Path,
     until: float,
 ) -> SearchResult:
-    """`search` on records.
-
-    `file` keeps the measurements of an interrupted run. `until`: see `search`.
-    """
+    """`search` on records; `file` keeps the measurements of an interrupted run."""
     batches = batches_of(sorted(records, key=lambda e: (len(e.response), len(e.prompt), e.id)), settings.batch_size)
     texts = json.dumps([[example.prompt, example.response] for example in records])
     identity = {

@@ -179,14 +179,14 @@ class Tuner:
     def _train_all(self) -> None:
         config, progress = self._config, self._checkpoints.progress
         main, device = self._accelerator.is_main_process, self._accelerator.device
-        log = RunLog(self._out, keep_steps=progress.step) if main else None
         world, rank = self._accelerator.num_processes, self._accelerator.process_index
         first = progress.step * config.accumulation * world
         numbers = GroupedBatches(self._train, config.batch_size, seed=config.seed, start=first)
         mine = islice(numbers, rank, None, world)
-        bar = progress_bar(None, "step", name="tune", done=progress.step, shown=main)
+        log = RunLog(self._out, keep_steps=progress.step, is_main=main)
         start = time.perf_counter() - progress.clock
-        try:
+        shown_bar = progress_bar(None, "step", name="tune", done=progress.step, shown=main)
+        with contextlib.closing(log), shown_bar as bar:
             if progress.step == 0:  # so that tuning never ends with worse weights than it began with
                 self._log_dev(log)
                 progress.clock = time.perf_counter() - start
@@ -203,18 +203,13 @@ class Tuner:
                 if config.minutes is not None:  # of the clock: the first steps say little of how many there will be
                     shown["minutes_left"] = f"{max(0.0, config.minutes - progress.clock / 60):.1f}"
                 bar.set_postfix(**shown)
-                if log is not None:
-                    log.write("train", progress.step, row)
+                log.write("train", progress.step, row)
                 progress.clock = time.perf_counter() - start
                 if self._is_due():
                     self._log_dev(log)
                     progress.clock = time.perf_counter() - start
                 if progress.step % config.checkpoint_every == 0 and progress.step < self._steps():
                     self._checkpoints.save()
-        finally:
-            bar.close()
-            if log is not None:
-                log.close()
 
     def _is_due(self) -> bool:
         """Whether an evaluation follows."""
@@ -223,10 +218,9 @@ class Tuner:
         is_regular = progress.step >= first and (progress.step - first) % config.eval_every == 0
         return is_regular or progress.step == self._steps()
 
-    def _log_dev(self, log: RunLog | None) -> None:
+    def _log_dev(self, log: RunLog) -> None:
         losses = self._evaluate()
-        if log is not None:
-            log.write("dev", self._checkpoints.progress.step, losses)
+        log.write("dev", self._checkpoints.progress.step, losses)
         self._judge(losses["cross_entropy"])
 
     def _judge(self, loss: float) -> None:
