@@ -408,7 +408,7 @@ def test_other_records_or_weights_are_not_compared_with_earlier_ones(place: Path
 
 
 def evaluation(number: int) -> Evaluation:
-    return Evaluation(0.0, [{"number": number}])
+    return Evaluation([{"number": number}])
 
 
 def test_a_stage_whose_files_are_gone_or_changed_is_done_again(tmp_path: Path, capsys: Any) -> None:

@@ -233,8 +233,7 @@ def with_kept(rows: Sequence[Row]) -> list[Json]:
     imprecise = {name for row in rows if row["full_depth"] for name in row.get("imprecise", ())}
     counted = {name: score for name, score in clear.items() if name not in imprecise} or clear
     more = {"not_counted": [name for name in clear if name not in counted]}
-    shares = [{name: row["scores"][name] / score for name, score in counted.items()} for row in rows]
-    return [{**row} | more | _least(row, of_row) for row, of_row in zip(rows, shares, strict=True)]
+    return [{**row} | more | _least_share(row, counted) for row in rows]
 
 
 def best_scores(rows: Sequence[Row]) -> dict[str, float]:
@@ -256,10 +255,11 @@ def shown_name(score: str) -> str:
     return _SHOWN_NAMES.get(score, score)
 
 
-def _least(row: Row, shares: Mapping[str, float]) -> Json:
-    """The smallest share, with its interval."""
-    if not shares:
+def _least_share(row: Row, best: Mapping[str, float]) -> Json:
+    """The smallest share of the best scores, with its interval."""
+    if not best:
         return {"kept": None, "kept_interval": None}
+    shares = {name: row["scores"][name] / score for name, score in best.items()}
     name, kept = min(shares.items(), key=lambda entry: entry[1])
     share = row.get("shares", {}).get(name)
     known = share is not None and not row["full_depth"] and math.isclose(share["estimate"], kept, rel_tol=1e-6)

@@ -227,9 +227,9 @@ class _Evaluation:
         skipped, records = len(records.skipped), written_turns(records, chosen.template, llm.tokenizer)
         refuse_rejects("data", records.skipped[skipped:], skip_bad=skip_bad and bool(records.items))
         _check_template(llm.loaded, chosen)
-        untuned = llm.loaded.untuned_line(s for s in schedules if not s.is_full)
-        for line in (untuned, f"engine: {llm.backend.name}"):
-            note(line) if line else None
+        if untuned := llm.loaded.untuned_line(s for s in schedules if not s.is_full):
+            note(untuned)
+        note(f"engine: {llm.backend.name}")
         methods = {directory: Method(llm.backend, s) for directory, s in directories.items()}
         if options.full_depth and not any(method.full_depth for method in methods.values()):
             methods = {out / "full": Method(llm.backend), **methods}

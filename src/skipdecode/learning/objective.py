@@ -77,8 +77,8 @@ class Teacher:
     ) -> None:
         self._attachment, self._model, self._adapter = attachment, model, adapter
         self._copy, self._arithmetic = copy, arithmetic
-        self._kept = dict(known or {})
-        widths = (taught.top_tokens.shape[1] for taught in self._kept.values())
+        self._distributions = dict(known or {})
+        widths = (taught.top_tokens.shape[1] for taught in self._distributions.values())
         self._top_k = next(widths, top_k)
 
     @torch.no_grad()
@@ -98,11 +98,11 @@ class Teacher:
         texts = zip(batch.input_ids, batch.attention_mask > 0, batch.targets != IGNORE, strict=True)
         rows = [(ids[mask].tolist(), int(counted.sum())) for ids, mask, counted in texts]
         keys = [text_key(ids[:-length], ids[-length:]) for ids, length in rows]
-        if not self._kept.keys() >= set(keys):
+        if not self._distributions.keys() >= set(keys):
             for key, logits in zip(keys, self.logits(batch), strict=True):
-                self._kept[key] = self._top(logits[: key[0]])
+                self._distributions[key] = self._top(logits[: key[0]])
         device, pad = batch.input_ids.device, torch.nn.utils.rnn.pad_sequence
-        taught = [self._kept[key] for key in keys]
+        taught = [self._distributions[key] for key in keys]
         values, tokens = (pad(list(part), batch_first=True) for part in zip(*taught, strict=True))
         return TeacherTopK(values.to(device).flatten(0, 1), tokens.to(device).flatten(0, 1).long())
 

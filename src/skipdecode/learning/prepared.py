@@ -259,8 +259,9 @@ def results_document(
     `minutes_left` were left to tune under the schedule.
     """
     minutes, finished, target = settings.minutes, stages.finished(), settings.row_name(schedule)
-    evaluations = sorted(stages.evaluations(), key=lambda evaluation: evaluation.minutes)
-    rows = with_kept([{"minutes": each.minutes, **row} for each in evaluations for row in each.rows])
+    evaluations = [done for done in finished if done.label == Evaluation.label]
+    evaluations.sort(key=lambda done: done.minutes or 0.0)
+    rows = with_kept([{"minutes": done.minutes, **row} for done in evaluations for row in done.stage["rows"]])
     low = "" if full_depth is not None and full_depth.is_learned else near_zero(rows)
     if low:  # full depth, of which a share would be kept, does not do the task
         rows = [row | {"kept": None, "kept_interval": None} for row in rows]

@@ -66,7 +66,7 @@ class ScheduleEvaluation:
         if before is not None:
             speeds = {row["name"]: {name: row[name] for name in _SPEEDS} for row in before.rows}
             rows = [row | speeds.get(row["name"], {}) | {n: v for n, v in row.items() if v is not None} for row in rows]
-        return Evaluation(self.settings.minutes if tuned else 0.0, rows)
+        return Evaluation(rows)
 
     def _rows(self, llm: LLM, layers: Layers, target: Schedule, until: float, tuned: Path | None) -> list[Json]:
         settings, size, directory = self.settings, layers.size, tuned or self.fit

@@ -98,10 +98,6 @@ class Stages:
         value = self._log.get(_key(kind.label, minutes))
         return None if value is None else _restored(kind, value["stage"])
 
-    def evaluations(self) -> list[Evaluation]:
-        """All finished evaluations, of any minutes."""
-        return [_restored(Evaluation, done.stage) for done in self.finished() if done.label == Evaluation.label]
-
     def done(self, kind: type[T], minutes: float | None = None) -> Finished:
         """Return the entry of a stage that is finished."""
         return Finished(**self._log.get(_key(kind.label, minutes)))

@@ -91,10 +91,9 @@ class Layers:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rows of the evaluated schedules, before tuning (`minutes` 0) or after."""
+    """Rows of the evaluated schedules, before tuning (0 minutes in the log) or after."""
 
     label: ClassVar = "evaluation"
-    minutes: float
     rows: list[dict[str, Any]]
 
 
