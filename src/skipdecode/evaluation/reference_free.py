@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -33,10 +32,9 @@ from skipdecode.evaluation.results import (
     EvaluationOptions,
     EvaluationSettings,
     Run,
-    check_free,
     model_about,
-    open_log,
     save_run,
+    unfinished_log,
 )
 from skipdecode.evaluation.run import encode_prompts, note_left_out
 from skipdecode.evaluation.scores import measure_in_batches, ratio_score, text_scores, token_fidelity, token_sums
@@ -97,8 +95,7 @@ class ReferenceFreeEvaluation:
         variants = list(dict.fromkeys([reference, full, *methods]))
         tokenizer: Any = base.tokenizer
         depends_on = about | {"prompts": prompts, "reference": reference.settings()}
-        with closing(open_log(out, depends_on, overwrite=self.options.overwrite)) as log:
-            check_free(out, overwrite=self.options.overwrite or log.count > 0)
+        with unfinished_log(out, depends_on, [out], overwrite=self.options.overwrite) as log:
             with progress_bar(len(prompts), "text", name="texts") as bar:
                 generated = generate_all(
                     variants,
@@ -116,7 +113,6 @@ class ReferenceFreeEvaluation:
             rows = self._rows(texts, prompts)
             lengths = [len(text) for text in texts[reference]]
             speeds = measured_speeds([full, *methods], prompts, lengths, settings, log, self.until)
-            log.remove()
         for variant, row in zip(variants, rows, strict=True):
             row |= speeds.get(variant, {})
         texts_of = {method.name: method.texts(texts[method], tokenizer) for method in variants}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -170,17 +171,26 @@ def is_unfinished(directory: Path) -> bool:
     return (directory / _UNFINISHED).exists()
 
 
-def open_log(directory: Path, about: Mapping[str, Any], *, overwrite: bool) -> ResumeLog:
-    """Open the log of a run until it is saved.
+@contextmanager
+def unfinished_log(
+    directory: Path, about: Mapping[str, Any], runs: Iterable[Path], *, overwrite: bool
+) -> Iterator[ResumeLog]:
+    """The log of a run until it is saved in the directories `runs`, at the end of the context.
 
     `about` is JSON-ready and has everything that the outputs depend on. With `overwrite`, the log of another run is
-    replaced; else it is refused with an OutputError.
+    replaced; else it is refused with an OutputError, and so are finished runs, unless this run continues.
     """
     # Digests of each part, because the whole is as long as the prompts.
     parts = {
         name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in about.items()
     }
-    return ResumeLog(directory / _UNFINISHED, parts, what="finished batches", remedy=ANEW, restart=overwrite)
+    log = ResumeLog(directory / _UNFINISHED, parts, what="finished batches", remedy=ANEW, restart=overwrite)
+    with closing(log):
+        for run in runs:
+            # A run that continues wrote the results that are there, or may replace them.
+            check_free(run, overwrite=overwrite or log.count > 0)
+        yield log
+        log.remove()
 
 
 def model_about(llm: LLM, name: str | None) -> Json:

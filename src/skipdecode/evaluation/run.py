@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,10 +31,9 @@ from skipdecode.evaluation.results import (
     RUN_FILE,
     EvaluationSettings,
     Run,
-    check_free,
     load_run,
-    open_log,
     save_run,
+    unfinished_log,
 )
 from skipdecode.evaluation.scores import (
     Texts,
@@ -81,10 +79,7 @@ class TaskEvaluation:
         """
         decoding = [[method.settings(), method.engine] for method in methods.values()]
         depends_on = {**self._about, "methods": decoding, "prompts": self.prompts}
-        with closing(open_log(out, depends_on, overwrite=overwrite)) as log:
-            for directory in methods:
-                # A run that continues wrote the results that are there, or may replace them.
-                check_free(directory, overwrite=overwrite or log.count > 0)
+        with unfinished_log(out, depends_on, methods, overwrite=overwrite) as log:
             with self._bar("generate") as bar:
                 outputs = generate_all(
                     list(methods.values()),
@@ -99,7 +94,6 @@ class TaskEvaluation:
             records = replace(self.records, items=self.records.items[:finished])
             work = replace(self, records=records, prompts=self.prompts[:finished])
             runs = work._finished_runs(methods, outputs, log)
-            log.remove()
         return [runs[directory] for directory in methods]
 
     def _finished_runs(

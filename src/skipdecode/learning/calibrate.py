@@ -169,7 +169,10 @@ def _document(model: str, settings: CalibrateOptions, goal: Goal, records: int, 
         "prompt_len": goal.workload.prompt_len,
         "cost": goal.workload.cost.to_dict(),
         "environment": environment(),
-        **result.to_dict(),
+        "schedule": result.schedule.to_dict(),
+        "order": list(result.order),
+        "block_influence": list(result.influence),
+        "candidates": [candidate.to_dict() for candidate in result.candidates],
     }
 
 

@@ -77,15 +77,6 @@ class SearchResult:
         """The chosen schedule."""
         return self.candidates[0].schedule
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary of every measurement."""
-        return {
-            "schedule": self.schedule.to_dict(),
-            "order": list(self.order),
-            "block_influence": list(self.influence),
-            "candidates": [candidate.to_dict() for candidate in self.candidates],
-        }
-
 
 class LossMeter:
     """Measures schedules on batches of records.
