@@ -123,14 +123,13 @@ def set_goal(
     seq_len = seq_len_of(lengths)
     limit = _limit(settings, workload, seq_len)
     depths = Depths(layers, lowest, warmup, seq_len, flat)
-    level = replace(depths, flat=True)
     wanted, deepest = prompt_sets(settings, layers), dict[PromptDepth, int]()
     for prompt in wanted:
         # What prompts run goes first: then they project the most layers, the order that costs most.
         order = sorted(lowest, key=lambda layer: isinstance(prompt, tuple) and layer not in prompt)
-        flat_schedule = replace(level, order=tuple(order)).within(workload, limit, prompt)
-        if flat_schedule is not None and flat_schedule.budgets[0] >= floor:
-            deepest[prompt] = flat_schedule.budgets[0]
+        level = replace(depths, flat=True, order=tuple(order)).within(workload, limit, prompt)
+        if level is not None:
+            deepest[prompt] = level.budgets[0]
     if not deepest:
         fewest = Schedule.constant(layers, floor, warmup_layers=0, drop_order=range(layers - 1))
         best = max((replace(fewest, prompt=prompt) for prompt in wanted), key=workload.speedup)
@@ -148,7 +147,7 @@ def set_goal(
     paper = depths.within(workload, limit, prompts[0]) or depths.schedule(0.0, prompts[0])
     least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls
     if not flat:
-        least = max(layers - len(lowest), min(paper.budgets[-1], math.ceil(least / 2)))
+        least = max(floor, min(paper.budgets[-1], math.ceil(least / 2)))
     return Goal(workload, limit, least, depths, paper, prompts, shared)
 
 

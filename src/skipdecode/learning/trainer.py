@@ -368,7 +368,7 @@ def process_state() -> PartialState:
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
-def make_accelerator(config: TuneConfig, schedule: Schedule, *, fitted: bool = False) -> Accelerator:
+def make_accelerator(config: TuneConfig, schedule: Schedule, *, fitted: bool) -> Accelerator:
     """accelerate's Accelerator for a run; the launcher's devices, the precision and accumulation of `config`.
 
     `fitted`: a fit is trained.
