@@ -335,8 +335,8 @@ def test_a_fit_finds_the_parts_it_was_made_from():
     by_run = {12: Schedule.full(12), 6: Schedule.split(12, 6, 12)}
     prompts = {run: truth.prompt_seconds(schedule, 64, 2) for run, schedule in by_run.items()}
     fit = fitted(TWELVE, steps, {(2, 32, run): seconds for run, seconds in prompts.items()})
-    for found, true in zip((*fit.steps, *fit.prompts), (*truth.steps, *truth.prompts), strict=True):
-        assert found == pytest.approx(true)
+    for fitted_part, true in zip((*fit.steps, *fit.prompts), (*truth.steps, *truth.prompts), strict=True):
+        assert fitted_part == pytest.approx(true)
     assert fit.residual == pytest.approx(0, abs=1e-9)
     assert (fit.source, fit.batch) == ("measured", 4)
     noisy = fitted(TWELVE, steps | {(4, 6, 70): steps[4, 6, 70] * 1.1}, {})
@@ -360,8 +360,8 @@ def test_the_fast_engine_is_measured_by_rows_layers_and_cached_tokens(monkeypatc
     model = tiny_model("llama")
     cost = measure_cost(Backend(model, open_model(model)), batch=5, prompt_len=8)
     assert (cost.num_layers, cost.batch, cost.source) == (LAYERS, 5, "measured")
-    for found, rows in zip(cost.steps, (1, 5), strict=True):
-        assert found == pytest.approx((rows, FIXED, LAYER + rows * TOKEN, CACHED))
+    for step, rows in zip(cost.steps, (1, 5), strict=True):
+        assert step == pytest.approx((rows, FIXED, LAYER + rows * TOKEN, CACHED))
     half = Schedule.split(LAYERS, LAYERS // 2, LAYERS)
     for tokens, ends in ((8, 1), (40, 5)):
         # In the top layer, as in the layers above those that prompts run, tokens before the last only store.

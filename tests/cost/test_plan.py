@@ -114,14 +114,14 @@ def test_a_wall_clock_target(deep_dir, capsys):
 
 
 def test_plans_in_python_equal_the_command_line(model_dir, capsys):
-    told = json.loads(plan(capsys, model_dir, "--target-speedup", "1.2", "--batch", "2", "--json"))
-    found = skipdecode.plan(model_dir, target_speedup=1.2, batch=2)
-    assert found.to_dict() == {name: value for name, value in told.items() if name != "next"}
-    assert str(found) in plan(capsys, model_dir, "--target-speedup", "1.2", "--batch", "2")
-    assert html.escape(str(found)) in found._repr_html_()
+    document = json.loads(plan(capsys, model_dir, "--target-speedup", "1.2", "--batch", "2", "--json"))
+    result = skipdecode.plan(model_dir, target_speedup=1.2, batch=2)
+    assert result.to_dict() == {name: value for name, value in document.items() if name != "next"}
+    assert str(result) in plan(capsys, model_dir, "--target-speedup", "1.2", "--batch", "2")
+    assert html.escape(str(result)) in result._repr_html_()
     assert skipdecode.plan(model_dir, "2x:p5").schedule.prompt == (0, 1, 2, 3, 4)
     loaded = skipdecode.load(model_dir, require_tokenizer=False)
-    assert skipdecode.plan(loaded, found.schedule).schedule == found.schedule
+    assert skipdecode.plan(loaded, result.schedule).schedule == result.schedule
     with pytest.raises(UsageError, match="target_speedup"):
         skipdecode.plan(model_dir)
 
@@ -221,8 +221,8 @@ def test_files_and_the_next_command(deep_dir, tmp_path, capsys, monkeypatch):
     command = shlex.split(first.splitlines()[-1].removeprefix("next"))
     assert command[:2] == ["skipdecode", "plan"]
     second = plan(capsys, *command[2:])
-    kept = Schedule.from_json((tmp_path / "schedule.json").read_text())
-    assert kept.name == "skipdecode-24to12"
+    schedule = Schedule.from_json((tmp_path / "schedule.json").read_text())
+    assert schedule.name == "skipdecode-24to12"
     assert "skipdecode generate" in second
     assert "--schedule schedule.json" in second
 
@@ -277,10 +277,10 @@ def test_the_picture_shows_what_prompts_do():
 
 
 def test_a_flat_plan_of_a_long_text_fits_eighty_columns(deep_dir, capsys):
-    found = plan(capsys, deep_dir, "--target-speedup", "1.5", "--flat", "--batch", "8", "--seq-len", "500")
-    assert "of 30 layers, skipped" in found
-    assert "decreasing" not in found
-    assert all(len(line) <= 80 for line in found.splitlines() if not line.startswith("next "))
+    text = plan(capsys, deep_dir, "--target-speedup", "1.5", "--flat", "--batch", "8", "--seq-len", "500")
+    assert "of 30 layers, skipped" in text
+    assert "decreasing" not in text
+    assert all(len(line) <= 80 for line in text.splitlines() if not line.startswith("next "))
 
 
 def test_a_long_schedule_is_binned_to_the_width():

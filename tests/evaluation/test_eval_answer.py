@@ -75,9 +75,9 @@ def test_every_method_gives_each_row_the_same_number_of_tokens():
     assert sum(seen) == 3 * len(prompts)
     for method in methods:
         assert len(turns.rounds(method)) == 2
-        found = speed_entries(turns, method, full, EvaluationSettings(resamples=20), {})
-        assert found["speed"]["fed_tokens"] == sum(lengths) - len(lengths)
-        assert found["decode_speedup"] > 0 < found["request_speedup"]
+        speed = speed_entries(turns, method, full, EvaluationSettings(resamples=20), {})
+        assert speed["speed"]["fed_tokens"] == sum(lengths) - len(lengths)
+        assert speed["decode_speedup"] > 0 < speed["request_speedup"]
         about = {"records": len(lengths), "new_tokens": sum(lengths), "request_tokens": 10**9}
         longer = speed_entries(turns, method, full, EvaluationSettings(resamples=20), about)
         assert longer["request_speedup"] == pytest.approx(longer["decode_speedup"])

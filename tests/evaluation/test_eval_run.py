@@ -62,8 +62,8 @@ def evaluation(model: Any, metrics: list[str], until: float = math.inf) -> TaskE
 def evaluated(model: Any, out: Path, method: Method) -> Run:
     """The run of a method, with full depth beside it."""
     out.mkdir(parents=True, exist_ok=True)
-    beside = {} if method.full_depth else {out / "beside": Method(Backend(model))}
-    *_, run = evaluation(model, ["bleu", "rougeL"]).run({**beside, out: method}, out)
+    full = {} if method.full_depth else {out / "full": Method(Backend(model))}
+    *_, run = evaluation(model, ["bleu", "rougeL"]).run({**full, out: method}, out)
     return run
 
 
@@ -266,7 +266,7 @@ def test_the_environment_names_versions_and_no_host():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("eval")
     prepare(path)
     return path
@@ -285,25 +285,25 @@ def interrupt_scoring(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 
 
 def test_several_methods_go_on_after_an_interruption_while_scoring(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     names = ["full", "skipdecode-2x", "skipdecode-1.5x"]
     more = ["--seq-len", "6", "--methods", "full", "2x", "1.5x"]
     out, unbroken = tmp_path / "out", tmp_path / "unbroken"
-    assert main(arguments(place, "--out", str(unbroken), *more)) == 0
+    assert main(arguments(folder, "--out", str(unbroken), *more)) == 0
     with monkeypatch.context() as patch:
         interrupt_scoring(patch, 2)
-        assert main(arguments(place, "--out", str(out), *more)) == 130
+        assert main(arguments(folder, "--out", str(out), *more)) == 130
     finished = {name: (out / "full" / name).stat().st_mtime_ns for name in ("run.json", "outputs.jsonl")}
     assert not (out / "skipdecode-2x" / "run.json").exists()
     entries = log_entries(out / "unfinished.sqlite").items()
-    kept, turns = ([row for row in entries if row[0].startswith(what)] for what in ("batch", "speed 4"))
+    batches, turns = ([row for row in entries if row[0].startswith(what)] for what in ("batch", "speed 4"))
     # Another run may not replace what is finished, nor take over or throw away what is not.
-    assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 2
+    assert main(arguments(folder, "--out", str(out), "--max-new-tokens", "5", *more)) == 2
     assert "give --overwrite to begin anew" in capsys.readouterr().err
     assert finished == {name: (out / "full" / name).stat().st_mtime_ns for name in finished}
     # The same command goes on.
-    assert main(arguments(place, "--out", str(out), *more)) == 0
+    assert main(arguments(folder, "--out", str(out), *more)) == 0
     assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()[-3:]] == names
     assert sorted(p.name for p in out.iterdir()) == sorted(names)
     assert finished == {name: (out / "full" / name).stat().st_mtime_ns for name in finished}
@@ -312,18 +312,18 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
         assert run.outputs == whole.outputs
         assert run.data["metrics"] == whole.data["metrics"]
         # The times are those of the first call: nothing was generated again.
-        assert run.data["free_running"]["decode_seconds"] == sum(s[number]["decode_seconds"] for _, s in kept)
+        assert run.data["free_running"]["decode_seconds"] == sum(s[number]["decode_seconds"] for _, s in batches)
         # Of one round after the other, two batches each, the medians.
         rounds = [[side[number]["decode_seconds"] for _, side in turns[batch::2]] for batch in range(2)]
         assert run.data["speed"]["decode_seconds"] == pytest.approx(sum(map(median, rounds)))
-    assert main(arguments(place, "--out", str(out), *more)) == 2
+    assert main(arguments(folder, "--out", str(out), *more)) == 2
     assert "holds a run already" in capsys.readouterr().err
 
 
 def test_other_metrics_after_an_interruption_score_all_methods_again(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    call = arguments(place, "--out", str(tmp_path), "--seq-len", "6", "--methods", "full", "2x")
+    call = arguments(folder, "--out", str(tmp_path), "--seq-len", "6", "--methods", "full", "2x")
     with monkeypatch.context() as patch:
         interrupt_scoring(patch, 2)
         assert main(call) == 130

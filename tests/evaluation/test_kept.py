@@ -32,8 +32,8 @@ def evaluated(minutes: float, *runs: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_schedule_that_shortens_prompts_alone_is_not_full_depth():
     full, other = run("full", 50, 1.02, 1.0), run("calibrated-p4-8", 40, 1.35, 1.0)
     full["metrics"]["bleu"], other["metrics"]["bleu"] = {"score": 4.3}, {"score": 3.2}  # few words: does not decide
-    found = with_kept(rows_of({"runs": [full, other]}))
-    assert [(row["full_depth"], row["request_speedup"], row["kept"]) for row in found] == [
+    rows = with_kept(rows_of({"runs": [full, other]}))
+    assert [(row["full_depth"], row["request_speedup"], row["kept"]) for row in rows] == [
         (True, 1.0, 1.0),
         (False, 1.35, pytest.approx(0.8)),
     ]
@@ -41,8 +41,8 @@ def test_a_schedule_that_shortens_prompts_alone_is_not_full_depth():
 
 def test_fewer_layers_in_more_time_are_told():
     rows = with_kept(evaluated(0, run("full", 50, 1.0, 1.0), run("slower", 45, 2.86, 1.5), run("target", 40, 2.12)))
-    (told,) = impossible(rows)
-    assert "target, with fewer layers than slower, was measured 2.12x against 2.86x" in told
+    (warning,) = impossible(rows)
+    assert "target, with fewer layers than slower, was measured 2.12x against 2.86x" in warning
 
 
 def test_the_picture_has_full_depth_a_line_for_each_checkpoint_and_the_intervals_that_are_known():
@@ -69,9 +69,9 @@ def test_texts_of_the_model_itself_have_the_interval_of_their_perplexity():
         of_base = {"estimate": ratio, "low": ratio / 1.25, "high": ratio * 1.25}
         return {"name": name, "request_speedup": 1.5, "decode_speedup": 1.6, "of_base": of_base}
 
-    _, found = with_kept(rows_of({"rows": [row("base", 1.0), row("target", 2.0)]}))
-    assert found["kept"] == pytest.approx(0.5)
-    assert found["kept_interval"] == pytest.approx({"low": 0.4, "high": 0.625})
+    _, target = with_kept(rows_of({"rows": [row("base", 1.0), row("target", 2.0)]}))
+    assert target["kept"] == pytest.approx(0.5)
+    assert target["kept_interval"] == pytest.approx({"low": 0.4, "high": 0.625})
 
 
 @pytest.mark.parametrize("runs", [[run("target", 40, None)], [run("target", 0, 1.5)], []])

@@ -72,13 +72,13 @@ def test_log_likelihoods_are_those_of_the_schedule(folder, engine, schedule):
     new = lm.generate_until(asked("generate_until", *((letter, {"max_gen_toks": 1}) for letter in ascii_letters)))
     greedy = zip(ascii_letters, new, strict=True)
     pairs = [*PAIRS, next(pair for pair in greedy if pair[1].strip() and pair[1].isascii())]
-    found = lm.loglikelihood(asked("loglikelihood", *pairs))
-    for (context, text), (score, is_greedy) in zip(pairs, found, strict=True):
+    scores = lm.loglikelihood(asked("loglikelihood", *pairs))
+    for (context, text), (score, is_greedy) in zip(pairs, scores, strict=True):
         wanted = oracle_score(lm, context.rstrip(), context[len(context.rstrip()) :] + text)
         assert (score, is_greedy) == (pytest.approx(wanted[0], abs=1e-4), wanted[1])
-    assert found[-1][1]
+    assert scores[-1][1]
     for other in (model_of(folder, "full"), model_of(folder, schedule, max_gen_toks=8, quantization="w8a8")):
-        assert found != other.loglikelihood(asked("loglikelihood", *pairs))
+        assert scores != other.loglikelihood(asked("loglikelihood", *pairs))
 
 
 def test_full_depth_is_their_own_class(folder, caplog):
@@ -116,9 +116,9 @@ def test_tasks_of_files_on_the_command_line(folder, tmp_path):
 
 
 def test_kept_responses_of_another_schedule_are_refused(folder, tmp_path):
-    place = str(tmp_path / "responses.db")
+    cache = str(tmp_path / "responses.db")
     request = asked("generate_until", ("q1:", {"until": ["\n"], "max_gen_toks": 8}))
-    assert CachingLM(model_of(folder, "2x"), place).generate_until(request)
+    assert CachingLM(model_of(folder, "2x"), cache).generate_until(request)
     with pytest.raises(UsageError, match="another model or schedule"):
-        CachingLM(model_of(folder, "full"), place)
-    CachingLM(model_of(folder, "2x"), place)
+        CachingLM(model_of(folder, "full"), cache)
+    CachingLM(model_of(folder, "2x"), cache)

@@ -42,17 +42,17 @@ def in_pairs(count: int) -> list[dict[str, Any]]:
 
 def test_answers_have_the_distributions_that_the_teacher_computes(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    found = answered(model, tmp_path / "log")
-    texts = {text_key(p, tokens): taught for p, (tokens, taught) in zip(PROMPTS, found, strict=True)}
+    answers = answered(model, tmp_path / "log")
+    texts = {text_key(p, tokens): taught for p, (tokens, taught) in zip(PROMPTS, answers, strict=True)}
     save_distributions(tmp_path / "file", texts)
     known = load_distributions(tmp_path / "file")
-    batch = collate([Example(str(p), p, tuple(tokens)) for p, (tokens, _) in zip(PROMPTS, found, strict=True)])
+    batch = collate([Example(str(p), p, tuple(tokens)) for p, (tokens, _) in zip(PROMPTS, answers, strict=True)])
     with attach(model, Schedule.full(LAYERS)) as attachment:
         computed = Teacher(attachment, model, top_k=TOP_K).taught(batch)
         silent: Any = None  # a teacher that would fail if it were asked
-        kept = Teacher(silent, silent, top_k=1, known=known).taught(batch)
-    torch.testing.assert_close(kept.log_probabilities, computed.log_probabilities, atol=2e-3, rtol=2e-3)
-    assert (kept.top_tokens == computed.top_tokens).float().mean() > 0.98  # equals may change places
+        stored = Teacher(silent, silent, top_k=1, known=known).taught(batch)
+    torch.testing.assert_close(stored.log_probabilities, computed.log_probabilities, atol=2e-3, rtol=2e-3)
+    assert (stored.top_tokens == computed.top_tokens).float().mean() > 0.98  # equals may change places
 
 
 def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

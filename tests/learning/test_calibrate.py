@@ -135,10 +135,10 @@ def test_a_schedule_is_measured_with_its_fit(tmp_path: Path) -> None:
     fit = partial(make_fit, model, [collate(rows)], FitOptions(fit_rank=0))
     with attach(model, Schedule.full(LAYERS)) as attachment, closing(log_in(tmp_path)) as log:
         meter = meter_of(attachment, rows, log)
-        found = search(settings, goal, range(LAYERS), meter.loss, fit)
-        assert found.fit is not None
-        assert found.fit.serves(found.schedule)
-        assert found.candidates[0].loss < meter.loss(found.schedule)
+        result = search(settings, goal, range(LAYERS), meter.loss, fit)
+        assert result.fit is not None
+        assert result.fit.serves(result.schedule)
+        assert result.candidates[0].loss < meter.loss(result.schedule)
 
 
 def test_prompts_that_run_the_first_tokens_layers_have_a_fit_of_their_own(tmp_path: Path) -> None:
@@ -154,11 +154,11 @@ def test_prompts_that_run_the_first_tokens_layers_have_a_fit_of_their_own(tmp_pa
             fits[schedule.prompt == "max_exit"] = fit
             return meter.loss(schedule, fit)
 
-        found = search(settings, goal, range(LAYERS), measure, fit)
+        result = search(settings, goal, range(LAYERS), measure, fit)
         assert fits.keys() == {True, False}
-        at_exit, loss = found.schedule.prompt == "max_exit", found.candidates[0].loss
-        assert loss == meter.loss(found.schedule, fits[at_exit])
-        assert loss != meter.loss(found.schedule, fits[not at_exit])
+        at_exit, loss = result.schedule.prompt == "max_exit", result.candidates[0].loss
+        assert loss == meter.loss(result.schedule, fits[at_exit])
+        assert loss != meter.loss(result.schedule, fits[not at_exit])
 
 
 @pytest.mark.parametrize(("loss", "is_chosen"), [(1.04, True), (1.2, False)])
@@ -166,11 +166,11 @@ def test_of_like_losses_the_schedule_with_most_layers_is_chosen(loss: float, is_
     settings = CalibrationSettings(target_speedup=1.6, prompt_depths=("3", "max_exit"))
     goal = set_goal(settings, request_cost(), 30, [8] * 4, LAYERS)
     losses = {True: 1.0, False: loss}
-    found = search(settings, goal, range(LAYERS), lambda schedule, fit: losses[schedule.prompt == "max_exit"])
-    layers = {candidate.schedule.prompt == "max_exit": candidate.mean_layers for candidate in found.candidates}
+    result = search(settings, goal, range(LAYERS), lambda schedule, fit: losses[schedule.prompt == "max_exit"])
+    layers = {candidate.schedule.prompt == "max_exit": candidate.mean_layers for candidate in result.candidates}
     assert layers[True] < layers[False]
-    assert (found.schedule.prompt != "max_exit") == is_chosen
-    assert found.candidates[0].schedule == found.schedule
+    assert (result.schedule.prompt != "max_exit") == is_chosen
+    assert result.candidates[0].schedule == result.schedule
 
 
 @pytest.mark.parametrize("best", ["paper", "calibrated"])
@@ -182,8 +182,8 @@ def test_the_drop_order_that_loses_less_is_chosen(best: str) -> None:
         is_bottom_up = schedule.drop_order[0] == settings.warmup_layers
         return 1.0 if is_bottom_up == (best == "paper") else 2.0
 
-    found = search(settings, goal, range(LAYERS, 0, -1), loss)
-    assert found.schedule.name.startswith(f"{best}-p")
+    result = search(settings, goal, range(LAYERS, 0, -1), loss)
+    assert result.schedule.name.startswith(f"{best}-p")
 
 
 def test_the_time_of_a_fit_is_part_of_the_target() -> None:
@@ -219,11 +219,11 @@ def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: 
     goal = set_goal(settings, request_cost(), 30, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
         meter = meter_of(attachment, rows, log_in(tmp_path), measured.append)
-        found = search(settings, goal, [0.0] * LAYERS, meter.loss)
-    assert {len(found.schedule.prompt_layers())} == depths
-    assert request_cost().text(30, 8, whole=True).speedup(found.schedule) >= target
-    assert all(candidate.speedup >= target - 1e-9 for candidate in found.candidates)
-    assert found.candidates[0].loss == min(candidate.loss for candidate in found.candidates)
+        result = search(settings, goal, [0.0] * LAYERS, meter.loss)
+    assert {len(result.schedule.prompt_layers())} == depths
+    assert request_cost().text(30, 8, whole=True).speedup(result.schedule) >= target
+    assert all(candidate.speedup >= target - 1e-9 for candidate in result.candidates)
+    assert result.candidates[0].loss == min(candidate.loss for candidate in result.candidates)
     candidates = sum(len(prompts) for _, prompts in groups_by_fit(goal.prompts))
     assert sum(measured) == candidates * len(batches_of(rows, 3))
 
@@ -235,12 +235,12 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     assert document == json.loads(json.dumps(result.document))
     schedule = Schedule.load(tmp_path / "schedule.json")
     assert schedule == result.schedule == Schedule.from_dict(document["schedule"])
-    found = {candidate["name"]: candidate for candidate in document["candidates"]}
-    assert all(candidate["speedup"] >= 1.6 - 1e-9 for candidate in found.values())
+    candidates = {candidate["name"]: candidate for candidate in document["candidates"]}
+    assert all(candidate["speedup"] >= 1.6 - 1e-9 for candidate in candidates.values())
     assert not schedule.is_flat
     assert {a - b for a, b in pairwise(schedule.budgets)} <= {0, 1}
-    alike = [each for each in found.values() if each["loss"] <= 1.05 * min(result.losses.values())]
-    assert found[schedule.name]["mean_layers"] == max(each["mean_layers"] for each in alike)
+    alike = [each for each in candidates.values() if each["loss"] <= 1.05 * min(result.losses.values())]
+    assert candidates[schedule.name]["mean_layers"] == max(each["mean_layers"] for each in alike)
     assert "decode speed-up" in str(result)
     assert "100%" not in capsys.readouterr().err
 
@@ -268,11 +268,11 @@ def test_a_loaded_model_is_left_as_it_is_and_records_may_be_a_list(files: Files)
     before = llm.generate("red car 1\n", 12)
     options = {"nominal_speedup": 2, "records": 18}
     form = {"prompt_field": "thing", "response_field": "ref"}
-    found = skipdecode.calibrate(llm, rows, **form, **options)
+    result = skipdecode.calibrate(llm, rows, **form, **options)
     assert fit_of(llm.loaded.model) is None
     assert llm.generate("red car 1\n", 12) == before
-    assert found.schedule == skipdecode.calibrate(files["model"], files["data"], **form, **options).schedule
-    assert found.document["records"] == 18
+    assert result.schedule == skipdecode.calibrate(files["model"], files["data"], **form, **options).schedule
+    assert result.document["records"] == 18
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     def goal(target: float, **options) -> Goal:
         return set_goal(CalibrationSettings(target_speedup=target, **options), COST, 60, [20] * 4, LAYERS)
 
-    def depths(found: Goal) -> list[str | int]:
-        return [prompt if isinstance(prompt, str) else len(prompt) for prompt in found.prompts]
+    def depths(goal_of_target: Goal) -> list[str | int]:
+        return [prompt if isinstance(prompt, str) else len(prompt) for prompt in goal_of_target.prompts]
 
     assert depths(goal(1.0)) == ["full", "max_exit"]  # the others leave prompts at most two thirds of the layers
     steep = goal(2.6)
@@ -59,11 +59,11 @@ def test_goals():
 def test_schedules_in_the_learned_order_reach_the_target_and_keep_the_least_layers(flat):
     goal = set_goal(CalibrationSettings(target_speedup=1.8, flat=flat), COST, 60, [20] * 4, LAYERS)
     order = (6, 3, 9, 4, 10, 2, 8, 1, 5, 7)[: LAYERS - goal.least]
-    found = [goal.schedule(order, prompt) for prompt in goal.prompts]
-    assert found
-    for schedule in found:
+    schedules = [goal.schedule(order, prompt) for prompt in goal.prompts]
+    assert schedules
+    for schedule in schedules:
         assert goal.workload.speedup(schedule) >= 1.8 - 1e-9
         assert schedule.drop_order == order
         assert min(schedule.budgets) >= LAYERS - len(order)
-    assert all(s.is_flat for s in found) == flat
+    assert all(s.is_flat for s in schedules) == flat
     assert set(replace(goal, limit=1.0).schedule(order, "full").budgets) == {goal.least}

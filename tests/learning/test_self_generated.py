@@ -130,13 +130,13 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     rows = [{"colour": c, "thing": t} for c in ("red", "blue") for t in "abcdefgh"]
     file = write_rows(tmp_path / "rows.jsonl", [*rows, {"colour": "Red", "thing": " a"}])
     out = tmp_path / "out"
-    asked = ["--prompts", file, "--prompt-template", "{colour} {thing}\\n", "--self-tokens", "400"]
-    assert main(["tune", model, "--self", *asked, *PACE, "--out", str(out), "--schedule", "2x"]) == 0
+    options = ["--prompts", file, "--prompt-template", "{colour} {thing}\\n", "--self-tokens", "400"]
+    assert main(["tune", model, "--self", *options, *PACE, "--out", str(out), "--schedule", "2x"]) == 0
     assert "1 repeated" in capsys.readouterr().err
-    found = [*read_rows(out / TRAIN_FILE), *read_rows(out / DEV_FILE)]
-    given = {row["id"]: row for row in found}
-    assert len(given) == len(found)
-    assert all(rows[line - 1].items() <= row.items() for line, row in given.items())
+    rows_learned = [*read_rows(out / TRAIN_FILE), *read_rows(out / DEV_FILE)]
+    answers = {row["id"]: row for row in rows_learned}
+    assert len(answers) == len(rows_learned)
+    assert all(rows[line - 1].items() <= row.items() for line, row in answers.items())
     loaded = open_checkpoint(out)
     assert loaded.recipe is not None
     assert loaded.recipe.template == PromptTemplate("{colour} {thing}\n", ("response",))
@@ -160,8 +160,8 @@ def test_answers_are_learned_as_they_were_asked_for(chats: bool, model: str, tmp
     asks = [[{"role": "user", "content": f"say {c}"}, {"role": "assistant", "content": "no"}] for c in ascii_lowercase]
     rows = [{"messages": one} if chats else {"prompt": one[0]["content"], "system": "be brief"} for one in asks]
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    out, asked = tmp_path / "out", ["--self-tokens", "400", "--schedule", "2x"]
-    assert main(["tune", model, "--self", "--prompts", file, *asked, *PACE, "--out", str(out)]) == 0
+    out, options = tmp_path / "out", ["--self-tokens", "400", "--schedule", "2x"]
+    assert main(["tune", model, "--self", "--prompts", file, *options, *PACE, "--out", str(out)]) == 0
     # What the records of the answers do not have is said once.
     assert capsys.readouterr().err.count("'messages'" if chats else "'system'") == 1
     assert (out / TRAIN_FILE).read_bytes().count(b'"prompt": "say ') > 5
@@ -176,16 +176,16 @@ def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, t
     )
     file = write_rows(tmp_path / "posts.jsonl", [{"post": f"{a}{b} " * 12} for a in "abcdef" for b in "ghijkl"])
     out = tmp_path / "out"
-    asked = ["--self", "--task", str(task), "--prompts", file, "--self-tokens", "200"]
-    assert main(["tune", model, *asked, *PACE, "--schedule", "1x", "--out", str(out)]) == 0
+    options = ["--self", "--task", str(task), "--prompts", file, "--self-tokens", "200"]
+    assert main(["tune", model, *options, *PACE, "--schedule", "1x", "--out", str(out)]) == 0
     assert all(row["short"] and len(row["post"]) == 36 for row in read_rows(out / TRAIN_FILE))
     recipe = open_checkpoint(out).recipe
     assert recipe is not None
     assert recipe.template == PromptTemplate("{post}\n", ("short",), False, "post", 12)
     # A tuned checkpoint says itself what its prompts are put into; its own full depth is none to be made ready for.
     again = tmp_path / "again"
-    asked = ["--self", "--prompts", file, "--self-tokens", "200", "--merge"]
-    assert main(["tune", str(out), *asked, *PACE, "--out", str(again)]) == 0
+    options = ["--self", "--prompts", file, "--self-tokens", "200", "--merge"]
+    assert main(["tune", str(out), *options, *PACE, "--out", str(again)]) == 0
     assert all(row["short"] for row in read_rows(again / TRAIN_FILE))
     ready = open_checkpoint(again)
     assert ready.recipe is not None
@@ -236,9 +236,9 @@ def test_no_text_is_made_without_an_end_token(
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         file = tmp_path / "endless" / name
         file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if "eos_token" not in k}))
-    asked = ["--schedule", "2x", *more, "--out", "out"]
+    options = ["--schedule", "2x", *more, "--out", "out"]
     own = ["--self", "--self-tokens", "4", *PACE] if verb == "tune" else ["--max-new-tokens", "4", "--resamples", "20"]
-    call = [verb, model, *asked, *own]
+    call = [verb, model, *options, *own]
     if verb == "eval" and more:  # what is compared may end at its limit
         assert main(call) == 0
         return
@@ -269,8 +269,8 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     model: str, tuned: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "eval"
-    asked = ["--limit", "12", "--max-new-tokens", "40", "--batch-size", "4", "--resamples", "20", "--out", str(out)]
-    assert main(call := ["eval", str(tuned), *asked]) == 0
+    options = ["--limit", "12", "--max-new-tokens", "40", "--batch-size", "4", "--resamples", "20", "--out", str(out)]
+    assert main(call := ["eval", str(tuned), *options]) == 0
     printed = capsys.readouterr().out.splitlines()
     document = json.loads((out / "run.json").read_text())
     rows = {row["name"]: row for row in document["rows"]}
@@ -298,8 +298,8 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
 def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.csv"
     prompts.write_text("text\nhello\nHELLO\nhow are you\n")
-    asked = ["--prompts", str(prompts), "--max-new-tokens", "20", "--resamples", "20", "--methods"]
-    call = ["eval", model, "--out", str(tmp_path / "eval"), *asked, "1.5x"]
+    options = ["--prompts", str(prompts), "--max-new-tokens", "20", "--resamples", "20", "--methods"]
+    call = ["eval", model, "--out", str(tmp_path / "eval"), *options, "1.5x"]
     assert main([*call, "1.5x"]) == 2
     assert main(call) == 0
     document = json.loads((tmp_path / "eval" / "run.json").read_text())
@@ -355,10 +355,10 @@ def test_a_preparation_needs_no_data(model: str, tuned: Path, tmp_path: Path, ca
     assert (out / "skipdecode.fit").is_file()
     generate = ["generate", model, "hello", "--schedule", str(out / "schedule.json"), "--max-new-tokens", "4"]
     assert main(generate) == 0
-    told = capsys.readouterr().err
-    assert "of rank" not in told
-    assert "copy of the head" not in told
-    assert "will be bad" not in told
+    notes = capsys.readouterr().err
+    assert "of rank" not in notes
+    assert "copy of the head" not in notes
+    assert "will be bad" not in notes
     assert main([*generate, "--debug"]) == 0
     assert "of rank 2" in capsys.readouterr().err
     assert main(call) == 2

@@ -61,7 +61,7 @@ def test_a_fit_is_taken_as_an_object_or_from_beside_the_schedule(tmp_path: Path)
     (tmp_path / "fit").mkdir()
     fit.save(tmp_path / "fit" / "skipdecode.fit")
     schedule.save(tmp_path / "fit" / "schedule.json")
-    found = []
+    losses = []
     for name, how in (
         ("object", {"schedule": schedule, "fit": fit}),
         ("folder", {"schedule": schedule, "fit": tmp_path / "fit"}),
@@ -70,8 +70,8 @@ def test_a_fit_is_taken_as_an_object_or_from_beside_the_schedule(tmp_path: Path)
         for of, start in (("loaded", loaded), ("name", model)):
             tuned = skipdecode.tune(start, TRAIN, DEV, out=tmp_path / name / of, **how, **FIELDS, **PACE)
             assert (tuned.path / "skipdecode.fit").is_file()
-            found.append(tuned.result["best_dev_loss"])
-    assert found == pytest.approx([found[0]] * 6, rel=1e-3)  # a file has the numbers in half precision
+            losses.append(tuned.result["best_dev_loss"])
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-3)  # a file has the numbers in half precision
     assert skipdecode.models.fit.fit_of(loaded.model) is None  # type: ignore[attr-defined]
 
 

@@ -57,18 +57,19 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     out = tmp_path / "out"
     assert main(arguments(files, out, "--schedule", "2x", "--json")) == 0
     printed = capsys.readouterr()
-    told = json.loads(printed.out)
-    assert told == json.loads((out / "recipe.json").read_text())
-    assert told["result"]["steps"] == 6
-    assert told["data"]["train"]["records"] == 24
-    assert told["options"]["prompt_template"] == "{colour} {thing}\n"
-    found = load_model(str(out)).checkpoint
-    assert found.recipe == Recipe(PromptTemplate("{colour} {thing}\n", ("ref",)), (found.schedule,), told["base"])
+    recipe = json.loads(printed.out)
+    assert recipe == json.loads((out / "recipe.json").read_text())
+    assert recipe["result"]["steps"] == 6
+    assert recipe["data"]["train"]["records"] == 24
+    assert recipe["options"]["prompt_template"] == "{colour} {thing}\n"
+    checkpoint = load_model(str(out)).checkpoint
+    template = PromptTemplate("{colour} {thing}\n", ("ref",))
+    assert checkpoint.recipe == Recipe(template, (checkpoint.schedule,), recipe["base"])
     # Positions: the 95th percentile of the responses' lengths, end token included.
     lengths = sorted(len(r["ref"]) + 1 for r in records(24))
-    assert found.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
+    assert checkpoint.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
     base = load_model(files["model"])
-    assert told["base"] == base_entry(base.model, base.checkpoint.folder)
+    assert recipe["base"] == base_entry(base.model, base.checkpoint.folder)
     assert "Loading weights" not in printed.err
     assert "100%" not in printed.err
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -176,9 +177,9 @@ def test_a_run_that_was_cut_off_behind_its_result_is_concluded(files: Files, tmp
     (tmp_path / "out" / "loss.png").unlink()
     (tmp_path / "out" / "checkpoints" / "step-2").mkdir(parents=True)
     assert main(command) == 0
-    told = capsys.readouterr()
-    assert json.loads(told.out) == whole
-    assert "has the finished run of this command" in told.err
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == whole
+    assert "has the finished run of this command" in printed.err
     assert (tmp_path / "out" / "loss.png").is_file()
     assert not (tmp_path / "out" / "checkpoints").exists()
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == weights
@@ -240,18 +241,18 @@ def test_a_task_gives_prompt_and_response_and_an_adapter_may_be_half_as_large(fi
         pace = ["--steps", "2", "--adapter-dtype", dtype, "--schedule", "2x"]
         assert main([*command, *pace]) == 0
         sizes[dtype] = (out / "adapter_model.safetensors").stat().st_size
-        found = load_model(str(out)).checkpoint
-        assert found.schedule.name == "skipdecode-2x"
+        checkpoint = load_model(str(out)).checkpoint
+        assert checkpoint.schedule.name == "skipdecode-2x"
         # In full, as the task's file may be gone one day.
-        assert found.recipe.template == PromptTemplate("{mr}\n", ("refs", "ref"))
+        assert checkpoint.recipe.template == PromptTemplate("{mr}\n", ("refs", "ref"))
     assert sizes["float16"] < 0.6 * sizes["float32"]
 
 
 def test_bad_records_are_refused_or_skipped_by_line(files: Files, tmp_path: Path, capsys: Any) -> None:
     rows = [*records(8), {"colour": "red", "thing": "car"}, {"colour": "red", "thing": "car", "ref": ""}]
     bad = files | {"train": str(write_jsonl(tmp_path / "bad.jsonl", rows))}
-    told = refused(capsys, arguments(bad, tmp_path / "a"))
-    assert "2 records cannot be used (1 missing field, 1 empty response): line 9:" in told
+    message = refused(capsys, arguments(bad, tmp_path / "a"))
+    assert "2 records cannot be used (1 missing field, 1 empty response): line 9:" in message
     assert not (tmp_path / "a").exists()
     assert main(arguments(bad, tmp_path / "b", "--bad-records", "skip", "--json", steps=2)) == 0
     printed = capsys.readouterr()
@@ -272,9 +273,9 @@ def test_another_command_in_a_directory_is_refused_with_both_and_overwrite_begin
     assert main(first) == 0
     capsys.readouterr()
     second = arguments(files, out, "--learning-rate", "0.5")
-    told = refused(capsys, second)
-    assert "options.learning_rate: 0.0003 then, 0.5 now" in told
-    assert shlex.join(["skipdecode", *first]) in told
+    message = refused(capsys, second)
+    assert "options.learning_rate: 0.0003 then, 0.5 now" in message
+    assert shlex.join(["skipdecode", *first]) in message
     other = files | {"train": str(write_jsonl(tmp_path / "other.jsonl", records(23)))}
     assert "data.train" in refused(capsys, arguments(other, out))
     before = curve(out)
@@ -326,11 +327,11 @@ def test_the_bundled_adapters_are_small_and_came_from_their_presets() -> None:
     presets = [path for path in PRESETS.iterdir() if not path.stem.startswith(("fit-", "first-"))]
     assert {path.stem for path in presets} == {path.name for path in adapters.iterdir()}
     for path in presets:
-        made = json.loads((adapters / path.stem / "recipe.json").read_text())
+        recipe = json.loads((adapters / path.stem / "recipe.json").read_text())
         preset = json.loads(path.read_text())
-        assert preset["options"] == {name: made["options"][name] for name in preset["options"]}
-        assert made["result"]["precision"] == "bf16"
-        assert preset["schedule"] == made["schedule"]
+        assert preset["options"] == {name: recipe["options"][name] for name in preset["options"]}
+        assert recipe["result"]["precision"] == "bf16"
+        assert preset["schedule"] == recipe["schedule"]
 
 
 def test_an_adapter_is_tuned_on_from_its_own_weights(files: Files, tmp_path: Path, capsys: Any) -> None:

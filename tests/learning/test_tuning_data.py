@@ -129,8 +129,8 @@ def test_a_token_of_the_answer_is_not_its_end(tmp_path: Path) -> None:
     for template, ends in ((NO_END, ["</s>", "<|end|></s>"]), (NO_END.replace("{% endfor", "<|end|>{% endfor"), None)):
         tokenizer.chat_template = template
         examples, _ = load_examples(path, PromptTemplate("{thing}", ("ref",), chat=True), tokenizer)
-        found = [tokenizer.decode(example.response) for example in examples]
-        assert found == [f"a{end}" for end in ends or ["<|end|>", "<|end|><|end|>"]]
+        responses = [tokenizer.decode(example.response) for example in examples]
+        assert responses == [f"a{end}" for end in ends or ["<|end|>", "<|end|><|end|>"]]
 
 
 def test_an_answer_is_tokenized_behind_its_prompt(tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def test_accumulated_batches_and_parts_make_the_step_of_one_large_batch(monkeypa
         accelerator = Accelerator(gradient_accumulation_steps=len(batches))
         with attach(model, SCHEDULE) as attachment:
             prepared, optimizer = accelerator.prepare(model, make_optimizer(model, TuneConfig(full=True)))
-            said = Objective(Teacher(attachment, model, top_k=8), 0.5)
-            report = TrainStep(accelerator, prepared, optimizer, said, clip=0.0)(batches, 1e-2)
+            losses = Objective(Teacher(attachment, model, top_k=8), 0.5)
+            report = TrainStep(accelerator, prepared, optimizer, losses, clip=0.0)(batches, 1e-2)
         results.append((report, model.lm_head.weight.detach().clone()))
     several, one, alone = results
     for report, weights in several, alone:
@@ -185,10 +185,10 @@ def test_a_teacher_that_keeps_all_words_teaches_as_one_that_runs_and_runs_once()
     model, calls = tiny_model("llama"), []
     with attach(model, SCHEDULE) as attachment:
         wanted = Objective(Teacher(attachment, model), 1.0)(model, BATCH)
-        kept = Teacher(attachment, model, top_k=VOCAB)
-        runs = kept.logits
-        kept.logits = lambda batch: calls.append(batch) or runs(batch)  # type: ignore[method-assign]
+        teacher = Teacher(attachment, model, top_k=VOCAB)
+        runs = teacher.logits
+        teacher.logits = lambda batch: calls.append(batch) or runs(batch)  # type: ignore[method-assign]
         for batch in (BATCH, batch_of((7, 12), (3, 5), (5, 1))):  # the second time from what is kept
-            found = Objective(kept, 1.0)(model, batch)
-            assert found.kl.item() == pytest.approx(wanted.kl.item(), rel=2e-3)
+            losses = Objective(teacher, 1.0)(model, batch)
+            assert losses.kl.item() == pytest.approx(wanted.kl.item(), rel=2e-3)
         assert len(calls) == 1

@@ -295,12 +295,12 @@ def test_nan_stops_the_run_before_the_update_and_names_the_records(tmp_path: Pat
     with pytest.raises(DivergedError, match=r"at step \d+: stopped before the update"):
         Tuner(model, TOKENIZER, TRAIN, DEV, TARGET, config, tmp_path).run()
     attach(model, TARGET).detach()  # the model has no schedule
-    told = json.loads((tmp_path / "diverged.json").read_text())
+    report = json.loads((tmp_path / "diverged.json").read_text())
     good = losses(tmp_path)
-    assert told["step"] == len(good) + 1
+    assert report["step"] == len(good) + 1
     assert all(math.isfinite(loss) for _, loss in good)
-    indices = GroupedBatches(TRAIN, 4, seed=0).epoch(0)[told["step"] - 1]
-    assert told["ids"] == [TRAIN[i].id for i in indices]
+    indices = GroupedBatches(TRAIN, 4, seed=0).epoch(0)[report["step"] - 1]
+    assert report["ids"] == [TRAIN[i].id for i in indices]
 
 
 def test_weights_that_fail_on_the_dev_records_are_not_saved(tmp_path: Path) -> None:
