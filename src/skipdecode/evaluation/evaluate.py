@@ -165,8 +165,12 @@ def evaluate(
     OutputError
         `out` has results already, and `overwrite` is not set.
     """
-    data, prompts = as_records(data), as_records(prompts)
-    work = _Evaluation(model, schedules, out, loader, EvaluationOptions(**options), until)
+    data, prompts, settings = as_records(data), as_records(prompts), EvaluationOptions(**options)
+    is_single = isinstance(schedules, AnySchedule)
+    names: Any = [schedules] if is_single else schedules or ()
+    listed = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in names]
+    checkpoint = open_checkpoint(model, schedules=listed if isinstance(model, str | Path) else ())
+    work = _Evaluation(model, checkpoint, listed, is_single, out is not None, loader, settings, until)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         if data is None and task is None:
@@ -181,26 +185,19 @@ def evaluate(
     return Scores(runs, texts=work.texts)
 
 
+@dataclass(frozen=True)
 class _Evaluation:
     """The arguments of `evaluate` for both kinds of data."""
 
-    def __init__(
-        self,
-        model: Model,
-        schedules: AnySchedule | Sequence[AnySchedule],
-        out: str | Path | None,
-        loader: Callable[[Checkpoint], LLM],
-        options: EvaluationOptions,
-        until: float,
-    ) -> None:
-        self.is_single = isinstance(schedules, AnySchedule)
-        names: Any = [schedules] if self.is_single else schedules or ()
-        self.schedules: list[Schedule | str] = [s if isinstance(s, Schedule) else schedule_file(str(s)) for s in names]
-        by_name = isinstance(model, str | Path)
-        self.checkpoint = open_checkpoint(model, schedules=self.schedules if by_name else ())
-        self.model, self.saved = model, out is not None
-        self.loader, self.options, self.until = loader, options, until
-        self.texts: dict[str, str] = {}
+    model: Model
+    checkpoint: Checkpoint
+    schedules: Sequence[Schedule | str]
+    is_single: bool  # not a list: its results have the directory for themselves
+    saved: bool
+    loader: Callable[[Checkpoint], LLM]
+    options: EvaluationOptions
+    until: float
+    texts: dict[str, str] = field(default_factory=dict)  # of `Scores`
 
     def on_records(self, data: Data | None, task: Task | str | Path | None, out: Path) -> list[Run]:
         options, chosen = self.options, task_of(self.checkpoint, task)
