@@ -350,10 +350,3 @@ def test_an_adapter_is_tuned_on_from_its_own_weights(files: Files, tmp_path: Pat
     config = json.loads((on / "adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (2, str(Path(files["model"]).resolve()))
     assert load_model(str(on)).checkpoint.schedule.is_full
-
-
-def test_an_adapter_can_be_merged_under_a_fresh_one(files: Files, tmp_path: Path) -> None:
-    assert main(arguments(files, tmp_path / "first", "--schedule", "2x")) == 0
-    on_top = files | {"model": str(tmp_path / "first")}
-    assert main(arguments(on_top, tmp_path / "b", "--schedule", "3x", "--merge")) == 0
-    assert load_model(str(tmp_path / "b")).checkpoint.schedule.name == "skipdecode-3x"
