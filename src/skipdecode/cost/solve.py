@@ -48,7 +48,7 @@ class Depths:
         budgets = _decay(mean, spread, positions, int(least), self.layers)
         return Schedule(self.layers, self.order, budgets, self.warmup, prompt)
 
-    def within(self, texts: TextCost, seconds: float, prompt: PromptDepth | Auto = "full") -> Schedule | None:
+    def within(self, texts: TextCost, seconds: float, prompt: PromptDepth | Auto) -> Schedule | None:
         """The deepest schedule that takes `seconds` at most; None if there is none."""
         return self.deepest(prompt, lambda schedule: texts.seconds(schedule) <= seconds * _SLACK)
 
@@ -123,7 +123,6 @@ def solve(
     *,
     prompt: PromptDepth | Auto = "auto",
     flat: bool = False,
-    warmup_layers: int = 1,
     drop_order: Sequence[int] | None = None,
     prompt_len: int = 64,
 ) -> Schedule:
@@ -144,8 +143,8 @@ def solve(
     Raises TargetError, with the bound and its cause, if no schedule of this kind reaches the target.
     """
     layers = cost.num_layers
-    order = layer_order.bottom_up(layers, warmup_layers) if drop_order is None else tuple(drop_order)
-    depths = Depths(layers, order, warmup_layers, seq_len, flat)
+    order = layer_order.bottom_up(layers, 1) if drop_order is None else tuple(drop_order)
+    depths = Depths(layers, order, 1, seq_len, flat)
     texts = cost.text(prompt_len, seq_len + 1, whole=True)
     if prompt == "auto":
         halved = texts.prompts_seconds(depths.schedule(1.0, prompt))
