@@ -67,16 +67,12 @@ class Metric(ABC):
         """Raise MissingExtraError or ModelLoadError, before anything is loaded, if the metric cannot run here."""
         del options  # most metrics need only what every installation has
 
+    @abstractmethod
     def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
-        """Statistics of each record, shape (records, k), whose sum `score` takes.
+        """Statistics of each of one or more records, shape (records, k), whose sum `score` takes.
 
         A record has one output, which may be empty, and at least one reference that is not.
         """
-        return np.asarray(self._rows(outputs, references), dtype=np.float64)
-
-    @abstractmethod
-    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
-        """`statistics` as lists."""
 
     @classmethod
     def score(cls, total: Table) -> float:
@@ -96,16 +92,14 @@ class _Sacre(Metric):
         self._metric = _library(self.sacre_class)
         self.signature = ""
 
-    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
-        if not outputs:
-            return []
+    def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
         most = max(len(texts) for texts in references)
         # sacrebleu takes one stream a reference; None stands where a record has fewer.
         streams = [[texts[i] if i < len(texts) else None for texts in references] for i in range(most)]
         # These two are what sacrebleu's own significance tests are made of; it has no public name for them.
-        rows: list[list[float]] = self._metric._extract_corpus_statistics(list(outputs), streams)
+        rows = self._metric._extract_corpus_statistics(list(outputs), streams)
         self.signature = str(self._metric.get_signature())
-        return rows
+        return np.asarray(rows, dtype=np.float64)
 
     @classmethod
     def score(cls, total: Table) -> float:
@@ -129,10 +123,10 @@ class Bleu(_Sacre):
     name = "bleu"
     sacre_class = "BLEU"
 
-    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
-        rows = super()._rows([*map(spaced, outputs)], [[*map(spaced, texts)] for texts in references])
-        self.signature += "|unspaced:letters" if rows else ""
-        return rows
+    def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
+        table = super().statistics([*map(spaced, outputs)], [[*map(spaced, texts)] for texts in references])
+        self.signature += "|unspaced:letters"
+        return table
 
 
 def spaced(text: str) -> str:
@@ -170,9 +164,10 @@ class _Rouge(Metric):
         words = _WORD.findall(folded) or list("".join(folded.split()))
         return [stem for word in words for stem in (self._stemmed(word) if word.isascii() else [word])]
 
-    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
+    def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
         pairs = zip(references, outputs, strict=True)
-        return [[100 * self._scorer.score_multi(list(texts), out)[self.name].fmeasure, 1.0] for texts, out in pairs]
+        scores = [self._scorer.score_multi(list(texts), out)[self.name].fmeasure for texts, out in pairs]
+        return np.asarray([(100 * score, 1.0) for score in scores], dtype=np.float64)
 
 
 # ---------------------------------------------------------------------- BERTScore
@@ -216,16 +211,15 @@ class BertScore(Metric):
         version = importlib.metadata.version("bert_score")
         self.signature = f"bert_score:{version}|model:{options.bertscore_model}|layer:{layers}|idf:no|rescaled:no"
 
-    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
+    def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
         # bert_score defines an empty candidate's score as 0, but fails on it with transformers 5.
         full = [i for i, text in enumerate(outputs) if text.strip()]
-        rows = [[0.0, 1.0] for _ in outputs]
+        table = np.tile([0.0, 1.0], (len(outputs), 1))
         if full:
             texts = [[t for t in references[i] if t.strip()] for i in full]
             _, _, f1 = self._scorer.score([outputs[i] for i in full], texts)
-            for i, value in zip(full, f1.tolist(), strict=True):
-                rows[i][0] = 100 * value
-        return rows
+            table[full, 0] = 100 * np.asarray(f1.tolist())
+        return table
 
 
 def _resolve(options: EncoderOptions) -> tuple[str, int | None]:
