@@ -130,7 +130,7 @@ class ReferenceFreeEvaluation:
         """The base model at full depth, with which the others are compared."""
         return Method(self.base.backend, name="base")
 
-    @property
+    @cached_property
     def _generated(self) -> SelfGeneratedOptions:
         return SelfGeneratedOptions(
             self=True,

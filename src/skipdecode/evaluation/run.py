@@ -118,11 +118,15 @@ class TaskEvaluation:
         return runs
 
     @cached_property
+    def _references(self) -> list[list[list[int]]]:
+        """Token ids of each record's references."""
+        chat = self.task.chat
+        return [response_ids(record.references, self.tokenizer, chat=chat) for record in self.records.items]
+
+    @cached_property
     def reference_tokens(self) -> list[int]:
         """Mean length of each record's references."""
-        tokenizer = self.tokenizer
-        responses = (response_ids(record.references, tokenizer, chat=self.task.chat) for record in self.records.items)
-        return [round(mean(map(len, ids))) for ids in responses]
+        return [round(mean(map(len, references))) for references in self._references]
 
     @cached_property
     def _about(self) -> dict[str, Any]:
@@ -232,8 +236,7 @@ class TaskEvaluation:
 
     def _first_references(self) -> list[list[int]]:
         """Token ids of the first references, cut to the model's context; the last token is not fed."""
-        texts = [record.references[0] for record in self.records.items]
-        first = response_ids(texts, self.tokenizer, chat=self.task.chat)
+        first = [references[0] for references in self._references]
         context = context_length(self.model.config)
         if context is None:
             return first
