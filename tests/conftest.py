@@ -48,5 +48,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A cache of the test's own, unless the test is of the embedded model."""
+    if request.node.get_closest_marker("model") is None:
+        monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))

@@ -35,16 +35,15 @@ THINKING = (
 )
 
 
-def chatml_tokenizer() -> PreTrainedTokenizerFast:
+def chatml_tokenizer(chat: Any = CHATML) -> PreTrainedTokenizerFast:
     """The byte tokenizer with two more special tokens, 259 and 260, for the chat template of many models."""
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(chat)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = CHATML
     return tokenizer
 
 
-def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
-    """One token a byte, 259 in all; ids 0, 1, 2 are padding, start and end."""
+def byte_tokenizer(chat: Any = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token a byte, 259 in all; ids 0, 1, 2 are padding, start and end. `chat` is its template, False for none."""
     special = ["<pad>", "<s>", "</s>"]
     vocab = {t: i for i, t in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -53,7 +52,7 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
     )
-    fast.chat_template = CHAT_TEMPLATE if chat else None
+    fast.chat_template = chat or None
     return fast
 
 

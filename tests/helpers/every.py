@@ -12,6 +12,7 @@ from skipdecode.errors import ScheduleError
 from skipdecode.models.families import FAMILIES, lenders, lent_last
 from tiny import LATER, OPTIONS, shared_model
 
+GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 EVERY = [*sorted(OPTIONS), *(pytest.param(each, marks=pytest.mark.slow) for each in LATER)]
 
 
@@ -36,12 +37,5 @@ def decoded(model: Any, schedule: Schedule, ids: torch.Tensor, mask: torch.Tenso
     fit = options.pop("fit", None)
     with attach(model, schedule, fit):
         return model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            do_sample=False,
-            use_cache=True,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **options,
+            input_ids=ids, attention_mask=mask, max_new_tokens=new, use_cache=True, **GREEDY, **options
         )

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import oracle
-from every import suited
+from every import decoded, suited
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
@@ -187,9 +187,7 @@ def differences(model: Any, prompt: Any) -> float:
         schedule = suited(model.config.model_type, replace(schedule, prompt=prompt if not schedule.is_full else "full"))
         if schedule is None:
             continue
-        options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "use_cache": True}
-        with attach(model, schedule):
-            out = model.generate(input_ids=ids, attention_mask=mask, return_dict_in_generate=True, **options)
+        out = decoded(model, schedule, ids, mask, NEW)
         whole = torch.cat([mask, mask.new_ones(len(ids), NEW)], 1)
         active = active_tokens(schedule, ids.shape[1], out.sequences.shape[1])
         expected = oracle_logits(model, out.sequences, whole, active)[:, ids.shape[1] - 1 : -1]

@@ -1,8 +1,9 @@
-"""A tiny model directory with a byte-level tokenizer, processes of the command line, a full disk, and rows of files."""
+"""A tiny model directory with a byte-level tokenizer, processes, standard input, a full disk, and rows of files."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -16,21 +17,21 @@ from typing import Any
 
 import pytest
 
-from checkpoints import byte_tokenizer
+from checkpoints import CHAT_TEMPLATE, byte_tokenizer
 from tiny import tiny_model
 
 CONTEXT = 96
 
 
 def save_tiny_model(
-    path: Path, *, tokenizer: bool = True, chat: bool = True, context: int = CONTEXT, **entries: Any
+    path: Path, *, tokenizer: bool = True, chat: Any = CHAT_TEMPLATE, context: int = CONTEXT, **entries: Any
 ) -> str:
     """A random Llama of 8 layers with the byte tokenizer, `entries` in its config; returns its directory as text."""
     model = tiny_model("llama", vocab_size=259, max_position_embeddings=context, **entries)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(path)
     if tokenizer:
-        byte_tokenizer(chat=chat).save_pretrained(path)
+        byte_tokenizer(chat).save_pretrained(path)
     return str(path)
 
 
@@ -52,6 +53,12 @@ def small_disk(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def stdin_of(monkeypatch: pytest.MonkeyPatch, content: str | bytes) -> None:
+    """Put this on the standard input of this process."""
+    content = content.encode() if isinstance(content, str) else content
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
 def write_rows(path: Path, rows: list[Any]) -> str:

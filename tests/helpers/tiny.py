@@ -92,6 +92,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # The families whose tiny models `shrink.py` makes, as far as this transformers has them; most of their tests are slow.
 LATER = sorted(set(FAMILIES) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(OPTIONS))
 
+# Rotary positions of long texts.
+ROPES: dict[str, dict[str, Any]] = {
+    "plain": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
 # A drop order with no pattern, and budgets that stay level, jump by several layers and fall to the floor.
 RANDOM_NESTED = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="random-nested")
 SCHEDULES = {
