@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import gguf
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import skipdecode
@@ -30,6 +24,8 @@ from skipdecode.models.loading.hub import load_model
 from tiny import LAYERS, tiny_model
 from tuning_data import save_model
 
+# PEFT warns of shared tensors, and of embeddings that it saves.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 EXACT: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 # What an adapter changes -> whether a head that shared the embedding's tensor needs a tensor of its own.
 SPLITS: list[tuple[dict[str, Any], bool]] = [
@@ -43,14 +39,6 @@ SPLITS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """PEFT warns of shared tensors, and of embeddings that it saves."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-
-
 def adapted(family: str = "llama", *, tied: bool, **lora: Any) -> Any:
     """A PeftModel in which every number of the adapter is random."""
     return wrapped(tiny_model(family, tie_word_embeddings=tied), **lora)
@@ -59,8 +47,7 @@ def adapted(family: str = "llama", *, tied: bool, **lora: Any) -> Any:
 def wrapped(model: Any, **lora: Any) -> Any:
     torch.manual_seed(5)
     config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **lora)
-    with quiet():
-        model = peft.get_peft_model(model, config).eval()
+    model = peft.get_peft_model(model, config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "modules_to_save" in name or "trainable_tokens" in name:
@@ -74,9 +61,7 @@ def wrapped(model: Any, **lora: Any) -> Any:
     + [({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, False, True)],
     ids=str,
 )
-def test_a_merge_changes_no_logit_and_unties_only_what_differs(
-    lora: dict[str, Any], splits: bool, tied: bool, tmp_path: Path
-) -> None:
+def test_a_merge_unties_only_what_differs(lora: dict[str, Any], splits: bool, tied: bool, tmp_path: Path) -> None:
     model = adapted(tied=tied, **lora)
     want = logits(model)
     merged = merge_adapter(model)
@@ -98,29 +83,11 @@ def test_both_engines_run_an_adapter_on_a_shared_head(family: str) -> None:
     assert not notes
 
 
-def test_exports_of_an_adapter_on_a_shared_head_have_a_head_of_their_own(tmp_path: Path) -> None:
-    base, out = tmp_path / "base", tmp_path / "out"
-    save_model(base, tie_word_embeddings=True)
-    model = wrapped(AutoModelForCausalLM.from_pretrained(base), target_modules=["lm_head"])
-    with quiet():
-        model.save_pretrained(tmp_path / "adapter")
-    for kind in ("hf", "gguf"):
-        assert main(["export", str(tmp_path / "adapter"), "--format", kind, "--out", str(out / kind)]) == 0
-    torch.testing.assert_close(logits(load_model(str(out / "hf"), device="cpu").model), logits(model), **EXACT)
-    assert json.loads((out / "hf" / "config.json").read_text())["tie_word_embeddings"] is False
-    (file,) = (out / "gguf").iterdir()
-    stored = {tensor.name: torch.tensor(tensor.data).float() for tensor in gguf.GGUFReader(file).tensors}
-    head = merge_adapter(copy.deepcopy(model)).lm_head.weight
-    torch.testing.assert_close(stored["output.weight"], head, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(stored["token_embd.weight"], model.model.model.embed_tokens.weight, atol=1e-3, rtol=1e-3)
-
-
 # ---------------------------------------------------------------------- on which base
 
 
 def save(model: Any, folder: Path, base: Path, **options: Any) -> None:
-    with quiet():
-        model.save_pretrained(folder, **options)
+    model.save_pretrained(folder, **options)
     edit_json(folder / "adapter_config.json", base_model_name_or_path=str(base))
 
 
@@ -204,18 +171,3 @@ def test_another_base_is_refused_where_it_means_nothing(tmp_path: Path, capsys: 
         skipdecode.LLM(skipdecode.load(here), base=here)
     assert main(["export", here, "--base", here, "--out", str(tmp_path / "out")]) == 2
     assert "no adapter" in capsys.readouterr().err
-
-
-def test_an_adapter_of_integers_or_of_a_pointer_is_refused(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-    model = wrapped(tiny_model("llama"), target_modules=["q_proj"])
-    save(model, tmp_path / "adapter", tmp_path / "base")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    weights = load_file(file)
-    name = next(iter(weights))
-    save_file(weights | {name: weights[name].to(torch.int8)}, file)
-    with pytest.raises(ModelLoadError, match=f"I8.*{name}"):
-        load_model(str(tmp_path / "adapter"), require_tokenizer=False)
-    file.write_text("version https://git-lfs/spec/v1\noid sha256:" + "0" * 64 + "\nsize 9\n")
-    with pytest.raises(ModelLoadError, match=f"{file.name} is a git-lfs pointer"):
-        load_model(str(tmp_path / "adapter"), require_tokenizer=False)

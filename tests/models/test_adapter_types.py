@@ -99,9 +99,7 @@ def save_with_noise(base: Path, folder: Path, config: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "options"), [*((kind, {}) for kind in TYPES if kind not in REFUSED), *VARIANTS], ids=str
 )
-def test_a_merged_adapter_gives_the_logits_of_peft(
-    kind: str, options: dict[str, Any], base: Path, tmp_path: Path
-) -> None:
+def test_a_merged_adapter_is_that_of_peft(kind: str, options: dict[str, Any], base: Path, tmp_path: Path) -> None:
     want, close = save_with_noise(base, tmp_path / "a", settings(kind, base, options)), {"atol": 1e-3, "rtol": 1e-3}
     loaded = load_model(str(tmp_path / "a"), device="cpu").model
     torch.testing.assert_close(logits(loaded), want, **close)
@@ -115,9 +113,7 @@ def test_a_merged_adapter_gives_the_logits_of_peft(
 @pytest.mark.parametrize(
     ("kind", "options", "named"), [*((kind, {}, kind) for kind in sorted(REFUSED)), *REFUSED_VARIANTS], ids=str
 )
-def test_other_adapters_are_refused_by_name_before_weights_are_read(
-    kind: str, options: dict[str, Any], named: str, base: Path, tmp_path: Path
-) -> None:
+def test_other_adapters_are_refused(kind: str, options: dict[str, Any], named: str, base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
     settings(kind, tmp_path / "base", options).save_pretrained(tmp_path / "a")
     with pytest.raises(SkipDecodeError, match=named) as caught:
@@ -136,9 +132,7 @@ def test_other_adapters_are_refused_by_name_before_weights_are_read(
     ],
     ids=str,
 )
-def test_what_tune_makes_of_an_adapter_loads_or_is_refused_before(
-    kind: str, options: dict[str, Any], base: Path, tmp_path: Path
-) -> None:
+def test_what_tune_makes_of_an_adapter_loads(kind: str, options: dict[str, Any], base: Path, tmp_path: Path) -> None:
     want = save_with_noise(base, tmp_path / "a", settings(kind, base, options))
     rows = [{"prompt": f"say {i}", "response": f"xyz {i}"} for i in range(8)]
     run: dict[str, Any] = {"dev": rows[:2], "schedule": "1x", "steps": 1, "learning_rate": 1e-9, "out": tmp_path / "t"}

@@ -27,6 +27,7 @@ from skipdecode.models.loading.hub import load_model
 from tiny import LAYERS, ragged_prompts, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
+IDS = torch.arange(3, 27).view(2, 12)
 
 
 def fingerprint(model):
@@ -43,16 +44,6 @@ def fingerprint(model):
 def greedy(model, new=10):
     ids, mask = ragged_prompts()
     return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
-
-
-def test_everything_is_restored():
-    model = tiny_model("llama")
-    before, text = fingerprint(model), greedy(model)
-    with attach(model, PAPER):
-        skipped = greedy(model)
-    assert fingerprint(model) == before
-    assert not torch.equal(skipped, text)
-    assert torch.equal(greedy(model), text)
 
 
 def test_everything_is_restored_after_an_exception():
@@ -111,12 +102,7 @@ def test_two_models_of_one_class_do_not_meet():
     ("make", "named"),
     [
         (lambda: RwkvForCausalLM(RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99)), "rows"),
-        (
-            lambda: AutoModelForSeq2SeqLM.from_config(
-                T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=99)
-            ),
-            "t5",
-        ),
+        (lambda: AutoModelForSeq2SeqLM.from_config(T5Config(d_model=16, num_layers=2, vocab_size=99)), "t5"),
         (lambda: tiny_model("llama").model, "LlamaModel"),
         (lambda: torch.nn.Linear(2, 2), "Linear"),
     ],
@@ -151,41 +137,37 @@ def test_the_schedule_can_be_changed_between_texts():
 
 def test_paused_is_full_depth():
     model = tiny_model("llama")
-    ids = torch.randint(3, 90, (2, 12))
-    plain = model(input_ids=ids).logits
+    plain = model(input_ids=IDS).logits
     text = greedy(model)
     with attach(model, PAPER) as attachment:
         skipped = greedy(model)
         with attachment.paused():
-            assert torch.equal(model(input_ids=ids, labels=ids).logits, plain)
+            assert torch.equal(model(input_ids=IDS, labels=IDS).logits, plain)
             assert torch.equal(greedy(model), text)
-        assert not torch.equal(model(input_ids=ids, labels=ids).logits, plain)
+        assert not torch.equal(model(input_ids=IDS, labels=IDS).logits, plain)
         assert torch.equal(greedy(model), skipped)
 
 
 def test_forward_called_by_name_goes_the_same_way():
     model = tiny_model("llama")
-    ids = torch.randint(3, 90, (2, 12))
     with attach(model, PAPER), torch.no_grad():
-        assert torch.equal(model.forward(ids, labels=ids).logits, model(input_ids=ids, labels=ids).logits)
+        assert torch.equal(model.forward(IDS, labels=IDS).logits, model(input_ids=IDS, labels=IDS).logits)
         assert "labels" in inspect.signature(model.forward).parameters, "trainers choose columns by the signature"
 
 
 def test_a_forward_wrapped_by_another_tool_after_attaching_survives_detach():
     model = tiny_model("llama")
-    ids = torch.randint(3, 90, (2, 12))
-    plain = model(input_ids=ids, labels=ids).logits
+    plain = model(input_ids=IDS, labels=IDS).logits
     attachment = attach(model, PAPER)
     ours = model.forward
     model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
     attachment.detach()
-    assert torch.equal(model(input_ids=ids, labels=ids).logits, plain)
+    assert torch.equal(model(input_ids=IDS, labels=IDS).logits, plain)
 
 
 def test_an_interrupt_in_a_forward_leaves_no_plan_behind():
     model = tiny_model("llama")
-    ids = torch.randint(3, 90, (2, 12))
-    plain = model.model(input_ids=ids).last_hidden_state
+    plain = model.model(input_ids=IDS).last_hidden_state
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -193,21 +175,20 @@ def test_an_interrupt_in_a_forward_leaves_no_plan_behind():
     with attach(model, PAPER):
         handle = model.lm_head.register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            model(input_ids=ids, prompt_length=2)
+            model(input_ids=IDS, prompt_length=2)
         handle.remove()
         with pytest.warns(DepthWarning):
-            assert torch.equal(model.model(input_ids=ids).last_hidden_state, plain)
+            assert torch.equal(model.model(input_ids=IDS).last_hidden_state, plain)
 
 
 def test_backward_may_come_after_detach():
     model = tiny_model("llama").train()
-    ids = torch.randint(3, 90, (2, 12))
     grads = []
     for late in (False, True):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.zero_grad()
         with attach(model, PAPER):
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = model(input_ids=IDS, labels=IDS).loss
             if not late:
                 loss.backward()
         if late:
@@ -226,11 +207,8 @@ def test_an_attached_model_can_be_copied():
 def test_peft_models():
     from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
-    base = tiny_model("llama")
-    lora = LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", lora_dropout=0.0
-    )
-    model = get_peft_model(base, lora)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_model("llama"), lora)
     merged = copy.deepcopy(model).merge_and_unload()
     ids, mask = ragged_prompts()
     with attach(merged, PAPER):
@@ -238,16 +216,9 @@ def test_peft_models():
         forced = merged(input_ids=ids, attention_mask=mask, prompt_length=3).logits
     plain = greedy(model)
     with attach(model, PAPER):
-        assert torch.equal(
-            model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=10, do_sample=False), expected
-        )
+        assert torch.equal(greedy(model), expected)
         own = model(input_ids=ids, attention_mask=mask, prompt_length=3).logits
         assert torch.allclose(own, forced, atol=1e-5)
-        model.train()
-        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
-        loss.backward()
-        model.eval()
-        assert any(p.grad is not None for n, p in model.named_parameters() if "lora_" in n)
     assert torch.equal(greedy(model), plain)
     prompt = get_peft_model(tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(skipdecode.SkipDecodeError, match="prompt learning"):

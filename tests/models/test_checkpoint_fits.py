@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from skipdecode.models.loading.saving import save_tuned
 from skipdecode.models.loading.weights_sample import base_sample
 from tiny import LAYERS, tiny_model
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, of a head that shares its tensor
 LOWER = (0, 1, 2)
 SCHEDULE = replace(Schedule.even(LAYERS, (5,), name="half"), prompt=LOWER)
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -50,9 +50,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapted(model: Any, target: str = "q_proj") -> Any:
     config = peft.LoraConfig(r=2, target_modules=[target], task_type="CAUSAL_LM", init_lora_weights=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a head that shares its tensor
-        return peft.get_peft_model(model, config)
+    return peft.get_peft_model(model, config)
 
 
 @torch.no_grad()
@@ -143,9 +141,7 @@ def test_a_merge_that_unties_the_head_keeps_the_fit(tmp_path: Path) -> None:
     assert text(merged) == expected
 
 
-def test_a_hub_id_brings_its_fit_and_keeps_it_without_the_hub(
-    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_keeps_its_fit_without_the_hub(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hub_of({"owner/whole": tuned / "whole"}) as address:
         use_hub(address, tmp_path, monkeypatch)
         expected = text(load_model(str(tuned / "whole"), device="cpu").model)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import skipdecode
 from checkpoints import CHAT_TEMPLATE, byte_tokenizer, edit_json, save_adapter, save_tokenizer
-from every import EVERY, suited
+from every import EVERY, GREEDY, suited
 from fits import random_fit
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
@@ -44,8 +44,7 @@ UNUSUAL: list[tuple[str, dict[str, Any], Schedule]] = [
 
 def greedy(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ids, mask = ragged_prompts()
-    options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(input_ids=ids, attention_mask=mask, **options)
+    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, **GREEDY)
     return out.sequences, torch.stack(out.logits)
 
 
@@ -78,9 +77,7 @@ def test_names_for_transformers_4_change_nothing_for_transformers_5(family: str)
 
 
 @pytest.mark.parametrize(("family", "changes", "schedule"), UNUSUAL)
-def test_a_config_names_the_layers_that_remain(
-    family: str, changes: dict[str, Any], schedule: Schedule, tmp_path: Path
-):
+def test_configs_of_the_layers_that_remain(family: str, changes: dict[str, Any], schedule: Schedule, tmp_path: Path):
     check_exported(tiny_model(family, **changes), schedule, tmp_path)
 
 
@@ -116,12 +113,12 @@ def tuned(tmp_path: Path) -> Path:
     return adapter
 
 
-def texts_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def texts_of(capsys: Any, *arguments: str) -> str:
     assert main([*arguments, *PROMPTS, "--max-new-tokens", "12", "--dtype", "float32"]) == 0
     return capsys.readouterr().out
 
 
-def test_the_export_is_an_ordinary_model_with_its_prompt(tuned: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_export_is_an_ordinary_model_with_its_prompt(tuned: Path, capsys: Any):
     out = tuned.parent / "out"
     assert main(["export", str(tuned), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip().endswith("5 of 8 layers: 0, 1, 3, 6, 7")
@@ -145,9 +142,7 @@ def test_the_export_is_an_ordinary_model_with_its_prompt(tuned: Path, capsys: py
         (Schedule.constant(LAYERS, 5), "8 layers on prompts and 5"),
     ],
 )
-def test_tokens_of_different_depths_are_refused_before_weights_are_read(
-    tuned: Path, schedule: Schedule, told: str, capsys: pytest.CaptureFixture[str]
-):
+def test_tokens_of_different_depths_are_refused(tuned: Path, schedule: Schedule, told: str, capsys: Any):
     (tuned.parent / "base" / "model.safetensors").unlink()
     schedule.save(tuned.parent / "other.json")
     out = tuned.parent / "out"
@@ -159,7 +154,7 @@ def test_tokens_of_different_depths_are_refused_before_weights_are_read(
     assert not out.exists()
 
 
-def test_the_nearest_flat_schedule_is_a_flag_away(tuned: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_nearest_flat_schedule_is_a_flag_away(tuned: Path, capsys: Any):
     falling = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=7, seq_len=9)
     falling.save(tuned.parent / "falling.json")
     out = tuned.parent / "out"
@@ -170,7 +165,7 @@ def test_the_nearest_flat_schedule_is_a_flag_away(tuned: Path, capsys: pytest.Ca
     assert texts_of(capsys, "generate", str(out)) == texts_of(capsys, "generate", str(tuned), *flat)
 
 
-def test_a_loaded_model_is_exported_and_stays_as_it_is(tuned: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_loaded_model_is_exported_and_stays_as_it_is(tuned: Path, capsys: Any):
     llm = skipdecode.LLM(tuned)
     before = [each.tokens for each in llm.generate(PROMPTS, 8)]
     done = skipdecode.export(llm, tuned.parent / "out")

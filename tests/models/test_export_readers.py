@@ -23,17 +23,12 @@ from skipdecode.cli import main
 from skipdecode.errors import UsageError
 from skipdecode.models.loading.gguf_file import write_gguf
 from skipdecode.models.loading.saving import save_model, save_tokenizer, save_tuned
-from tiny import LAYERS, OPTIONS, tiny_model
+from tiny import LAYERS, OPTIONS, ROPES, tiny_model
 from tuning_data import save_model as save_tiny
 
 IDS = torch.tensor([[3 + i * 7 % 90 for i in range(100)]])
-DEFAULT = {"rope_type": "default"}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-LLAMA3 |= {"rope_type": "llama3"}
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+DEFAULT, LINEAR, DYNAMIC, YARN, LLAMA3 = ROPES.values()
 LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.3, 2.6, 2.9]}
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 LONG |= {"rope_type": "longrope", "original_max_position_embeddings": 32}
 
 
@@ -253,9 +248,7 @@ def test_llama_cpp_scales_rotary_positions_as_the_model_does(family: str, rope: 
     ("family", "rope"),
     [("qwen2", LLAMA3), ("llama", YARN | {"attention_factor": 1.3}), ("llama", LONG), ("llama", DYNAMIC)],
 )
-def test_rotary_positions_that_llama_cpp_computes_otherwise_are_refused(
-    family: str, rope: dict[str, Any], tmp_path: Path
-):
+def test_rotary_positions_that_llama_cpp_lacks_are_refused(family: str, rope: dict[str, Any], tmp_path: Path):
     for unlike in (tiny_model("opt"), tiny_model("mistral")):  # another kind of model; windows
         with pytest.raises(UsageError, match=r"cannot be written for llama\.cpp here"):
             write_gguf(unlike, tmp_path, "f16")

@@ -274,12 +274,8 @@ def calibrated(tmp_path_factory):
     return where, model
 
 
-def _other_weights(fit, model):
-    fit.about["base"] = [-value for value in fit.about["base"]]
-
-
 WRONG = {
-    "other weights": (_other_weights, "other weights"),
+    "other weights": (lambda fit, model: fit.about.update(base=[-n for n in fit.about["base"]]), "other weights"),
     "other layers": (lambda fit, model: random_fit(tiny_model("llama", num_hidden_layers=6)), "6 layers"),
     "other prompts": (lambda fit, model: random_fit(model, [GAPS]), "run layers [0, 1, 3, 6]"),
     "cut off": (None, "cannot be read"),
@@ -316,9 +312,7 @@ def test_too_few_tokens_to_fit_are_refused_before_anything_is_measured(calibrate
     assert not (tmp_path / "out" / "measured.sqlite").exists()
 
 
-def test_a_note_says_that_a_tuned_fit_is_left_for_the_one_beside_the_schedule(
-    calibrated, tmp_path, capsys, monkeypatch
-):
+def test_a_tuned_fit_that_is_not_used_is_told(calibrated, tmp_path, capsys, monkeypatch):
     where, _ = calibrated
     shutil.copytree(where / "model", tmp_path / "tuned")
     shutil.copy(where / FIT_FILE, tmp_path / "tuned")

@@ -136,17 +136,13 @@ def test_a_matrix_of_another_float_is_a_weight(checkpoint: Path, dtype: torch.dt
     [
         ("llama", {"num_hidden_layers": 10**9}),
         ("qwen2", {"num_hidden_layers": 10**9}),  # its config lists the layers
-        ("gpt2", {"n_layer": 10**9}),
         ("llama", {"num_hidden_layers": 9000}),
         ("llama", {"vocab_size": 10**9}),
-        ("llama", {"intermediate_size": 10**9}),
         ("gpt2", {"n_positions": 10**9}),
     ],
     ids=str,
 )
-def test_a_config_that_is_larger_than_the_weights_fills_no_memory(
-    tmp_path: Path, family: str, values: dict[str, int]
-) -> None:
+def test_a_config_beyond_the_weights_fills_no_memory(tmp_path: Path, family: str, values: dict[str, int]) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", **values)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -181,9 +177,7 @@ EXTRA: list[tuple[str, dict[str, Any], Callable[[dict[str, torch.Tensor]], dict[
 
 
 @pytest.mark.parametrize(("family", "config", "extra"), EXTRA)
-def test_tensors_that_decoding_does_not_use_are_left_out_with_a_note(
-    tmp_path: Path, family: str, config: dict[str, Any], extra: Any, capsys: Any
-) -> None:
+def test_unused_tensors_are_told(tmp_path: Path, family: str, config: dict[str, Any], extra: Any, capsys: Any) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", **config)
@@ -246,12 +240,8 @@ def cut_off(folder: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "int8": (of_type(torch.int8), f"type I8 .*{UP}"),
-    "int32": (of_type(torch.int32), f"type I32 .*{UP}"),
-    "bool": (of_type(torch.bool), f"type BOOL .*{UP}"),
-    "fp8": (of_type(torch.float8_e4m3fn), f"type F8_E4M3 .*{UP}"),
     "fp8 that a config names": (in_fp8, f"type F8_E4M3 .*{UP}"),
     "classes in a list of numbers": (of_config(architectures=[5]), "architectures"),
-    "classes as text": (of_config(architectures="LlamaForCausalLM"), "architectures"),
     "another prefix": (
         lambda folder: changed_weights(folder, lambda weights: {f"student.{n}": t for n, t in weights.items()}),
         r"begin with 'student\.'",
@@ -268,7 +258,6 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         rf"have another shape, such as {UP} \(\(47, 32\) in the file, \(48, 32\) in",
     ),
     "NaN": (of_weight(lambda weight: weight.index_fill(0, ROW, float("nan"))), f"1 weights are not finite.* {UP}"),
-    "infinity": (of_weight(lambda weight: weight.index_fill(0, ROW, float("inf"))), f"1 weights are not finite.* {UP}"),
     "a layer behind the last": (
         lambda folder: changed_weights(folder, lambda weights: weights | behind(weights)), f"model.layers.{LAYERS}"
     ),
@@ -295,8 +284,9 @@ def test_a_broken_checkpoint_is_one_line_that_names_the_fault(checkpoint: Path, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+@pytest.mark.parametrize(
+    ("family", "prefix"), [("llama", "_orig_mod."), ("gpt2", "module."), ("mixtral", "module._orig_mod.")]
+)
 def test_names_of_wrappers_are_left_out(tmp_path: Path, family: str, prefix: str, capsys: Any) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
@@ -317,17 +307,11 @@ def test_large_weights_of_half_precision_are_finite(tmp_path: Path) -> None:
 
 
 def test_only_decoders_with_a_language_model_head_are_accepted(tmp_path: Path) -> None:
-    small = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "intermediate_size": 8,
-        "vocab_size": 9,
-    }
+    bert = BertConfig(hidden_size=12, num_hidden_layers=1, vocab_size=9)
     t5 = T5Config(d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=9)
     refused = {
         "encoder-decoder": AutoModelForSeq2SeqLM.from_config(t5),
-        "BertForMaskedLM": BertForMaskedLM(BertConfig(**small)),
+        "BertForMaskedLM": BertForMaskedLM(bert),
         "LlamaModel": AutoModel.from_config(tiny_model("llama").config),
     }
     for said, model in refused.items():
@@ -340,17 +324,14 @@ def test_only_decoders_with_a_language_model_head_are_accepted(tmp_path: Path) -
 
 
 def test_unknown_names_list_what_is_accepted(tmp_path: Path) -> None:
-    names = "smollm2-135m, chat-smollm2-135m, e2e-smollm2-135m"
-    accepted = f"accepted are a local directory, a GGUF file, a hub id \\(owner/name\\), {names}"
     (tmp_path / "file.bin").touch()
     for name, said in [
         ("", "there is no such directory"),
         ("no/such/directory", "there is no such directory"),
-        (str(tmp_path / "absent"), "there is no such directory"),
         (str(tmp_path / "file.bin"), "is a file"),
         ("owner/name", "offline mode is on"),
     ]:
-        with pytest.raises(ModelLoadError, match=f"{said}.*{accepted}"):
+        with pytest.raises(ModelLoadError, match=f"{said}.*accepted are a local directory, .*smollm2-135m"):
             load_model(name)
 
 
@@ -363,24 +344,6 @@ def test_a_directory_without_a_model_says_what_is_needed(tmp_path: Path) -> None
 
 
 # ---------------------------------------------------------------------- adapters
-
-
-def test_an_adapter_goes_on_its_base_and_brings_its_own_schedule(tmp_path: Path, checkpoint: Path) -> None:
-    tuned = save_adapter(tmp_path / "adapter", str(checkpoint))
-    (tmp_path / "adapter" / "skipdecode.json").write_text(SCHEDULE.to_json())
-    loaded = load_model(str(tmp_path / "adapter"), device="cpu")
-    torch.testing.assert_close(logits(loaded.model), logits(tuned))
-    assert not torch.allclose(logits(loaded.model), logits(tiny_model("llama")), atol=1e-3)
-    assert loaded.checkpoint.schedule == SCHEDULE
-    assert loaded.tokenizer is not None
-
-
-def test_an_adapter_without_its_base_says_where_the_base_is_named(tmp_path: Path) -> None:
-    save_adapter(tmp_path / "adapter", str(tmp_path / "moved"))
-    with pytest.raises(
-        ModelLoadError, match=r"moved' .*adapter/adapter_config\.json, base_model_name_or_path; give another as base"
-    ):
-        load_model(str(tmp_path / "adapter"))
 
 
 def test_an_adapter_of_the_embedded_model_finds_it_by_name(tmp_path: Path) -> None:
@@ -410,6 +373,12 @@ def test_an_adapter_whose_tensors_do_not_fit_is_refused_by_name(tmp_path: Path, 
     assert f"{2 * LAYERS} weights are not in the model, such as base_model.model.model.layers.0.self_attn.query" in said
     assert "layers.3.self_attn.q_proj.lora_A" in refused(weights | {name: weights[name][:, :3].clone()})
     assert f"1 weights are not finite, such as {name}" in refused(weights | {name: weights[name] * float("nan")})
+    said = refused(weights | {name: weights[name].to(torch.int8)})
+    assert "I8" in said
+    assert name in said
+    file.write_text(POINTER)
+    with pytest.raises(ModelLoadError, match=f"{file.name} is a git-lfs pointer"):
+        load_model(str(tmp_path / "adapter"))
     file.unlink()
     with pytest.raises(ModelLoadError, match=r"has no adapter_model\.safetensors"):
         load_model(str(tmp_path / "adapter"))
@@ -457,9 +426,7 @@ def test_a_broken_adapter_says_why(tmp_path: Path, content: str, message: str) -
 # ---------------------------------------------------------------------- the hub
 
 
-def test_a_hub_id_loads_and_stays_loadable_without_the_hub(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_hub_ids_stay_loadable(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with hub_of({"owner/tiny": checkpoint}) as address:
         use_hub(address, tmp_path, monkeypatch)
         loaded = load_model("owner/tiny", device="cpu")
@@ -476,9 +443,7 @@ def test_a_hub_id_loads_and_stays_loadable_without_the_hub(
     assert "local cache" in told
 
 
-def test_every_kind_of_name_has_its_base_its_directory_and_its_schedule(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_name_has_its_base(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, gguf = tiny_model("llama", vocab_size=320, hidden_size=64), tmp_path / "tiny.gguf"
     write_gguf(model, gguf, "f16", byte_tokenizer())
     for name, base in (("adapter", str(checkpoint)), ("pinned", "owner/tiny"), ("of-gguf", str(gguf))):
@@ -500,9 +465,7 @@ def test_every_kind_of_name_has_its_base_its_directory_and_its_schedule(
             assert folder in (found.folder, found.folder.parent)
 
 
-def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_hub_is_told_and_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, monkeypatch)
         with pytest.raises(

@@ -33,9 +33,6 @@ def recipe_of(folder: Path, recipe: Any = None, schedule: Schedule | None = None
     return open_checkpoint(checkpoint(folder, recipe, schedule)).recipe
 
 
-# ---------------------------------------------------------------------- the checkpoint
-
-
 def test_a_checkpoint_that_was_not_tuned_has_none(tmp_path: Path) -> None:
     assert recipe_of(tmp_path) == Recipe()
 
@@ -95,9 +92,6 @@ def test_a_broken_recipe_is_refused_by_its_name(tmp_path: Path, broken: Any) -> 
     assert "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------------- its prompts
-
-
 ONE = Recipe(PromptTemplate("{mr}\n"))
 TWO = Recipe(PromptTemplate("{colour} {thing}:"))
 
@@ -105,10 +99,7 @@ TWO = Recipe(PromptTemplate("{colour} {thing}:"))
 @pytest.mark.parametrize(
     ("recipe", "prompt", "expected"),
     [
-        (ONE, {"mr": "name[X]"}, "name[X]\n"),
         (ONE, {"mr": "name[X]", "prompt": "no"}, "name[X]\n"),
-        (ONE, {"prompt": "name[X]"}, "name[X]\n"),
-        (ONE, "name[X]", "name[X]\n"),
         (ONE, "name[X]\n", "name[X]\n"),
         (ONE, [{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}]),
         (ONE, {"mr": [{"role": "user", "content": "hi"}]}, [{"role": "user", "content": "hi"}]),

@@ -16,7 +16,7 @@ from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.evaluation.scores import text_scores, token_fidelity
 from skipdecode.models.forward import switch_length
 from skipdecode.models.release import before
-from tiny import LAYERS, tiny_model
+from tiny import LAYERS, ROPES, tiny_model
 
 SWITCH, NEW = 24, 8
 LENGTHS = (20, 5, 30, 24, 23)  # short, long, and such that cross the switch at different steps
@@ -30,7 +30,7 @@ LONGROPE = {
     "original_max_position_embeddings": SWITCH,
     "factor": 4.0,
 }
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+DYNAMIC = ROPES["dynamic"] | {"rope_theta": 1e4}
 schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=[schedule.name for schedule in SCHEDULES])
 kinds = pytest.mark.parametrize("kind", ["phi3 longrope", "llama longrope", "llama dynamic"])
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
+from every import GREEDY
 from oracle import active_tokens, oracle_logits, position_ids
 from skipdecode import Schedule, attach
 from skipdecode.engine import GatedEngine
@@ -65,7 +66,7 @@ def test_the_table_says_what_types_do_in_several_tokens_and_without_positions(fa
 @pytest.mark.parametrize("family", [each for each in RECURRENT if each in ("lfm2", "mamba2")])
 def test_the_table_says_whether_generate_goes_on_from_a_used_cache(family: str) -> None:
     model, name = shared_model(family), model_cache_name(shared_model(family))
-    asked = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    asked = {"max_new_tokens": 3} | GREEDY
     first = model.generate(IDS[:, :6], attention_mask=torch.ones_like(IDS[:, :6]), **asked)
     text = torch.cat([first.sequences, IDS[:, 6:]], 1)
     asked |= {"attention_mask": torch.ones_like(text)}
@@ -77,16 +78,6 @@ def test_the_table_says_whether_generate_goes_on_from_a_used_cache(family: str) 
             model(input_ids=IDS, **{name: (cache := attachment.new_cache(12))})
             with pytest.raises(UnsupportedFeatureError, match="second turn"):
                 model.generate(text, **asked, **{name: cache})
-
-
-@pytest.mark.parametrize("family", [each for each in ("lfm2", "qwen3_5_text") if each in RECURRENT])
-@torch.no_grad()
-def test_transformers_takes_the_padding_of_a_piece_of_one_token_for_text(family: str) -> None:
-    model, (ids, mask) = shared_model(family), ragged_prompts((9, 8))
-    options = {"attention_mask": mask} | position_ids(model, mask)
-    whole = model(input_ids=ids, use_cache=False, **options).logits
-    made = pieces(model, ids, [1, 8], DynamicCache(config=model.config), **options)
-    assert (made - whole)[0].abs().max() < 1e-3 < (made - whole)[1, 1:].abs().max()
 
 
 @pytest.mark.parametrize("family", [each for each in ("nemotron_h", "zamba2", "granitemoehybrid") if each in RECURRENT])
@@ -155,17 +146,6 @@ def test_a_row_of_the_engine_is_the_row_alone(family: str) -> None:
     model = shared_model(family)
     found = [GatedEngine(model, RANDOM_NESTED, max_rows=rows).decode(requests) for rows in (4, 1)]
     assert [row.tokens for row in found[0]] == [row.tokens for row in found[1]]
-
-
-@few
-@torch.no_grad()
-def test_beams_are_those_without_a_cache(family: str) -> None:
-    model, options = shared_model(family), {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
-    with attach(model, RANDOM_NESTED):
-        cached, whole = (
-            model.generate(IDS, attention_mask=torch.ones_like(IDS), use_cache=use, **options) for use in (True, False)
-        )
-    assert cached.tolist() == whole.tolist()
 
 
 @pytest.mark.parametrize("family", [*FEW, "deepseek_v3", "gemma4_text", "gpt_oss", "olmoe"])
