@@ -52,9 +52,7 @@ def written(path: Path, content: str | bytes) -> Path:
         ("x.csv", "a,b\n,\n1,2\n", {2: {"a": "", "b": ""}, 3: {"a": "1", "b": "2"}}),
     ],
 )
-def test_rows_have_the_headers_names_and_the_line_that_they_begin_on(
-    tmp_path: Path, name: str, text: str, rows: dict[int, Any]
-):
+def test_rows_have_names_and_lines(tmp_path: Path, name: str, text: str, rows: dict[int, Any]):
     assert list(read_rows(written(tmp_path / name, text))) == [*rows.items()]
 
 
@@ -168,17 +166,14 @@ def test_a_long_first_line_may_have_a_bracket_anywhere(tmp_path: Path):
     assert [row for _, row in read_rows(file)] == rows
 
 
-def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
+def test_generate_reads_csv_of_any_name_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
     model = save_tiny_model(tmp_path / "model")
-    data = written(tmp_path / "in.csv", 'id,prompt\na,"x\ny"\nb,1,2\nc,z\n')
-    assert main(["generate", str(model), "--input", str(data), "--max-new-tokens", "2"]) == 1
+    data = written(tmp_path / "in.txt", 'id,prompt\na,"x\ny"\nb,1,2\nc,z\n')
+    assert main(["generate", model, "--input", str(data), "--format", "csv", "--max-new-tokens", "2"]) == 1
     printed = capsys.readouterr()
     rows = [json.loads(line) for line in printed.out.splitlines()]
     assert [(row["id"], row.get("line")) for row in rows] == [("a", None), ("b", 4), ("c", None)]
     assert "line 4: " in printed.err
-    again = written(tmp_path / "in.txt", data.read_bytes())
-    assert main(["generate", str(model), "--input", str(again), "--format", "csv", "--max-new-tokens", "2"]) == 1
-    assert capsys.readouterr().out == printed.out
 
 
 def test_other_encodings_have_a_remedy(tmp_path: Path):

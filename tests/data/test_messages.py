@@ -28,7 +28,7 @@ from skipdecode.serving.protocol import ChatRequest
 from textgen_tools import save_tiny_model, write_rows
 
 TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}{{ m.name }}>"
     "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -42,6 +42,7 @@ TOOLS_WRITTEN = (
 CALL = {"name": "f", "arguments": '{"a": 1}'}
 NULLS = dict.fromkeys(("name", "tool_calls", "tool_call_id", "refusal", "reasoning_content"))
 CALLED = '<assistant>[f {"a": 1}]'
+ASSISTANT = {"role": "assistant", "content": None}
 # Messages as they are written, and what the template makes of them.
 WRITTEN: dict[str, tuple[list[dict[str, Any]], str]] = {
     "text": ([{"role": "user", "content": " hi\n"}], "<user> hi\n"),
@@ -52,29 +53,22 @@ WRITTEN: dict[str, tuple[list[dict[str, Any]], str]] = {
     "parts of text alone": ([{"role": "user", "content": ["a", "b"]}], "<user>ab"),
     "parts without a type": ([{"role": "user", "content": [{"text": "a"}]}], "<user>a"),
     "output": ([{"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}], "<assistant>a"),
-    "refusal": ([{"role": "assistant", "content": None, "refusal": "no"}], "<assistant>no"),
+    "refusal": ([ASSISTANT | {"refusal": "no"}], "<assistant>no"),
     "part of a refusal": ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], "<assistant>no"),
     "developer": ([{"role": "developer", "content": "be brief"}], "<system>be brief"),
     "empty system": ([{"role": "system", "content": ""}], "<system>"),
     "null system": ([{"role": "system", "content": None}], ""),
     "nulls of a table": ([NULLS | {"role": "user", "content": "a"}], "<user>a"),
-    "calls": ([{"role": "assistant", "content": None, "tool_calls": [{"function": CALL}]}], CALLED),
-    "calls of objects": (
-        [{"role": "assistant", "tool_calls": [{"function": CALL | {"arguments": {"a": 1, "b": None}}}]}],
-        CALLED,
-    ),
+    "calls": ([{"role": "assistant", "tool_calls": [{"function": CALL}]}], CALLED),
+    "calls of objects": ([ASSISTANT | {"tool_calls": [CALL | {"arguments": {"a": 1, "b": None}}]}], CALLED),
     "calls with a null": (
-        [{"role": "assistant", "tool_calls": [{"function": CALL | {"arguments": '{"a": null}'}}]}],
+        [ASSISTANT | {"tool_calls": [CALL | {"arguments": '{"a": null}'}]}],
         '<assistant>[f {"a": null}]',
     ),
-    "calls alone": ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], CALLED),
-    "older call": (
-        [
-            {"role": "assistant", "content": None, "function_call": CALL},
-            {"role": "function", "name": "f", "content": "5"},
-        ],
-        CALLED + "<tool>5",
-    ),
+    "calls alone": ([ASSISTANT | {"content": "", "tool_calls": [CALL]}], CALLED),
+    "older call": ([ASSISTANT | {"function_call": CALL}], CALLED),
+    "older answer": ([{"role": "function", "name": "f", "content": "5"}], "<toolf>5"),
+    "name": ([{"role": "user", "name": "Ann", "content": "a"}], "<userAnn>a"),
     **{
         name: ([{"role": "assistant", "content": "a", name: "why"}], "<assistant>(why)a")
         for name in ("reasoning_content", "reasoning", "thinking")
@@ -88,12 +82,6 @@ SHAREGPT: dict[str, tuple[list[dict[str, Any]], str]] = {
     "call of ShareGPT": ([{"from": "function_call", "value": json.dumps(CALL)}], CALLED),
     "observation": ([{"from": "observation", "value": "5"}], "<tool>5"),
 }
-
-
-def tokenizer_of(template: str = TEMPLATE) -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def read(row: dict[str, Any], tokenizer: Any) -> set[str]:
@@ -116,59 +104,53 @@ def test_a_conversation_gives_one_prompt_by_every_reader(names: list[str], with_
     row: dict[str, Any] = {"messages": json.dumps(whole) if as_text else whole, "prompt": "other"}
     if with_tools:
         row["tools"] = json.dumps(TOOLS)
-    assert read(row, tokenizer_of()) == {wanted}
+    assert read(row, byte_tokenizer(TEMPLATE)) == {wanted}
     if not SHAREGPT.keys() & {*names}:
         closed = [*chat, {"role": "assistant", "content": "x"}]  # which a request has, and a record learns
         for sent, text in ((chat, wanted), (closed, f"{wanted}x<assistant>")):
             body: dict[str, Any] = {"messages": sent, "tools": TOOLS if with_tools else []}
-            assert chat_text(tokenizer_of(), ChatRequest(**body).prompts()[0]) == text
+            assert chat_text(byte_tokenizer(TEMPLATE), ChatRequest(**body).prompts()[0]) == text
             (line,) = read_records([(1, {"body": body})], prompt_reader(PromptTemplate()))
-            assert PromptEncoder(tokenizer_of(), None).encode([line])[0].text == text
+            assert PromptEncoder(byte_tokenizer(TEMPLATE), None).encode([line])[0].text == text
 
 
 def test_the_system_message_of_a_record_is_text_or_parts(capsys: Any) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]}
     of_parts = TEMPLATE.replace("{{ m.content }}", "{% for p in m.content if p.type %}{{ p.text }}{% endfor %}")
     for system, template in (("be", of_parts), ("be", TEMPLATE), ([{"type": "text", "text": "be"}], TEMPLATE)):
-        assert read(row | {"system": system}, tokenizer_of(template)) == {"<system>be<user>a<assistant>"}
+        assert read(row | {"system": system}, byte_tokenizer(template)) == {"<system>be<user>a<assistant>"}
     with pytest.raises(DataError, match="field 'system' has a number"):
-        read(row | {"system": 5}, tokenizer_of())
+        read(row | {"system": 5}, byte_tokenizer(TEMPLATE))
     make_template(RecordOptions(), [{"prompt": "a", "response": "b", "system": 5}])
     assert "left out: system" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": "\ud800"}}}]},
-        {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "\ud800", "arguments": "{}"}}]},
-    ],
-)
-def test_half_of_a_pair_in_a_call_is_refused_by_every_reader(fields: dict[str, Any]) -> None:
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant"} | fields, {"role": "user", "content": "b"}]
-    (prompt,) = PromptEncoder(tokenizer_of(), None).encode([PromptTemplate().record_of(chat)])
+def test_half_of_a_pair_in_a_call_is_refused_by_every_reader() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": "\ud800"}}}
+    user = {"role": "user", "content": "a"}
+    chat = [user, {"role": "assistant", "tool_calls": [call]}, user]
+    (prompt,) = PromptEncoder(byte_tokenizer(TEMPLATE), None).encode([PromptTemplate().record_of(chat)])
     assert "surrogate" in str(prompt.error)
     with pytest.raises(ApiError, match="surrogate"):
-        chat_text(tokenizer_of(), ChatRequest(messages=chat).prompts()[0])  # type: ignore
+        chat_text(byte_tokenizer(TEMPLATE), ChatRequest(messages=chat).prompts()[0])  # type: ignore
 
 
 def test_messages_that_a_template_leaves_out_are_said(capsys: Any) -> None:
     """With a template that knows neither, and one that knows the role `developer`."""
     chat = [{"role": role, "content": role} for role in ("developer", "user", "assistant", "tool", "user")]
     known = "{% for m in messages %}{% if m.role in ('user', 'developer') %}{{ m.content }}{% endif %}{% endfor %}"
-    (prompt,) = PromptEncoder(tokenizer_of(known), None).encode([PromptTemplate().record_of(chat)])
+    (prompt,) = PromptEncoder(byte_tokenizer(known), None).encode([PromptTemplate().record_of(chat)])
     assert prompt.text == "developeruseruser"
     assert "not in the prompts: messages of the role 'tool'" in capsys.readouterr().err
     with pytest.raises(ApiError, match="does not use messages of the role tool") as refused:
-        chat_text(tokenizer_of(known), ChatRequest(messages=chat).prompts()[0])  # type: ignore
+        chat_text(byte_tokenizer(known), ChatRequest(messages=chat).prompts()[0])  # type: ignore
     assert refused.value.param == "messages"
 
 
 @pytest.mark.parametrize("answer", ["    return 1", "a\n", "\n a \n\n"])
 @pytest.mark.parametrize("template", [CHATML, None])
 def test_white_space_of_an_answer_is_learned(answer: str, template: str | None) -> None:
-    tokenizer = chatml_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer = chatml_tokenizer(template)
     end = "</s>" if template is None else "<|im_end|>"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
     rows: list[Any] = [{"prompt": "a\n", "completion": answer}, {"question": "a", "answers": {"text": [answer] * 2}}]
@@ -186,7 +168,7 @@ def test_a_call_keeps_the_indentation_of_the_text_before_it() -> None:
     row = {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "  b", "tool_calls": [CALL]}]
     }
-    template, tokenizer = make_template(RecordOptions(chat=True), [row]), tokenizer_of()
+    template, tokenizer = make_template(RecordOptions(chat=True), [row]), byte_tokenizer(TEMPLATE)
     (example,), _ = encode_examples(read_file([row], template), template, tokenizer)
     assert tokenizer.decode(example.response) == '  b[f {"a": 1}]</s>'
 

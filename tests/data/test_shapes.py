@@ -19,6 +19,7 @@ from checkpoints import HERMES, byte_tokenizer
 from skipdecode import evaluate
 from skipdecode.cli import main
 from skipdecode.common.rows import read_rows
+from skipdecode.cost.model import CostModel
 from skipdecode.data.examples import RecordOptions, encode_examples, known_shape, make_template
 from skipdecode.data.shapes import SHAPES as KNOWN
 from skipdecode.data.source import PromptSource, held_out, load_records, read_file
@@ -38,7 +39,6 @@ SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text}
 SHAPES: dict[str, tuple[dict[str, Any], list[tuple[Any, str]]]] = {
     "prompt and response": ({"prompt": "a", "response": "b"}, [("a", "b")]),
     "prompt and completion": ({"prompt": "a", "completion": "b"}, [("a", "b")]),
-    "prompt and completion of a text": ({"prompt": "a", "completion": " b\n"}, [("a", " b\n")]),
     "prompt and completion of messages": (
         {"prompt": MESSAGES[:1], "completion": MESSAGES[1:2]},
         [(MESSAGES[:1], "two")],
@@ -47,10 +47,6 @@ SHAPES: dict[str, tuple[dict[str, Any], list[tuple[Any, str]]]] = {
     "messages that are not all learned": (
         {"messages": [MESSAGES[0], MESSAGES[1] | {"weight": 0}, *MESSAGES[2:]]},
         [(MESSAGES[:3], "four")],
-    ),
-    "messages of parts": (
-        {"messages": [one | {"content": [{"type": "text", "text": one["content"]}]} for one in MESSAGES[:2]]},
-        [(MESSAGES[:1], "two")],
     ),
     "conversations": ({"conversations": SHAREGPT}, [(MESSAGES[:1], "two"), (MESSAGES[:3], "four")]),
     "instruction": ({"instruction": "a", "input": "", "output": "b"}, [("a", "b")]),
@@ -121,6 +117,7 @@ def test_a_shape_is_known_by_its_fields(name: str) -> None:
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
+CALLS = HERMES.removesuffix("<assistant>") + ASKS
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -133,8 +130,7 @@ def test_calls_and_tools_are_learned_as_the_chat_template_writes_them(said: str 
         written = {"from": "function_call", "value": json.dumps([{"name": "f", "arguments": {"a": 1}}] * 2)}
         others = [{"from": "observation", "value": "5"}, *SHAREGPT[3:]]
         source = [{"conversations": [SHAREGPT[0], written, *others], "tools": json.dumps(TOOLS)}]
-    template, tokenizer = make_template(RecordOptions(chat=True), source), byte_tokenizer()
-    tokenizer.chat_template = HERMES.removesuffix("<assistant>") + ASKS
+    template, tokenizer = make_template(RecordOptions(chat=True), source), byte_tokenizer(CALLS)
     first, second = encode_examples(read_file(source, template), template, tokenizer)[0]
     plain = tokenizer.decode(first.prompt + first.response[:-1])
     assert '{"type": "function", "function": {"name": "f"}} within' in plain
@@ -163,8 +159,7 @@ def test_reasoning_is_learned_where_the_chat_template_writes_it(capsys: Any) -> 
 
 def test_prepare_writes_calls_as_the_chat_template_does(tmp_path: Path) -> None:
     turns = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    loaded = load_model(save_tiny_model(tmp_path / "model"))
-    loaded.tokenizer.chat_template = HERMES.removesuffix("<assistant>") + ASKS
+    loaded = load_model(save_tiny_model(tmp_path / "model", chat=CALLS))
     sources = Sources(PrepareOptions(), {"train": [{"messages": turns, "tools": TOOLS}] * 2}, tmp_path)
     (row,) = [row for _, row in read_rows(sources.written_records(loaded).train)]
     assert row["response"] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -197,21 +192,14 @@ def test_an_alpaca_array_prepares_a_model_as_typed(tmp_path: Path, capsys: Any) 
     (tmp_path / "alpaca.json").write_text(json.dumps(rows, indent=1))
     model = save_tiny_model(tmp_path / "model", context=512)
     cost = tmp_path / "cost.json"
-    from skipdecode.cost.model import CostModel
-
     cost.write_text(json.dumps(CostModel.of_step(8, 16, 0.001, 0.002).to_dict()))
     command = ["prepare", model, "--train", str(tmp_path / "alpaca.json"), "--target-speedup", "1.3"]
-    assert (
-        main([*command, "--cost", str(cost), "--minutes", "0.15", "--fit-rank", "4", "--out", str(tmp_path / "d")]) == 0
-    )
+    assert main([*command, "--cost", str(cost), "--minutes", "0", "--no-fit", "--out", str(tmp_path / "d")]) == 0
     told = capsys.readouterr().err
     assert "records of instruction, input and output" in told
     assert "3 of 30 records are held out" in told
     lines = (tmp_path / "d" / "records" / "dev.jsonl").read_text().splitlines()
     assert json.loads(lines[0]) == {"id": 1, "prompt": "Say red\n\nnumber 0", "response": "red 0"}
-    tuned = next((tmp_path / "d").glob("tuned-*"), None)
-    if tuned is not None:
-        assert load_model(tuned).checkpoint.recipe.template.chat
 
 
 def test_chats_are_scored_and_held_out_as_what_they_are(tmp_path: Path, capsys: Any) -> None:

@@ -68,20 +68,6 @@ def test_texts_are_those_without_drafts(
     assert [row["text"] for row in read_rows(out)] == full
 
 
-def test_texts_are_those_of_the_command_line_in_any_batch(llm: LLM, model_dir: str, tmp_path: Path):
-    data, out = write_rows(tmp_path / "in.jsonl", [{"prompt": p} for p in TEXTS]), str(tmp_path / "out.jsonl")
-    command = ["generate", model_dir, "--input", data, "--output", out, "--max-new-tokens", "8"]
-    for options, sampling in (
-        (["--schedule", "2x"], {"schedule": "2x"}),
-        (["--temperature", "0.8", "--top-k", "20"], {"temperature": 0.8, "top_k": 20, "seed": 0}),
-    ):
-        assert main([*command, *options, "--overwrite"]) == 0
-        expected = [row["text"] for row in read_rows(out)]
-        assert texts(llm.generate(TEXTS, 8, **sampling)) == expected
-        alone = LLM(llm.loaded, max_rows=1)
-        assert texts(alone.generate(TEXTS, 8, **sampling)) == expected
-
-
 def test_texts_fit_a_json_schema(llm: LLM, model_dir: str, tmp_path: Path):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     expected = texts(llm.generate(TEXTS, 40, json_schema=schema, schedule="2x"))
@@ -164,9 +150,6 @@ def test_statistics_say_layers_memory_and_time(llm: LLM):
     assert "first token" not in str(stats)
 
 
-# ---------------------------------------------------------------------- outputs as they end
-
-
 def test_outputs_come_as_they_end_from_prompts_that_are_read_as_they_are_needed(llm: LLM):
     llm, texts_given = LLM(llm.loaded, max_rows=2), [*TEXTS, "y" * CONTEXT, *TEXTS]
     expected = llm.generate(TEXTS, 8, schedule="2x")
@@ -191,21 +174,6 @@ def test_outputs_come_as_they_end_from_prompts_that_are_read_as_they_are_needed(
     assert found.index(bad) < len(found) - 1
 
 
-def test_outputs_may_be_cut_or_left(llm: LLM):
-    llm, decoding = LLM(llm.loaded), Decoding(sampling=Sampling(), max_new_tokens=40)
-    whole, prompts = llm.generate(TEXTS, 40, schedule="2x"), llm.encode(TEXTS)
-    half = llm.schedule_of("2x", 40)
-    found = list(llm.iterate(prompts, decoding, half, cut=lambda: llm.stats.new_tokens >= 12))
-    assert {output.finish_reason for output in found} == {"length"}
-    for output in found:
-        assert output.tokens == whole[output.index].tokens[: len(output.tokens)]
-        assert len(output.tokens) < 40
-    left = llm.iterate(prompts, Decoding(sampling=Sampling(), max_new_tokens=2), window=1)
-    next(left)
-    left.close()
-    assert llm.generate(TEXTS, 40, schedule="2x") == whole
-
-
 # ---------------------------------------------------------------------- streams
 
 
@@ -222,28 +190,20 @@ def test_a_stream_is_the_text_of_generate_in_pieces(llm: LLM, sampling: dict[str
     assert len(pieces) > 1 or whole.finish_reason == "stop"
 
 
-def test_streams_may_take_turns_and_be_left(llm: LLM):
-    alone = texts(llm.generate(["hello", "you"], 8))
-    pairs = list(zip_longest(llm.stream("hello", 8), llm.stream("you", 8), fillvalue=""))
-    assert ["".join(p) for p in zip(*pairs, strict=True)] == alone
-    left = llm.stream("hello", 30)
+@pytest.mark.parametrize("engine", ["fast", "transformers"])
+def test_streams_may_take_turns_and_be_left(model_dir: str, llm: LLM, engine: str):
+    alone, other = texts(llm.generate(["hello", "you"], 8, schedule="2x")), LLM(model_dir, engine=engine)
+    pieces = zip_longest(*(other.stream(text, 8, schedule="2x") for text in ("hello", "you")), fillvalue="")
+    started = next(pieces)
+    assert texts(other.generate(["hello", "you"], 8, schedule="2x")) == alone  # beside streams that were left half way
+    assert ["".join(p) for p in zip(started, *pieces, strict=True)] == alone
+    left = other.stream("hello", 30)
     next(left)
     left.close()
     assert left.finish_reason is None
     assert left.stats is not None
     assert list(left) == []
-    assert texts(llm.generate(["hello", "you"], 8)) == alone
-
-
-def test_transformers_decodes_the_same_and_streams_take_turns_too(model_dir: str, llm: LLM):
-    other = LLM(model_dir, device="cpu", engine="transformers")
-    assert other.generate(TEXTS, 6, schedule="2x") == llm.generate(TEXTS, 6, schedule="2x")
-    alone = texts(llm.generate(["hello", "you"], 8, schedule="2x"))
-    streams = [other.stream(text, 8, schedule="2x") for text in ("hello", "you")]
-    pieces = zip_longest(*streams, fillvalue="")
-    started = next(pieces)
-    assert texts(other.generate(["hello", "you"], 8, schedule="2x")) == alone  # beside streams that were left half way
-    assert ["".join(p) for p in zip(started, *pieces, strict=True)] == alone
+    assert texts(other.generate(["hello", "you"], 8, schedule="2x")) == alone
 
 
 def test_calls_of_all_schedules_share_what_is_kept_of_prompts(llm: LLM):
@@ -386,12 +346,10 @@ REFUSED: dict[str, Callable[[LLM], Any]] = {
     "attach a number": lambda llm: skipdecode.attach(llm.loaded.model, 2),
     "schedule_of": lambda llm: llm.schedule_of("2x", "many"),
     "full None": lambda llm: Schedule.full(None),
-    "full text": lambda llm: Schedule.full("8"),
     "budgets": lambda llm: Schedule(8, (1,), 7),
     "an order": lambda llm: Schedule(8, {1, 2}, (7, 6)),
     "from_speedup": lambda llm: Schedule.from_speedup(8, "2", 16),
     "seq_len": lambda llm: Schedule.from_speedup(8, 2, None),
-    "even": lambda llm: Schedule.even(8, "6"),
     "split": lambda llm: Schedule.split(8, None, 5),
     "paper": lambda llm: Schedule.paper(8, min_exit_layer=None, max_exit_layer=6, seq_len=5),
     "constant": lambda llm: Schedule.constant(8, None),
@@ -399,7 +357,6 @@ REFUSED: dict[str, Callable[[LLM], Any]] = {
     "save a schedule": lambda llm: Schedule.full(8).save(5),
     "layers": lambda llm: Schedule.full(8).layers("1"),
     "with_speedup": lambda llm: Schedule.full(8).with_speedup(None),
-    "with_speedup of a flat one": lambda llm: Schedule.even(8, 6).with_speedup("2"),
     "with_speedup of 0": lambda llm: Schedule.even(8, 6).with_speedup(0),
 }  # fmt: skip
 
@@ -430,9 +387,6 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path):
     bare = skipdecode.models.loading.hub.load_model(str(tmp_path), require_tokenizer=False)
     with pytest.raises(ModelLoadError):
         LLM(bare)
-
-
-# ---------------------------------------------------------------------- threads
 
 
 @pytest.mark.parametrize("engine", ["fast", "transformers"])

@@ -1,11 +1,10 @@
-"""Writing rows: order, resuming, refusals."""
+"""Writing rows: in the order of the input, and kept where the end fails."""
 
 from __future__ import annotations
 
 import io
 import json
 import random
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from textgen_tools import read_rows
 SETTINGS = {"temperature": 0.0, "input": {"path": "in.jsonl", "bytes": 10}}
 
 
-def writer_for(path: Path, settings: dict[str, Any] = SETTINGS) -> FileWriter:
-    writer = open_writer(str(path), settings)
+def writer_for(path: Path) -> FileWriter:
+    writer = open_writer(str(path), SETTINGS)
     assert isinstance(writer, FileWriter)
     return writer
 
@@ -40,31 +39,6 @@ def test_output_is_in_input_order_replaces_a_file_at_the_end_and_leaves_nothing_
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_going_on_takes_over_what_is_there(tmp_path: Path):
-    out = tmp_path / "out.jsonl"
-    first = writer_for(out)
-    first.put(2, row(2))
-    first.put(0, {"error": "x"}, bad=True)
-    first.close()
-    second = writer_for(out)
-    assert (second.rows_before, second.bad_before) == (2, 1)
-    assert [second.is_done(i) for i in range(4)] == [True, False, True, False]
-    second.put(1, row(1))
-    second.finish()
-    assert read_rows(out) == [{"error": "x"}, row(1), row(2)]
-
-
-def test_other_settings_are_refused_with_what_to_do(tmp_path: Path):
-    out = tmp_path / "out.jsonl"
-    with closing(writer_for(out)) as writer:
-        writer.put(0, row(0))
-    with pytest.raises(OutputError, match=r"temperature: 0.0 then, 0.7 now\).* or delete \S+.partial to begin anew"):
-        writer_for(out, SETTINGS | {"temperature": 0.7})
-
-
-# ---------------------------------------------------------------------- outputs that cannot be
-
-
 def test_disk_that_fills_up_at_the_very_end_keeps_all_rows(tmp_path: Path):
     out = tmp_path / "out.jsonl"
     writer = writer_for(out)
@@ -79,9 +53,6 @@ def test_disk_that_fills_up_at_the_very_end_keeps_all_rows(tmp_path: Path):
     assert again.is_done(0)
     again.finish()
     assert read_rows(out) == [row(0)]
-
-
-# ---------------------------------------------------------------------- streams
 
 
 def test_stream_gets_rows_in_order_each_as_soon_as_it_may():
