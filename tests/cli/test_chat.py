@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
 import re
@@ -16,7 +15,7 @@ import pytest
 
 from skipdecode import LLM, Schedule
 from skipdecode.cli import main
-from textgen_tools import command, save_tiny_model, subprocess_environment
+from textgen_tools import command, save_tiny_model, stdin_of, subprocess_environment
 from tiny import LAYERS
 
 CONTEXT = 200
@@ -31,8 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: Any, model_dir: str) -> Any:
     def session(lines: str | bytes, *options: str, code: int = 0) -> tuple[list[str], str]:
         """What is printed on standard output, by line of input, and on standard error."""
-        given = lines if isinstance(lines, bytes) else lines.encode()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        stdin_of(monkeypatch, lines)
         assert main(["chat", model_dir, "--max-new-tokens", "8", *options]) == code
         return capsys.readouterr()
 
@@ -115,9 +113,6 @@ def test_a_model_without_chat_template_says_what_to_use(capsys: Any, tmp_path: P
     last = capsys.readouterr().err.splitlines()[-1]
     assert "skipdecode generate" in last
     assert "smollm2-135m" in last
-
-
-# ---------------------------------------------------------------------- a terminal
 
 
 class Terminal:

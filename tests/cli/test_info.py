@@ -24,14 +24,12 @@ from tiny import LAYERS, OPTIONS, tiny_model
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def report(capsys: Any, *arguments: str) -> Any:
     assert main(["info", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_report_fits_a_screen_and_tells_versions_devices_and_compiler(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_fits_a_screen(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["info"]) == 0
     assert len(capsys.readouterr().out.splitlines()) < 24
     found = report(capsys)
@@ -45,11 +43,11 @@ def test_the_report_fits_a_screen_and_tells_versions_devices_and_compiler(
     assert "g++" in report(capsys)["C++ compiler"]
 
 
-def test_types_are_listed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_types_are_listed_on_request(capsys: Any) -> None:
     assert {name for names in report(capsys, "--types").values() for name in names.split(", ")} == {*FAMILIES}
 
 
-def test_cached_models_are_listed_with_their_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cached_models_are_listed_with_their_size(capsys: Any) -> None:
     def build(folder: Path) -> str:
         (folder / "model.safetensors").write_bytes(bytes(3_000_000))
         return "somewhere"
@@ -58,9 +56,7 @@ def test_cached_models_are_listed_with_their_size(capsys: pytest.CaptureFixture[
     assert report(capsys)["  some-model"] == "3 MB, somewhere"
 
 
-def test_what_prepare_made_tells_its_schedule_its_template_and_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_prepare_made_is_described(tmp_path: Path, capsys: Any) -> None:
     base, ready = save_tiny_model(tmp_path / "base"), tmp_path / "ready"
     save_adapter(ready / "tuned-6", base)
     schedule = Schedule.from_speedup(LAYERS, 2, 5)
@@ -89,7 +85,7 @@ def test_what_prepare_made_tells_its_schedule_its_template_and_what_was_measured
     ],
 )
 def test_a_model_has_its_engine_and_what_prompts_compute_in_layers_that_they_do_not_run(
-    family: str, changes: dict[str, Any], engine: str, alone: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, changes: dict[str, Any], engine: str, alone: Any, tmp_path: Path, capsys: Any
 ) -> None:
     tiny_model(family, **changes).config.save_pretrained(tmp_path)
     found = report(capsys, str(tmp_path))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +13,12 @@ import pytest
 
 import skipdecode
 from skipdecode.cli import main
-from textgen_tools import save_tiny_model
+from textgen_tools import save_tiny_model, stdin_of
 from tuning_data import records, save_model, write_jsonl
 
 COUNT = 40
-WIDE = {"note": "x" * 4096}  # so that the records are more than a pipe, or a buffer of the reader, holds
+# More than a pipe, or a buffer of the reader, holds.
+WIDE = [record | {"note": "x" * 4096} for record in records(COUNT)]
 FORM = "--prompt-template {colour} --response-field ref"
 TUNE = f"{FORM} --full --steps 1 --batch-size 2 --schedule 2x".split()
 
@@ -27,10 +26,6 @@ TUNE = f"{FORM} --full --steps 1 --batch-size 2 --schedule 2x".split()
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("model")))
-
-
-def wide_records() -> list[dict[str, Any]]:
-    return [record | WIDE for record in records(COUNT)]
 
 
 @contextmanager
@@ -42,14 +37,8 @@ def fifo(path: Path, content: bytes) -> Any:
     feeder.join(10)
 
 
-def stdin_of(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-
-
-def test_tune_reads_a_pipe_and_standard_input_once_and_whole(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-):
-    content = write_jsonl(tmp_path / "train.jsonl", wide_records()).read_bytes()
+def test_tune_reads_pipes_once_and_whole(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch):
+    content = write_jsonl(tmp_path / "train.jsonl", WIDE).read_bytes()
     stdin_of(monkeypatch, write_jsonl(tmp_path / "dev.jsonl", records(5)).read_bytes())
     out = tmp_path / "out"
     with fifo(tmp_path / "pipe", content) as train:
@@ -64,7 +53,7 @@ def test_tune_reads_a_pipe_and_standard_input_once_and_whole(
 
 
 def test_calibrate_and_eval_read_a_pipe_whole(tmp_path: Path, model: str):
-    content = write_jsonl(tmp_path / "in.jsonl", wide_records()).read_bytes()
+    content = write_jsonl(tmp_path / "in.jsonl", WIDE).read_bytes()
     form = {"prompt_template": "{colour}", "response_field": "ref"}
     options = {"nominal_speedup": 2, "records": COUNT - 5}
     with fifo(tmp_path / "one", content) as data:
@@ -87,9 +76,7 @@ def test_own_prompts_come_from_standard_input(tmp_path: Path, monkeypatch: pytes
     assert json.loads((tmp_path / "eval" / "run.json").read_text())["n"] == 6
 
 
-def test_a_stream_that_would_be_read_twice_is_refused_by_name(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_streams_read_twice_are_refused(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     stdin_of(monkeypatch, b"{}\n")
     assert main(["tune", model, "--train", "-", "--dev", "-", "--out", str(tmp_path / "out"), *TUNE]) == 2
     assert "- is given twice and can be read only once" in capsys.readouterr().err

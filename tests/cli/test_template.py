@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkpoints import byte_tokenizer, edit_json
-from serve_tools import greedy, offline, running, tiny_served_model
+from serve_tools import greedy, offline, post, running, tiny_served_model
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.data.template import PromptTemplate
@@ -19,7 +17,7 @@ from skipdecode.evaluation.results import load_run
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.recipe import Recipe
 from skipdecode.serving.service import Service, open_service
-from textgen_tools import read_rows, save_tiny_model, write_rows
+from textgen_tools import read_rows, save_tiny_model, stdin_of, write_rows
 from tiny import LAYERS
 from tuning_data import records, save_model, write_jsonl
 
@@ -48,25 +46,15 @@ def prompts(capsysbinary: Any, *arguments: str, code: int = 0) -> list[str]:
     return [row["prompt"] if "prompt" in row else row["error"] for row in rows]
 
 
-def test_generate_puts_rows_texts_standard_input_and_arguments_into_the_template(
-    capsysbinary: Any, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_uses_template(capsysbinary: Any, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_rows(tmp_path / "in.jsonl", ROWS)
     (tmp_path / "in.txt").write_text("name[X]\n\nname[Y]\nname[Z]\n")
     assert prompts(capsysbinary, model, "--input", rows) == RENDERED
     assert prompts(capsysbinary, model, "--input", str(tmp_path / "in.txt")) == RENDERED
     assert prompts(capsysbinary, model, "--temperature", "0", "name[X]", "name[Y]", "name[Z]") == RENDERED
     for arguments in ((), ("--input", "-")):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"name[X]\nname[Y]\nname[Z]\n")))
+        stdin_of(monkeypatch, "name[X]\nname[Y]\nname[Z]\n")
         assert prompts(capsysbinary, model, *arguments) == RENDERED
-
-
-def test_a_template_takes_no_record_of_another_form(capsys: Any, tmp_path: Path, model: str) -> None:
-    rows = write_rows(tmp_path / "in.jsonl", [{"mr": "name[X]", "refs": ["X"]}])
-    assert main(["generate", model, "--input", rows, "--prompt-template", "{mrr}:"]) == 2
-    told = capsys.readouterr().err
-    assert "'mrr'" in told
-    assert "'mr', 'refs'" in told
 
 
 def test_generate_says_which_template_and_how_to_do_without(capsys: Any, model: str) -> None:
@@ -141,19 +129,6 @@ def test_rows_that_end_at_their_first_token_are_counted_and_said(capsys: Any, tm
     assert json.loads(figures.read_text())["summary"]["rows_ended_at_once"] == 3
 
 
-def test_eval_without_a_task_takes_the_checkpoints_template(capsys: Any, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "data.jsonl", [{"word": w, "ref": f"a {w}"} for w in ("car", "house", "tree")])
-    command = ["--data", data, "--resamples", "20", "--max-new-tokens", "4", "--metrics", "bleu", "--json"]
-    model = tuned(tmp_path / "tuned", "Say {word}:")
-    assert main(["eval", model, *command, "--schedule", "2x", "--out", str(tmp_path / "run")]) == 0
-    assert "'Say {word}:'" in capsys.readouterr().err
-    prompts = [row["prompt"] for row in read_rows(tmp_path / "run/outputs.jsonl")[-3:]]
-    assert prompts == ["Say car:", "Say house:", "Say tree:"]
-    plain = save_tiny_model(tmp_path / "plain")
-    assert main(["eval", plain, *command, "--out", str(tmp_path / "none")]) == 2
-    assert "--task" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------- served
 
 
@@ -169,9 +144,7 @@ def service(recipe: Recipe | None, **options: Any) -> Service:
 
 def text(client: Any, prompt: Any, **extension: Any) -> str:
     body = greedy(prompt=prompt, max_tokens=6, **({"skipdecode": extension} if extension else {}))
-    answer = client.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
+    return post(client, "/v1/completions", body)["choices"][0]["text"]
 
 
 def test_a_served_completion_goes_into_the_template_unless_the_request_says_otherwise() -> None:
@@ -192,33 +165,21 @@ def test_a_server_may_leave_prompts_as_they_are() -> None:
         assert client.get("/v1/models").json()["data"][0]["skipdecode"]["template"]["used"] is False
 
 
-@pytest.mark.parametrize("recipe", [None, Recipe(PromptTemplate("{colour} {thing}:"))])
-def test_a_served_text_that_no_template_takes_is_refused_by_field(recipe: Recipe | None) -> None:
-    with running(service(recipe)) as client:
-        answer = client.post("/v1/completions", json=greedy(prompt="red car", skipdecode={"template": True}))
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == ("skipdecode.template" if recipe is None else "prompt")
-        assert text(client, "red car", template=False) == offline("red car", 6)[1]
-
-
-def test_a_template_is_refused_where_it_would_change_nothing() -> None:
-    chat = {"messages": [{"role": "user", "content": "name[X]"}]}
-    with running(service(Recipe(PromptTemplate("{mr}\n")))) as client:
-        for path, body in (("completions", {"prompt": [5, 6]}), ("chat/completions", chat)):
-            answer = client.post(f"/v1/{path}", json=greedy(max_tokens=2, skipdecode={"template": True}, **body))
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "skipdecode.template")
-            for extension in ({"template": False}, {"template": None}, {}):
-                assert client.post(f"/v1/{path}", json=greedy(max_tokens=2, skipdecode=extension, **body)).is_success
-
-
-def test_the_hint_to_leave_out_the_template_is_given_where_that_helps() -> None:
-    with running(service(Recipe(PromptTemplate("{colour} {thing}:")))) as client:
-        messages = [client.post("/v1/completions", json=greedy(prompt=p)).json()["error"]["message"] for p in ("", "x")]
-    assert ["skipdecode.template=false" in message for message in messages] == [False, True]
-    assert "is empty" in messages[0]
-
-
-# ---------------------------------------------------------------------- one checkpoint the whole way
+@pytest.mark.parametrize(
+    ("template", "path", "body", "param"),
+    [
+        ("", "completions", {"prompt": "red car"}, "skipdecode.template"),
+        ("{colour} {thing}:", "completions", {"prompt": "red car"}, "prompt"),
+        ("{mr}", "completions", {"prompt": [5, 6]}, "skipdecode.template"),  # it would change nothing
+        ("{mr}", "chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "skipdecode.template"),
+    ],
+)
+def test_served_prompts_that_no_template_takes(template: str, path: str, body: dict[str, Any], param: str) -> None:
+    with running(service(Recipe(PromptTemplate(template)) if template else None)) as client:
+        asked = greedy(max_tokens=2, **body)
+        refused = post(client, f"/v1/{path}", asked | {"skipdecode": {"template": True}}, 400)
+        assert refused["error"]["param"] == param
+        post(client, f"/v1/{path}", asked | {"skipdecode": {"template": False}})
 
 
 PAIRS = [{"mr": f"name[{r['thing']}]", "ref": r["ref"]} for r in records(8)]
@@ -251,6 +212,8 @@ def test_what_it_was_tuned_on_is_what_every_verb_puts_prompts_into(way: str, tmp
     scores = ["--metrics", "bleu", "--resamples", "20", "--no-teacher-forced"]
     assert main(["eval", out, "--data", data, "--out", run, *common, *scores]) == 0
     assert "will be bad" not in capsys.readouterr().err
+    texts = {text.removeprefix("<user>").removesuffix("<assistant>") for text in expected}
+    assert {row["prompt"] for row in read_rows(f"{run}/outputs.jsonl")} == texts
 
     loaded = load_model(out)
     schedule = load_run(run).data["config"]["method"]["schedule"]
@@ -260,6 +223,6 @@ def test_what_it_was_tuned_on_is_what_every_verb_puts_prompts_into(way: str, tmp
     service = open_service(loaded.model, loaded.tokenizer, name="tuned", **how)
     with running(service) as client:
         body = greedy(prompt=PAIRS[0]["mr"], max_tokens=4)
-        answer = client.post("/v1/completions", json=body).json()
+        answer = post(client, "/v1/completions", body)
         assert answer["choices"][0]["text"] == found[0]["text"]
         assert answer["usage"]["prompt_tokens"] == len(expected[0].encode())

@@ -17,13 +17,10 @@ from typing import Any
 import pytest
 import transformers
 
-import skipdecode
 from checkpoints import byte_tokenizer, save_adapter
 from skipdecode import Schedule, errors
 from skipdecode.cli import main
 from skipdecode.common import progress
-from skipdecode.cost import source as cost_source
-from skipdecode.errors import DataError
 from textgen_tools import save_tiny_model, subprocess_environment
 from tiny import tiny_model
 
@@ -52,12 +49,10 @@ WRONG = {
     "plan hollow --schedule 2x --dtype bf16": "'bfloat16'",
     "plan smolm2-135m --schedule 2x": "'smollm2-135m'",
     "generate hollo x": "'hollow'",
-    "generate e2e-smollm2-135 x": "'e2e-smollm2-135m'",
     f"{EVAL} --metrics BLUE": "unknown metric 'BLUE' (did you mean 'bleu'?): accepted are bleu, chrf, ",
     f"{EVAL.replace('e2e', 'E2')}": "'e2e'",
     # Values and options.
     "plan hollow": "--target-speedup",
-    "plan hollow --target-speedup fast": "--target-speedup 'fast'",
     "plan hollow --target-speedup": "--target-speedup",
     "plan": "MODEL",
     "info more": "more",
@@ -68,6 +63,7 @@ WRONG = {
     "generate hollow x --field q": "PROMPTS and --prompt-field exclude each other",
     "generate hollow x --output-format text --output out.txt": "--output-format text is for standard output",
     "generate hollow x --seq-len 3": "--seq-len needs --schedule",
+    "generate hollow x --seq-len 5 --schedule eight.json": "--seq-len is for a speed-up",
     "generate hollow x --stop ''": "--stop ''",
     "generate hollow x --schedule ''": "unknown schedule ''",
     "generate hollow x --quantization int8 --engine transformers": "--quantization",
@@ -76,7 +72,6 @@ WRONG = {
     "generate hollow x --prompt-template '{a}\udcff'": "--prompt-template",
     "generate hollow '\udcff'": "PROMPTS",
     "plan hollow --schedule 2x --seq-len 100000000": "1 to 32768",
-    "plan hollow --schedule 2x --batch 100000": "1 to 1024",
     "plan hollow --schedule 2x --batch 1000 --prompt-len 1000000": "give at most 1048576",
     "generate hollow x --device gpu": "cpu, cuda",
     "generate hollow x --device cuda:99": "give cpu",
@@ -93,7 +88,6 @@ WRONG = {
     f"tune adapter --task e2e --lora-rank 4 {RECORDS}": "--merge",
     f"tune hollow --prompt-field m --response-field ref {RECORDS}": "'m'; the record has 'mr', 'ref'",
     # Schedules and lengths that do not fit the model.
-    "plan hollow --schedule 99x": "at most 4.00",
     "generate hollow x --schedule 99x": "at most 4.00",
     "generate hollow x --schedule ten.json": "10 layers",
     "generate hollow x --schedule :p9": "1 to 8",
@@ -107,23 +101,22 @@ WRONG = {
     "serve hollow --port 0 --schedule ten.json": "10 layers",
     "serve hollow --port 0 --schedule fast": "unknown schedule 'fast'",
     "serve hollow --prefix-per-key": "--prefix-per-key needs API keys",
+    "serve hollow --prefix-per-key --no-prefix-cache": "--prefix-per-key",
     "serve hollow --port 70000": "--port 70000",
     "serve hollow --cors http://localhost:3000/": "--cors 'http://localhost:3000/' is not accepted",
     # Files.
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
     "generate hollow --input ''": "--input '' is not accepted: give a name",
-    "generate hollow x --output ''": "--output '' is not accepted: give a name",
     "generate hollow rec.jsonl": "give --input rec.jsonl",
+    "generate hollow --input rec.jsonl --prompt-template '{mrr}:'": "'mrr'",
     "generate hollow x --output new.csv": "--output new.csv is written as JSON lines",
     "generate hollow --input empty.txt": "no prompts in empty.txt",
     "generate hollow --input bad.jsonl": "nothing to generate: no row of bad.jsonl can be used",
     "generate hollow x --schedule nowhere.json": "cannot read the schedule nowhere.json",
     "generate hollow x --schedule bad.jsonl": "bad.jsonl: a schedule must be JSON",
     "generate hollow x --summary /dev/full/x": "cannot write /dev/full/x",
-    "generate hollow x --output rec.jsonl": "--overwrite",
     "generate hollow x --output rec.jsonl/x": "rec.jsonl/x",
     f"tune hollow --task e2e {RECORDS.replace('rec', 'none')}": "none.jsonl",
-    f"tune hollow --task e2e {RECORDS.replace('new', 'rec.jsonl/x')}": "rec.jsonl/x",
     "eval --compare nowhere": "nowhere",
     "plan cfg.json --schedule 2x --out .": "directory",
     f"prepare hollow --task e2e {RECORDS} --cost nowhere.json": "nowhere.json",
@@ -153,15 +146,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "empty.txt").write_text("\n")
     (place / "one.json").write_text('{"oneOf": [{"type": "integer"}, {"type": "number"}]}')
     (place / "bad.jsonl").write_text("{oops\n{}\n")
-    (place / "ten.json").write_text(Schedule.constant(10, 5).to_json())
+    for layers, name in ((8, "eight"), (10, "ten")):
+        Schedule.constant(layers, 5).save(place / f"{name}.json")
     (place / "cfg.json").write_text((place / "hollow" / "config.json").read_text())
     return place
 
 
 @pytest.mark.parametrize("command", WRONG)
-def test_one_line_and_exit_code_2_before_weights_are_read(
-    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_one_line_and_exit_code_2(command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.chdir(place)
     assert main(shlex.split(command)) == 2
     printed = capsys.readouterr()
@@ -198,25 +190,13 @@ def test_exit_codes_tell_what_was_asked_from_what_failed():
     assert failed == {errors.WorkError, errors.WriteError, errors.FetchError, errors.DivergedError}
 
 
-def test_a_plan_for_a_known_cost_loads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+def test_a_plan_for_a_known_cost_loads_no_weights(tmp_path: Path, own_cache: None):
     model = save_tiny_model(tmp_path / "model")
-    command = ["plan", str(model), "--schedule", "2x", "--json", "--prompt-len", "8", "--seq-len", "8"]
+    command = ["plan", model, "--schedule", "2x", "--prompt-len", "8", "--seq-len", "8"]
     assert main(command) == 0
-    first = json.loads(capsys.readouterr().out)
-    assert first["cost_origin"].startswith("measured here")
-
-    class LoadedError(Exception):
-        pass
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise LoadedError
-
-    monkeypatch.setattr(cost_source, "load_model", refuse)
+    (tmp_path / "model" / "model.safetensors").unlink()
     assert main(command) == 0
-    assert json.loads(capsys.readouterr().out) == first
-    assert main([*command, "--remeasure"]) == 1
-    assert "LoadedError" in capsys.readouterr().err
+    assert main([*command, "--remeasure"]) == 2
 
 
 # ---------------------------------------------------------------------- bars and notes
@@ -315,9 +295,7 @@ def records(**last: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("field", ["prompt", "response"])
-def test_a_record_with_an_unknown_token_is_refused_by_its_line(
-    model: Callable[..., str], verb: str, field: str, capsys: Any
-) -> None:
+def test_an_unknown_token_is_refused_by_line(model: Callable[..., str], verb: str, field: str, capsys: Any) -> None:
     word = "reference" if (verb, field) == ("eval", "response") else field
     records(**{word: f"a{WORD}"})
     assert main([verb, model(), *VERBS[verb].split(), "--out", "out"]) == 2
@@ -337,13 +315,6 @@ def test_other_records_are_generated(model: Callable[..., str], capsys: Any) -> 
     rows = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [("error" in row, row.get("line")) for row in rows] == [(False, None)] * 4 + [(True, 5)]
     assert f"{NUMBER} ('{WORD}')" in rows[-1]["error"]
-
-
-def test_in_python_the_prompt_is_named(model: Callable[..., str]) -> None:
-    llm = skipdecode.LLM(model())
-    with pytest.raises(DataError, match=str(NUMBER)) as caught:
-        llm.generate(["a", f"a{WORD}"], max_new_tokens=2)
-    assert caught.value.index == 1
 
 
 def test_a_file_for_llama_cpp_has_a_row_for_each_token(model: Callable[..., str], capsys: Any) -> None:
