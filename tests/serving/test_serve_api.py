@@ -31,7 +31,7 @@ from serve_tools import (
 from skipdecode import attach
 from skipdecode.engine import Sampling
 from skipdecode.engine.requests import row_seed
-from skipdecode.errors import ModelLoadError, OptionError, UsageError
+from skipdecode.errors import OptionError, UsageError
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest
 from skipdecode.serving.service import open_service
 from tiny import LAYERS
@@ -87,19 +87,6 @@ def test_the_summary_adds_up(client):
     for budget, layers in found["layer_sets"].items():
         assert layers == sorted(set(range(LAYERS)) - set(NESTED.drop_order[: LAYERS - int(budget)]))
     assert found["first_token_s"] > 0
-
-
-def test_schedules_mixed_in_one_batch_change_nothing(client):
-    asked = [(p, s) for p in PROMPTS for s in ({"schedule": name} for name in SCHEDULES)]
-
-    def answer(case):
-        body = greedy(prompt=case[0], max_tokens=NEW, skipdecode=case[1])
-        return streamed_text(events(client, COMPLETIONS, body))
-
-    alone = [answer(case) for case in asked]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        assert list(pool.map(answer, asked)) == alone
-    assert len(set(alone)) > len(PROMPTS)  # the schedules do make a difference
 
 
 def test_chat_is_the_template_s_completion(client):
@@ -178,12 +165,7 @@ def test_stop_strings_end_the_text(client):
 
 
 def test_logprobs(client):
-    body = greedy(prompt=PROMPTS[0], max_tokens=5)
-    plain = post(client, COMPLETIONS, body)["choices"][0]
-    assert plain["logprobs"] is None
-    found = post(client, COMPLETIONS, body | {"logprobs": 2})["choices"][0]["logprobs"]
-    assert [len(found[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [5] * 4
-    assert [max(top.values()) for top in found["top_logprobs"]] == pytest.approx(found["token_logprobs"], abs=1e-4)
+    assert post(client, COMPLETIONS, greedy(prompt=PROMPTS[0], max_tokens=5))["choices"][0]["logprobs"] is None
     chat = greedy(messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3)
     content = post(client, CHAT, chat)["choices"][0]["logprobs"]["content"]
     assert [len(entry["top_logprobs"]) for entry in content] == [3] * 5
@@ -196,6 +178,7 @@ def test_log_probabilities_of_completions_have_as_many_tokens_as_asked_for(clien
     """The model knows tokens without text, and tokens with parts of characters: each has a name and its own value."""
     body = greedy(prompt=PROMPTS[0], max_tokens=8)
     logprobs = post(client, COMPLETIONS, body | {"logprobs": 5})["choices"][0]["logprobs"]
+    assert {len(values) for values in logprobs.values()} == {8}
     assert [len(top) for top in logprobs["top_logprobs"]] == [5] * 8
     assert all(
         top[t] == value == max(top.values())
@@ -363,15 +346,6 @@ def test_models(client):
     assert all(s["prompt_layers"] == list(SCHEDULES[s["name"]].prompt_layers()) for s in found["schedules"])
 
 
-def test_the_checkpoints_schedule_is_the_default():
-    with running(tiny_service(checkpoint_schedule=NESTED)) as client:
-        assert client.get("/v1/models").json()["data"][0]["skipdecode"]["default_schedule"] == "nested"
-        body = greedy(prompt=PROMPTS[0], max_tokens=NEW)
-        answer = post(client, COMPLETIONS, body)
-        assert answer["choices"][0]["text"] == offline(PROMPTS[0], NEW, NESTED)[1]
-        assert answer["skipdecode"]["schedule"] == "nested"
-
-
 def test_tokenize(client):
     assert post(client, "/tokenize", {"prompt": "ab"}) == {"tokens": [67, 68], "count": 2, "max_model_len": CONTEXT}
     assert post(client, "/tokenize", {"messages": MESSAGES})["count"] == len(RENDERED)
@@ -419,6 +393,7 @@ def test_models_without_a_fast_path_are_served_too():
 # ---------------------------------------------------------------------- refusals
 
 PROMPT, CHAT_BODY = {"prompt": "x"}, {"messages": MESSAGES}
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
 # Values of a completion's fields.
 INVALID = {
     "echo": [1],
@@ -455,11 +430,7 @@ REFUSED = {
         (COMPLETIONS, PROMPT | {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, CHAT_BODY | {"prompt_logprobs": 1}, "prompt_logprobs"),
         (CHAT, {"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages.name"),
-        (
-            CHAT,
-            CHAT_BODY | {"chat_template_kwargs": {"enable_thinking": False}},
-            "chat_template_kwargs.enable_thinking",
-        ),
+        (CHAT, CHAT_BODY | QUIET, "chat_template_kwargs.enable_thinking"),
         (CHAT, CHAT_BODY | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
         (CHAT, CHAT_BODY | {"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs.?"),
         (CHAT, CHAT_BODY | {"reasoning_effort": "none"}, "reasoning_effort"),
@@ -542,13 +513,9 @@ def test_a_bad_entry_of_a_list_of_prompts_is_named_by_its_index(client, prompt):
     assert error["param"] == "prompt"
 
 
-def test_a_broken_chat_template_is_found_at_start():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }"
-    with pytest.raises(ModelLoadError, match="template is broken"):
-        open_service(tiny_served_model(), tokenizer, name="tiny")
-    tokenizer.chat_template = "{{ raise_exception('other roles, please') }}"
-    open_service(tiny_served_model(), tokenizer, name="tiny")  # it may take other chats
+def test_a_chat_template_may_refuse_some_chats():
+    takes_others = byte_tokenizer("{{ raise_exception('other roles, please') }}")
+    open_service(tiny_served_model(), takes_others, name="tiny")
 
 
 def test_a_generation_config_with_an_unknown_token_is_refused_at_start():
@@ -562,8 +529,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": 
 
 
 def test_what_a_chat_template_uses_reaches_it():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = THINKING
+    tokenizer = byte_tokenizer(THINKING)
     with running(open_service(tiny_served_model(), tokenizer, name="tiny")) as client:
 
         def prompt(**fields):
@@ -571,7 +537,7 @@ def test_what_a_chat_template_uses_reaches_it():
             return tokenizer.decode(ids)
 
         plain = prompt()
-        assert prompt(chat_template_kwargs={"enable_thinking": False}) == plain + "<think></think>"
+        assert prompt(**QUIET) == plain + "<think></think>"
         turn = [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}]
         assert prompt(messages=turn) == "<assistant>[add 5]<tool>7<assistant>"
         assert prompt(messages=[MESSAGES[-1] | {"name": "Ann"}]).startswith("<user Ann>")
@@ -579,7 +545,7 @@ def test_what_a_chat_template_uses_reaches_it():
         size = post(client, CHAT, ask)["usage"]["prompt_tokens"]
         for fields, more in (
             ({"reasoning_effort": "none"}, len("<think></think>")),
-            ({"chat_template_kwargs": {"enable_thinking": False}}, len("<think></think>")),
+            (QUIET, len("<think></think>")),
             ({"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}, 0),
         ):
             assert post(client, CHAT, ask | fields)["usage"]["prompt_tokens"] == size + more
@@ -587,9 +553,8 @@ def test_what_a_chat_template_uses_reaches_it():
 
 
 def test_variables_of_the_server_hold_where_a_request_gives_no_others():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = {"tool_use": "{{ 1 }}", "default": THINKING}  # of named templates, this one
-    quiet = open_service(tiny_served_model(), tokenizer, name="tiny", chat_template_kwargs={"enable_thinking": False})
+    tokenizer = byte_tokenizer({"tool_use": "{{ 1 }}", "default": THINKING})  # of named templates, this one
+    quiet = open_service(tiny_served_model(), tokenizer, name="tiny", **QUIET)
     with running(quiet) as client:
 
         def ends(**fields):

@@ -7,7 +7,6 @@ import signal
 import socket
 
 import httpx
-import pytest
 
 from serve_tools import greedy, serving
 from skipdecode import Schedule
@@ -87,18 +86,12 @@ def test_a_model_without_schedules_is_told_how_to_get_one(tmp_path, capsys):
     assert "skipdecode plan" in said
 
 
-@pytest.fixture
-def hollow(tmp_path):
-    """A model without weights, which cannot be loaded."""
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8}')
-    return str(tmp_path)
-
-
-def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys, hollow):
+def test_an_address_in_use_is_told_before_a_model_is_loaded(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8}')  # a model without weights
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
-        assert main(["serve", hollow, "--port", str(sock.getsockname()[1])]) == 2
+        assert main(["serve", str(tmp_path), "--port", str(sock.getsockname()[1])]) == 2
     assert "Address already in use" in capsys.readouterr().err
 
 
@@ -113,10 +106,3 @@ def test_a_prepared_directory_is_served_under_its_own_name(tmp_path, monkeypatch
     assert config_of(str(tmp_path), "--name", "mine").name == "mine"
     monkeypatch.chdir(tmp_path)
     assert config_of(".").name == served_name(".") == tmp_path.name
-
-
-@pytest.mark.parametrize("option", [(), ("--no-prefix-cache",)])
-def test_prefixes_for_each_key_need_keys_and_a_prefix_cache(capsys, monkeypatch, option, hollow):
-    monkeypatch.delenv("SKIPDECODE_API_KEY", raising=False)
-    assert main(["serve", hollow, "--prefix-per-key", *option]) == 2
-    assert "--prefix-per-key" in capsys.readouterr().err

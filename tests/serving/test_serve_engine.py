@@ -1,4 +1,4 @@
-"""What a server needs of the engine: schedules per request in one batch, cancelling what waits, likeliest tokens."""
+"""What a server needs of the engine: schedules per request in one batch, likeliest tokens, earlier answers."""
 
 from __future__ import annotations
 
@@ -72,16 +72,6 @@ def test_a_running_row_of_the_server_waits_for_a_part_of_a_long_prompt():
     assert order[:4] == [first] * 4
 
 
-def test_cancel_drops_what_waits():
-    engine = FastEngine(tiny_model("llama"), SCHEDULES[0], max_rows=1, in_order=True)
-    first, second, third = engine.submit([Request(p, 3) for p in PROMPTS[:3]])
-    engine.step()
-    assert engine.rows == 1
-    engine.cancel(second)
-    engine.cancel(second)
-    assert {o.request for o in engine.run([])} == {first, third}
-
-
 @pytest.mark.parametrize("kind", [FastEngine, GatedEngine])
 def test_likeliest_tokens(kind):
     model = tiny_model("llama")
@@ -107,18 +97,4 @@ def test_earlier_answers_are_drafted_where_users_may_know_of_each_other(shared, 
             client.post("/v1/completions", json=asked)
             accepted.append(metric(service, "accepted_tokens_total"))
     assert (accepted[2] - accepted[1] > accepted[1]) == shared
-
-
-def test_drafts_change_no_text_and_are_counted(monkeypatch):
-    always_drafts(monkeypatch)
-    service = tiny_service()
-    asked = greedy(prompt="hello", max_tokens=40)
-    with running(service) as client:
-        full, exact = (
-            client.post("/v1/completions", json=asked | {"skipdecode": {"schedule": "nested", "exact": drafts}}).json()
-            for drafts in (False, True)
-        )
-    assert exact["choices"] == full["choices"]
-    assert exact["skipdecode"]["layers_run"] == full["skipdecode"]["layers_run"]
-    counts = [metric(service, f"{name}_tokens_total") for name in ("drafted", "accepted")]
-    assert 0 <= counts[1] <= counts[0] > 0
+    assert metric(service, "drafted_tokens_total") >= accepted[2]

@@ -102,9 +102,7 @@ def run_to_the_end(page: Page, timeout_s: float = 60, *, again: bool = False) ->
 
 @pytest.mark.parametrize(("kind", "again"), [("Completion", True), ("Chat", False)], ids=["completion", "chat"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_both_columns_show_what_the_api_says(
-    browser: Browser, address: str, size: tuple[int, int], kind: str, again: bool
-):
+def test_columns_show_the_answers(browser: Browser, address: str, size: tuple[int, int], kind: str, again: bool):
     with opened(browser, address, size) as page:
         page.get_by_text(kind, exact=True).click()
         page.get_by_label("Prompt", exact=True).fill("The quick brown fox")

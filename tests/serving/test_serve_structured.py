@@ -23,9 +23,12 @@ SCHEMA = {
 }
 # Closers, so that random weights come to an end.
 BIAS = {str(token): 7.0 for token in byte_tokenizer()('"}]', add_special_tokens=False).input_ids}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
 # Ambiguous: after some hundred tokens it is too much for the parser.
 AMBIGUOUS = "start: a\na: " + " | ".join('"x"' + " a" * n for n in (2, 0, 3, 4, 5, 6, 7, 8, 9))
+
+
+def formatted(schema):
+    return {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": schema}}
 
 
 def chat(**fields):
@@ -41,7 +44,7 @@ def text_of(answer):
 def test_a_schema_holds_whole_streamed_and_beside_others(client):
     def answer(case):
         schedule, extra = case
-        body = chat(response_format=FORMAT, skipdecode={"schedule": schedule}) | extra
+        body = chat(response_format=formatted(SCHEMA), skipdecode={"schedule": schedule}) | extra
         text = text_of(post(client, CHAT, body))
         jsonschema.validate(json.loads(text), SCHEMA)
         assert streamed_text(events(client, CHAT, body)) == text
@@ -52,7 +55,7 @@ def test_a_schema_holds_whole_streamed_and_beside_others(client):
     alone = [answer(case) for case in cases]
     with ThreadPoolExecutor(len(cases)) as pool:
         assert list(pool.map(answer, cases)) == alone
-    plain = chat(response_format=FORMAT, skipdecode={"schedule": "nested", "exact": False})
+    plain = chat(response_format=formatted(SCHEMA), skipdecode={"schedule": "nested", "exact": False})
     assert text_of(post(client, CHAT, plain)) == answer(("nested", {}))
 
 
@@ -64,7 +67,7 @@ def test_a_schema_holds_whole_streamed_and_beside_others(client):
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, SCHEMA),
         ({"structured_outputs": {"json_object": True}}, {"type": "object"}),
         ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"choice": ["yes", 'no "thanks"', "ü\n"]}}, 'yes|no "thanks"|ü\n'),
         ({"structured_outputs": {"grammar": 'root ::= "a" [bc] "d"'}}, "a[bc]d"),
         ({"structured_outputs": {"grammar": 'start: "a" /[bc]/'}}, "a[bc]"),
         ({"guided_json": SCHEMA}, SCHEMA),
@@ -87,14 +90,8 @@ def test_every_field_says_what_a_text_has_to_fit(client, fields, fits):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"not": {}}}}}},
-            "response_format.json_schema.schema.items",
-        ),
-        (
-            {"structured_outputs": {"json": {"properties": {"a": {"format": "spelling"}}}}},
-            "structured_outputs.json.properties.a",
-        ),
+        ({"response_format": formatted({"items": {"not": {}}})}, "response_format.json_schema.schema.items"),
+        ({"structured_outputs": {"json": {"items": {"not": {}}}}}, "structured_outputs.json.items"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),

@@ -42,6 +42,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "stop", "strict": True}},
 ]
+BAD = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
 BIAS = {str(token): 7.0 for token in byte_tokenizer()('"}]', add_special_tokens=False).input_ids}
 ASK = [{"role": "user", "content": "hello"}]
 
@@ -50,8 +51,7 @@ ASK = [{"role": "user", "content": "hello"}]
 def clients():
     services, servers = {}, []
     for name, template in TEMPLATES.items():
-        tokenizer = byte_tokenizer()
-        tokenizer.chat_template = template
+        tokenizer = byte_tokenizer(template)
         tokenizer.add_tokens(["<tool_call>", "</tool_call>"] if "tokens" in name else [])
         model = tiny_served_model()
         model.resize_token_embeddings(len(tokenizer))
@@ -132,15 +132,7 @@ def test_tools_are_in_the_prompt_unless_none_may_be_called(clients):
         ("qwen", {"tool_choice": "any"}, "tool_choice", "invalid_value"),
         ("qwen", {"structured_outputs": {"json": WEATHER}}, "tools", "invalid_value"),
         ("qwen", {"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "invalid_value"),
-        (
-            "qwen",
-            {
-                "tools": [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
-                "tool_choice": "required",
-            },
-            "tools.2.function.parameters",
-            "invalid_value",
-        ),
+        ("qwen", {"tools": [*TOOLS, BAD], "tool_choice": "required"}, "tools.2.function.parameters", "invalid_value"),
     ],
 )
 def test_refusals_name_the_field(clients, name, fields, param, code):
@@ -185,9 +177,8 @@ READ = [
 
 def read(name, parts):
     """The text and the calls in parts of an answer; checks what holds for every answer."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATES[name]
-    reader = CallReader(CallForm.of(tokenizer, ()), ToolChoice.of([{"function": {"name": each}} for each in "fg"]))
+    form = CallForm.of(byte_tokenizer(TEMPLATES[name]), ())
+    reader = CallReader(form, ToolChoice.of([{"function": {"name": each}} for each in "fg"]))
     found = [reader.push(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
     calls = [call for _, calls in found for call in calls]
     assert json.loads(to_json(calls)) == calls
@@ -209,24 +200,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 ARGUMENTS = st.dictionaries(st.sampled_from(["a", "</tool_call>", '<tool_call>{"', "{}"]) | st.text(), JSON, max_size=3)
-PIECES = st.sampled_from(
-    [
-        "<tool_call>",
-        "</tool_call>",
-        "<|python_tag|>",
-        "{",
-        "}",
-        '"',
-        "\\",
-        "\n",
-        " ",
-        ";",
-        "NaN",
-        "1e999",
-        '"name"',
-        ":",
-    ]
-)
+PIECES = st.sampled_from(["<tool_call>", "</tool_call>", "<|python_tag|>", "NaN", "1e999", '"name"', *'{}"\\\n :;'])
 
 
 @given(st.lists(st.tuples(st.sampled_from("fg"), ARGUMENTS), min_size=1, max_size=3), st.booleans(), st.data())
