@@ -258,9 +258,7 @@ def test_settings_without_a_schedule():
 
 @given(st.integers(1, 2), st.integers(9, 30), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8))
 @settings(max_examples=60, deadline=None)
-def test_states_before_rows_come_from_the_step_the_chunk_before_and_shared_blocks(
-    taps: int, length: int, chunks: list[tuple[int, int]]
-) -> None:
+def test_states_before_rows(taps: int, length: int, chunks: list[tuple[int, int]]) -> None:
     """Two prompts with one block in common, in chunks: each row gets the states of the tokens before its own."""
     block, width, prompts = 4, 3, np.array([length, length + 5])
     states = [torch.randn(n, width) for n in prompts]

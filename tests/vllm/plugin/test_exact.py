@@ -61,11 +61,6 @@ def one_engine(checkpoint: Any, request: pytest.FixtureRequest) -> Any:
         assert compiled_graphs() == graphs
 
 
-def test_a_schedule_shows(checkpoint: Any, one_engine: Any):
-    texts = prompts(LENGTHS)
-    assert generate(one_engine, texts, NEW) != generate(one_engine, texts, NEW, ["full"] * len(texts))
-
-
 @pytest.mark.parametrize("name", [*SCHEDULES, "full"])
 def test_ragged_requests(checkpoint: Any, one_engine: Any, name: str):
     schedule = SCHEDULES.get(name) or Schedule.full(LAYERS)

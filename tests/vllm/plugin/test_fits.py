@@ -77,14 +77,6 @@ def test_ragged_requests(checkpoint: Any, running: Any, name: str):
     assert without != expected, "the fit must matter for this test"
 
 
-def test_schedules_mixed_in_one_batch(checkpoint: Any, running: Any):
-    names = [*SCHEDULES, *SCHEDULES]
-    texts, new = prompts([11 + 3 * i for i in range(len(names))]), [24] * len(names)
-    one_by_one = zip(names, texts, strict=True)
-    expected = [reference(checkpoint[1], SCHEDULES[name], [text], [24])[0] for name, text in one_by_one]
-    assert generate(running, texts, new, names) == expected
-
-
 def test_prompts_in_chunks(checkpoint: Any):
     texts, new = prompts((90, 7, 61, 33)), (15, 25, 9, 30)
     with engine(checkpoint[0], **options(max_num_batched_tokens=16, enable_prefix_caching=False)) as llm:

@@ -165,13 +165,6 @@ def test_two_nodes_serve_and_skip(checkpoint: Any, fleet: Fleet):
         assert 0 < layers < tokens * LAYERS, node
 
 
-def test_an_unknown_schedule_is_the_clients_error(fleet: Fleet):
-    from openai import BadRequestError
-
-    with pytest.raises(BadRequestError, match="unknown schedule 'fast'"):
-        ask(fleet, [5, 6, 7], "fast")
-
-
 def test_requests_go_on_when_a_node_is_lost(checkpoint: Any, fleet: Fleet):
     texts, lost = prompts([5 + number % 17 for number in range(PROMPTS)], seed=2), Event()
 

@@ -57,9 +57,7 @@ def refusal(folder: Path, **options: Any) -> str:
         ("plain", {"hf_overrides": {"skipdecode": Schedule.full(LAYERS).to_dict()}}, False),
     ],
 )
-def test_layers_are_skipped_where_a_config_has_a_schedule_and_else_vllm_stays_as_it_is(
-    request: pytest.FixtureRequest, name: str, options: dict[str, Any], skips: bool
-):
+def test_layers_are_skipped_by_config(request: pytest.FixtureRequest, name: str, options: dict[str, Any], skips: bool):
     config = config_of(request.getfixturevalue(name), **options)
     assert config.parallel_config.worker_cls == (WORKER if skips else "vllm.v1.worker.cpu_worker.CPUWorker")
     scheduler = "skipdecode.vllm.scheduler.SkipScheduler" if skips else None
@@ -100,9 +98,7 @@ def test_options(tuned: Path, options: dict[str, Any], part: str):
         ("lfm2", paper(), ("other tokens than transformers at full depth", "LlamaForCausalLM")),
     ],
 )
-def test_an_architecture_that_is_not_tested_or_cannot_project(
-    tmp_path: Path, kind: str, schedule: Schedule, parts: tuple[str, ...]
-):
+def test_other_architectures(tmp_path: Path, kind: str, schedule: Schedule, parts: tuple[str, ...]):
     save_tiny(tmp_path, schedule, kind)
     text = refusal(tmp_path)
     assert all(part in text for part in parts)
