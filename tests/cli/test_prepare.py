@@ -36,9 +36,9 @@ from skipdecode.generation.speed import squeezed
 from skipdecode.learning.clock import Clock
 from skipdecode.learning.fitting import make_fit
 from skipdecode.learning.prepared import neighbours
-from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions, SearchSize
+from skipdecode.learning.settings import PREPARE_DIRECTORY, SHORT, FitOptions
 from skipdecode.learning.stage_log import Stages
-from skipdecode.learning.stages import Evaluation, FullDepth, Layers, Timing, Tuning
+from skipdecode.learning.stages import Evaluation, FullDepth, Layers, Tuning
 from skipdecode.models.checkpoint_schedule import FIT_FILE
 from skipdecode.models.fit import Fit
 from skipdecode.models.loading.checkpoint import open_checkpoint
@@ -165,9 +165,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert "seed" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_does_the_task_is_not_tuned_at_full_depth_and_answers(
-    place: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_that_answer(place: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipdecode.learning.prepare._TO_LEARN", 0.9)  # no tuning takes off so much
     names = named_records(tmp_path / "named.jsonl")
     data = [f"--{name}={names}" for name in ("train", "dev")]
@@ -282,18 +280,14 @@ def test_in_python_records_and_models_are_objects(place: Path, tmp_path: Path) -
     fitted = call(minutes=0)
     assert llm.generate(["red hat\n"], 8) == before
     assert fitted.path is None
-    assert "as a share of full depth's best, before or after tuning" in str(fitted)
     assert str(fitted).splitlines()[-1] == "nothing was tuned: minutes 0"
-    assert re.search(r"^time: choosing layers \d+\.\d min, evaluation \d+\.\d min$", str(fitted), re.M)
     assert fitted._repr_html_().startswith("<pre>kept")
     target = next(row for row in fitted.rows if row["name"] == fitted.document["target"])
     assert target["name"] == fitted.schedule.name
-    assert "-wall" not in str(fitted)
     assert target["request_speedup"] > 0
     assert len(fitted.llm.generate(["red hat\n"], 8)[0].tokens) <= 8
 
     tuned = call(minutes=enough(fitted.document))
-    assert re.search(r"^quality by tuning: dev loss \S+ to \S+, BLEU", str(tuned), re.M)
     with pytest.raises(OutputError, match="seed"):
         call(seed=1)
     # The adapter is merged, into weights of the type that they had.
@@ -349,9 +343,7 @@ def test_what_cannot_be_done_is_refused_at_once(place: Path, capsys: Any, more: 
 
 
 @pytest.mark.parametrize("name", ["train", "dev", "test"])
-def test_a_bad_record_is_refused_before_any_work_or_left_out_everywhere(
-    place: Path, tmp_path: Path, capsys: Any, name: str
-) -> None:
+def test_a_bad_record_is_refused_or_left_out(place: Path, tmp_path: Path, capsys: Any, name: str) -> None:
     rows = records(10, seed=2)
     bad = write_jsonl(tmp_path / "bad.jsonl", [*rows[:8], {"colour": 3, "ref": "x"}, *rows[8:]])
     out = tmp_path / "out"
@@ -470,19 +462,9 @@ def test_a_stage_counts_the_time_of_all_its_processes(tmp_path: Path) -> None:
         assert stages.done(Tuning, 1).seconds < 0.6
 
 
-def test_a_stage_is_restored_with_its_types(tmp_path: Path) -> None:
-    timing = Timing(None, 2.0, SearchSize(8, 2, 100))
-    with closing(Stages(tmp_path, {})) as stages:
-        made = [stages.run(Timing, lambda: timing), stages.run(Layers, lambda: Layers(SHORT, 40))]
-    with closing(Stages(tmp_path, {})) as stages:
-        assert [stages.find(Timing), stages.find(Layers)] == made == [timing, Layers(SHORT, 40)]
-
-
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("loading", [0.0, 10.0, 40.0])
-def test_tuning_gets_half_of_the_minutes_and_other_stages_end_at_the_clock(
-    tmp_path: Path, own: bool, loading: float
-) -> None:
+def test_tuning_gets_half_of_the_minutes(tmp_path: Path, own: bool, loading: float) -> None:
     started = time.perf_counter() - loading
     with closing(Stages(tmp_path, {}, started=started)) as stages:
         clock = Clock(stages, 6, own, loading)
@@ -522,9 +504,7 @@ def test_a_run_that_failed_in_its_first_stage_is_continued(place: Path, tmp_path
     assert main(arguments(place, "--minutes", "0", "--no-fit", "--out", str(out))) == 0
 
 
-def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_continued(
-    place: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_command_leaves_nothing(place: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(place / "bad.jsonl", [{"colour": "red"}])
     command = [*arguments(place, "--minutes", "0"), "--out", str(place / "corrected"), "--no-fit"]
     assert main([*command, "--train", str(place / "bad.jsonl")]) == 2

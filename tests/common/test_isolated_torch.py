@@ -21,7 +21,6 @@ from textgen_tools import save_tiny_model
 
 ROWS = [{"prompt": f"say {i}", "response": f"xyz {i}"} for i in range(12)]
 CONTEXTS: dict[str, Any] = {
-    "no gradients": torch.no_grad,
     "inference mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "a device": lambda: torch.device("meta"),
@@ -29,7 +28,6 @@ CONTEXTS: dict[str, Any] = {
 }
 SETTERS: dict[str, tuple[Any, Any, Any]] = {  # with the value before
     "float16": (torch.set_default_dtype, torch.float16, torch.float32),
-    "bfloat16": (torch.set_default_dtype, torch.bfloat16, torch.float32),
     "float64": (torch.set_default_dtype, torch.float64, torch.float32),
     "a default device": (torch.set_default_device, "meta", None),
     "gradients off": (torch.set_grad_enabled, False, True),

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,9 +99,7 @@ def test_a_page_has_examples_that_are_python(page: Path):
 
 @pytest.mark.model
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.name)
-def test_the_examples_of_a_page_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.chdir(tmp_path)
     exec(compile(code_of(page), str(page), "exec"), {"__name__": "__main__"})
     assert "The Eagle" in capsys.readouterr().out
