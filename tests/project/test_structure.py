@@ -36,7 +36,7 @@ LAYERS = [
 # The reached values, lines rounded up to the next 250 (CONTRIBUTING.md says when one is raised). The next release is to
 # have 27,500 lines; docs/LOG.md (2026-11-30) says what that would take from users.
 MOST_LINES, MOST_VERBS, MOST_OPTIONS = 32_750, 9, 108
-MOST_TEST_LINES, MOST_BENCHMARK_LINES, MOST_ANY = 25_250, 2_850, 375
+MOST_TEST_LINES, MOST_BENCHMARK_LINES, MOST_ANY = 24_250, 2_850, 375
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 

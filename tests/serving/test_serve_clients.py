@@ -206,10 +206,18 @@ def test_litellm(url, tools_url):
     assert whole.usage.completion_tokens == NEW
     chunks = list(litellm.completion(messages=HELLO, max_tokens=NEW, temperature=0, stream=True, **to))
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == CHAT_TEXT
+    several = litellm.completion(messages=HELLO, max_tokens=4, n=2, seed=1, logit_bias=BIAS, **to)
+    assert len(several.choices) == 2
+    cut = litellm.completion(messages=HELLO, max_tokens=NEW, temperature=0, stop=[CHAT_TEXT[4]], **to)
+    assert cut.choices[0].message.content == CHAT_TEXT[: CHAT_TEXT.index(CHAT_TEXT[4])]
+    logprobs = litellm.completion(messages=HELLO, max_tokens=2, temperature=0, logprobs=True, top_logprobs=1, **to)
+    assert len(logprobs.choices[0].logprobs.content) == 2
     text = litellm.text_completion(
         prompt="hello", max_tokens=NEW, temperature=0, **to | {"model": "text-completion-openai/tiny"}
     )
     assert text.choices[0].text == TEXT
+    penalties = {"frequency_penalty": 1, "presence_penalty": 0.5, "top_k": 5}
+    assert litellm.completion(messages=HELLO, max_tokens=2, seed=1, **penalties, **to).choices[0].message.content
     with pytest.raises(litellm.BadRequestError, match="bad_words"):
         litellm.completion(messages=HELLO, extra_body={"bad_words": ["a"]}, **to)
     schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": Answer.model_json_schema()}}
@@ -226,6 +234,8 @@ def test_litellm(url, tools_url):
 
 def test_langchain(url, tools_url):
     langchain = pytest.importorskip("langchain_openai", reason="pip install 'skipdecode[conformance]'")
+    from langchain_core.messages import HumanMessage
+
     to = {"model": "tiny", "base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "temperature": 0}
     chat = langchain.ChatOpenAI(max_tokens=NEW, **to)
     assert chat.invoke("hello").content == CHAT_TEXT
@@ -234,9 +244,14 @@ def test_langchain(url, tools_url):
     answer = chat.invoke([("system", "be brief"), ("user", "hello")], stop=["\n"])
     assert answer.usage_metadata["output_tokens"] <= NEW
     assert [a.content for a in chat.batch(["hello"] * 3)] == [CHAT_TEXT] * 3
+    several = langchain.ChatOpenAI(max_tokens=4, n=2, **to | {"temperature": 1}).generate([[HumanMessage("hello")]])
+    assert len(several.generations[0]) == 2
+    logprobs = chat.bind(logprobs=True).invoke("hello").response_metadata["logprobs"]
+    assert len(logprobs["content"]) == NEW
     schedule = langchain.ChatOpenAI(max_tokens=NEW, extra_body={"skipdecode": {"schedule": "nested"}}, **to)
     assert schedule.invoke("hello").content != CHAT_TEXT
     assert langchain.OpenAI(max_tokens=NEW, **to).invoke("hello") == TEXT
+    assert langchain.ChatOpenAI(presence_penalty=1.0, max_tokens=2, **to).invoke("hello").usage_metadata
     calls = langchain.ChatOpenAI(max_tokens=200, **to | {"base_url": tools_url})
     for method in ("json_schema", "function_calling"):
         assert isinstance(calls.with_structured_output(Answer, method=method).invoke("hello"), Answer)
