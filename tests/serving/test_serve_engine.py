@@ -1,4 +1,4 @@
-"""What a server needs of the engine: schedules per request in one batch, likeliest tokens, earlier answers."""
+"""What a server needs of the engine: schedules in one batch, cancelling what waits, likeliest tokens."""
 
 from __future__ import annotations
 
@@ -70,6 +70,16 @@ def test_a_running_row_of_the_server_waits_for_a_part_of_a_long_prompt():
     # 124 tokens of the long prompt beside the short one, then 128 at a time, each with a token of the first row.
     assert order.index(long) == 4
     assert order[:4] == [first] * 4
+
+
+def test_cancel_drops_what_waits():
+    engine = FastEngine(tiny_model("llama"), SCHEDULES[0], max_rows=1, in_order=True)
+    first, second, third = engine.submit([Request(p, 3) for p in PROMPTS[:3]])
+    engine.step()
+    assert engine.rows == 1
+    engine.cancel(second)
+    engine.cancel(second)
+    assert {o.request for o in engine.run([])} == {first, third}
 
 
 @pytest.mark.parametrize("kind", [FastEngine, GatedEngine])
