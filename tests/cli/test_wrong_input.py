@@ -102,7 +102,6 @@ WRONG = {
     "serve hollow --port 0 --schedule fast": "unknown schedule 'fast'",
     "serve hollow --prefix-per-key": "--prefix-per-key needs API keys",
     "serve hollow --prefix-per-key --no-prefix-cache": "--prefix-per-key",
-    "serve hollow --port 70000": "--port 70000",
     "serve hollow --cors http://localhost:3000/": "--cors 'http://localhost:3000/' is not accepted",
     # Files.
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",

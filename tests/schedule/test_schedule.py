@@ -154,7 +154,6 @@ def test_degenerate_schedules():
         (lambda: Schedule.from_speedup(6, 0.5, 10), "nominal speed-up of 0.5"),
         (lambda: Schedule.from_speedup(6, float("nan"), 10), "nominal speed-up of nan"),
         (lambda: Schedule(6, (), (6,), speedup="2x"), "speedup='2x'"),
-        (lambda: Schedule(6, (), (6,), family=3), "family=3"),
         (lambda: Schedule.from_json("{"), "must be JSON"),
         (lambda: Schedule.from_json("[1]"), "JSON object, not list"),
         (lambda: Schedule.from_json('{"num_layers": 6, "drop_order": []}'), "'budgets' is missing"),
